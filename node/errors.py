@@ -1,0 +1,63 @@
+"""Errors that reach a person, each with the exit code that the command line gives it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What `petalnode` exits with; scripts rely on these."""
+
+    DONE = 0
+    RESULT_SAYS_NO = 1
+    BAD_INPUT = 2
+    SWARM_CANNOT = 3
+    MACHINE_CANNOT = 4
+    INTERRUPTED = 130
+
+
+class PetalnodeError(Exception):
+    """Base of every error whose text is meant for a person: what happened, to what, what to do next."""
+
+    exit_code: ExitCode = ExitCode.RESULT_SAYS_NO
+
+
+class SwarmError(PetalnodeError):
+    """The swarm cannot do it: no chain covers the model, no peer answers, every server refused."""
+
+    exit_code = ExitCode.SWARM_CANNOT
+
+
+class NoChainError(SwarmError):
+    """No chain of live servers covers the wanted blocks.
+
+    `missing` lists the blocks that no usable server holds.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class ServerFailed(SwarmError):
+    """One server of a chain failed or refused; `peer_id` says which."""
+
+    def __init__(self, message: str, peer_id: str) -> None:
+        super().__init__(message)
+        self.peer_id = peer_id
+
+
+class BadInput(PetalnodeError, ValueError):
+    """Something a person gave (an option, an address, a file, a tensor) cannot be used."""
+
+    exit_code = ExitCode.BAD_INPUT
+
+
+class ModelError(BadInput):
+    """A model folder, file or name that cannot be used as it is."""
+
+
+class MachineError(PetalnodeError):
+    """This machine cannot: port in use, memory, disk, identity locked."""
+
+    exit_code = ExitCode.MACHINE_CANNOT

@@ -1,0 +1,55 @@
+"""Names and small values that all protocols share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+INFERENCE: Final = "/petalnode/inference/1"
+DIRECTORY: Final = "/petalnode/directory/1"
+MANIFEST: Final = "/petalnode/manifest/1"
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """A half-open range of transformer blocks: `start` .. `end - 1`. Never empty, never negative.
+
+    Raises:
+        ValueError: if it would be.
+    """
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ValueError(f"{self.start}:{self.end} is no span of blocks: it takes 0 <= start < end")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __contains__(self, block: int) -> bool:
+        return self.start <= block < self.end
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.end}"
+
+    def covers(self, other: Span) -> bool:
+        """Whether every block of `other` is in this span."""
+        return self.start <= other.start and other.end <= self.end
+
+    def overlaps(self, other: Span) -> bool:
+        return self.start < other.end and other.start < self.end
+
+    @classmethod
+    def parse(cls, text: str) -> Span:
+        """Reads "A:B", blocks A .. B-1.
+
+        Raises:
+            ValueError: with a sentence that a person can act on.
+        """
+        start, colon, end = text.strip().partition(":")
+        if not colon or not start.isdecimal() or not end.isdecimal():
+            raise ValueError(f"{text!r} is no span of blocks: write A:B for blocks A to B-1, such as 0:15")
+        return cls(int(start), int(end))
