@@ -300,16 +300,21 @@ class DirectoryQuery(google.protobuf.message.Message):
 
     MODEL_VERSION_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
     model_version: builtins.bytes
     """empty: of all models"""
     limit: builtins.int
+    """records at most; 0: as many as the reply holds"""
+    after: builtins.bytes
+    """the last peer id of the page before; records come in the order of their peer ids"""
     def __init__(
         self,
         *,
         model_version: builtins.bytes = ...,
         limit: builtins.int = ...,
+        after: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["limit", b"limit", "model_version", b"model_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "limit", b"limit", "model_version", b"model_version"]) -> None: ...
 
 Global___DirectoryQuery: typing_extensions.TypeAlias = DirectoryQuery
 
@@ -320,6 +325,7 @@ class DirectoryRecords(google.protobuf.message.Message):
     RECORDS_FIELD_NUMBER: builtins.int
     TRUNCATED_FIELD_NUMBER: builtins.int
     truncated: builtins.bool
+    """there are more: ask again with `after`"""
     @property
     def records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SignedAnnouncement]: ...
     def __init__(

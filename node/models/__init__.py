@@ -1,0 +1,35 @@
+"""Models on this machine: finding and fetching them, reading their weights' layout, and the model version.
+
+Nothing here imports torch or transformers, except while a GGUF file is imported.
+"""
+
+from __future__ import annotations
+
+from .alias import ALIASES
+from .cache_dir import cache_dir
+from .checkpoint import Checkpoint
+from .folder import ModelFolder, hidden_size, num_blocks
+from .manifest import Manifest, compute_manifest, verify_part
+from .parts import EMBEDDINGS, HEAD, Need, Part
+from .progress import Progress, no_progress
+from .sources import DEFAULT_MODEL, resolve
+
+__all__ = [
+    "ALIASES",
+    "DEFAULT_MODEL",
+    "EMBEDDINGS",
+    "HEAD",
+    "Checkpoint",
+    "Manifest",
+    "ModelFolder",
+    "Need",
+    "Part",
+    "Progress",
+    "cache_dir",
+    "compute_manifest",
+    "hidden_size",
+    "no_progress",
+    "num_blocks",
+    "resolve",
+    "verify_part",
+]

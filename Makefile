@@ -1,0 +1,39 @@
+# Set-up and the main commands. Needs Python 3.11 or newer, make and a C compiler; everything else is installed
+# into .venv. Choose another Python with `make PYTHON=python3.12 ...`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?=
+SERVERS ?= 3
+
+.PHONY: setup demo test lint types check clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml packaging/constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "petalnode needs Python 3.11 or newer; run make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint packaging/constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/petalnode demo --servers $(SERVERS) $(if $(PROMPT),--prompt "$(PROMPT)")
+
+test: setup
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy wants the package as one folder: links to the rooms give it that.
+types: setup
+	rm -rf build/types && mkdir -p build/types/petalnode
+	for each in $(CURDIR)/petalnode/*; do ln -s $$each build/types/petalnode/; done
+	for room in node protocols crypto; do ln -s $(CURDIR)/$$room build/types/petalnode/; done
+	MYPYPATH=build/types $(BIN)/mypy -p petalnode
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,108 @@
+"""Receipts: what a server signs of every reply, so that nobody can later deny what was sent.
+
+The "signed-hash pledge" of Petals (ACL demo 2023, appendix A), made concrete: the hash proves *what* was sent;
+whether it was *right* is judged elsewhere, by recomputation within a tolerance. Two receipts of one key with the same
+(client, nonce, session epoch, sequence, request hash, previous receipt) and different reply hashes prove
+equivocation; rollbacks and restarts never look like it, because they change the sequence or the session epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from .canonical import canonical, digest
+from .identity import Identity, verify
+
+RECEIPT_DOMAIN: Final = "petalnode/receipt/1"
+REQUEST_DOMAIN: Final = "petalnode/request/1"
+NO_RECEIPT: Final = bytes(32)
+"""Stands where a session has no previous receipt yet."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A server's signed statement about one reply of one session.
+
+    Hashes are 32 bytes of SHA-256; `client` and the signer are peer ids; `span` is half-open; `time_ms` is
+    milliseconds since 1970 by the server's clock. `upstream_receipt` is empty unless the input was pushed by another
+    server.
+    """
+
+    protocol_version: int
+    model_version: bytes
+    span: tuple[int, int]
+    dtype: str
+    quantisation: str
+    client: str
+    nonce: bytes
+    session_epoch: bytes
+    sequence: int
+    request_hash: bytes
+    reply_hash: bytes
+    previous_receipt: bytes
+    upstream_receipt: bytes
+    time_ms: int
+    signature: bytes = b""
+
+    def canonical_bytes(self) -> bytes:
+        """The bytes that are signed: every field but the signature, in the order of declaration."""
+        return canonical(
+            RECEIPT_DOMAIN,
+            self.protocol_version,
+            self.model_version,
+            self.span,
+            self.dtype,
+            self.quantisation,
+            self.client,
+            self.nonce,
+            self.session_epoch,
+            self.sequence,
+            self.request_hash,
+            self.reply_hash,
+            self.previous_receipt,
+            self.upstream_receipt,
+            self.time_ms,
+        )
+
+    def signed(self, identity: Identity) -> Receipt:
+        """A copy that carries `identity`'s signature."""
+        return replace(self, signature=identity.sign(RECEIPT_DOMAIN, self.canonical_bytes()))
+
+    def is_signed_by(self, peer_id: str) -> bool:
+        """Whether the signature is `peer_id`'s and covers exactly these fields."""
+        return verify(peer_id, RECEIPT_DOMAIN, self.canonical_bytes(), self.signature)
+
+    def hash(self) -> bytes:
+        """What the next receipt of the session, and a downstream server's, refers to. Covers the signature."""
+        return digest(RECEIPT_DOMAIN, self.canonical_bytes(), self.signature)
+
+
+def request_hash(
+    *,
+    sequence: int,
+    position: int,
+    reorder: tuple[int, ...],
+    route_epoch: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    codec: str,
+    payload_hash: bytes,
+    upstream_receipt: bytes,
+) -> bytes:
+    """Hash of a whole step request, header and payload, in canonical form.
+
+    `payload_hash` is the SHA-256 of the tensor's bytes as they stood on the wire.
+    """
+    return digest(
+        REQUEST_DOMAIN,
+        sequence,
+        position,
+        reorder,
+        route_epoch,
+        shape,
+        dtype,
+        codec,
+        payload_hash,
+        upstream_receipt,
+    )

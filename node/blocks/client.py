@@ -1,0 +1,198 @@
+"""A client's part of a model: the whole object of transformers without its blocks."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from ..errors import BadInput, ModelError
+from .attention import RAGGED
+from .config import choose_device, choose_dtype, read_config
+from .remote import Remote, RemoteBlocks, RemoteCache, RemoteCall
+from .skeleton import BlockList, Skeleton, build, fill
+from .weights import Weights
+
+
+class ClientModel:
+    """Embeddings, final norm and head of a model, with one replaceable layer in place of all blocks.
+
+    `bind` says what runs the blocks. `embed` and `head` may be called from several threads at once.
+
+    Attributes:
+        model: the causal language model; `forward` and `generate` work as in transformers.
+        num_blocks: blocks of the whole model.
+        hidden_size: values per token between blocks.
+        dtype, device: of the weights here.
+        max_positions: tokens that the architecture can tell apart, None if it says nothing.
+    """
+
+    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+        self.model: Any = skeleton.model  # transformers mixes `generate` in at class level
+        self.num_blocks = skeleton.num_blocks
+        self.hidden_size = int(skeleton.config.hidden_size)
+        self.dtype = skeleton.dtype
+        self.device = device
+        self.max_positions: int | None = getattr(skeleton.config, "max_position_embeddings", None)
+        self._decoder: PreTrainedModel = skeleton.decoder
+        self._signature = inspect.signature(skeleton.decoder.forward)
+        self._takes_positions = "position_ids" in self._signature.parameters
+        self._any_token = 1 if skeleton.config.pad_token_id == 0 else 0  # padding makes some models warn
+        self._remote: Remote | None = None
+        self._here = threading.local()  # .call: of the step in progress; .instead: what runs instead of the remote
+        self._layer = RemoteBlocks(self._run_blocks, as_tuple=False)
+        skeleton.set_blocks(BlockList({0: self._layer}))
+        skeleton.decoder.register_forward_pre_hook(self._note_call, with_kwargs=True)
+        self._prepare_cache = self.model._prepare_cache_for_generation
+        self.model._prepare_cache_for_generation = self._prepare_remote_cache
+
+    def finish(self) -> None:
+        """Once the weights are here: finds out in which form the decoder wants its layer's output."""
+        ids = torch.full((2, 3), self._any_token, device=self.device)
+        for as_tuple in (False, True):
+            self._layer.as_tuple = as_tuple
+            try:
+                with torch.no_grad():
+                    hidden = self._decode(ids, instead=lambda given: given)
+            except (TypeError, AttributeError, RuntimeError, IndexError):
+                continue
+            if hidden.shape[:2] == ids.shape:
+                return
+        raise ModelError(f"petalnode cannot put remote blocks into a {self.model.config.model_type!r} model")
+
+    def bind(self, remote: Remote) -> None:
+        """From now on `remote` runs the blocks. It is called in the thread that runs the model."""
+        self._remote = remote
+
+    @torch.no_grad()
+    def embed(
+        self, input_ids: torch.Tensor, position: int = 0, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What enters the first block.
+
+        Args:
+            input_ids: int64 [batch, tokens].
+            position: tokens of a row before these.
+            attention_mask: [batch, position + tokens], 0 at left padding.
+
+        Returns:
+            [batch, tokens, hidden size] in the model's dtype.
+        """
+        seen: list[torch.Tensor] = []
+
+        def keep(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(hidden)
+            return hidden
+
+        self._decode(input_ids.to(self.device), position, attention_mask, keep)
+        return seen[0]
+
+    @torch.no_grad()
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, tokens, vocabulary] of what left the last block, [batch, tokens, hidden size]."""
+        given = hidden.to(self.device, self.dtype)
+        ids = torch.full(given.shape[:2], self._any_token, device=self.device)
+        self._here.instead = lambda _: given
+        try:
+            logits: torch.Tensor = self.model(ids, use_cache=False).logits
+        finally:
+            self._here.instead = None
+        return logits
+
+    def _decode(
+        self, ids: torch.Tensor, position: int = 0, mask: torch.Tensor | None = None, instead: Any = None
+    ) -> torch.Tensor:
+        """The decoder's last hidden state with `instead` in place of the blocks."""
+        cache = RemoteCache()
+        cache.advance(position)
+        arguments: dict[str, Any] = {}
+        if self._takes_positions:
+            arguments["position_ids"] = positions(ids.shape[1], position, mask).to(self.device)
+        self._here.instead = instead
+        try:
+            output = self._decoder(
+                input_ids=ids,
+                attention_mask=None if mask is None else mask.to(self.device),
+                past_key_values=cache,
+                use_cache=True,
+                **arguments,
+            )
+        finally:
+            self._here.instead = None
+        hidden: torch.Tensor = output[0]
+        return hidden
+
+    def _note_call(self, decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        cache, mask = given.get("past_key_values"), given.get("attention_mask")
+        if cache is not None and not isinstance(cache, RemoteCache):
+            raise BadInput(f"past_key_values of a swarm's model is a RemoteCache, not a {type(cache).__name__}")
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+            raise BadInput("a swarm's model takes an attention_mask of two dimensions, [batch, tokens]")
+        self._here.call = RemoteCall(cache, cache.get_seq_length() if cache is not None else 0, mask)
+        # Without a session nothing is kept: a cache made by the model itself would count no tokens.
+        return args, kwargs if cache is not None else {**kwargs, "use_cache": False}
+
+    def _run_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
+        call: RemoteCall = self._here.call
+        instead = getattr(self._here, "instead", None)
+        if instead is not None:
+            replaced: torch.Tensor = instead(hidden)
+            return replaced
+        if self._remote is None:
+            raise RuntimeError("nothing is bound to run the blocks: call ClientModel.bind first")
+        output = self._remote(hidden, call)
+        if output.shape != hidden.shape:
+            raise RuntimeError(f"remote blocks made {tuple(output.shape)} of {tuple(hidden.shape)}")
+        if call.cache is not None:
+            call.cache.advance(hidden.shape[1])
+        return output.to(hidden.device, hidden.dtype)
+
+    def _prepare_remote_cache(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> Any:
+        """`generate` without past_key_values gets a session's cache in place of one with real keys and values."""
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = RemoteCache()
+        return self._prepare_cache(generation_config, model_kwargs, *rest)
+
+
+def positions(tokens: int, position: int, mask: torch.Tensor | None) -> torch.Tensor:
+    """Position ids [rows or 1, tokens] as transformers' `generate` makes them: padding does not count."""
+    if mask is None:
+        return torch.arange(position, position + tokens).unsqueeze(0)
+    counted = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    return counted[:, -tokens:]
+
+
+def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto") -> ClientModel:
+    """Loads what stands outside the blocks of the model in `folder`, by memory map where the dtype stays.
+
+    Args:
+        device: auto, cpu, cuda, cuda:N or mps.
+        dtype: auto (the checkpoint's), float32, bfloat16 or float16.
+
+    Raises:
+        ModelError: the folder is no model, is damaged or incomplete, or its architecture cannot be cut.
+        BadInput: an unknown device or dtype.
+        MachineError: the device is not there.
+    """
+    config = read_config(folder)
+    target = choose_device(device)
+    with Weights(folder) as weights:
+        skeleton = build(config, choose_dtype(dtype, config, weights))
+        client = ClientModel(skeleton, target)
+        fill(skeleton, weights, lambda block: block is None, target)
+    skeleton.config._attn_implementation = RAGGED  # a name for which no masks are built: nothing attends here
+    model = skeleton.model
+    model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, TypeError) as error:
+            raise ModelError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
+    client.finish()
+    return client

@@ -1,0 +1,194 @@
+"""One model of transformers, built without memory and then filled with the part of its weights that is wanted.
+
+The whole model is always built from its full configuration (on the meta device, where it costs nothing) and cut
+afterwards: a configuration with fewer layers gives other layers in many architectures, without any error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.utils import logging
+
+from ..errors import ModelError
+from .weights import Weights
+
+
+class BlockList(nn.ModuleList):
+    """The blocks that are here, under their numbers in the whole model, indexed by their place in this list."""
+
+    def __init__(self, blocks: dict[int, nn.Module]) -> None:
+        super().__init__()
+        for number, block in blocks.items():
+            self.add_module(str(number), block)
+        self._in_order = list(blocks.values())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._in_order[index]  # a slice is a plain list: models slice in every forward
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._in_order)
+
+
+@dataclass
+class Skeleton:
+    """A causal language model on the meta device, with its blocks found.
+
+    Attributes:
+        model: the whole model.
+        decoder: the module inside it that owns the blocks and runs them one after the other.
+        decoder_path: its name in `model`, "" if it is the model itself.
+        list_name: the name of the list of blocks in `decoder`.
+        dtype: what the model computes in.
+        parameters: everything that the whole model wants from a checkpoint, on the meta device.
+    """
+
+    model: PreTrainedModel
+    decoder: PreTrainedModel
+    decoder_path: str
+    list_name: str
+    dtype: torch.dtype
+    parameters: dict[str, Any]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The configuration that the blocks were built from."""
+        return self.decoder.config
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(getattr(self.decoder, self.list_name))
+
+    def set_blocks(self, blocks: nn.Module) -> None:
+        setattr(self.decoder, self.list_name, blocks)
+
+    def block_of(self, parameter: str) -> int | None:
+        """The number of the block that a parameter of this name belongs to, None if to none."""
+        prefix = f"{self.decoder_path}.{self.list_name}." if self.decoder_path else f"{self.list_name}."
+        if not parameter.startswith(prefix):
+            return None
+        number = parameter.removeprefix(prefix).partition(".")[0]
+        return int(number) if number.isdecimal() else None
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
+    """The whole model of `config` without memory.
+
+    Raises:
+        ModelError: transformers has no causal language model for it, or its blocks cannot be told.
+    """
+    name = config.model_type
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise ModelError(f"transformers cannot build a causal language model of type {name!r}: {reason}") from error
+    model.eval()
+    count = getattr(config, "num_hidden_layers", None)
+    modules = dict(model.named_modules())
+    found = [
+        (path.rpartition(".")[0], path.rpartition(".")[2])
+        for path, module in modules.items()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and isinstance(modules.get(path.rpartition(".")[0]), PreTrainedModel)
+    ]
+    if len(found) != 1:
+        raise ModelError(f"petalnode cannot tell which layers of a {name!r} model are its blocks")
+    decoder_path, list_name = found[0]
+    decoder = modules[decoder_path]
+    _refuse_outside_inputs(decoder.config)
+    return Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict())
+
+
+def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
+    """Blocks that read more than hidden states cannot run on a server that sees nothing else."""
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        raise ModelError(
+            f"models of type {config.model_type!r} feed the token ids into every block (per-layer inputs), "
+            "which a server of blocks never sees: petalnode cannot serve them"
+        )
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ModelError(f"{config.model_type!r} has cross-attention: petalnode serves decoder-only models")
+
+
+def fill(skeleton: Skeleton, weights: Weights, wanted: Callable[[int | None], bool], device: torch.device) -> None:
+    """Loads the weights of every part for which `wanted(block number, or None outside the blocks)` is true.
+
+    Parts that are not wanted must have been taken out of the model before. A tensor that needs no conversion
+    stays memory-mapped.
+
+    Raises:
+        ModelError: weights are missing, unexpected or of another shape; it names them.
+    """
+    model, mapping = skeleton.model, get_model_conversion_mapping(skeleton.model)
+    chosen = {key: weights.slice(key) for key, block in _places(skeleton, weights, mapping) if wanted(block)}
+    load = LoadStateDictConfig(
+        dtype=skeleton.dtype,
+        dtype_plan=model._get_dtype_plan(skeleton.dtype),
+        weight_mapping=mapping,
+        device_map={"": device},
+    )
+    progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        info, _ = convert_and_load_state_dict_in_model(model, chosen, load)
+    finally:
+        if progress:
+            logging.enable_progress_bar()
+    model._adjust_missing_and_unexpected_keys(info)
+    _check(model, info)
+    model._finalize_model_loading(model, load, info)  # ties weights, computes rotary frequencies
+    model.requires_grad_(False)
+    model.eval()
+
+
+def _places(skeleton: Skeleton, weights: Weights, mapping: list[Any]) -> Iterator[tuple[str, int | None]]:
+    """Every key of the checkpoint with the block that it belongs to."""
+    renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
+    converters = [step for step in mapping if isinstance(step, WeightConverter)]
+    model = skeleton.model
+    for key in weights.keys():  # noqa: SIM118
+        name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, skeleton.parameters)
+        yield key, skeleton.block_of(name)
+
+
+def _check(model: PreTrainedModel, info: Any) -> None:
+    tied: dict[str, str] = model.all_tied_weights_keys
+    missing = {key for key in info.missing_keys if tied.get(key, key) in info.missing_keys}
+    problems = [
+        ("misses", sorted(missing)),
+        ("has unexpected", sorted(info.unexpected_keys)),
+        ("has wrongly shaped", [f"{key} {tuple(has)}, not {tuple(wants)}" for key, has, wants in sorted(info.mismatched_keys)]),
+        ("has unusable", sorted(info.conversion_errors)),
+    ]
+    said = [f"{verb} {_some(names)}" for verb, names in problems if names]
+    if said:
+        raise ModelError(
+            f"the checkpoint does not fit a {model.config.model_type!r} model: it {'; it '.join(said)}. "
+            "Either config.json belongs to another model, or files are missing"
+        )
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

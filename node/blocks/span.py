@@ -1,0 +1,248 @@
+"""The blocks that a server hosts: any decoder of transformers, cut to a span."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.configuration_utils import PreTrainedConfig
+
+from ...protocols.ids import Span
+from ..errors import BadInput, ModelError
+from .attention import RaggedView, SessionView
+from .cache import BlockCacheSpec, SpanCache
+from .config import choose_device, choose_dtype, read_config
+from .dot import use_dots
+from .ragged import agrees_with_single_steps
+from .skeleton import BlockList, Skeleton, build, fill
+from .stack import BlockStack, strip
+from .weights import Weights
+
+_log = logging.getLogger(__name__)
+
+_UNBOUNDED_POSITIONS = 1 << 20  # architectures without a table or rotary range (alibi): a bound for sanity only
+
+
+class BlockSpan:
+    """Blocks `span` of a model, ready to compute. Not thread-safe: one compute thread owns it.
+
+    Attributes:
+        span: the blocks, numbered in the whole model.
+        num_blocks: blocks of the whole model.
+        hidden_size: values per token between blocks.
+        dtype, device: what it computes in and on.
+        cache_bytes_per_token: attention cache of one token of one row, all blocks of the span.
+        max_positions: tokens that the architecture can tell apart.
+        supports_ragged: whether `decode` runs the sessions as one batch.
+    """
+
+    def __init__(
+        self, span: Span, num_blocks: int, stack: BlockStack, specs: Sequence[BlockCacheSpec],
+        config: PreTrainedConfig, dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.span = span
+        self.num_blocks = num_blocks
+        self.hidden_size = int(config.hidden_size)
+        self.dtype = dtype
+        self.device = device
+        self.cache_bytes_per_token = sum(spec.values_per_token for spec in specs) * dtype.itemsize
+        self.max_positions = int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED_POSITIONS)
+        self.supports_ragged = False
+        self._stack = stack
+        self._specs = tuple(specs)
+
+    def make_cache(
+        self, batch: int, max_length: int, left_padding: Sequence[int] | None = None
+    ) -> SpanCache:
+        """A cache for one session; memory is used as tokens come in.
+
+        Args:
+            batch: rows, beams included.
+            max_length: tokens of a row over the life of the session.
+            left_padding: per row, how many of its first tokens are padding.
+
+        Raises:
+            ValueError: numbers that make no sense.
+        """
+        return SpanCache(
+            self._specs, batch, max_length, dtype=self.dtype, device=self.device, left_padding=left_padding
+        )
+
+    @torch.inference_mode()
+    def forward(self, hidden: torch.Tensor, cache: SpanCache) -> torch.Tensor:
+        """Runs the next tokens of one session (prefill, a chunk, a step) and keeps them in its cache.
+
+        Args:
+            hidden: float [batch, tokens, hidden size] of any dtype and device.
+
+        Returns:
+            The same shape, dtype and device.
+
+        Raises:
+            ValueError: another shape, or more tokens than the cache takes.
+        """
+        self._check(hidden, cache)
+        rows, tokens = hidden.shape[:2]
+        positions = torch.arange(cache.length, cache.length + tokens, device=self.device).unsqueeze(0)
+        mask = None
+        if cache.padded:
+            padding = torch.tensor(cache.left_padding, device=self.device).unsqueeze(1)
+            positions = (positions - padding).clamp(min=0)
+            mask = (torch.arange(cache.length + tokens, device=self.device) >= padding).long()
+        output = self._stack.run(
+            hidden.to(self.device, self.dtype), SessionView(cache), positions, mask
+        )
+        cache.advance(tokens)
+        return output.to(hidden.device, hidden.dtype)
+
+    @torch.inference_mode()
+    def decode(self, steps: Sequence[tuple[torch.Tensor, SpanCache]]) -> list[torch.Tensor]:
+        """One token for every row of several sessions, as one batch where the architecture allows it.
+
+        Differs from separate `forward` calls in the last bits only.
+
+        Args:
+            steps: per session, float [its rows, 1, hidden size] and its cache; no cache twice.
+
+        Returns:
+            Per session what `forward` would return.
+
+        Raises:
+            ValueError: as `forward`; then no session has taken its step.
+        """
+        for hidden, cache in steps:
+            self._check(hidden, cache)
+            if hidden.shape[1] != 1:
+                raise ValueError(f"a decode step takes one token for each row, not {hidden.shape[1]}")
+        if not self.supports_ragged:
+            return [self.forward(hidden, cache) for hidden, cache in steps]
+        caches = [cache for _, cache in steps]
+        together = torch.cat([hidden.to(self.device, self.dtype) for hidden, _ in steps]) if len(steps) > 1 else steps[0][0].to(self.device, self.dtype)
+        positions = [max(cache.length - padding, 0) for cache in caches for padding in cache.left_padding]
+        output = self._stack.run(
+            together, RaggedView(caches), torch.tensor(positions, device=self.device).unsqueeze(1), ragged=True
+        )
+        for cache in caches:
+            cache.advance(1)
+        parts = output.split([cache.batch for cache in caches])
+        return [part.to(hidden.device, hidden.dtype) for part, (hidden, _) in zip(parts, steps, strict=True)]
+
+    def _check(self, hidden: torch.Tensor, cache: SpanCache) -> None:
+        if hidden.dim() != 3 or hidden.shape[0] != cache.batch or hidden.shape[2] != self.hidden_size:
+            raise ValueError(
+                f"hidden states have shape {tuple(hidden.shape)}, not ({cache.batch}, tokens, {self.hidden_size})"
+            )
+        if cache.length + hidden.shape[1] > cache.max_length or not hidden.shape[1]:
+            raise ValueError(
+                f"{hidden.shape[1]} more tokens do not fit: {cache.length} of {cache.max_length} are held"
+            )
+
+
+def load_span(folder: Path, span: Span, *, device: str = "auto", dtype: str = "auto") -> BlockSpan:
+    """Loads blocks `span` of the model in `folder`, and nothing else of it.
+
+    Weights whose dtype is not changed stay memory-mapped on CPUs.
+
+    Args:
+        device: auto, cpu, cuda, cuda:N or mps.
+        dtype: auto (the checkpoint's), float32, bfloat16 or float16.
+
+    Raises:
+        ModelError: the folder is no model, is damaged or incomplete, or its architecture cannot be cut.
+        BadInput: the span lies outside the model; an unknown device or dtype.
+        MachineError: the device is not there.
+    """
+    config = read_config(folder)
+    target = choose_device(device)
+    with Weights(folder) as weights:
+        skeleton = build(config, choose_dtype(dtype, config, weights))
+        num_blocks = skeleton.num_blocks
+        if span.end > num_blocks:
+            raise BadInput(f"{folder} has blocks 0:{num_blocks}, so {span} cannot be served")
+        windows = _windows(skeleton, span)
+        blocks = skeleton.blocks[span.start : span.end]
+        strip(skeleton.model, skeleton.decoder_path, skeleton.list_name)
+        skeleton.model.all_tied_weights_keys = {}
+        skeleton.set_blocks(BlockList(dict(zip(range(span.start, span.end), blocks, strict=True))))
+        for module in (module for block in blocks for module in block.modules()):
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx -= span.start
+        fill(skeleton, weights, lambda block: block is not None and block in span, target)
+    use_dots(blocks)
+    _cut_config(skeleton.config, span, num_blocks)
+    stack = BlockStack(skeleton.decoder, blocks)
+    specs = _cache_specs(stack, skeleton, windows, target)
+    loaded = BlockSpan(span, num_blocks, stack, specs, skeleton.config, skeleton.dtype, target)
+    loaded.supports_ragged = agrees_with_single_steps(loaded)
+    return loaded
+
+
+def _windows(skeleton: Skeleton, span: Span) -> list[int | None]:
+    """Per block of the span, how far back it looks."""
+    layers = DynamicCache(config=skeleton.config).layers
+    if len(layers) != skeleton.num_blocks:
+        layers = [DynamicLayer() for _ in range(skeleton.num_blocks)]
+    windows: list[int | None] = []
+    for layer in layers[span.start : span.end]:
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows.append(int(layer.sliding_window))
+        elif type(layer) is DynamicLayer:
+            windows.append(None)
+        else:
+            raise ModelError(
+                f"{skeleton.config.model_type!r} keeps more than attention keys and values between tokens "
+                f"({type(layer).__name__}): petalnode cannot serve it yet"
+            )
+    return windows
+
+
+def _cut_config(config: PreTrainedConfig, span: Span, num_blocks: int) -> None:
+    """Lets the decoder's own loop over its blocks see the span as if it were a whole model."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) == num_blocks and ("layer" in name or "block" in name):
+            setattr(config, name, value[span.start : span.end])
+    config.num_hidden_layers = len(span)
+
+
+class _Recorder(Cache):
+    """Sees which keys and values the blocks want to keep."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(layers=[])
+        self.seen: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * count
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen[layer_idx] = (key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+@torch.inference_mode()
+def _cache_specs(
+    stack: BlockStack, skeleton: Skeleton, windows: Sequence[int | None], device: torch.device
+) -> list[BlockCacheSpec]:
+    """What each block keeps per token, found by running one token: no configuration says it for all."""
+    recorder = _Recorder(len(windows))
+    hidden = torch.zeros(1, 1, int(skeleton.config.hidden_size), dtype=skeleton.dtype, device=device)
+    stack.run(hidden, recorder, torch.zeros(1, 1, dtype=torch.long, device=device))
+    specs = []
+    for seen, window in zip(recorder.seen, windows, strict=True):
+        if seen is None:
+            raise ModelError(
+                f"some blocks of {skeleton.config.model_type!r} use the attention cache of others: "
+                "petalnode cannot serve it yet"
+            )
+        keys, values = seen
+        specs.append(BlockCacheSpec(keys.shape[1], keys.shape[3], values.shape[3], window))
+    return specs

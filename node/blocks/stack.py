@@ -1,0 +1,112 @@
+"""A run of consecutive blocks inside the decoder that they come from.
+
+The decoder's own `forward` stays in charge: it makes rotary embeddings, masks and whatever else its blocks want.
+Only what comes before the first block and after the last is taken out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+
+from .attention import RAGGED
+
+
+class _Nothing(nn.Module):
+    """Stands for an embedding that was added on the client: adds nothing here."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+
+class _Unchanged(nn.Module):
+    """Stands for a norm or projection that the client applies: hands its input on."""
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden
+
+
+def strip(root: nn.Module, path: str, keep: str) -> None:
+    """Takes every module with weights out of `root` but those on the way to `path` and its child `keep`."""
+    module = root
+    for step in [*(path.split(".") if path else []), keep]:
+        for name, child in module.named_children():
+            if name != step and next(child.parameters(), None) is not None:
+                setattr(module, name, _Nothing() if isinstance(child, nn.Embedding) else _Unchanged())
+        module = getattr(module, step)
+
+
+class BlockStack:
+    """Runs hidden states through `blocks` by calling the decoder that owns them.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, decoder: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
+        self._decoder = decoder
+        self._takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
+        self._implementation = decoder.config._attn_implementation
+        self._input: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
+        self._hooks = [
+            blocks[0].register_forward_pre_hook(self._put_input, with_kwargs=True),
+            blocks[-1].register_forward_hook(self._take_output),
+        ]
+
+    def close(self) -> None:
+        """Takes its hooks off the blocks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        cache: Cache,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        ragged: bool = False,
+    ) -> torch.Tensor:
+        """What the last block makes of `hidden` [rows, tokens, hidden size].
+
+        Args:
+            position_ids: int64 [rows or 1, tokens].
+            attention_mask: bool or int [rows, tokens held + new], 0 where there is padding.
+            ragged: `cache` hands out one entry per session; one token per row.
+        """
+        arguments: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
+        self._input = hidden
+        config = self._decoder.config
+        if ragged:
+            config._attn_implementation = RAGGED
+        try:
+            self._decoder(
+                inputs_embeds=hidden,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                use_cache=True,
+                **arguments,
+            )
+            output = self._output
+        finally:
+            self._input = self._output = None
+            if ragged:
+                config._attn_implementation = self._implementation
+        if output is None:
+            raise RuntimeError("the decoder did not run its last block")
+        return output
+
+    def _put_input(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Some decoders scale or normalise what they are given; the client has done that already.
+        if args:
+            return (self._input, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._input}
+
+    def _take_output(self, block: nn.Module, args: Any, output: Any) -> None:
+        self._output = output if isinstance(output, torch.Tensor) else output[0]

@@ -1,0 +1,128 @@
+"""`petalnode serve`: host blocks of a model until told to stop."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import trio
+import typer
+
+from ...protocols.ids import Span
+from ..errors import BadInput
+from ..models.sources import DEFAULT_MODEL
+from ..server.server import ServerOptions, run_server
+from .join import JoinOptions, joined, joins_swarm
+from .output import Output, ProgressBars
+from .signals import StopSignal
+
+
+@joins_swarm
+def serve(
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or alias.")] = DEFAULT_MODEL,
+    blocks: Annotated[str | None, typer.Option(metavar="A:B", help="Host blocks A to B-1.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Host this many, those most in need.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")] = "auto",
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Attention cache, in tokens through all blocks here.")
+    ] = None,
+    throughput: Annotated[
+        str, typer.Option(metavar="auto|F", help="Decode steps per second to announce; auto measures.")
+    ] = "auto",
+    name: Annotated[str, typer.Option(help="A name that others see.")] = "",
+    until_eof: Annotated[
+        bool, typer.Option("--until-eof", help="Stop when standard input ends: for programs that start servers.")
+    ] = False,
+    *,
+    join: JoinOptions,
+) -> None:
+    """Host blocks of a model for the swarm. Without --blocks, those that it needs most."""
+    options = ServerOptions(
+        model=model,
+        blocks=_span(blocks),
+        num_blocks=num_blocks,
+        device=device,
+        dtype=dtype,
+        cache_tokens=cache_tokens,
+        throughput=_throughput(throughput),
+        name=name,
+    )
+    if blocks is not None and num_blocks is not None:
+        raise BadInput("--blocks says which blocks, --num-blocks how many: give one of them")
+    trio.run(_serve, options, join, until_eof)
+
+
+async def _serve(options: ServerOptions, join: JoinOptions, until_eof: bool) -> None:
+    output = Output(join.json)
+    bars = ProgressBars(output.console)
+    stop = StopSignal()
+
+    def on_event(event: str, **fields: Any) -> None:
+        if event == "status":
+            output.say(f"{fields['text']} ...")
+        elif event == "ready":
+            bars.stop()
+            _say_ready(output, fields)
+            output.emit(event="ready", **fields)
+        elif event == "stopping":
+            sessions = fields["sessions"]
+            output.say(f"stopping{f' ({sessions} sessions are cut off)' if sessions else ''} ...")
+            output.emit(event="stopping", **fields)
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(stop.watch)
+        cancelled = trio.CancelScope()
+
+        async def cancel_loading() -> None:
+            await stop.event.wait()
+            await trio.sleep(10)
+            cancelled.cancel()  # whatever it does, it has had its time
+
+        nursery.start_soon(cancel_loading)
+        if until_eof:
+            nursery.start_soon(stop.watch_stdin)
+        with cancelled:
+            async with joined(join, output, role="serve", listens=True) as (swarm, identity):
+                if join.peers:
+                    output.say(f"joined the swarm of {', '.join(join.peers)}")
+                else:
+                    output.say("no --peer was given: starting a swarm of its own")
+                await run_server(swarm, identity, options, on_event, bars, stop.event)
+        nursery.cancel_scope.cancel()
+    raise typer.Exit(stop.exit_code)
+
+
+def _say_ready(output: Output, fields: dict[str, Any]) -> None:
+    start, end = fields["blocks"]
+    output.say(
+        f"ready after {fields['seconds']:.1f} s: blocks {start}:{end} of {fields['num_blocks']} of {fields['model']}, "
+        f"{fields['dtype']} on {fields['device']}, {fields['throughput']:.1f} steps/s, "
+        f"{fields['cache_tokens']} cache tokens"
+    )
+    if fields["addrs"]:
+        address = fields["addrs"][0]
+        output.say(f"to serve with it:  petalnode serve {fields['model']} --peer {address}")
+        output.say(f"to talk to it:     petalnode chat {fields['model']} --peer {address}")
+        for other in fields["addrs"][1:]:
+            output.say(f"also reachable at: {other}")
+
+
+def _span(text: str | None) -> Span | None:
+    if text is None:
+        return None
+    try:
+        return Span.parse(text)
+    except ValueError as error:
+        raise BadInput(f"--blocks {text}: {error}") from None
+
+
+def _throughput(text: str) -> float | None:
+    if text == "auto":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise BadInput(f"--throughput {text}: give decode steps per second, such as 12.5, or auto")
+    return value

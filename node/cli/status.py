@@ -1,0 +1,121 @@
+"""`petalnode status`: who serves what, drawn over the blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import trio
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ...protocols.announcement import Announcement, ServerState
+from ..client.routing import describe_blocks
+from ..errors import BadInput, SwarmError
+from .join import JoinOptions, joined, joins_swarm
+from .output import Output
+
+_BAR_WIDTH = 60
+
+
+@joins_swarm
+def status(
+    model: Annotated[str | None, typer.Argument(help="Only the model of this name.")] = None,
+    *,
+    join: JoinOptions,
+) -> None:
+    """Show the servers of a swarm and the blocks that each holds."""
+    trio.run(_status, model, join)
+
+
+async def _status(model: str | None, join: JoinOptions) -> None:
+    output = Output(join.json)
+    if not join.peers:
+        raise BadInput("whose status? Give --peer MULTIADDR (every server prints its own when it starts)")
+    async with joined(join, output, role="status", listens=False) as (swarm, _):
+        view = await swarm.refresh(timeout=5)
+        models = {
+            version: (name, num_blocks)
+            for version, (name, num_blocks) in view.models(now=time.time()).items()
+            if model is None or name == model
+        }
+        if not models:
+            which = "any model" if model is None else model
+            raise SwarmError(f"nobody in this swarm serves {which} (yet)")
+        for version, (name, num_blocks) in sorted(models.items(), key=lambda item: item[1]):
+            servers = sorted(view.servers(version, now=time.time()), key=lambda each: (each.span, each.peer_id))
+            coverage = coverage_of(servers, num_blocks)
+            output.emit(**_as_json(name, version, num_blocks, servers, coverage))
+            if not join.json:
+                output.console.print(_table(name, version, num_blocks, servers))
+                missing = [block for block, count in enumerate(coverage) if not count]
+                if missing:
+                    output.say(f"nobody serves {describe_blocks(missing)}: no answers until somebody does", style="red")
+
+
+def coverage_of(servers: Sequence[Announcement], num_blocks: int) -> list[int]:
+    """How many servers that take sessions hold each block."""
+    online = [server.span for server in servers if server.state is ServerState.ONLINE]
+    return [sum(block in span for span in online) for block in range(num_blocks)]
+
+
+def _as_json(
+    name: str, version: bytes, num_blocks: int, servers: Sequence[Announcement], coverage: list[int]
+) -> dict[str, object]:
+    return {
+        "model": name,
+        "model_version": version.hex(),
+        "num_blocks": num_blocks,
+        "coverage": coverage,
+        "servers": [
+            {
+                "peer_id": server.peer_id,
+                "name": server.public_name,
+                "blocks": [server.span.start, server.span.end],
+                "state": server.state.name.lower(),
+                "throughput": _throughput(server),
+                "cache_tokens_free": server.cache_tokens_free,
+                "cache_tokens": server.cache_tokens,
+                "dtype": server.dtype,
+                "quantisation": server.quantisation,
+                "queue_depth": server.queue_depth,
+                "addrs": list(server.addrs),
+                "software_version": server.software_version,
+            }
+            for server in servers
+        ],
+    }
+
+
+def _throughput(server: Announcement) -> float:
+    return round(1 / server.step_seconds, 2) if server.step_seconds else 0.0
+
+
+def _table(name: str, version: bytes, num_blocks: int, servers: Sequence[Announcement]) -> Table:
+    table = Table(title=f"{name}  {num_blocks} blocks  version {version.hex()[:12]}", title_justify="left")
+    table.add_column(f"blocks 0 to {num_blocks}", no_wrap=True)
+    table.add_column("span", justify="right")
+    table.add_column("server", no_wrap=True)
+    table.add_column("state")
+    table.add_column("steps/s", justify="right")
+    table.add_column("free cache", justify="right")
+    for server in servers:
+        table.add_row(
+            _bar(server, num_blocks),
+            str(server.span),
+            server.public_name or "…" + server.peer_id[-8:],
+            server.state.name.lower(),
+            f"{_throughput(server):.1f}",
+            f"{server.cache_tokens_free}",
+        )
+    return table
+
+
+def _bar(server: Announcement, num_blocks: int) -> Text:
+    width = min(_BAR_WIDTH, max(num_blocks, 20))
+    start = round(server.span.start * width / num_blocks)
+    end = max(start + 1, round(server.span.end * width / num_blocks))
+    colour = {ServerState.ONLINE: "green", ServerState.JOINING: "yellow"}.get(server.state, "red")
+    return Text.assemble(("·" * start, "dim"), ("█" * (end - start), colour), ("·" * (width - end), "dim"))

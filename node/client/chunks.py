@@ -1,0 +1,43 @@
+"""Hidden states to chunks for the wire and back. Runs in the caller's or a worker thread, never on the trio thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from ...protocols.tensors import TensorError, decode, encode
+from ..errors import BadInput, SwarmError
+from .session import Chunk
+
+PIPELINE_TOKENS: Final = 256
+"""Rows times positions of one chunk of a long prompt: small enough that all servers of a chain work at once."""
+
+
+def to_chunks(hidden: torch.Tensor, codec: str, max_step_tokens: int) -> list[Chunk]:
+    """Cuts hidden states [batch, tokens, hidden] along the tokens.
+
+    Raises:
+        BadInput: another shape, no tokens, or a dtype that does not travel.
+    """
+    if hidden.dim() != 3 or not hidden.numel():
+        raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
+    size = min(max_step_tokens, max(1, PIPELINE_TOKENS // hidden.shape[0]))
+    try:
+        return [Chunk(*encode(part, codec)) for part in hidden.split(size, dim=1)]
+    except TensorError as error:
+        raise BadInput(str(error)) from None
+
+
+def from_chunks(chunks: Sequence[Chunk]) -> torch.Tensor:
+    """The hidden states [batch, tokens, hidden] of all chunks, on the CPU.
+
+    Raises:
+        SwarmError: bytes that are no tensor.
+    """
+    try:
+        parts = [decode(chunk.tensor, chunk.payload) for chunk in chunks]
+    except TensorError as error:
+        raise SwarmError(f"a server answered with something that is no tensor: {error}") from None
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,0 +1,221 @@
+"""The async client of one model in a swarm: which servers there are, and sessions through the best of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+import trio
+
+from ...protocols.announcement import Announcement, ServerState
+from ...protocols.framing import PeerError
+from ..errors import ModelError, NoChainError, ServerFailed, SwarmError
+from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_part
+from ..models.progress import no_progress
+from ..swarm.swarm import Swarm
+from .routing import Candidate, Hop, cheapest_chain
+from .session import ClientSession, SessionSpec, open_session
+
+REFRESH_TIMEOUT: Final = 5.0
+RTT_TIMEOUT: Final = 3.0
+RTT_LIFETIME: Final = 60.0
+RETRY_INTERVAL: Final = 1.0
+SUSPECT_SECONDS: Final = 15.0
+"""A server that could not be reached or failed is not asked again for this long, unless nobody else is left."""
+
+
+@dataclass(frozen=True)
+class SwarmModel:
+    """The model that a client uses: `folder` holds at least embeddings, norm and head."""
+
+    version: bytes
+    folder: ModelFolder
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def num_blocks(self) -> int:
+        return self.folder.num_blocks
+
+
+async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress = no_progress) -> SwarmModel:
+    """Finds out which model version `folder` is.
+
+    From its own weights where it has them all; else by the manifest of a server that announces a model of this name,
+    against which the client's part is then checked.
+
+    Raises:
+        ModelError: the folder's part is not that of the swarm's model.
+        SwarmError: the folder holds a part only, and no server tells what the whole is.
+    """
+    try:
+        manifest = await trio.to_thread.run_sync(compute_manifest, folder, progress)
+        return SwarmModel(manifest.version, folder)
+    except ModelError:
+        # Not the whole model: that is how it is on a laptop that uses a model which it cannot hold.
+        pass
+    view = await swarm.refresh(timeout=REFRESH_TIMEOUT)
+    mismatch: ModelError | None = None
+    for server in view.servers(now=time.time()):
+        if server.model_name != folder.name or server.num_blocks != folder.num_blocks:
+            continue
+        try:
+            data = await swarm.fetch_manifest(server.peer_id, server.model_version, timeout=REFRESH_TIMEOUT)
+            if data is None:
+                continue
+            manifest = Manifest.from_wire(data, server.model_version)
+            await trio.to_thread.run_sync(verify_part, folder, manifest, "client", progress)
+        except ModelError as error:
+            mismatch = error
+        except (PeerError, SwarmError):
+            continue
+        else:
+            return SwarmModel(manifest.version, folder)
+    if mismatch is not None:
+        raise mismatch
+    raise SwarmError(
+        f"{folder.path} holds only a part of {folder.name}, and no server of the swarm can tell what the whole is: "
+        "check --peer, or start a server of this model"
+    )
+
+
+class SwarmClient:
+    """Opens sessions of one model. `allowed` and `blocked` are peer ids; an empty `allowed` allows everybody."""
+
+    def __init__(
+        self, swarm: Swarm, model: SwarmModel, *, allowed: Collection[str] = (), blocked: Collection[str] = ()
+    ) -> None:
+        self.swarm = swarm
+        self.model = model
+        self._allowed = frozenset(allowed)
+        self._blocked = frozenset(blocked)
+        self._rtts: dict[str, tuple[float, float]] = {}
+        self._suspects: dict[str, float] = {}
+
+    def servers(self) -> tuple[Announcement, ...]:
+        """The servers of this model that may be used and take sessions, as far as this node has heard."""
+        return tuple(
+            server
+            for server in self.swarm.view.servers(self.model.version, now=time.time())
+            if server.state is ServerState.ONLINE
+            and server.num_blocks == self.model.num_blocks
+            and server.peer_id not in self._blocked
+            and (not self._allowed or server.peer_id in self._allowed)
+        )
+
+    async def candidates(self) -> tuple[Candidate, ...]:
+        """The servers that answer, each with its round trip. Those that failed lately come with a penalty."""
+        now = trio.current_time()
+        servers = self.servers()
+        async with trio.open_nursery() as nursery:
+            for server in servers:
+                measured = self._rtts.get(server.peer_id)
+                if measured is None or now - measured[1] > RTT_LIFETIME:
+                    nursery.start_soon(self._measure, server.peer_id)
+        found = []
+        for server in servers:
+            measured = self._rtts.get(server.peer_id)
+            if measured is not None:
+                suspect = self._suspects.get(server.peer_id, 0.0) > now
+                found.append(
+                    Candidate(
+                        server.peer_id,
+                        server.span,
+                        measured[0] + (60.0 if suspect else 0.0),
+                        server.step_seconds,
+                        server.cache_tokens_free,
+                    )
+                )
+        return tuple(found)
+
+    async def _measure(self, peer_id: str) -> None:
+        try:
+            rtt = await self.swarm.measure_rtt(peer_id, timeout=RTT_TIMEOUT)
+        except (PeerError, SwarmError):
+            self._rtts.pop(peer_id, None)
+        else:
+            self._rtts[peer_id] = (rtt, trio.current_time())
+
+    def suspect(self, peer_id: str) -> None:
+        """Notes that a server failed: others are preferred for a while, and its round trip is measured anew."""
+        self._suspects[peer_id] = trio.current_time() + SUSPECT_SECONDS
+        self._rtts.pop(peer_id, None)
+
+    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
+        """The cheapest chain for `spec` without the `excluded` servers.
+
+        Raises:
+            NoChainError: naming the blocks that nobody holds.
+        """
+        candidates = [each for each in await self.candidates() if each.peer_id not in excluded]
+        try:
+            return cheapest_chain(
+                candidates, spec.span, cache_tokens=spec.batch * spec.max_length, model_name=self.model.name
+            )
+        except NoChainError as error:
+            raise self._explained(error, bool(candidates)) from None
+
+    def _explained(self, error: NoChainError, any_server: bool) -> NoChainError:
+        others = {
+            name for version, (name, _) in self.swarm.view.models(now=time.time()).items() if version != self.model.version
+        }
+        if any_server or not others:
+            return error
+        return NoChainError(
+            f"nobody in this swarm serves {self.model.name} version {self.model.version.hex()[:12]}; "
+            f"it serves {', '.join(sorted(others))}. Name that model, or give the swarm another --peer",
+            error.missing,
+        )
+
+    @asynccontextmanager
+    async def session(self, spec: SessionSpec, *, wait: bool = False) -> AsyncIterator[ClientSession]:
+        """Opens a session over the best servers that will have it, and closes it on the way out.
+
+        A server that refuses or cannot be reached is left out and the rest tried. `spec.model_version` is filled in.
+        With `wait`, a swarm that cannot serve yet is asked again until it can.
+
+        Raises:
+            NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
+        """
+        spec = replace(spec, model_version=self.model.version)
+        async with AsyncExitStack() as stack:
+            yield await self._open(stack, spec, wait)
+
+    async def _open(self, stack: AsyncExitStack, spec: SessionSpec, wait: bool) -> ClientSession:
+        refused: dict[str, ServerFailed] = {}
+        fresh = False
+        while True:
+            try:
+                route = await self.route(spec, refused)
+            except NoChainError as error:
+                if not fresh:  # what this node has heard may be old
+                    await self.swarm.refresh(model_version=self.model.version, timeout=REFRESH_TIMEOUT)
+                    fresh = True
+                    continue
+                if not wait:
+                    raise self._with_refusals(error, refused) from None
+                await trio.sleep(RETRY_INTERVAL)
+                refused.clear()
+                fresh = False
+                continue
+            addrs = {server.peer_id: server.addrs for server in self.servers()}
+            try:
+                return await stack.enter_async_context(open_session(self.swarm, spec, route, addrs))
+            except ServerFailed as error:
+                refused[error.peer_id] = error
+                self.suspect(error.peer_id)
+
+    def _with_refusals(self, error: NoChainError, refused: dict[str, ServerFailed]) -> NoChainError:
+        if not refused:
+            return error
+        reasons = "; ".join(str(each) for each in refused.values())
+        return NoChainError(f"no server is left for blocks {_listed(error.missing)}: {reasons}", error.missing)
+
+
+def _listed(blocks: tuple[int, ...]) -> str:
+    return f"{blocks[0]}..{blocks[-1]}" if blocks else "of this model"

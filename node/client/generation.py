@@ -1,0 +1,191 @@
+"""Token by token through the swarm, for programs that hold many conversations in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import trio
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ...protocols.ids import Span
+from ...protocols.tensors import dtype_name
+from ..blocks.client import ClientModel
+from ..errors import BadInput, ServerFailed
+from .chunks import from_chunks, to_chunks
+from .core import SwarmClient
+from .routing import Hop
+from .session import Chunk, ClientSession, SessionSpec
+
+MAX_RECOVERIES: Final = 8
+"""Servers that may fail during one answer before it is given up."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 is greedy; `seed` makes sampling repeatable."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise BadInput(f"{self.max_new_tokens} new tokens are none: ask for 1 or more")
+        if not 0 <= self.temperature < 100:
+            raise BadInput(f"a temperature of {self.temperature} is out of range: 0 is greedy, 0.7 is usual")
+        if not 0 < self.top_p <= 1:
+            raise BadInput(f"a top-p of {self.top_p} is out of range: above 0, at most 1")
+
+
+class Sampler:
+    """Chooses tokens from logits with transformers' own processors."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._greedy = sampling.temperature == 0
+        self._processors = LogitsProcessorList()
+        if not self._greedy:
+            self._processors.append(TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_p < 1:
+                self._processors.append(TopPLogitsWarper(sampling.top_p))
+        self._generator = torch.Generator()
+        if sampling.seed is not None:
+            self._generator.manual_seed(sampling.seed)
+        else:
+            self._generator.seed()
+
+    def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
+        """The token after `tokens`, from logits [vocabulary]."""
+        if self._greedy:
+            return int(logits.argmax())
+        scores = self._processors(torch.tensor([tokens]), logits.float().cpu().unsqueeze(0))
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+
+
+class Conversation:
+    """One person's tokens in the swarm: keeps a session from answer to answer and sends only what is new.
+
+    One call at a time. When a server fails, the session is opened again over others and filled from the tokens.
+
+    Args:
+        max_length: tokens that the conversation may reach; servers reserve as many.
+        stop_tokens: ids that end an answer.
+    """
+
+    def __init__(
+        self, client: SwarmClient, model: ClientModel, *, max_length: int, stop_tokens: Sequence[int]
+    ) -> None:
+        self.recoveries = 0
+        self.max_length = max_length
+        self._client = client
+        self._model = model
+        self._stop_tokens = frozenset(stop_tokens)
+        self._stack = AsyncExitStack()
+        self._session: ClientSession | None = None
+        self._held: list[int] = []
+
+    @property
+    def route(self) -> tuple[Hop, ...]:
+        """The chain of the open session; empty before the first token."""
+        return () if self._session is None else self._session.route
+
+    async def aclose(self) -> None:
+        """Gives the servers their cache back."""
+        self._session = None
+        self._held = []
+        await self._stack.aclose()
+
+    async def answer(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        on_token: Callable[[int], object],
+        stop: trio.Event | None = None,
+    ) -> list[int]:
+        """Continues `prompt` (the whole conversation so far) and returns the new tokens, the stop token left out.
+
+        `on_token` is called with each as it comes; `stop`, once set, ends the answer after the token that is being
+        made. What the session holds of the prompt already is not sent again. If cancelled, the next answer starts
+        from a session of its own.
+
+        Raises:
+            BadInput: the prompt is empty or does not fit into max_length.
+            SwarmError: no chain of servers can serve.
+        """
+        if not prompt:
+            raise BadInput("there is nothing to answer: the prompt is empty")
+        if len(prompt) + 1 > self.max_length:
+            raise BadInput(f"the prompt has {len(prompt)} tokens, and {self.max_length} is the most with an answer")
+        sampler = Sampler(sampling)
+        tokens = list(prompt)
+        limit = min(self.max_length, len(prompt) + sampling.max_new_tokens)
+        while len(tokens) < limit and not (stop is not None and stop.is_set()):
+            hidden = await self._advance(tokens)
+            token = await trio.to_thread.run_sync(self._choose, sampler, tokens, hidden)
+            if token in self._stop_tokens:
+                break
+            tokens.append(token)
+            on_token(token)
+        return tokens[len(prompt) :]
+
+    async def _advance(self, tokens: list[int]) -> list[Chunk]:
+        """Brings the session to hold all of `tokens`, over other servers if need be; returns the last output."""
+        failures = 0
+        while True:
+            try:
+                session = await self._open()
+                common = _common_prefix(self._held, tokens)
+                # At least one token is sent, because its output is what the next one is chosen from.
+                session.position = start = min(common, len(tokens) - 1)
+                del self._held[start:]
+                chunks = await trio.to_thread.run_sync(self._embed, tokens[start:], start, session)
+                out = await session.step(chunks)
+            except ServerFailed as error:
+                failures += 1
+                self.recoveries += 1
+                self._client.suspect(error.peer_id)
+                await self.aclose()
+                if failures > MAX_RECOVERIES:
+                    raise
+            else:
+                self._held = list(tokens)
+                return out[-1:]
+
+    async def _open(self) -> ClientSession:
+        if self._session is not None and not self._session.usable:
+            await self.aclose()
+        if self._session is None:
+            spec = SessionSpec(
+                model_version=self._client.model.version,
+                span=Span(0, self._client.model.num_blocks),
+                batch=1,
+                max_length=self.max_length,
+                dtype=dtype_name(self._model.dtype),
+            )
+            self._session = await self._stack.enter_async_context(self._client.session(spec))
+        return self._session
+
+    def _embed(self, tokens: list[int], position: int, session: ClientSession) -> list[Chunk]:
+        hidden = self._model.embed(torch.tensor([tokens]), position)
+        return to_chunks(hidden, session.spec.codec, session.max_step_tokens)
+
+    def _choose(self, sampler: Sampler, tokens: list[int], hidden: list[Chunk]) -> int:
+        last = from_chunks(hidden)[:, -1:]
+        return sampler.next(tokens, self._model.head(last)[0, -1])
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    count = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

@@ -1,0 +1,73 @@
+"""Where imported models and remembered digests are kept on this machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import MachineError
+
+_GIB = 1 << 30
+
+
+def cache_dir() -> Path:
+    """The root of petalnode's cache: `PETALNODE_CACHE`, else the platform's folder for caches.
+
+    It is made if it is not there.
+
+    Raises:
+        MachineError: if it cannot be made.
+    """
+    given = os.environ.get("PETALNODE_CACHE")
+    if given:
+        root = Path(given).expanduser().absolute()
+    else:
+        from platformdirs import user_cache_path
+
+        root = user_cache_path("petalnode", appauthor=False)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(
+            f"Cannot make the cache folder {root}: {error.strerror}. Set PETALNODE_CACHE to a folder that "
+            "can be written."
+        ) from error
+    return root
+
+
+def require_space(folder: Path, nbytes: int, purpose: str) -> None:
+    """Checks that the disk of `folder` (which must exist) has room for `nbytes` more.
+
+    Raises:
+        MachineError: if not, with both sizes.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise MachineError(
+            f"{purpose} needs {_size(nbytes)} on the disk of {folder}, which has {_size(free)} free. Make "
+            "room, or choose another disk (PETALNODE_CACHE for imported models, HF_HOME for hub downloads)."
+        )
+
+
+@contextmanager
+def disk_errors(folder: Path, purpose: str) -> Iterator[None]:
+    """Turns a disk that is full, read-only or over quota into a MachineError that names `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        raise MachineError(
+            f"{purpose} failed: {error.strerror} ({folder}). Make room or set PETALNODE_CACHE to a folder "
+            "that can be written, then run it again: what is already there is kept."
+        ) from error
+
+
+def _size(nbytes: int) -> str:
+    if nbytes >= _GIB:
+        return f"{nbytes / _GIB:.1f} GiB"
+    return f"{nbytes / (1 << 20):.0f} MiB"

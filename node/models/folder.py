@@ -1,0 +1,139 @@
+"""A model folder in Hugging Face layout, and what its configuration says in every architecture's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelError
+
+MAX_BLOCKS = 4096
+_MAX_CONFIG_BYTES = 16 << 20
+
+_BLOCK_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HIDDEN_FIELDS = ("hidden_size", "n_embd", "n_embed", "d_model")
+TEXT_FIELDS = ("text_config", "llm_config", "language_config")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model on this machine's disk. A part of its weights may be missing if only a part was asked for.
+
+    Attributes:
+        name: what announcements call it: the alias, the hub id, or the folder's or file's own name.
+        path: the folder, absolute.
+        config: `config.json` as it is.
+        num_blocks: transformer blocks of the whole model.
+        hidden_size: width of the hidden states that travel.
+        revision: the hub commit that it came from, else None.
+    """
+
+    name: str
+    path: Path
+    config: Mapping[str, Any] = field(compare=False, repr=False)
+    num_blocks: int
+    hidden_size: int
+    revision: str | None = None
+
+
+def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFolder:
+    """Reads the configuration in `path`; the weights are not looked at.
+
+    Raises:
+        ModelError: if this is no model folder, or no decoder model.
+    """
+    path = path.absolute()
+    config = read_config(path)
+    try:
+        return ModelFolder(name, path, config, num_blocks(config), hidden_size(config), revision)
+    except ModelError as error:
+        raise ModelError(f"{path / 'config.json'}: {error}") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """`config.json` of the folder `path`.
+
+    Raises:
+        ModelError: if it is missing or is not a JSON object.
+    """
+    if not path.is_dir():
+        raise ModelError(f"{path} is not a folder.")
+    file = path / "config.json"
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(_MAX_CONFIG_BYTES + 1)
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path} is no model folder: it has no config.json. It holds {_listing(path)}. A model folder "
+            "has config.json, the weights as .safetensors, and the tokenizer's files."
+        ) from None
+    except OSError as error:
+        raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
+    if len(text) > _MAX_CONFIG_BYTES:
+        raise ModelError(f"{file} is larger than {_MAX_CONFIG_BYTES >> 20} MiB: it is no model configuration.")
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} is not valid JSON ({error}). Copy or download it again.") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} is not a JSON object: it is no model configuration.")
+    return config
+
+
+def num_blocks(config: Mapping[str, Any]) -> int:
+    """How many transformer blocks the model has.
+
+    Raises:
+        ModelError: if the configuration does not say, or is not that of a decoder-only model.
+    """
+    if config.get("is_encoder_decoder"):
+        raise ModelError("this is an encoder-decoder model; petalnode hosts decoder-only language models.")
+    found = _first_integer(_text_config(config), _BLOCK_FIELDS)
+    if found is None:
+        raise ModelError(f"it does not say how many blocks the model has ({', '.join(_BLOCK_FIELDS)}).")
+    if not 1 <= found <= MAX_BLOCKS:
+        raise ModelError(f"{found} blocks are out of range (1 to {MAX_BLOCKS}).")
+    return found
+
+
+def hidden_size(config: Mapping[str, Any]) -> int:
+    """The width of the hidden states.
+
+    Raises:
+        ModelError: if the configuration does not say.
+    """
+    found = _first_integer(_text_config(config), _HIDDEN_FIELDS)
+    if found is None or found < 1:
+        raise ModelError(f"it does not say how wide the hidden states are ({', '.join(_HIDDEN_FIELDS)}).")
+    return found
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a configuration that may also describe towers for pictures or sound."""
+    for name in TEXT_FIELDS:
+        part = config.get(name)
+        if isinstance(part, Mapping) and _first_integer(part, _BLOCK_FIELDS) is not None:
+            return part
+    return config
+
+
+def _first_integer(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def _listing(path: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        return f"nothing that can be read ({error.strerror})"
+    if not names:
+        return "nothing"
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,0 +1,101 @@
+"""From what a person calls a model to a folder on this disk: folder, GGUF file, hub id or alias."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import ModelError
+from .alias import ALIASES, import_alias
+from .checkpoint import Checkpoint
+from .folder import ModelFolder, open_folder
+from .parts import Need, parts_of_need
+from .progress import Progress, no_progress
+
+DEFAULT_MODEL = "smollm2"
+
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+_FORMS = (
+    "A model is a folder in Hugging Face layout, a .gguf file, a hub id (org/name or org/name@revision), or "
+    f"one of the aliases: {', '.join(ALIASES)}."
+)
+
+
+def resolve(
+    model: str | os.PathLike[str],
+    *,
+    need: Need = "all",
+    progress: Progress = no_progress,
+    revision: str | None = None,
+    offline: bool = False,
+) -> ModelFolder:
+    """Finds or fetches `model` and returns its folder, with at least the parts that `need` asks for.
+
+    Blocks for as long as a download or an import takes; both happen once. An alias always wins over a file of
+    the same name in the working folder: write `./name` for that one.
+
+    Args:
+        model: a folder, a `.gguf` file, a hub id, or an alias.
+        need: "client" (embeddings, norm, head), a Span of blocks, "all", or "config" for no weights at all.
+        revision: branch, tag or commit on the hub; `org/name@revision` says the same.
+        offline: fetch nothing; only what is on this disk already is used.
+
+    Raises:
+        ModelError: if there is no such model, or it cannot be used; says what was found and what to do.
+        MachineError: if the disk is full.
+    """
+    name = os.fspath(model)
+    if name in ALIASES:
+        _no_revision(name, revision)
+        return _checked(import_alias(name, progress, offline), need)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _no_revision(name, revision)
+        path = path.absolute()
+        return _checked(open_folder(path, path.resolve().name or str(path)), need)
+    if path.is_file():
+        _no_revision(name, revision)
+        return _checked(_open_file(path.absolute(), progress), need)
+    found = _HUB_ID.fullmatch(name)
+    if found and not name.endswith(".gguf"):
+        if revision and found["revision"] and revision != found["revision"]:
+            raise ModelError(f"{name!r} and revision {revision!r} contradict each other: give one revision.")
+        from .hub import fetch
+
+        return _checked(fetch(found["id"], revision or found["revision"], need, progress, offline), need)
+    raise ModelError(_unknown(name))
+
+
+def _open_file(path: Path, progress: Progress) -> ModelFolder:
+    if path.suffix.lower() != ".gguf":
+        raise ModelError(f"{path} is a file but no .gguf file. {_FORMS}")
+    from .gguf_import import import_gguf
+
+    return replace(import_gguf(path, progress), name=path.stem)
+
+
+def _checked(folder: ModelFolder, need: Need) -> ModelFolder:
+    """Checks that the weights that are needed are there and whole, before anybody builds on them."""
+    parts = parts_of_need(need, folder.num_blocks)
+    if parts:
+        Checkpoint(folder.path, folder.num_blocks).check(parts)
+    return folder
+
+
+def _no_revision(name: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ModelError(f"Only models on the hub have revisions: {name!r} is none, leave {revision!r} out.")
+
+
+def _unknown(name: str) -> str:
+    if not name.strip():
+        return f"No model was given. {_FORMS}"
+    looks_like_path = name.startswith((".", "~", os.sep)) or name.endswith(".gguf") or name.count("/") > 1
+    if looks_like_path:
+        return f"There is no folder or file {Path(name).expanduser().absolute()}. {_FORMS}"
+    close = difflib.get_close_matches(name.lower(), ALIASES, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"There is no model {name!r} here.{hint} {_FORMS}"

@@ -1,0 +1,55 @@
+"""How fast this machine runs its span: what its announcement says and the router believes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ..blocks.span import BlockSpan
+
+_STEPS: Final = 5
+_PREFILL: Final = 64
+
+
+@dataclass(frozen=True)
+class Speed:
+    """`step_seconds`: one decode step of one row through the whole span; `forward_tokens_per_second`: a prefill."""
+
+    step_seconds: float
+    forward_tokens_per_second: float
+
+
+def measure_speed(blocks: BlockSpan) -> Speed:
+    """Runs a short prefill and a few decode steps. Call it on the thread that owns the device.
+
+    The best of several, because whatever else the machine was doing is not the span's cost.
+    """
+    tokens = min(_PREFILL, blocks.max_positions - _STEPS - 1)
+    cache = blocks.make_cache(1, tokens + _STEPS + 1)
+    try:
+        hidden = torch.zeros(1, tokens, blocks.hidden_size, dtype=blocks.dtype, device=blocks.device)
+        blocks.forward(hidden[:, :1], cache)  # the first call allocates and warms up
+        cache.rollback(0)
+        begun = time.perf_counter()
+        blocks.forward(hidden, cache)
+        _synchronise(blocks.device)
+        prefill = time.perf_counter() - begun
+        steps = []
+        for _ in range(_STEPS):
+            begun = time.perf_counter()
+            blocks.decode([(hidden[:, :1], cache)])
+            _synchronise(blocks.device)
+            steps.append(time.perf_counter() - begun)
+        return Speed(min(steps), tokens / prefill)
+    finally:
+        cache.free()
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

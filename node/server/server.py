@@ -1,0 +1,292 @@
+"""A server from start to stop: joins, chooses blocks, loads, measures, announces, serves, says goodbye."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+import trio
+
+from ...protocols import wire_pb2 as wire
+from ...protocols.announcement import Announcement, ServerState
+from ...protocols.framing import PeerError
+from ...protocols.ids import INFERENCE, Span
+from ..errors import BadInput, ModelError, SwarmError
+from ..models import Checkpoint, Manifest, ModelFolder, compute_manifest, resolve, verify_part
+from ..models.progress import Progress
+from ..swarm.swarm import Swarm
+from .placement import Held, blocks_that_fit, cache_tokens_that_fit, most_needed
+
+if TYPE_CHECKING:
+    from ..blocks.span import BlockSpan
+
+REFRESH_TIMEOUT: Final = 5.0
+ANNOUNCE_INTERVAL: Final = 2.0
+"""Free cache and queue depth change with every session; the swarm hears of it at most this often."""
+STOP_GRACE: Final = 3.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a person asked for; None means: decide. `throughput` in decode steps per second."""
+
+    model: str
+    blocks: Span | None = None
+    num_blocks: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    cache_tokens: int | None = None
+    throughput: float | None = None
+    name: str = ""
+    revision: str | None = None
+    offline: bool = False
+
+
+Event = Callable[..., None]
+"""Called with the event's name and its fields: "status" (text), "ready", "stopping"."""
+
+
+async def run_server(
+    swarm: Swarm,
+    identity: Any,
+    options: ServerOptions,
+    on_event: Event,
+    progress: Progress,
+    stop: trio.Event,
+) -> None:
+    """Serves until `stop` is set or the task is cancelled, and tells the swarm goodbye.
+
+    Raises:
+        BadInput, ModelError: the model or the blocks that were asked for cannot be.
+        MachineError: this machine cannot hold them.
+        SwarmError: no manifest for a model of which only a part is here.
+    """
+    started = time.perf_counter()
+    async with trio.open_nursery() as nursery:
+        # Two seconds of imports, while the network and the disk are asked.
+        imported = _Background(_import_blocks)
+        nursery.start_soon(imported.run)
+        folder = await trio.to_thread.run_sync(
+            lambda: resolve(
+                options.model,
+                need=options.blocks or "config",
+                progress=progress,
+                revision=options.revision,
+                offline=options.offline,
+            )
+        )
+        _check_blocks(options, folder)
+        await swarm.refresh(timeout=REFRESH_TIMEOUT)
+        folder, manifest, span = await _choose(swarm, folder, options, progress)
+        swarm.serve_manifest(manifest.version, manifest.to_wire())
+        announcement = _announcement(swarm, folder, manifest, span, options)
+        swarm.announce(announcement)
+        on_event("status", text=f"loading blocks {span} of {folder.num_blocks} of {folder.name}")
+        await imported.wait()
+        blocks = await _load(folder.path, span, options)
+        await _serve(swarm, identity, options, on_event, folder, announcement, blocks, started, stop, nursery)
+        nursery.cancel_scope.cancel()
+
+
+async def _serve(
+    swarm: Swarm,
+    identity: Any,
+    options: ServerOptions,
+    on_event: Event,
+    folder: ModelFolder,
+    announcement: Announcement,
+    blocks: BlockSpan,
+    started: float,
+    stop: trio.Event,
+    nursery: trio.Nursery,
+) -> None:
+    from .cache_budget import CacheBudget
+    from .compute import ComputeThread
+    from .measure import measure_speed
+    from .service import Hosted, InferenceService
+
+    compute = ComputeThread(blocks)
+    compute.start()
+    try:
+        speed = await compute.call(lambda: measure_speed(blocks))
+        tokens = options.cache_tokens or cache_tokens_that_fit(
+            psutil.virtual_memory().available, blocks.cache_bytes_per_token
+        )
+        changed = trio.Event()
+        hosted = Hosted(
+            model_version=announcement.model_version,
+            model_name=folder.name,
+            num_blocks=folder.num_blocks,
+            span=announcement.span,
+            hidden_size=blocks.hidden_size,
+            dtype=str(blocks.dtype).removeprefix("torch."),
+            quantisation="none",
+            max_length=blocks.max_positions,
+        )
+
+        def on_change() -> None:
+            changed.set()
+
+        service = InferenceService(hosted, compute, CacheBudget(tokens), identity, on_change)
+        swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle)
+        step_seconds = 1 / options.throughput if options.throughput else speed.step_seconds
+
+        def current() -> Announcement:
+            return replace(
+                announcement,
+                state=ServerState.ONLINE,
+                step_seconds=step_seconds,
+                forward_tokens_per_second=speed.forward_tokens_per_second,
+                dtype=hosted.dtype,
+                cache_tokens=tokens,
+                cache_tokens_free=service.budget.free,
+                queue_depth=compute.depth,
+                max_session_length=hosted.max_length,
+            )
+
+        swarm.announce(current())
+        on_event(
+            "ready",
+            peer_id=swarm.peer_id,
+            addrs=list(swarm.addrs),
+            model=folder.name,
+            blocks=[announcement.span.start, announcement.span.end],
+            num_blocks=folder.num_blocks,
+            model_version=announcement.model_version.hex(),
+            dtype=hosted.dtype,
+            device=str(blocks.device),
+            cache_tokens=tokens,
+            throughput=round(1 / step_seconds, 2),
+            seconds=round(time.perf_counter() - started, 2),
+        )
+
+        async def keep_announced() -> None:
+            nonlocal changed
+            while True:
+                await changed.wait()
+                changed = trio.Event()
+                swarm.announce(current())
+                await trio.sleep(ANNOUNCE_INTERVAL)
+
+        nursery.start_soon(keep_announced)
+        await stop.wait()
+        on_event("stopping", sessions=service.sessions)
+    finally:
+        with trio.CancelScope(shield=True), trio.move_on_after(STOP_GRACE):
+            await swarm.retract()
+            await compute.stop()
+
+
+def _check_blocks(options: ServerOptions, folder: ModelFolder) -> None:
+    """
+    Raises:
+        BadInput: blocks that the model does not have.
+    """
+    if options.blocks is not None and options.blocks.end > folder.num_blocks:
+        raise BadInput(
+            f"--blocks {options.blocks}: {folder.name} has {folder.num_blocks} blocks, so the most is "
+            f"0:{folder.num_blocks}"
+        )
+    if options.num_blocks is not None and not 1 <= options.num_blocks <= folder.num_blocks:
+        raise BadInput(f"--num-blocks {options.num_blocks}: {folder.name} has {folder.num_blocks} blocks")
+
+
+async def _choose(
+    swarm: Swarm, folder: ModelFolder, options: ServerOptions, progress: Progress
+) -> tuple[ModelFolder, Manifest, Span]:
+    """The folder with the weights of the span that this server takes, and the manifest that they were checked by."""
+
+    def fetch(need: Any) -> ModelFolder:
+        return resolve(
+            options.model, need=need, progress=progress, revision=options.revision, offline=options.offline
+        )
+
+    try:
+        manifest = await trio.to_thread.run_sync(compute_manifest, folder, progress)
+        span = options.blocks or _most_needed(swarm, folder, manifest.version, options)
+        return folder, manifest, span
+    except ModelError:
+        # Only a part is on this disk: what the whole is, somebody else must say.
+        remote = await _manifest_of_swarm(swarm, folder)
+    if remote is None:
+        # The first server of a swarm makes the manifest, for which it needs the whole model once.
+        whole = await trio.to_thread.run_sync(fetch, "all")
+        manifest = await trio.to_thread.run_sync(compute_manifest, whole, progress)
+        return whole, manifest, options.blocks or _most_needed(swarm, whole, manifest.version, options)
+    span = options.blocks or _most_needed(swarm, folder, remote.version, options)
+    part = await trio.to_thread.run_sync(fetch, span)
+    await trio.to_thread.run_sync(verify_part, part, remote, span, progress)
+    return part, remote, span
+
+
+async def _manifest_of_swarm(swarm: Swarm, folder: ModelFolder) -> Manifest | None:
+    for server in swarm.view.servers(now=time.time()):
+        if server.model_name == folder.name and server.num_blocks == folder.num_blocks:
+            try:
+                data = await swarm.fetch_manifest(server.peer_id, server.model_version, timeout=REFRESH_TIMEOUT)
+                if data is not None:
+                    return Manifest.from_wire(data, server.model_version)
+            except (PeerError, SwarmError, ModelError):
+                continue
+    return None
+
+
+def _most_needed(swarm: Swarm, folder: ModelFolder, version: bytes, options: ServerOptions) -> Span:
+    held = [
+        Held(server.span, 1 / server.step_seconds if server.step_seconds else 1.0)
+        for server in swarm.view.servers(version, now=time.time())
+        if server.peer_id != swarm.peer_id and server.state in (ServerState.ONLINE, ServerState.JOINING)
+    ]
+    count = options.num_blocks
+    if count is None:
+        tensors = Checkpoint(folder.path, folder.num_blocks).tensors(0)
+        block_bytes = sum(tensor.nbytes for tensor in tensors)
+        count = blocks_that_fit(psutil.virtual_memory().available, block_bytes, folder.num_blocks)
+    return most_needed(held, folder.num_blocks, count)
+
+
+def _announcement(
+    swarm: Swarm, folder: ModelFolder, manifest: Manifest, span: Span, options: ServerOptions
+) -> Announcement:
+    from ... import __version__
+
+    return Announcement(
+        peer_id=swarm.peer_id,
+        model_version=manifest.version,
+        model_name=folder.name,
+        num_blocks=folder.num_blocks,
+        span=span,
+        state=ServerState.JOINING,
+        software_version=__version__,
+        public_name=options.name,
+    )
+
+
+async def _load(path: Path, span: Span, options: ServerOptions) -> BlockSpan:
+    from ..blocks.span import load_span
+
+    return await trio.to_thread.run_sync(lambda: load_span(path, span, device=options.device, dtype=options.dtype))
+
+
+def _import_blocks() -> None:
+    from ..blocks import span  # noqa: F401
+    from . import service  # noqa: F401
+
+
+class _Background:
+    """A function in a worker thread, whose end somebody awaits later."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+        self._done = trio.Event()
+
+    async def run(self) -> None:
+        await trio.to_thread.run_sync(self._function)
+        self._done.set()
+
+    async def wait(self) -> None:
+        await self._done.wait()

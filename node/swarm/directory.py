@@ -1,0 +1,396 @@
+"""The node's directory of servers: serves it, keeps it fresh, and publishes the node's own announcement."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final
+
+import trio
+from multiaddr import Multiaddr
+
+from ...crypto.identity import Identity
+from ...protocols import directory as protocol
+from ...protocols import wire_pb2 as wire
+from ...protocols.announcement import (
+    Announcement,
+    BadAnnouncement,
+    ServerState,
+    SignedAnnouncement,
+    freshened,
+    open_signed,
+    sign_announcement,
+)
+from ...protocols.framing import MessageStream, PeerError, ProtocolError, StreamTimeout
+from ..errors import SwarmError
+from .addresses import without_peer
+from .dht import SHARDS, Dht
+from .host import Host
+from .view import SwarmView
+
+log = logging.getLogger(__name__)
+
+_ASK_AT_START: Final = 8  # peers asked side by side by `refresh`
+_WAVES: Final = 4  # of asking those whom the last wave told of
+_ENOUGH_ANSWERS: Final = 3  # after which the slow ones go on in the background
+_GRACE: Final = 0.15  # seconds for them before that
+# Of a swarm of hundreds, a node that is told by 16 peers and asks 5 in every third of a lifetime knows nearly all
+# of every round's announcements one round later: spreading by asking multiplies the knowing by e^5 per round.
+_PULL_PEERS: Final = 5  # asked in every round of the background
+_PUSH_PEERS: Final = 16  # told of the own announcement in every round, and
+_PUSH_PEERS_NEWS: Final = 32  # when something in it changed
+_FIRST_PULL: Final = 0.5  # seconds; then longer and longer, up to a round
+_STRANGERS: Final = 3  # whom the table led to, met in one look
+_PUSH_DEADLINE: Final = 4.0
+_PULL_DEADLINE: Final = 6.0
+_TABLE_DEADLINE: Final = 10.0
+_PUSH_PAUSE: Final = 0.5  # seconds between two announcements that changed quickly
+_TABLE_ROUND: Final = 60.0  # seconds between two looks for strangers
+_PROVIDE_ROUND: Final = 300.0
+_RESTART_PAUSE: Final = 5.0
+_IDLE_STREAM: Final = 60.0  # seconds
+_BURST: Final = 300  # frames at once from one stream, and
+_FRAMES_PER_SECOND: Final = 20.0
+
+OpenStream = Callable[[str, float], Awaitable[MessageStream[wire.DirectoryFrame]]]
+
+
+class Directory:
+    """What this node knows of the servers, and the traffic that keeps it so."""
+
+    max_header: Final = protocol.MAX_HEADER
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        ttl: float,
+        host: Host,
+        dht: Dht,
+        open_stream: OpenStream,
+        bootstrap: Sequence[tuple[str, str]],
+    ) -> None:
+        self.view = SwarmView()
+        self._identity = identity
+        self._ttl = ttl
+        self._host = host
+        self._dht = dht
+        self._open_stream = open_stream
+        self._bootstrap: dict[str, list[str]] = {}
+        for peer_id, addr in bootstrap:
+            if peer_id != identity.peer_id:
+                self._bootstrap.setdefault(peer_id, []).append(addr)
+        self._changed = trio.Event()
+        self._own: Announcement | None = None
+        self._own_record: SignedAnnouncement | None = None
+        self._own_changed = trio.Event()
+
+    # --- the view
+
+    def addrs_of(self, peer_id: str) -> list[str]:
+        """Where a peer may be dialed, as far as announcements and our configuration say."""
+        record = self.view.records.get(peer_id)
+        announced = list(record.content.addrs) if record is not None else []
+        return announced + self._bootstrap.get(peer_id, [])
+
+    def _merge(self, records: Iterable[SignedAnnouncement]) -> None:
+        merged = self.view.merge(records, time.time())
+        if merged is not self.view:
+            self.view = merged
+            self._changed.set()
+            self._changed = trio.Event()
+
+    async def wait_changed(self) -> None:
+        await self._changed.wait()
+
+    # --- serving
+
+    async def serve(self, stream: MessageStream[wire.DirectoryFrame]) -> None:
+        """Answers one peer's stream until it ends (raises PeerError then)."""
+        allowance, counted = float(_BURST), trio.current_time()
+        while True:
+            frame, _ = await stream.receive(timeout=_IDLE_STREAM)
+            now = trio.current_time()
+            allowance = min(allowance + (now - counted) * _FRAMES_PER_SECOND, _BURST)
+            counted = now
+            # A page of records costs far more than a ping to make and to send.
+            allowance -= 10 if frame.HasField("query") else 1
+            if allowance < 0:
+                error = wire.Error(code=wire.ERROR_BUSY, message="too many questions; ask more slowly")
+                await stream.send(wire.DirectoryFrame(error=error), timeout=_PUSH_DEADLINE)
+                return
+            reply = self._answer(frame, stream.peer_id)
+            if reply is not None:
+                await stream.send(reply, timeout=_PUSH_DEADLINE)
+
+    def _answer(self, frame: wire.DirectoryFrame, peer_id: str) -> wire.DirectoryFrame | None:
+        kind = frame.WhichOneof("body")
+        if kind == "ping" and len(frame.ping.payload) <= protocol.MAX_PING:
+            return wire.DirectoryFrame(ping=frame.ping)
+        if kind == "query":
+            self._merge(())  # the expired are not told to anyone
+            wanted = frame.query.model_version
+            records = [
+                record for record in self.view.records.values() if not wanted or record.content.model_version == wanted
+            ]
+            return protocol.records_page(records, after=frame.query.after, limit=frame.query.limit)
+        if kind == "publish":
+            try:
+                record = open_signed(frame.publish, now=time.time())
+            except BadAnnouncement as error:
+                raise ProtocolError(f"{peer_id} published a bad announcement: {error}", peer_id) from error
+            # Anyone may hand records on when asked, but only a server itself may push its own to us.
+            if record.content.peer_id != peer_id:
+                raise ProtocolError(f"{peer_id} published the announcement of another peer", peer_id)
+            self._merge([record])
+            return None
+        error = wire.Error(code=wire.ERROR_BAD_REQUEST, message="a directory answers query, ping and publish")
+        return wire.DirectoryFrame(error=error)
+
+    # --- asking
+
+    async def pull(self, peer_id: str, *, model_version: bytes = b"", timeout: float) -> None:
+        """Merges all that a peer knows.
+
+        Raises:
+            PeerError: it cannot be reached, did not answer within `timeout` seconds, or not what was asked.
+        """
+        with trio.move_on_after(timeout):
+            stream = await self._open_stream(peer_id, timeout)
+            try:
+                await self._pull_pages(stream, model_version, timeout)
+            except BaseException:
+                await stream.reset()
+                raise
+            await stream.close()
+            await self._dht.add_peer(peer_id, self.addrs_of(peer_id))
+            return
+        raise StreamTimeout(f"{peer_id} did not answer within {timeout:g} s", peer_id)
+
+    async def _pull_pages(
+        self, stream: MessageStream[wire.DirectoryFrame], model_version: bytes, timeout: float
+    ) -> None:
+        after = b""
+        for _ in range(protocol.MAX_PAGES):
+            query = wire.DirectoryQuery(model_version=model_version, after=after)
+            await stream.send(wire.DirectoryFrame(query=query), timeout=timeout)
+            reply, _payloads = await stream.receive(timeout=timeout)
+            if reply.WhichOneof("body") != "records":
+                raise ProtocolError(f"{stream.peer_id} answered no records", stream.peer_id)
+            self._merge(protocol.open_records(reply.records, self.view.records, now=time.time()))
+            last = protocol.last_peer_id(reply.records)
+            if not reply.records.truncated or last <= after:
+                return
+            after = last
+
+    async def refresh(self, nursery: trio.Nursery, *, model_version: bytes, timeout: float) -> None:
+        """Pulls from several peers side by side, and from some that they tell of, until there is nothing new.
+
+        Returns when the quick ones have answered; the slow ones go on in `nursery`.
+
+        Raises:
+            SwarmError: there are peers to ask, and none has answered within `timeout` seconds.
+        """
+        asked: set[str] = set()
+        failures: list[str] = []
+        for wave in range(_WAVES):
+            known = len(self.view.records)
+            peers = [peer for peer in self._peers_to_ask(_ASK_AT_START) if peer not in asked]
+            asked.update(peers)
+            await self._ask(nursery, peers, model_version, timeout, failures)
+            if wave == 0 and asked and len(failures) == len(asked):
+                reasons = "; ".join(sorted(set(failures))[:5])
+                raise SwarmError(f"None of the {len(asked)} peers asked has answered: {reasons}.")
+            if len(self.view.records) == known:
+                return
+
+    async def _ask(
+        self,
+        nursery: trio.Nursery,
+        peers: Sequence[str],
+        model_version: bytes,
+        timeout: float,
+        failures: list[str],
+    ) -> None:
+        """Starts pulling from all; returns soon after a few have answered, or when all have failed."""
+        answers = failed = 0
+        progress = trio.Event()
+
+        async def ask(peer_id: str) -> None:
+            nonlocal answers, failed, progress
+            try:
+                await self.pull(peer_id, model_version=model_version, timeout=timeout)
+                answers += 1
+            except PeerError as error:
+                failures.append(str(error))
+                failed += 1
+            progress.set()
+            progress = trio.Event()
+
+        for peer_id in peers:
+            nursery.start_soon(ask, peer_id)
+        while answers == 0 and failed < len(peers):
+            await progress.wait()
+        with trio.move_on_after(_GRACE):
+            while answers < _ENOUGH_ANSWERS and answers + failed < len(peers):
+                await progress.wait()
+
+    def _peers_to_ask(self, count: int) -> list[str]:
+        """Whom to ask: those we were told of, those we have a connection to, some of the servers we know."""
+        connected = [peer for peer in self._host.connected() if self.addrs_of(peer)]
+        servers = [content.peer_id for content in self.view.servers(now=time.time()) if content.addrs]
+        random.shuffle(connected)
+        random.shuffle(servers)
+        wanted = dict.fromkeys([*self._bootstrap, *connected, *servers])
+        wanted.pop(self._identity.peer_id, None)
+        return list(wanted)[: max(count, len(self._bootstrap))]
+
+    async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
+        with trio.move_on_after(timeout):
+            stream = await self._open_stream(peer_id, timeout)
+            try:
+                best = float("inf")
+                for turn in range(4):
+                    frame = wire.DirectoryFrame(ping=wire.Ping(payload=turn.to_bytes(1, "big")))
+                    start = time.perf_counter()
+                    await stream.send(frame, timeout=timeout)
+                    reply, _ = await stream.receive(timeout=timeout)
+                    elapsed = time.perf_counter() - start
+                    if reply != frame:
+                        raise ProtocolError(f"{peer_id} answered another ping", peer_id)
+                    if turn > 0:  # the first one waits for the stream to be opened
+                        best = min(best, elapsed)
+            except BaseException:
+                await stream.reset()
+                raise
+            await stream.close()
+            return best
+        raise StreamTimeout(f"{peer_id} did not answer a ping within {timeout:g} s", peer_id)
+
+    # --- announcing
+
+    def announce(self, announcement: Announcement) -> None:
+        addrs = announcement.addrs or tuple(str(without_peer(Multiaddr(addr))) for addr in self._host.addrs())
+        previous = self._own_record
+        self._own = Announcement(**{**announcement.__dict__, "addrs": addrs})
+        self._sign()
+        if previous is None or previous.content.state is not self._own.state:
+            log.debug("now %s", self._own.state.name)
+        self._own_changed.set()
+        self._own_changed = trio.Event()
+
+    def _sign(self) -> SignedAnnouncement:
+        assert self._own is not None
+        after = self._own_record.content.sequence if self._own_record is not None else 0
+        fresh = freshened(self._own, now=time.time(), lifetime=self._ttl, after=after)
+        self._own_record = sign_announcement(self._identity, fresh)
+        self._merge([self._own_record])
+        return self._own_record
+
+    async def retract(self) -> None:
+        if self._own is None:
+            return
+        self._own = Announcement(**{**self._own.__dict__, "state": ServerState.OFFLINE})
+        record = self._sign()
+        self._own = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._push, record, _PUSH_PEERS_NEWS)
+            nursery.start_soon(self._put, record)
+
+    async def _put(self, record: SignedAnnouncement) -> None:
+        await self._dht.put_announcement(record, timeout=_TABLE_DEADLINE)
+
+    async def _push(self, record: SignedAnnouncement, count: int) -> None:
+        """Tells many peers of the own announcement, side by side."""
+
+        async def tell(peer_id: str) -> None:
+            try:
+                with trio.fail_after(_PUSH_DEADLINE):
+                    stream = await self._open_stream(peer_id, _PUSH_DEADLINE)
+                    await stream.send(wire.DirectoryFrame(publish=record.to_wire()), timeout=_PUSH_DEADLINE)
+                    await stream.close()
+            except (PeerError, trio.TooSlowError) as error:
+                log.debug("could not tell %s: %s", peer_id, error)
+
+        async with trio.open_nursery() as nursery:
+            for peer_id in self._peers_to_ask(count):
+                nursery.start_soon(tell, peer_id)
+
+    # --- the background
+
+    async def run(self) -> None:
+        """Publishes, pulls and looks for strangers until it is cancelled."""
+        async with trio.open_nursery() as nursery:
+            for part in (self._publish_forever, self._pull_forever, self._meet_forever):
+                nursery.start_soon(self._keep_up, part)
+
+    async def _keep_up(self, part: Callable[[], Awaitable[None]]) -> None:
+        """Runs a part for ever: an error of ours must not take the node, which is serving sessions, down."""
+        while True:
+            try:
+                await part()
+            except Exception:
+                log.exception("the directory's %s failed", part.__name__)
+            await trio.sleep(_RESTART_PAUSE)
+
+    async def _publish_forever(self) -> None:
+        table_due = 0.0
+        told: Announcement | None = None
+        async with trio.open_nursery() as nursery:
+            while True:
+                changed = self._own_changed
+                if self._own is not None:
+                    record = self._sign()
+                    nursery.start_soon(self._push, record, _PUSH_PEERS if self._own is told else _PUSH_PEERS_NEWS)
+                    told = self._own
+                    if trio.current_time() >= table_due:
+                        table_due = trio.current_time() + self._ttl / 3
+                        nursery.start_soon(self._publish_in_table, record)
+                    await trio.sleep(_PUSH_PAUSE)
+                with trio.move_on_after(self._ttl / 3 * random.uniform(0.9, 1.0)):
+                    await changed.wait()
+
+    async def _publish_in_table(self, record: SignedAnnouncement) -> None:
+        await self._put(record)
+        # About two servers of the swarm see to the list of models in every round.
+        servers = len(self.view.servers(now=time.time()))
+        if random.random() * servers <= 2:
+            await self._dht.put_models(self.view.records.values(), timeout=_TABLE_DEADLINE)
+
+    async def _pull_forever(self) -> None:
+        pause = _FIRST_PULL
+        while True:
+            await trio.sleep(min(pause, self._ttl / 3) * random.uniform(0.7, 1.0))
+            pause *= 2
+            async with trio.open_nursery() as nursery:
+                peers = self._peers_to_ask(1000)
+                for peer_id in random.sample(peers, min(_PULL_PEERS, len(peers))):
+                    nursery.start_soon(self._try_pull, peer_id)
+
+    async def _try_pull(self, peer_id: str) -> None:
+        try:
+            await self.pull(peer_id, timeout=_PULL_DEADLINE)
+        except PeerError as error:
+            log.debug("could not ask %s: %s", peer_id, error)
+
+    async def _meet_forever(self) -> None:
+        """Finds what no peer we know has told us of, through the table."""
+        provided = -_PROVIDE_ROUND
+        while True:
+            self._merge(
+                record
+                for record in await self._dht.get_models(timeout=_TABLE_DEADLINE)
+                if record.content.state is not ServerState.OFFLINE
+            )
+            known = set(self._peers_to_ask(1000))
+            found = await self._dht.find_providers(random.randrange(SHARDS), timeout=_TABLE_DEADLINE)
+            strangers = [(peer, addrs) for peer, addrs in found if peer not in known | {self._identity.peer_id}]
+            for peer_id, addrs in random.sample(strangers, min(_STRANGERS, len(strangers))):
+                self._host.remember(peer_id, addrs)
+                await self._try_pull(peer_id)
+            if self._own is not None and trio.current_time() - provided >= _PROVIDE_ROUND:
+                provided = trio.current_time()
+                await self._dht.provide(hash(self._identity.peer_id) % SHARDS, timeout=_TABLE_DEADLINE)
+            await trio.sleep(_TABLE_ROUND * random.uniform(0.5, 1.0))

@@ -1,0 +1,235 @@
+"""A Noise connection that reads ahead and writes at once.
+
+libp2p's own reads every length and every body by a system call and two turns of trio's loop each, and writes
+under two locks. Most of the time of a decode step's message went there, not into cryptography. The handshake
+and the bytes on the wire are libp2p's; only the transport of messages after the handshake is here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from typing import Final
+
+import trio
+from libp2p.abc import ConnectionType, IRawConnection, ISecureConn
+from libp2p.io.exceptions import ConnectionClosedError, IOException
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.exceptions import RawConnError
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.peer.id import ID
+from libp2p.security.base_session import BaseSession
+from libp2p.security.noise.io import NoiseTransportReadWriter
+from libp2p.security.noise.transport import Transport
+from libp2p.security.secure_session import SecureSession
+from multiaddr import Multiaddr
+from noise.exceptions import NoiseInvalidMessage
+
+MAX_PLAINTEXT: Final = 65535 - 16
+_READ_SIZE: Final = 256 * 1024
+# What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little.
+_OUT_LIMIT: Final = 256 * 1024
+# A peer whose system takes no 64 KiB within this time is as good as gone.
+_STALL_LIMIT: Final = 10.0  # seconds
+
+
+class BufferedNoise(Transport):
+    """libp2p's Noise transport, whose sessions are `NoiseSession`s."""
+
+    async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
+        return NoiseSession(await super().secure_inbound(conn), conn)
+
+    async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
+        return NoiseSession(await super().secure_outbound(conn, peer_id), conn)
+
+
+class NoiseSession(BaseSession):
+    """One encrypted connection after its handshake. One task may read at a time; any task may write.
+
+    `pump` must run as a task of the owner for writes to make progress when the socket is full.
+    """
+
+    def __init__(self, session: ISecureConn, conn: IRawConnection) -> None:
+        assert isinstance(session, SecureSession)
+        super().__init__(
+            local_peer=session.local_peer,
+            local_private_key=session.local_private_key,
+            remote_peer=session.remote_peer,
+            remote_permanent_pubkey=session.remote_permanent_pubkey,
+            is_initiator=session.is_initiator,
+        )
+        assert isinstance(session.conn, NoiseTransportReadWriter)
+        self._cipher = session.conn.noise_state
+        self._conn = conn
+        self._socket: trio.SocketStream | None = None  # None: only through `_conn` (a private swarm's cipher)
+        if type(conn) is RawConnection and isinstance(conn.stream, TrioTCPStream):
+            self._socket = conn.stream.stream
+            _tune(self._socket)
+        self._incoming = bytearray()
+        self._plaintext = b""  # decrypted, not yet taken by `read`
+        self._outgoing: deque[bytes] = deque()
+        self._outgoing_bytes = 0
+        self._pump_wakes = trio.lowlevel.ParkingLot()
+        self._room = trio.lowlevel.ParkingLot()
+        self._closed = False
+
+    # --- reading
+
+    async def receive(self) -> bytes:
+        """The plaintext of the next Noise message. Cancelled, nothing is lost.
+
+        Raises:
+            OSError: the connection has ended or was tampered with.
+        """
+        while True:
+            if len(self._incoming) >= 2:
+                end = 2 + int.from_bytes(self._incoming[:2], "big")
+                if len(self._incoming) >= end:
+                    message = bytes(self._incoming[2:end])
+                    del self._incoming[:end]
+                    try:
+                        return self._cipher.decrypt(message)
+                    except NoiseInvalidMessage as error:
+                        raise ConnectionAbortedError("a message failed its authentication") from error
+            self._incoming += await self._read_raw()
+
+    async def _read_raw(self) -> bytes:
+        try:
+            if self._socket is not None:
+                data: bytes = bytes(await self._socket.receive_some(_READ_SIZE))
+            else:
+                data = await self._conn.read(_READ_SIZE)
+        except (trio.BrokenResourceError, trio.ClosedResourceError, IOException, RawConnError) as error:
+            raise ConnectionResetError("the connection is gone") from error
+        if not data:
+            raise ConnectionResetError("the peer closed the connection")
+        return data
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Exactly `n` bytes, for libp2p's negotiation of the muxer."""
+        if n is None:
+            return await self.receive()
+        try:
+            while len(self._plaintext) < n:
+                self._plaintext += await self.receive()
+        except OSError as error:
+            raise ConnectionClosedError(str(error)) from error
+        data, self._plaintext = self._plaintext[:n], self._plaintext[n:]
+        return data
+
+    def take_plaintext(self) -> bytes:
+        """What was decrypted and not read yet, for the muxer that goes on with `receive`."""
+        data, self._plaintext = self._plaintext, b""
+        return data
+
+    # --- writing
+
+    def put(self, data: bytes) -> None:
+        """Encrypts and sends without waiting: what the socket does not take now, `pump` sends in order.
+
+        Encrypting and queueing cannot be torn apart by a cancellation. That matters: a message counter used
+        for a message that is not sent makes the peer fail all that follow.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        if self._closed:
+            raise ConnectionResetError("the connection is closed")
+        for start in range(0, len(data), MAX_PLAINTEXT):
+            part = data if len(data) <= MAX_PLAINTEXT else data[start : start + MAX_PLAINTEXT]
+            sealed = self._cipher.encrypt(part)
+            self._put_raw(len(sealed).to_bytes(2, "big") + sealed)
+
+    def _put_raw(self, message: bytes) -> None:
+        if not self._outgoing and self._socket is not None and os.name == "posix":
+            # Straight to the socket: waiting for one's turn in trio's loop costs more than sending.
+            try:
+                sent = os.write(self._socket.socket.fileno(), message)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(message):
+                return
+            message = message[sent:]
+        self._outgoing.append(message)
+        self._outgoing_bytes += len(message)
+        self._pump_wakes.unpark_all()
+
+    async def wait_room(self) -> None:
+        """Returns at once unless much is waiting for the socket."""
+        while self._outgoing_bytes >= _OUT_LIMIT and not self._closed:
+            await self._room.park()
+
+    @property
+    def is_stuffed(self) -> bool:
+        """Whether something waits for the socket to take it."""
+        return bool(self._outgoing)
+
+    async def pump(self) -> None:
+        """Sends what `put` could not, until the connection ends.
+
+        Raises:
+            OSError: the connection has ended, or the peer's system takes nothing any more.
+        """
+        while not self._closed:
+            if not self._outgoing:
+                await self._pump_wakes.park()
+                continue
+            await self._send_raw(self._outgoing[0])
+            self._outgoing_bytes -= len(self._outgoing.popleft())
+            if self._outgoing_bytes < _OUT_LIMIT:
+                self._room.unpark_all()
+
+    async def _send_raw(self, message: bytes) -> None:
+        with trio.move_on_after(_STALL_LIMIT):
+            try:
+                if self._socket is not None:
+                    await self._socket.send_all(message)
+                else:
+                    await self._conn.write(message)
+            except (trio.BrokenResourceError, trio.ClosedResourceError, IOException, RawConnError) as error:
+                raise ConnectionResetError("the connection is gone") from error
+            return
+        raise ConnectionAbortedError(f"the peer took nothing for {_STALL_LIMIT:g} s")
+
+    async def write(self, data: bytes) -> None:
+        """Sends all of it, for libp2p's negotiation of the muxer (no `pump` yet)."""
+        try:
+            self.put(data)
+            while self._outgoing:
+                await self._send_raw(self._outgoing[0])
+                self._outgoing_bytes -= len(self._outgoing.popleft())
+        except OSError as error:
+            raise ConnectionClosedError(str(error)) from error
+
+    async def flush(self, limit: float) -> None:
+        """Waits up to `limit` seconds for `pump` to send the rest."""
+        with trio.move_on_after(limit):
+            while self._outgoing and not self._closed:
+                await trio.sleep(0.01)
+
+    # --- the rest of libp2p's interface
+
+    async def close(self) -> None:
+        """Closes the socket at once. Whoever reads or writes gets an error."""
+        if not self._closed:
+            self._closed = True
+            self._pump_wakes.unpark_all(), self._room.unpark_all()
+            with trio.CancelScope(shield=True):
+                await self._conn.close()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return self._conn.get_remote_address()
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        return [] if self._socket is None else self._conn.get_transport_addresses()
+
+    def get_connection_type(self) -> ConnectionType:
+        return ConnectionType.DIRECT if self._socket is None else self._conn.get_connection_type()
+
+
+def _tune(stream: trio.SocketStream) -> None:
+    """No Nagle (trio sets that too), and little unsent data in the kernel, where nothing can overtake it."""
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _OUT_LIMIT)

@@ -1,0 +1,344 @@
+"""A node's place in the swarm: its host, its streams, what it announces and what it knows of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import trio
+from google.protobuf.message import DecodeError, Message
+
+from ...crypto.identity import Identity
+from ...protocols import wire_pb2 as wire
+from ...protocols.announcement import Announcement
+from ...protocols.framing import (
+    MAX_HEADER,
+    MAX_PAYLOAD,
+    MessageStream,
+    PeerError,
+    StreamClosed,
+    StreamTimeout,
+)
+from ...protocols.ids import DIRECTORY, MANIFEST
+from ...protocols.manifest import MAX_HEADER as MAX_MANIFEST
+from ...protocols.manifest import answer_manifests, ask_manifest
+from ..errors import BadInput, SwarmError
+from .addresses import parse_own, parse_peer
+from .dht import Dht, open_dht
+from .directory import Directory
+from .host import Host, StreamBytes, open_host
+from .view import SwarmView
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TTL: Final = 45.0  # seconds that an announcement is valid
+_BOOTSTRAP_DEADLINE: Final = 10.0  # seconds until somebody must have answered
+_RETRACT_DEADLINE: Final = 1.0
+_MANIFEST_IDLE: Final = 60.0
+
+F = TypeVar("F", bound=Message)
+
+
+@dataclass(frozen=True)
+class SwarmConfig:
+    """How a node takes part.
+
+    `listen` and `announce` are multiaddrs without /p2p (no `listen`: a pure client, which nobody can dial and
+    which does not serve the table); `peers` those to join by, with /p2p; `psk` the 64 hexadecimal digits of a
+    private swarm's key. `announcement_ttl` is in seconds.
+    """
+
+    identity: Identity
+    listen: tuple[str, ...] = ()
+    announce: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    psk: str | None = None
+    serve_dht: bool = True
+    announcement_ttl: float = DEFAULT_TTL
+    bootstrap_deadline: float = _BOOTSTRAP_DEADLINE
+
+
+class Swarm:
+    """A running node. Made by `open_swarm`; everything on it belongs to trio's thread."""
+
+    def __init__(self, config: SwarmConfig, host: Host, dht: Dht, nursery: trio.Nursery) -> None:
+        self._config = config
+        self._host = host
+        self._nursery = nursery
+        self._manifests: dict[bytes, wire.Manifest] = {}
+        self._lost: dict[str, trio.Event] = {}
+        self._told: set[tuple[str, type]] = set()
+        bootstrap = [parse_peer(peer) for peer in config.peers]
+        self._directory = Directory(
+            identity=config.identity,
+            ttl=config.announcement_ttl,
+            host=host,
+            dht=dht,
+            open_stream=self._open_directory,
+            bootstrap=bootstrap,
+        )
+        self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=self._directory.max_header)
+        self.set_handler(MANIFEST, wire.ManifestFrame, self._serve_manifests, max_header=MAX_MANIFEST)
+
+    @property
+    def peer_id(self) -> str:
+        return self._host.peer_id
+
+    @property
+    def addrs(self) -> list[str]:
+        """Concrete multiaddrs under which this node may be reached, with /p2p; none for a pure client."""
+        return self._host.addrs()
+
+    # --- streams
+
+    def set_handler(
+        self,
+        protocol: str,
+        frame_type: type[F],
+        handler: Callable[[MessageStream[F]], Awaitable[None]],
+        *,
+        max_header: int = MAX_HEADER,
+        max_payload: int = MAX_PAYLOAD,
+    ) -> None:
+        """`handler` gets every stream of `protocol` that a peer opens, in a task of its own.
+
+        When it returns, the stream is closed; when it raises, it is reset. Errors never reach the node: a
+        `PeerError` is the peer's matter, any other is logged once per kind.
+        """
+
+        async def serve(raw: StreamBytes, peer_id: str) -> None:
+            stream = MessageStream(raw, frame_type, peer_id, max_header=max_header, max_payload=max_payload)
+            try:
+                await handler(stream)
+            except PeerError as error:
+                log.debug("%s: %s", protocol, error)
+                await stream.reset()
+            except Exception as error:
+                await stream.reset()
+                self._tell_once(protocol, error)
+            except BaseException:
+                await stream.reset()
+                raise
+            else:
+                await stream.close()
+
+        self._host.set_stream_handler(protocol, serve)
+
+    def _tell_once(self, protocol: str, error: Exception) -> None:
+        kind = (protocol, type(error))
+        level = logging.DEBUG if kind in self._told else logging.ERROR
+        self._told.add(kind)
+        log.log(level, "a handler of %s failed", protocol, exc_info=error)
+
+    async def new_stream(
+        self,
+        peer_id: str,
+        protocol: str,
+        frame_type: type[F],
+        *,
+        addrs: Sequence[str] = (),
+        timeout: float,
+        max_header: int = MAX_HEADER,
+        max_payload: int = MAX_PAYLOAD,
+    ) -> MessageStream[F]:
+        """A stream that the caller has to close or reset. Connects first if need be, to `addrs` or to where the
+        peer announced itself.
+
+        Raises:
+            StreamTimeout: nothing came of it within `timeout` seconds.
+            StreamClosed: the peer cannot be reached or does not speak the protocol.
+        """
+        known = self._directory.addrs_of(peer_id)
+        self._host.remember(peer_id, [*addrs, *known])
+        with trio.move_on_after(timeout):
+            try:
+                raw = await self._host.open_stream(peer_id, protocol)
+            except ConnectionError as error:
+                raise StreamClosed(str(error), peer_id) from error
+            return MessageStream(raw, frame_type, peer_id, max_header=max_header, max_payload=max_payload)
+        raise StreamTimeout(f"{peer_id} did not open a stream of {protocol} within {timeout:g} s", peer_id)
+
+    @contextlib.asynccontextmanager
+    async def open_stream(
+        self,
+        peer_id: str,
+        protocol: str,
+        frame_type: type[F],
+        *,
+        addrs: Sequence[str] = (),
+        timeout: float,
+        max_header: int = MAX_HEADER,
+        max_payload: int = MAX_PAYLOAD,
+    ) -> AsyncIterator[MessageStream[F]]:
+        """As `new_stream`, closed at the end of the block, or reset if the block raises."""
+        stream = await self.new_stream(
+            peer_id,
+            protocol,
+            frame_type,
+            addrs=addrs,
+            timeout=timeout,
+            max_header=max_header,
+            max_payload=max_payload,
+        )
+        try:
+            yield stream
+        except BaseException:
+            await stream.reset()
+            raise
+        else:
+            await stream.close()
+
+    def is_connected(self, peer_id: str) -> bool:
+        return self._host.is_connected(peer_id)
+
+    def watch_peer(self, peer_id: str) -> trio.Event:
+        """An event that is set when the last connection to this peer ends (a frozen peer's within 5 s)."""
+        return self._lost.setdefault(peer_id, trio.Event())
+
+    def _on_lost(self, peer_id: str) -> None:
+        event = self._lost.pop(peer_id, None)
+        if event is not None:
+            event.set()
+
+    # --- announcements
+
+    def announce(self, announcement: Announcement) -> None:
+        """Publishes what this server says of itself, from now on and until it changes or is retracted.
+
+        Sequence number, expiry and, where it has none, the addresses are filled in. It is sent out at once, and
+        again at every third of its lifetime.
+
+        Raises:
+            ValueError: the announcement is another node's, or one that no reader would accept.
+        """
+        self._directory.announce(announcement)
+
+    async def retract(self) -> None:
+        """Says goodbye to all who may know this server, within a second, and announces no more."""
+        with trio.move_on_after(_RETRACT_DEADLINE, shield=True):
+            await self._directory.retract()
+
+    @property
+    def view(self) -> SwarmView:
+        """What is known now. Its methods take the time, `time.time()`."""
+        return self._directory.view
+
+    async def wait_changed(self) -> None:
+        """Returns when `view` has changed. Expiry alone does not count as a change."""
+        await self._directory.wait_changed()
+
+    async def refresh(self, *, model_version: bytes | None = None, timeout: float) -> SwarmView:
+        """Asks several peers for all they know, side by side; returns when the quick ones have answered.
+
+        The slow ones go on in the background for as long as `timeout` seconds allow.
+
+        Raises:
+            SwarmError: there are peers to ask, and none has answered within `timeout` seconds.
+        """
+        await self._directory.refresh(self._nursery, model_version=model_version or b"", timeout=timeout)
+        return self._directory.view
+
+    async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
+        """Seconds of a round trip to this peer, the least of three.
+
+        Raises:
+            PeerError: the peer cannot be reached or did not answer within `timeout` seconds.
+        """
+        return await self._directory.measure_rtt(peer_id, timeout=timeout)
+
+    async def _open_directory(self, peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
+        return await self.new_stream(
+            peer_id, DIRECTORY, wire.DirectoryFrame, timeout=timeout, max_header=self._directory.max_header
+        )
+
+    # --- manifests
+
+    def serve_manifest(self, model_version: bytes, manifest: bytes) -> None:
+        """Hands this manifest (a serialised `wire.Manifest`) to every peer that asks for the version.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            self._manifests[model_version] = wire.Manifest.FromString(manifest)
+        except DecodeError as error:
+            raise ValueError("this is no serialised manifest") from error
+
+    async def fetch_manifest(self, peer_id: str, model_version: bytes, *, timeout: float) -> bytes | None:
+        """The serialised `wire.Manifest` that a peer has of this version, not yet checked; None if it has none.
+
+        Raises:
+            PeerError: no answer within `timeout` seconds, or none that fits.
+        """
+        async with self.open_stream(
+            peer_id, MANIFEST, wire.ManifestFrame, timeout=timeout, max_header=MAX_MANIFEST
+        ) as stream:
+            manifest = await ask_manifest(stream, model_version, timeout=timeout)
+            return None if manifest is None else manifest.SerializeToString()
+
+    async def _serve_manifests(self, stream: MessageStream[wire.ManifestFrame]) -> None:
+        await answer_manifests(stream, self._manifests, timeout=_MANIFEST_IDLE)
+
+    # --- life
+
+    async def join(self) -> None:
+        """Meets the peers to join by. Called by `open_swarm`."""
+        if not self._config.peers:
+            return
+        try:
+            await self.refresh(timeout=self._config.bootstrap_deadline)
+        except SwarmError as error:
+            hint = "a private swarm's peers answer only those who have its key"
+            raise SwarmError(f"{error} Check the addresses, and that these peers run; {hint}.") from error
+
+    def start(self) -> None:
+        """Starts what runs beside. Called by `open_swarm`."""
+        self._nursery.start_soon(self._directory.run)
+
+
+def _checked(config: SwarmConfig) -> dict[str, Any]:
+    if config.psk is not None and not re.fullmatch("[0-9a-fA-F]{64}", config.psk):
+        raise BadInput("a swarm key is 64 hexadecimal digits; make one with `petalnode swarm-key`")
+    for peer in config.peers:
+        parse_peer(peer)
+    return {
+        "listen": [parse_own(addr, "listen") for addr in config.listen],
+        "announce": [parse_own(addr, "announce") for addr in config.announce],
+        "psk": config.psk,
+    }
+
+
+@contextlib.asynccontextmanager
+async def open_swarm(config: SwarmConfig) -> AsyncIterator[Swarm]:
+    """Joins the swarm for the length of the block; leaves it in order, also when cancelled.
+
+    Raises:
+        BadInput: an address or the swarm key is malformed.
+        MachineError: a port is in use.
+        SwarmError: none of `config.peers` answered.
+    """
+    options = _checked(config)
+    swarm: Swarm | None = None
+
+    def on_lost(peer_id: str) -> None:
+        if swarm is not None:
+            swarm._on_lost(peer_id)
+
+    serve_dht = config.serve_dht and bool(config.listen)
+    async with (
+        open_host(config.identity, on_lost=on_lost, **options) as host,
+        open_dht(host, serve=serve_dht) as dht,
+        trio.open_nursery() as nursery,
+    ):
+        swarm = Swarm(config, host, dht, nursery)
+        try:
+            await swarm.join()
+            swarm.start()
+            yield swarm
+        finally:
+            await swarm.retract()
+            nursery.cancel_scope.cancel()

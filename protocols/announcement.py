@@ -1,0 +1,263 @@
+"""Announcements: what a server says of itself, signed by its key, so that anyone may pass it on.
+
+An announcement has a sequence number (the time it was made: higher replaces lower) and an expiry. Whoever reads
+one checks the signature, the expiry and every field before believing any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Final
+
+from google.protobuf.message import DecodeError
+from multiaddr import Multiaddr
+from multiaddr.exceptions import Error as MultiaddrError
+
+from ..crypto.identity import Identity, peer_id_from_bytes, peer_id_to_bytes, verify
+from . import wire_pb2 as wire
+from .ids import Span
+
+DOMAIN: Final = "petalnode/announcement/1"
+CLOCK_TOLERANCE: Final = 10.0  # seconds that the clocks of two nodes may differ
+MAX_LIFETIME: Final = 3600.0  # seconds from now to the expiry, at most
+MAX_BYTES: Final = 16 * 1024  # of a signed announcement
+MAX_BLOCKS: Final = 4096
+_MAX_ADDRS: Final = 16
+_MAX_RTTS: Final = 64
+_MAX_ADAPTERS: Final = 64
+_MAX_TEXT: Final = 256  # characters of any one text
+_MAX_STEP_US: Final = 600 * 1_000_000
+
+
+class BadAnnouncement(ValueError):
+    """Not a valid announcement: forged, expired, malformed or absurd."""
+
+
+class ServerState(IntEnum):
+    """What a server is ready for."""
+
+    JOINING = wire.STATE_JOINING  # loading; takes no sessions yet
+    ONLINE = wire.STATE_ONLINE
+    DRAINING = wire.STATE_DRAINING  # finishes its sessions, takes no new ones
+    OFFLINE = wire.STATE_OFFLINE  # a goodbye
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a server says of itself.
+
+    `model_version` is 32 bytes; `span` half-open; `step_seconds` one decode step through the whole span with an
+    empty queue; `forward_tokens_per_second` a long prefill; cache tokens count a row through all blocks of the
+    span; `rtts` seconds to other servers by peer id; `addrs` textual multiaddrs without /p2p. `sequence`
+    (nanoseconds since 1970) and `expires` (seconds since 1970) are set anew each time it is published.
+    """
+
+    peer_id: str
+    model_version: bytes
+    model_name: str
+    num_blocks: int
+    span: Span
+    state: ServerState
+    sequence: int = 0
+    expires: float = 0.0
+    step_seconds: float = 0.0
+    forward_tokens_per_second: float = 0.0
+    dtype: str = ""
+    quantisation: str = "none"
+    cache_tokens_free: int = 0
+    cache_tokens: int = 0
+    queue_depth: int = 0
+    adapters: tuple[str, ...] = ()
+    addrs: tuple[str, ...] = ()
+    rtts: Mapping[str, float] = field(default_factory=dict)
+    software_version: str = ""
+    public_name: str = ""
+    max_session_length: int = 0
+
+    def to_wire(self) -> wire.Announcement:
+        """The message that is signed.
+
+        Raises:
+            ValueError: a field that does not fit, or that no reader would accept.
+        """
+        message = wire.Announcement(
+            peer_id=peer_id_to_bytes(self.peer_id),
+            sequence=self.sequence,
+            expires_ms=round(self.expires * 1000),
+            model_version=self.model_version,
+            model_name=self.model_name,
+            num_blocks=self.num_blocks,
+            span=wire.Span(start=self.span.start, end=self.span.end),
+            state=wire.ServerState.ValueType(self.state),
+            step_us=min(round(self.step_seconds * 1e6), _MAX_STEP_US),
+            forward_tokens_per_second=min(round(self.forward_tokens_per_second), 2**31),
+            dtype=self.dtype,
+            quantisation=self.quantisation,
+            cache_tokens_free=self.cache_tokens_free,
+            cache_tokens=self.cache_tokens,
+            queue_depth=self.queue_depth,
+            adapters=self.adapters,
+            addrs=[Multiaddr(addr).to_bytes() for addr in self.addrs[:_MAX_ADDRS]],
+            rtts=[
+                wire.Rtt(peer_id=peer_id_to_bytes(peer), microseconds=min(round(rtt * 1e6), 2**31))
+                for peer, rtt in list(self.rtts.items())[:_MAX_RTTS]
+            ],
+            software_version=self.software_version,
+            public_name=self.public_name,
+            max_session_length=self.max_session_length,
+        )
+        _check_message(message)
+        return message
+
+
+@dataclass(frozen=True)
+class SignedAnnouncement:
+    """An announcement as it travels. Made by `sign_announcement` or taken from `open_signed`: checked once."""
+
+    content: Announcement
+    announcement: bytes  # the serialised message, signed as these bytes
+    signature: bytes
+
+    def to_wire(self) -> wire.SignedAnnouncement:
+        return wire.SignedAnnouncement(announcement=self.announcement, signature=self.signature)
+
+    def to_bytes(self) -> bytes:
+        return self.to_wire().SerializeToString()
+
+
+def sign_announcement(identity: Identity, announcement: Announcement) -> SignedAnnouncement:
+    """Signs `announcement` as it is; its peer id must be the identity's.
+
+    Raises:
+        ValueError: another peer's announcement, or one that no reader would accept.
+    """
+    if announcement.peer_id != identity.peer_id:
+        raise ValueError("a node announces itself only")
+    data = announcement.to_wire().SerializeToString()
+    signature = identity.sign(DOMAIN, data)
+    if len(data) + len(signature) + 16 > MAX_BYTES:
+        raise ValueError(f"an announcement of {len(data)} bytes is too long")
+    return SignedAnnouncement(_content(wire.Announcement.FromString(data)), data, signature)
+
+
+def freshened(announcement: Announcement, *, now: float, lifetime: float, after: int = 0) -> Announcement:
+    """`announcement` with a new expiry and a sequence number above `after`; times in seconds since 1970."""
+    return replace(announcement, sequence=max(int(now * 1e9), after + 1), expires=now + lifetime)
+
+
+def open_signed(message: wire.SignedAnnouncement, *, now: float) -> SignedAnnouncement:
+    """Checks a signed announcement that came from anywhere; `now` in seconds since 1970.
+
+    Clocks may differ by `CLOCK_TOLERANCE`: an announcement may come from that far in the future, and counts
+    until `counts_until`.
+
+    Raises:
+        BadAnnouncement: with the reason.
+    """
+    if len(message.announcement) + len(message.signature) > MAX_BYTES:
+        raise BadAnnouncement("too long")
+    try:
+        inner = wire.Announcement.FromString(message.announcement)
+        content = _content(inner)
+    except (DecodeError, MultiaddrError, ValueError) as error:
+        raise BadAnnouncement(str(error)) from error
+    check_times(content, now)
+    if not verify(content.peer_id, DOMAIN, message.announcement, message.signature):
+        raise BadAnnouncement("the signature does not hold")
+    return SignedAnnouncement(content, message.announcement, message.signature)
+
+
+def check_times(content: Announcement, now: float) -> None:
+    """Raises BadAnnouncement if it has expired or claims a time far from `now` (seconds since 1970)."""
+    if is_expired(content, now):
+        raise BadAnnouncement("expired")
+    if content.expires > now + MAX_LIFETIME + CLOCK_TOLERANCE:
+        raise BadAnnouncement("expires too far ahead")
+    if content.sequence > (now + CLOCK_TOLERANCE) * 1e9:
+        raise BadAnnouncement("made in the future")
+
+
+def counts_until(content: Announcement) -> float:
+    """When an announcement stops to count (seconds since 1970): its expiry and a tolerance for clocks.
+
+    The tolerance is a third of its lifetime at most, so that short-lived ones vanish in time, too.
+    """
+    lifetime = max(content.expires - content.sequence / 1e9, 0.0)
+    return content.expires + min(CLOCK_TOLERANCE, lifetime / 3)
+
+
+def is_expired(content: Announcement, now: float) -> bool:
+    return counts_until(content) < now
+
+
+def open_announcement(data: bytes, *, now: float) -> SignedAnnouncement:
+    """As `open_signed`, from serialised bytes.
+
+    Raises:
+        BadAnnouncement: with the reason.
+    """
+    if len(data) > MAX_BYTES:
+        raise BadAnnouncement("too long")
+    try:
+        message = wire.SignedAnnouncement.FromString(data)
+    except DecodeError as error:
+        raise BadAnnouncement("no announcement at all") from error
+    return open_signed(message, now=now)
+
+
+def _check_message(message: wire.Announcement) -> None:
+    """The limits of every field, for the writer and for readers alike."""
+    texts = (
+        message.model_name,
+        message.dtype,
+        message.quantisation,
+        message.software_version,
+        message.public_name,
+        *message.adapters,
+    )
+    checks = {
+        "the model version": len(message.model_version) == 32,
+        "the number of blocks": 0 < message.num_blocks <= MAX_BLOCKS,
+        "the span": message.span.start < message.span.end <= message.num_blocks,
+        "the state": message.state in list(ServerState),
+        "the step time": message.step_us <= _MAX_STEP_US,
+        "the number of addresses": len(message.addrs) <= _MAX_ADDRS,
+        "an address": all(len(addr) <= _MAX_TEXT for addr in message.addrs),
+        "the number of round trip times": len(message.rtts) <= _MAX_RTTS,
+        "the number of adapters": len(message.adapters) <= _MAX_ADAPTERS,
+        "a text": all(len(text) <= _MAX_TEXT and text.isprintable() for text in texts),
+        "the free cache": message.cache_tokens_free <= message.cache_tokens,
+    }
+    for what, fits in checks.items():
+        if not fits:
+            raise ValueError(f"{what} is out of range")
+
+
+def _content(message: wire.Announcement) -> Announcement:
+    _check_message(message)
+    expires = message.expires_ms / 1000
+    return Announcement(
+        peer_id=peer_id_from_bytes(message.peer_id),
+        model_version=message.model_version,
+        model_name=message.model_name,
+        num_blocks=message.num_blocks,
+        span=Span(message.span.start, message.span.end),
+        state=ServerState(message.state),
+        sequence=message.sequence,
+        expires=expires,
+        step_seconds=message.step_us / 1e6,
+        forward_tokens_per_second=float(message.forward_tokens_per_second),
+        dtype=message.dtype,
+        quantisation=message.quantisation,
+        cache_tokens_free=message.cache_tokens_free,
+        cache_tokens=message.cache_tokens,
+        queue_depth=message.queue_depth,
+        adapters=tuple(message.adapters),
+        addrs=tuple(str(Multiaddr(addr)) for addr in message.addrs),
+        rtts={peer_id_from_bytes(rtt.peer_id): rtt.microseconds / 1e6 for rtt in message.rtts},
+        software_version=message.software_version,
+        public_name=message.public_name,
+        max_session_length=message.max_session_length,
+    )

@@ -1,0 +1,307 @@
+"""A framed message with tensors on a stream: the only module that reads and writes the bytes of a stream.
+
+On the wire a message is one varint length, one protobuf header of that length, and directly behind it the raw
+bytes of the tensors that the header lists in its `tensors`, in that order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import trio
+from google.protobuf.message import DecodeError, Message
+
+MAX_HEADER: Final = 64 * 1024
+MAX_PAYLOAD: Final = 64 * 1024 * 1024
+_MAX_TENSORS: Final = 64
+_MAX_VARINT: Final = 4  # bytes; a header never comes near 2**28 bytes
+# A piece fills one Yamux frame (12 bytes of header), which fills one Noise message (65519 bytes of plain text).
+_PIECE: Final = 65507
+_READ_SIZE: Final = 256 * 1024
+
+
+class PeerError(Exception):
+    """What went wrong while talking to the peer `peer_id`."""
+
+    def __init__(self, message: str, peer_id: str) -> None:
+        super().__init__(message)
+        self.peer_id = peer_id
+
+
+class ProtocolError(PeerError):
+    """The peer sent what the protocol does not allow; the stream was reset."""
+
+
+class StreamClosed(PeerError):
+    """The stream has ended: closed or reset by the peer, by us, or with its connection."""
+
+
+class StreamTimeout(PeerError):
+    """The peer did not read or answer in time."""
+
+
+class Frame(Protocol):
+    """A generated `*Frame` message: a `oneof body` and the `tensors` whose bytes follow it."""
+
+    @property
+    def tensors(self) -> Any: ...
+    def SerializeToString(self) -> bytes: ...
+    def ByteSize(self) -> int: ...
+
+
+F = TypeVar("F", bound=Message)
+
+
+class RawStream(Protocol):
+    """The bytes under a `MessageStream`; `node/swarm/yamux.py` has the real one."""
+
+    async def read(self, n: int) -> bytes:
+        """1 to `n` bytes, or none at the end. May be cancelled without loss. Raises OSError when reset."""
+
+    async def write(self, data: bytes) -> None:
+        """Writes all. Cancelled, it may have written a part. Raises OSError when closed or reset."""
+
+    async def close(self) -> None:
+        """Ends our direction. Never waits for the peer."""
+
+    async def reset(self) -> None:
+        """Ends both directions at once, dropping what was not sent or read. Never waits for the peer."""
+
+    async def wait_lost(self) -> None:
+        """Returns once the stream was reset or its connection is gone."""
+
+
+class MessageStream(Generic[F]):
+    """Messages of one type with one peer, both ways.
+
+    One task may send while another one receives; several may send. Flow control is the stream's: a peer that
+    does not read makes `send` wait, and we hold at most one message and one stream window of what it sent.
+    """
+
+    def __init__(
+        self,
+        raw: RawStream,
+        frame_type: type[F],
+        peer_id: str,
+        *,
+        max_header: int = MAX_HEADER,
+        max_payload: int = MAX_PAYLOAD,
+    ) -> None:
+        self.peer_id = peer_id
+        self._raw = raw
+        self._frame_type = frame_type
+        self._max_header = max_header
+        self._max_payload = max_payload
+        self._send_lock = trio.Lock()
+        self._buffer = bytearray()
+        self._header: F | None = None  # parsed, its payload not all here yet
+        self._broken: PeerError | None = None
+
+    async def send(
+        self, frame: F, payloads: Sequence[bytes | bytearray | memoryview] = (), *, timeout: float
+    ) -> None:
+        """Sends `frame` and the bytes of its tensors; `timeout` in seconds.
+
+        `frame.tensors[i].nbytes` is filled in where it is 0. A message that could be sent only in part (the
+        deadline passed or the caller was cancelled) resets the stream. Returning says that the bytes were
+        handed over to the system, not that the peer has them.
+
+        Raises:
+            StreamTimeout: the peer did not read in time.
+            StreamClosed: the stream has ended.
+            ValueError: the payloads do not fit `frame.tensors`, or the message is over the stream's limits.
+        """
+        pieces = self._encode(frame, payloads)
+        with trio.move_on_after(timeout):
+            if self._send_lock.locked():
+                await self._send_lock.acquire()
+            else:
+                self._send_lock.acquire_nowait()
+            try:
+                await self._send_pieces(pieces)
+            finally:
+                self._send_lock.release()
+            return
+        raise StreamTimeout(f"{self.peer_id} did not read a message within {timeout:g} s", self.peer_id)
+
+    async def _send_pieces(self, pieces: Iterator[bytes]) -> None:
+        if self._broken is not None:
+            raise self._broken
+        await trio.lowlevel.checkpoint_if_cancelled()
+        try:
+            for piece in pieces:
+                await self._raw.write(piece)
+        except OSError as error:
+            self._broken = StreamClosed(f"the stream to {self.peer_id} is closed: {error}", self.peer_id)
+            raise self._broken from error
+        except BaseException:
+            # Nobody can tell where in the message it stopped: what follows would be misread.
+            self._broken = StreamClosed(
+                f"the stream to {self.peer_id} was given up in the middle of a message", self.peer_id
+            )
+            await self._raw.reset()
+            raise
+
+    def _encode(self, frame: F, payloads: Sequence[bytes | bytearray | memoryview]) -> Iterator[bytes]:
+        tensors = frame.tensors  # type: ignore[attr-defined]
+        if len(tensors) != len(payloads):
+            raise ValueError(f"{len(payloads)} payloads for {len(tensors)} tensors in the header")
+        views = [memoryview(payload).cast("B") for payload in payloads]
+        for tensor, view in zip(tensors, views, strict=True):
+            if tensor.nbytes == 0:
+                tensor.nbytes = view.nbytes
+            elif tensor.nbytes != view.nbytes:
+                raise ValueError(f"a payload of {view.nbytes} bytes for a tensor of {tensor.nbytes} bytes")
+        header = frame.SerializeToString()
+        total = sum(view.nbytes for view in views)
+        if len(header) > self._max_header or total > self._max_payload or len(tensors) > _MAX_TENSORS:
+            raise ValueError(
+                f"a message with a header of {len(header)} bytes and {len(tensors)} tensors of {total} bytes is "
+                f"over this stream's limits ({self._max_header}, {_MAX_TENSORS}, {self._max_payload})"
+            )
+        head = _varint(len(header)) + header
+        if len(head) + total <= _PIECE:  # the usual case: one write
+            return iter((b"".join((head, *views)),))
+        return _pieces((memoryview(head), *views))
+
+    async def receive(self, *, timeout: float | None) -> tuple[F, list[bytes]]:
+        """The next message: its header, and the bytes of each of its tensors.
+
+        `timeout` in seconds; None waits for as long as the connection lives (a server may do that for its
+        client's next request, since connections are monitored). Cancelled or timed out, it has lost nothing.
+
+        Raises:
+            StreamTimeout: no message came in time.
+            StreamClosed: the stream has ended.
+            ProtocolError: not a message, over the stream's limits, or cut short; the stream was reset.
+        """
+        with trio.move_on_after(math.inf if timeout is None else timeout):
+            return await self._receive()
+        raise StreamTimeout(f"nothing came from {self.peer_id} within {timeout:g} s", self.peer_id)
+
+    async def _receive(self) -> tuple[F, list[bytes]]:
+        if isinstance(self._broken, ProtocolError):
+            raise self._broken
+        while self._header is None:
+            self._header = self._take_header()
+            if self._header is None:
+                await self._fill()
+        sizes = [tensor.nbytes for tensor in self._header.tensors]  # type: ignore[attr-defined]
+        total = sum(sizes)
+        while len(self._buffer) < total:
+            await self._fill()
+        header, self._header = self._header, None
+        payloads = []
+        if sizes:
+            with memoryview(self._buffer) as view:
+                start = 0
+                for size in sizes:
+                    payloads.append(bytes(view[start : start + size]))
+                    start += size
+            del self._buffer[:total]
+        return header, payloads
+
+    def _take_header(self) -> F | None:
+        """Parses the header at the start of the buffer, or returns None if it is not all there."""
+        size = shift = start = 0
+        for byte in self._buffer[:_MAX_VARINT]:
+            size |= (byte & 0x7F) << shift
+            shift += 7
+            start += 1
+            if byte < 0x80:
+                break
+        else:
+            if start == _MAX_VARINT:
+                raise self._violation("a message length that is no length")
+            return None
+        if size > self._max_header:
+            raise self._violation(f"a header of {size} bytes; {self._max_header} are allowed")
+        if len(self._buffer) < start + size:
+            return None
+        header = self._frame_type()
+        try:
+            header.ParseFromString(bytes(self._buffer[start : start + size]))
+        except DecodeError as error:
+            raise self._violation("a header that is no message") from error
+        tensors = header.tensors  # type: ignore[attr-defined]
+        total = sum(tensor.nbytes for tensor in tensors)
+        if len(tensors) > _MAX_TENSORS or total > self._max_payload:
+            raise self._violation(
+                f"{len(tensors)} tensors of {total} bytes; {_MAX_TENSORS} of {self._max_payload} bytes are allowed"
+            )
+        del self._buffer[: start + size]
+        return header
+
+    async def _fill(self) -> None:
+        if self._broken is not None:
+            await self._fail(self._broken)
+        try:
+            data = await self._raw.read(_READ_SIZE)
+        except OSError as error:
+            self._broken = StreamClosed(f"the stream to {self.peer_id} is closed: {error}", self.peer_id)
+            raise self._broken from error
+        if not data:
+            if self._buffer or self._header is not None:
+                await self._fail(self._violation("a message that is cut short"))
+            raise StreamClosed(f"{self.peer_id} closed the stream", self.peer_id)
+        self._buffer += data
+
+    def _violation(self, what: str) -> ProtocolError:
+        error = ProtocolError(f"{self.peer_id} sent {what}", self.peer_id)
+        self._broken = error
+        return error
+
+    async def _fail(self, error: PeerError) -> None:
+        await self.reset()
+        raise error
+
+    async def close(self) -> None:
+        """Says that we send nothing more. Never waits for the peer."""
+        if self._broken is None:
+            self._broken = StreamClosed(f"the stream to {self.peer_id} was closed on this side", self.peer_id)
+            try:
+                await self._raw.close()
+            except OSError:
+                pass
+
+    async def reset(self) -> None:
+        """Ends the stream at once in both directions. Never waits for the peer."""
+        if self._broken is None:
+            self._broken = StreamClosed(f"the stream to {self.peer_id} was reset on this side", self.peer_id)
+        try:
+            await self._raw.reset()
+        except OSError:
+            pass
+
+    async def wait_lost(self) -> None:
+        """Returns once the stream was reset or its connection is gone, for who waits for something else."""
+        await self._raw.wait_lost()
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _pieces(views: Sequence[memoryview]) -> Iterator[bytes]:
+    """The concatenation of `views`, cut into full pieces."""
+    gathered: list[memoryview] = []
+    room = _PIECE
+    for view in views:
+        start = 0
+        while start < len(view):
+            part = view[start : start + room]
+            gathered.append(part)
+            start += len(part)
+            room -= len(part)
+            if room == 0:
+                yield b"".join(gathered)
+                gathered, room = [], _PIECE
+    if gathered:
+        yield b"".join(gathered)

@@ -1,0 +1,177 @@
+"""`/petalnode/inference/1`: one long-lived stream per session and server.
+
+    client                                server
+    Open (model version, span, size) ->
+                                       <- Granted (session epoch, cache, credits) | Error
+    Step (sequence, position, tensor) ->
+                                       <- Reply (tensor, receipt) | Error
+    ...
+    Close ->
+
+- `sequence` counts requests, 1, 2, 3, ...; it never goes back. A repeated one gets the cached reply and is never
+  computed again, because a recomputation in another batch differs in the last bits.
+- `position` is the number of tokens that each row holds before the step; less than the server holds means: roll back
+  to it first. `reorder` then says for each row whose cache it continues (beam search).
+- At most `Granted.credits` steps may be in flight.
+- After an Error in answer to a Step the session is closed, except that ERROR_TOO_LONG leaves it as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from ..crypto.identity import peer_id_from_bytes, peer_id_to_bytes
+from ..crypto.receipts import Receipt, request_hash
+from . import wire_pb2 as wire
+from .ids import Span
+
+NONCE_BYTES: Final = 16
+EPOCH_BYTES: Final = 16
+HASH_BYTES: Final = 32
+MAX_BATCH: Final = 1024
+MAX_LENGTH: Final = 1 << 20
+MAX_STEP_BYTES: Final = 64 << 20
+"""No tensor of one step may take more than this on the wire."""
+
+
+class Refusal(Exception):
+    """The other side's `Error`, or one that is about to be sent to it: a code and a sentence."""
+
+    def __init__(self, code: wire.ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+    @classmethod
+    def from_wire(cls, error: wire.Error) -> Refusal:
+        return cls(error.code, error.message[:500])
+
+    def to_wire(self) -> wire.Error:
+        return wire.Error(code=self.code, message=self.message[:500])
+
+
+def bad_request(message: str) -> Refusal:
+    return Refusal(wire.ERROR_BAD_REQUEST, message)
+
+
+@dataclass(frozen=True)
+class SessionTerms:
+    """What client and server agreed on when the session was opened. `left_padding` has one entry a row, or none."""
+
+    model_version: bytes
+    span: Span
+    max_length: int
+    batch: int
+    left_padding: tuple[int, ...]
+    codec: str
+    nonce: bytes
+    route_epoch: int
+    dtype: str
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.batch * self.max_length
+
+
+def terms_of(message: wire.Open) -> SessionTerms:
+    """Checks the fields of an Open that need no knowledge of the server.
+
+    Raises:
+        Refusal: ERROR_BAD_REQUEST or ERROR_UNSUPPORTED, naming the field.
+    """
+    if message.protocol_version != 1:
+        raise Refusal(
+            wire.ERROR_UNSUPPORTED, f"protocol version {message.protocol_version}; this node speaks 1"
+        )
+    if len(message.model_version) != HASH_BYTES or len(message.nonce) != NONCE_BYTES:
+        raise bad_request("model_version takes 32 bytes and nonce 16")
+    try:
+        span = Span(message.span.start, message.span.end)
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+    if not 1 <= message.batch <= MAX_BATCH:
+        raise bad_request(f"batch {message.batch} is not within 1 .. {MAX_BATCH}")
+    if not 1 <= message.max_length <= MAX_LENGTH:
+        raise bad_request(f"max_length {message.max_length} is not within 1 .. {MAX_LENGTH}")
+    padding = tuple(message.left_padding)
+    if padding and (len(padding) != message.batch or max(padding) >= message.max_length):
+        raise bad_request(
+            f"left_padding takes one number below max_length for each of the {message.batch} rows"
+        )
+    return SessionTerms(
+        model_version=message.model_version,
+        span=span,
+        max_length=message.max_length,
+        batch=message.batch,
+        left_padding=padding if any(padding) else (),
+        codec=message.codec,
+        nonce=message.nonce,
+        route_epoch=message.route_epoch,
+        dtype=message.activation_dtype,
+    )
+
+
+def hash_of_step(step: wire.Step, tensor: wire.Tensor, payload_hash: bytes) -> bytes:
+    """The request hash that both sides compute, and that the receipt carries."""
+    return request_hash(
+        sequence=step.sequence,
+        position=step.position,
+        reorder=tuple(step.reorder),
+        route_epoch=step.route_epoch,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        codec=tensor.codec,
+        payload_hash=payload_hash,
+        upstream_receipt=step.previous_receipt,
+    )
+
+
+def sha256(payload: bytes | memoryview) -> bytes:
+    """SHA-256 of a payload as it stands on the wire (0.5 ms per MiB: off the trio thread unless it is small)."""
+    return hashlib.sha256(payload).digest()
+
+
+def receipt_to_wire(receipt: Receipt) -> wire.Receipt:
+    return wire.Receipt(
+        protocol_version=receipt.protocol_version,
+        model_version=receipt.model_version,
+        span=wire.Span(start=receipt.span[0], end=receipt.span[1]),
+        dtype=receipt.dtype,
+        quantisation=receipt.quantisation,
+        client=peer_id_to_bytes(receipt.client),
+        nonce=receipt.nonce,
+        session_epoch=receipt.session_epoch,
+        sequence=receipt.sequence,
+        request_hash=receipt.request_hash,
+        reply_hash=receipt.reply_hash,
+        previous_receipt=receipt.previous_receipt,
+        upstream_receipt=receipt.upstream_receipt,
+        time_ms=receipt.time_ms,
+        signature=receipt.signature,
+    )
+
+
+def receipt_from_wire(message: wire.Receipt) -> Receipt:
+    """
+    Raises:
+        ValueError: if `client` is no peer id.
+    """
+    return Receipt(
+        protocol_version=message.protocol_version,
+        model_version=message.model_version,
+        span=(message.span.start, message.span.end),
+        dtype=message.dtype,
+        quantisation=message.quantisation,
+        client=peer_id_from_bytes(message.client),
+        nonce=message.nonce,
+        session_epoch=message.session_epoch,
+        sequence=message.sequence,
+        request_hash=message.request_hash,
+        reply_hash=message.reply_hash,
+        previous_receipt=message.previous_receipt,
+        upstream_receipt=message.upstream_receipt,
+        time_ms=message.time_ms,
+        signature=message.signature,
+    )

@@ -1,0 +1,138 @@
+"""A client's model over spans answers as the whole model does, for every architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.blocks.remote import RemoteCache
+from petalnode.node.errors import BadInput
+from petalnode.protocols.ids import Span
+from tests.parity.local_swarm import open_client
+from tests.parity.whole import Whole
+from tests.tiny_models import ARCHITECTURES, VOCABULARY, load_whole
+
+Tiny = Callable[[str], Path]
+
+TWO, THREE = (Span(0, 3), Span(3, 6)), (Span(0, 1), Span(1, 4), Span(4, 6))
+LOGITS = 1e-4
+
+
+def prompt(batch: int, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    mask = torch.ones_like(ids) if mask is None else mask
+    torch.manual_seed(7)
+    out: torch.Tensor = model.generate(
+        ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, **{"max_new_tokens": 10, **options}
+    )
+    return out
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_equal(architecture: str, tiny: Tiny) -> None:
+    folder = tiny(architecture)
+    client, _ = open_client(folder, TWO)
+    whole = Whole(folder)
+    ids = prompt(2, 14)
+    entered, left, logits = whole.step(ids, None)
+    with torch.no_grad():
+        assert torch.equal(client.model(ids).logits, logits)
+    assert torch.equal(client.embed(ids), entered)
+    assert torch.equal(client.head(left), logits)
+
+    # The same in pieces and with padding.
+    mask = (torch.arange(14) >= torch.tensor([3, 0])[:, None]).long()
+    entered, left, logits = whole.step(ids, whole.cache(), mask)
+    pieces = [client.embed(ids[:, :9], 0, mask[:, :9]), client.embed(ids[:, 9:], 9, mask)]
+    assert torch.equal(torch.cat(pieces, 1)[mask == 1], entered[mask == 1])
+    assert (client.head(left[:, -1:]) - logits[:, -1:]).abs().max() <= LOGITS
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_equal(architecture: str, tiny: Tiny) -> None:
+    folder = tiny(architecture)
+    client, swarm = open_client(folder, THREE)
+    model = load_whole(folder)
+    ids, mask = prompt(3, 9), (torch.arange(9) >= torch.tensor([0, 4, 1])[:, None]).long()
+    options: dict[str, Any] = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    for attention_mask in (None, mask):
+        swarm.calls.clear()
+        expected: Any = generate(model, ids, attention_mask, **options)
+        got: Any = generate(client.model, ids, attention_mask, **options)
+        assert torch.equal(got.sequences, expected.sequences)
+        for mine, theirs in zip(got.logits, expected.logits, strict=True):
+            assert (mine - theirs).abs().max() <= LOGITS
+        assert swarm.calls == [(0, 9)] + [(9 + step, 1) for step in range(9)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_beam_search_equals(architecture: str, tiny: Tiny) -> None:
+    folder = tiny(architecture)
+    client, _ = open_client(folder, TWO)
+    ids = prompt(2, 7)
+    options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    assert torch.equal(generate(client.model, ids, **options), generate(load_whole(folder), ids, **options))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "bloom", "gpt2"])
+def test_sampled_sequences_equal(architecture: str, tiny: Tiny) -> None:
+    folder = tiny(architecture)
+    client, _ = open_client(folder, TWO)
+    ids, mask = prompt(2, 8), (torch.arange(8) >= torch.tensor([2, 0])[:, None]).long()
+    options = {"do_sample": True, "top_p": 0.9, "temperature": 0.8, "num_return_sequences": 2}
+    got = generate(client.model, ids, mask, **options)
+    assert torch.equal(got, generate(load_whole(folder), ids, mask, **options))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "opt", "falcon_alibi"])
+def test_several_calls_continue_one_session(architecture: str, tiny: Tiny) -> None:
+    folder = tiny(architecture)
+    client, swarm = open_client(folder, TWO)
+    model = load_whole(folder)
+    cache = RemoteCache()
+    first = generate(client.model, prompt(1, 8), do_sample=False, past_key_values=cache)
+    longer = torch.cat([first, prompt(1, 5, seed=3)], dim=1)
+    swarm.calls.clear()
+    second = generate(client.model, longer, do_sample=False, past_key_values=cache)
+    # The last token of the first answer was never sent: only it and what is new go out.
+    assert swarm.calls[0] == (first.shape[1] - 1, 6)
+    assert torch.equal(second, generate(model, longer, do_sample=False))
+
+    cache.rollback(10)
+    other = torch.cat([first[:, :10], prompt(1, 3, seed=4)], dim=1)
+    swarm.calls.clear()
+    third = generate(client.model, other, do_sample=False, past_key_values=cache)
+    assert swarm.calls[0] == (10, 3)
+    assert torch.equal(third, generate(model, other, do_sample=False))
+
+
+def test_a_client_holds_no_blocks(tiny: Tiny) -> None:
+    client, _ = open_client(tiny("llama"), TWO)
+    assert {name for name, _ in client.model.named_parameters()} == {
+        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
+    }  # fmt: skip
+    assert client.num_blocks == 6
+
+
+def test_tied_head_is_one_tensor(tiny: Tiny) -> None:
+    client, _ = open_client(tiny("gemma3"), TWO)
+    assert client.model.lm_head.weight is client.model.model.embed_tokens.weight
+
+
+def test_a_cache_of_other_kind_is_refused(tiny: Tiny) -> None:
+    client, _ = open_client(tiny("llama"), TWO)
+    with pytest.raises(BadInput, match="RemoteCache"):
+        client.model(prompt(1, 3), past_key_values=Whole(tiny("llama")).cache())
+
+
+def test_a_mask_with_holes_is_refused(tiny: Tiny) -> None:
+    client, _ = open_client(tiny("llama"), TWO)
+    with pytest.raises(BadInput, match="left"):
+        client.model(prompt(1, 4), attention_mask=torch.tensor([[1, 0, 1, 1]]))

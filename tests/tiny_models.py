@@ -1,0 +1,207 @@
+"""Tiny random models of many architectures, saved as ordinary Hugging Face folders without a tokenizer.
+
+No trained weights are needed to ask whether a slice computes what the whole model computes. Initialisation is
+made wide on purpose: with transformers' default of 0.02 a block hardly changes its input, and a wrong layer
+would pass for a right one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+
+NUM_BLOCKS = 6
+VOCABULARY = 128
+HIDDEN = 64
+
+# What most decoders of the Llama family understand: 4 query heads of 16 on 2 key-value heads.
+_LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": NUM_BLOCKS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_HEAD_DIM: dict[str, Any] = {**_LLAMA_LIKE, "head_dim": 16}
+_IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SLIDING_EVERY_OTHER = ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2)
+
+_SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA_LIKE),
+    "qwen2": ("qwen2", _LLAMA_LIKE),
+    "qwen2_sliding": (
+        "qwen2",
+        {**_LLAMA_LIKE, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+    ),
+    "qwen3": ("qwen3", _HEAD_DIM),
+    "mistral": ("mistral", {**_LLAMA_LIKE, "sliding_window": 8}),
+    "mixtral": ("mixtral", {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma2": (
+        "gemma2",
+        {
+            **_HEAD_DIM,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 10.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {**_HEAD_DIM, "sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": _SLIDING_EVERY_OTHER},
+    ),
+    "phi3": ("phi3", _LLAMA_LIKE),
+    "olmo2": ("olmo2", _LLAMA_LIKE),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **_HEAD_DIM,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "layer_types": _SLIDING_EVERY_OTHER,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **_LLAMA_LIKE,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 24,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+        },
+    ),
+    "bloom": (
+        "bloom",
+        {**_IDS, "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": NUM_BLOCKS, "n_head": 4},
+    ),
+    "gpt2": (
+        "gpt2",
+        {
+            **_IDS,
+            "vocab_size": VOCABULARY,
+            "n_embd": HIDDEN,
+            "n_layer": NUM_BLOCKS,
+            "n_head": 4,
+            "n_positions": 256,
+        },
+    ),
+    "opt": (
+        "opt",
+        {
+            **_IDS,
+            "vocab_size": VOCABULARY,
+            "hidden_size": HIDDEN,
+            "ffn_dim": 96,
+            "num_hidden_layers": NUM_BLOCKS,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 256,
+            "word_embed_proj_dim": 48,
+        },
+    ),
+    "gpt_neox": (
+        "gpt_neox",
+        {
+            **_IDS,
+            "vocab_size": VOCABULARY,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 96,
+            "num_hidden_layers": NUM_BLOCKS,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 256,
+        },
+    ),
+    "falcon": (
+        "falcon",
+        {
+            **_IDS,
+            "vocab_size": VOCABULARY,
+            "hidden_size": HIDDEN,
+            "num_hidden_layers": NUM_BLOCKS,
+            "num_attention_heads": 4,
+            "alibi": False,
+            "multi_query": True,
+            "max_position_embeddings": 256,
+        },
+    ),
+    "falcon_alibi": (
+        "falcon",
+        {
+            **_IDS,
+            "vocab_size": VOCABULARY,
+            "hidden_size": HIDDEN,
+            "num_hidden_layers": NUM_BLOCKS,
+            "num_attention_heads": 4,
+            "alibi": True,
+            "multi_query": False,
+            "new_decoder_architecture": False,
+            "parallel_attn": False,
+        },
+    ),
+}
+
+ARCHITECTURES: tuple[str, ...] = tuple(_SPECS)
+
+
+def save_tiny(
+    architecture: str,
+    folder: Path,
+    seed: int = 0,
+    *,
+    shards: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Writes a random model of 6 blocks, hidden size 64 and 128 tokens to `folder` and returns it.
+
+    Args:
+        architecture: one of ARCHITECTURES.
+        seed: the same seed gives the same weights.
+        shards: size of a shard such as "50KB"; None saves one safetensors file.
+        dtype: of the saved weights.
+        overrides: fields of the configuration, such as num_hidden_layers=2.
+    """
+    model_type, fields = _SPECS[architecture]
+    config = AutoConfig.for_model(model_type, **{**fields, **overrides})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                spread = 0.15 if parameter.dim() > 1 else 0.1
+                offset = 1.0 if parameter.dim() == 1 and name.endswith(".weight") else 0.0  # norms
+                parameter.copy_(offset + spread * torch.randn(parameter.shape))
+    folder.mkdir(parents=True, exist_ok=True)
+    size = {} if shards is None else {"max_shard_size": shards}
+    model.to(dtype).save_pretrained(folder, **size)  # type: ignore[arg-type]
+    return folder
+
+
+def load_whole(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The whole model in plain transformers, to compare with."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype or "auto", local_files_only=True
+    )
+    return model.eval()
