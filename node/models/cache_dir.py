@@ -12,6 +12,7 @@ from pathlib import Path
 from ..errors import MachineError
 
 _GIB = 1 << 30
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def cache_dir() -> Path:
@@ -53,17 +54,22 @@ def require_space(folder: Path, nbytes: int, purpose: str) -> None:
         )
 
 
+def is_disk_error(error: BaseException) -> bool:
+    """Whether this is about a disk that cannot be written: full, over quota, read-only, not permitted."""
+    return isinstance(error, OSError) and error.errno in _DISK_ERRORS
+
+
 @contextmanager
 def disk_errors(folder: Path, purpose: str) -> Iterator[None]:
     """Turns a disk that is full, read-only or over quota into a MachineError that names `folder`."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        if not is_disk_error(error):
             raise
         raise MachineError(
-            f"{purpose} failed: {error.strerror} ({folder}). Make room or set PETALNODE_CACHE to a folder "
-            "that can be written, then run it again: what is already there is kept."
+            f"{purpose} failed: {os.strerror(error.errno or 0)} ({folder}). Make room or set PETALNODE_CACHE to a "
+            "folder that can be written, then run it again: what is already there is kept."
         ) from error
 
 

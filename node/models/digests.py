@@ -21,7 +21,7 @@ _CHUNK = 4 << 20
 
 
 def part_digests(
-    checkpoint: Checkpoint, parts: Iterable[Part], progress: Progress = no_progress
+    checkpoint: Checkpoint, parts: Iterable[Part], progress: Progress = no_progress, what: str = "Checking the weights"
 ) -> Mapping[Part, bytes]:
     """The digest (32 bytes) of each of `parts`: over its tensors' names within the part, dtypes, shapes and bytes.
 
@@ -38,7 +38,7 @@ def part_digests(
     known = {part: found for part in parts if (found := remembered.get(str(part), stamps[part])) is not None}
     missing = [part for part in parts if part not in known]
     if missing:
-        hashed = _hash_parts(checkpoint, missing, progress)
+        hashed = _hash_parts(checkpoint, missing, progress, what)
         for part in missing:
             if _stamp(checkpoint, part) != stamps[part]:
                 raise ModelError(f"{checkpoint.folder} changed while it was read. Run it again when it is complete.")
@@ -47,9 +47,9 @@ def part_digests(
     return {part: known[part] for part in parts}
 
 
-def _hash_parts(checkpoint: Checkpoint, parts: list[Part], progress: Progress) -> dict[Part, bytes]:
+def _hash_parts(checkpoint: Checkpoint, parts: list[Part], progress: Progress, what: str) -> dict[Part, bytes]:
     tensors = {part: checkpoint.tensors(part) for part in parts}
-    count = _Count(f"Checking {checkpoint.folder.name}", sum(t.nbytes for ts in tensors.values() for t in ts), progress)
+    count = _Count(what, sum(t.nbytes for ts in tensors.values() for t in ts), progress)
     # hashlib lets go of the interpreter's lock, so threads do help
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="sha256") as pool:
         futures = {part: [pool.submit(_hash_tensor, tensor, count) for tensor in ts] for part, ts in tensors.items()}
@@ -79,7 +79,7 @@ def _hash_parts(checkpoint: Checkpoint, parts: list[Part], progress: Progress) -
 
 
 def _hash_tensor(tensor: StoredTensor, count: _Count) -> bytes:
-    # read, not mapped: a file that shrinks meanwhile is an error to report here, and would kill a process that maps it
+    # read, not mapped: that a file shrinks meanwhile is an error to report, and would kill a process that maps it
     sha = hashlib.sha256()
     left = tensor.nbytes
     buffer = memoryview(bytearray(min(_CHUNK, left)))

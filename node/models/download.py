@@ -14,6 +14,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from .cache_dir import is_disk_error
 from .progress import Progress
 
 _TIMEOUT_S = 30.0  # for a connection, and for silence on it
@@ -62,8 +63,8 @@ def download(
                 raise
             problem: OSError | HTTPException = error
         except (OSError, HTTPException) as error:
-            if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
-                raise  # the disk's, not the network's
+            if is_disk_error(error):
+                raise
             problem = error
         failures = 0 if target.exists() and target.stat().st_size > before else failures + 1
         if failures >= _ATTEMPTS:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,8 @@ def write_folder(file: Path, folder: Path, progress: Progress, config: Mapping[s
     """
     header = read_gguf_header(file)
     _refuse_split(file, header)
-    require_space(folder, 4 * _values(header.tensors) + _TOKENIZER_BYTES, f"Importing {file.name}")
+    weights = 4 * sum(prod(tensor.shape) for tensor in header.tensors)
+    require_space(folder, weights + _TOKENIZER_BYTES, f"Importing {file.name}")
     progress(f"Reading {file.name}", 0, None)
     config = read_gguf_config(file, header) if config is None else dict(config)
     names = _Names(file, header, config)
@@ -107,7 +109,7 @@ def read_gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
 
 def _write_weights(file: Path, header: GgufHeader, names: _Names, folder: Path, progress: Progress) -> str:
     """Writes all weights and returns the name of their dtype."""
-    what, total, done = f"Importing {file.name}", _values(header.tensors), 0
+    what, total, done = f"Importing {file.name}", sum(tensor.nbytes for tensor in header.tensors), 0
     progress(what, 0, total)
     dtype = _dtype(file, header, names)
     writer = ShardWriter(folder)
@@ -115,7 +117,7 @@ def _write_weights(file: Path, header: GgufHeader, names: _Names, folder: Path, 
         tensors: dict[str, torch.Tensor] = {}
         for tensor in group:
             names.place(tensor, _values_of(file, tensor), tensors)
-            done += _values([tensor])
+            done += tensor.nbytes
             progress(what, done, total)
         writer.add({name: value.to(dtype).contiguous() for name, value in tensors.items()})
         names.written.update(tensors)
@@ -285,12 +287,6 @@ def _sha256(file: Path, progress: Progress) -> bytes:
             progress(f"Checking {file.name}", done, total)
     remembered.add({"file": (stamp, sha.digest())})
     return sha.digest()
-
-
-def _values(tensors: Iterable[GgufTensor]) -> int:
-    from math import prod
-
-    return sum(prod(tensor.shape) for tensor in tensors)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

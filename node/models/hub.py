@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..errors import ModelError
-from .cache_dir import disk_errors, require_space
+from .cache_dir import disk_errors, is_disk_error, require_space
 from .checkpoint import INDEX, SINGLE, Checkpoint, read_index
 from .download import download
 from .folder import ModelFolder, open_folder
@@ -65,8 +65,8 @@ def fetch(model_id: str, revision: str | None, need: Need, progress: Progress, o
     If the hub cannot be reached, what the cache has is used.
 
     Raises:
-        ModelError: if there is no such model or revision, it is gated, or neither hub nor cache have what is
-        needed. MachineError: if the disk is full.
+        ModelError: if there is no such model or revision, it is gated, or neither hub nor cache have what is needed.
+        MachineError: if the disk is full.
     """
     from huggingface_hub import constants
 
@@ -160,7 +160,7 @@ def _small_file(remote: _Remote, name: str, progress: Progress) -> Path:
     except GatedRepoError as error:
         raise ModelError(_gated(remote.model_id)) from error
     except OSError as error:
-        if error.errno is not None:
+        if is_disk_error(error):
             raise
         raise _Unreachable(f"{name} could not be downloaded: {_first_line(error)}") from error
     progress(f"Downloading {name}", size, size)
@@ -192,7 +192,7 @@ def _weights(remote: _Remote, name: str, cache: Path, progress: Progress) -> Non
                 try:
                     download(found.location, partial, progress, what=f"Downloading {name}", headers=headers)
                 except (OSError, HTTPException) as error:
-                    if isinstance(error, OSError) and error.errno is not None:
+                    if is_disk_error(error):
                         raise
                     raise _Unreachable(
                         f"the download of {name} broke off ({_first_line(error)}); the next try goes on from there"

@@ -102,7 +102,7 @@ def compute_manifest(folder: ModelFolder, progress: Progress = no_progress) -> M
     """
     checkpoint = Checkpoint(folder.path, folder.num_blocks)
     parts = parts_of_need("all", folder.num_blocks)
-    digests = part_digests(checkpoint, parts, progress)
+    digests = part_digests(checkpoint, parts, progress, f"Checking {folder.name}")
     return Manifest(
         config=canonical_architecture(folder.config),
         embeddings=digests[EMBEDDINGS],
@@ -123,7 +123,8 @@ def verify_part(folder: ModelFolder, manifest: Manifest, need: Need, progress: P
             f"{manifest.version.hex()[:12]} has. Use the folder or revision that the swarm was started with."
         )
     checkpoint = Checkpoint(folder.path, folder.num_blocks)
-    digests = part_digests(checkpoint, parts_of_need(need, folder.num_blocks), progress)
+    parts = parts_of_need(need, folder.num_blocks)
+    digests = part_digests(checkpoint, parts, progress, f"Checking {folder.name}")
     differing = [part for part, found in digests.items() if found != manifest.digest_of(part)]
     if differing:
         raise ModelError(

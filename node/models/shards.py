@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,21 +17,20 @@ _SHARD_BYTES = 1 << 30
 
 
 class ShardWriter:
-    """Takes tensors group by group and writes a shard whenever the next group would make it larger than `shard_bytes`.
+    """Takes tensors group by group and writes a shard whenever the next group would make it larger than 1 GiB.
 
     Not thread-safe. Nothing is usable in the folder before `close`, which gives the files their names.
     """
 
-    def __init__(self, folder: Path, shard_bytes: int = _SHARD_BYTES) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._shard_bytes = shard_bytes
         self._waiting: dict[str, torch.Tensor] = {}
         self._shards: list[tuple[Path, list[str]]] = []
         self._total = 0
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
         """Keeps `tensors` (contiguous, on the CPU) for the current shard; keys must be new."""
-        if self._waiting and _nbytes(self._waiting) + _nbytes(tensors) > self._shard_bytes:
+        if self._waiting and _nbytes(self._waiting) + _nbytes(tensors) > _SHARD_BYTES:
             self._write()
         self._waiting.update(tensors)
 
@@ -48,12 +49,20 @@ class ShardWriter:
         (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _write(self) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         if not self._waiting:
             return
         file = self._folder / f"shard-{len(self._shards)}.partial"
-        save_file(self._waiting, file, metadata={"format": "pt"})
+        try:
+            save_file(self._waiting, file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # it keeps the operating system's reason in its text alone
+            reason = re.search(r"os error (\d+)", str(error))
+            if reason is None:
+                raise
+            raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(file)) from error
         file.chmod(0o644)  # written as 0600, unlike the files beside it: other users may share the cache
         self._shards.append((file, list(self._waiting)))
         self._total += _nbytes(self._waiting)

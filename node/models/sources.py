@@ -48,9 +48,9 @@ def resolve(
         MachineError: if the disk is full.
     """
     name = os.fspath(model)
-    if name in ALIASES:
+    if isinstance(model, str) and name in ALIASES:
         _no_revision(name, revision)
-        return _checked(import_alias(name, progress, offline), need)
+        return _checked_import(import_alias(name, progress, offline), need)
     path = Path(name).expanduser()
     if path.is_dir():
         _no_revision(name, revision)
@@ -58,7 +58,7 @@ def resolve(
         return _checked(open_folder(path, path.resolve().name or str(path)), need)
     if path.is_file():
         _no_revision(name, revision)
-        return _checked(_open_file(path.absolute(), progress), need)
+        return _checked_import(_open_file(path.absolute(), progress), need)
     found = _HUB_ID.fullmatch(name)
     if found and not name.endswith(".gguf"):
         if revision and found["revision"] and revision != found["revision"]:
@@ -83,6 +83,14 @@ def _checked(folder: ModelFolder, need: Need) -> ModelFolder:
     if parts:
         Checkpoint(folder.path, folder.num_blocks).check(parts)
     return folder
+
+
+def _checked_import(folder: ModelFolder, need: Need) -> ModelFolder:
+    parts_of_need(need, folder.num_blocks)  # a span that passes the end is no fault of the folder
+    try:
+        return _checked(folder, need)
+    except ModelError as error:
+        raise ModelError(f"{error} This folder is petalnode's own import: remove it to import again.") from error
 
 
 def _no_revision(name: str, revision: str | None) -> None:

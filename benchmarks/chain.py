@@ -1,0 +1,213 @@
+"""Milliseconds per token through 1, 2 and 3 servers on loopback, against plain transformers in the same minutes.
+
+    python benchmarks/chain.py [--json] [--models h512 smollm2] [--tokens 64] [--rounds 5]
+
+Servers are real processes with one compute thread each; the client and plain transformers run in this process with
+one thread too, in turns, so that both see the same noise. `h512` is a random Llama of 27.8M parameters (hidden 512, 8
+blocks), the one that Petals' figures are for. The parts of a hop are medians: `queue` and `compute` as the server
+reports them, `wire` what is left of the time between sending a step and having its reply, `serialise` tensors to
+bytes and back in the client, `local` embeddings, head and transformers' own loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from local_swarm import local_swarm
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from petalnode import AutoDistributedModelForCausalLM
+from petalnode.node.client.chunks import from_chunks, to_chunks
+from petalnode.node.models import resolve
+
+
+class _Clock:
+    """A transformers streamer that notes when each token comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def milliseconds(self) -> list[float]:
+        # The first put is the prompt, the second the token of the prefill: neither is a decode step.
+        return [1000 * (after - before) for before, after in zip(self.times[1:], self.times[2:], strict=False)]
+
+
+def h512(folder: Path) -> Path:
+    """The 27.8M-parameter Llama of Petals' figures, with random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def spans_of(num_blocks: int, servers: int) -> list[tuple[int, int]]:
+    edges = [round(index * num_blocks / servers) for index in range(servers + 1)]
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def generate(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[list[float], torch.Tensor]:
+    clock = _Clock()
+    output = model.generate(
+        prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=clock, pad_token_id=0
+    )
+    return clock.milliseconds(), output
+
+
+def hop_parts(model: Any, prompt: torch.Tensor, steps: int) -> dict[str, float]:
+    """Medians, in milliseconds, over decode steps through a session."""
+    hidden = model._local.embed(prompt)
+    rows: dict[str, list[float]] = {"compute": [], "queue": [], "wire": [], "serialise": [], "hand_over": []}
+    with model.inference_session(prompt.shape[1] + steps) as session, torch.inference_mode():
+        output = session.step(hidden)
+        for _ in range(steps):
+            token = output[:, -1:]
+            begun = time.perf_counter()
+            output = session.step(token)
+            total = time.perf_counter() - begun
+            timings = session._session.timings
+            begun = time.perf_counter()
+            from_chunks(to_chunks(token, "none", 1))
+            serialise = time.perf_counter() - begun
+            hops = sum(each.total for each in timings)
+            rows["compute"].append(sum(each.compute for each in timings))
+            rows["queue"].append(sum(each.queue for each in timings))
+            rows["wire"].append(sum(each.total - each.queue - each.compute for each in timings))
+            rows["serialise"].append(serialise)
+            rows["hand_over"].append(total - hops - serialise)
+    return {name: 1000 * statistics.median(values) for name, values in rows.items()}
+
+
+def bulk(model: Any, plain: Any, batch: int, tokens: int) -> dict[str, float]:
+    """Forward tokens/s of all blocks, without a cache, as a ratio to the same blocks in this process."""
+    hidden = torch.randn(batch, tokens, plain.config.hidden_size)
+    ids = torch.randint(0, plain.config.vocab_size, (batch, tokens))
+    chain_times, plain_times = [], []
+    with torch.inference_mode():
+        for _ in range(3):
+            begun = time.perf_counter()
+            model.remote_blocks(hidden)
+            chain_times.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            plain.model(ids, use_cache=False)
+            plain_times.append(time.perf_counter() - begun)
+    count = batch * tokens
+    return {
+        "tokens_per_s": count / min(chain_times),
+        "plain_tokens_per_s": count / min(plain_times),
+        "ratio": min(plain_times) / min(chain_times),
+    }
+
+
+def run_model(name: str, folder: Path, servers: int, tokens: int, rounds: int) -> dict[str, Any]:
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = torch.randint(5, min(plain.config.vocab_size, 2000), (1, 16))
+    with local_swarm(str(folder), spans_of(plain.config.num_hidden_layers, servers)) as processes:
+        addrs = processes[-1].ready["addrs"]
+        with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=addrs) as model:
+            generate(model, prompt, 8), generate(plain, prompt, 8)
+            chain_ms: list[float] = []
+            plain_ms: list[float] = []
+            ratios = []
+            for _ in range(rounds):
+                ours, ours_tokens = generate(model, prompt, tokens)
+                theirs, their_tokens = generate(plain, prompt, tokens)
+                assert torch.equal(ours_tokens, their_tokens), "the chain's tokens differ from plain transformers'"
+                chain_ms += ours
+                plain_ms += theirs
+                ratios.append(statistics.median(ours) / statistics.median(theirs))
+            result = {
+                "model": name,
+                "servers": servers,
+                "plain_ms": _percentiles(plain_ms),
+                "chain_ms": _percentiles(chain_ms),
+                "ratio": statistics.median(ratios),
+                "hop_parts_ms": hop_parts(model, prompt, 32),
+                "bulk_1x128": bulk(model, plain, 1, 128),
+                "bulk_8x128": bulk(model, plain, 8, 128),
+                "ready_s": [process.ready_seconds for process in processes],
+                "server_rss_mib": [process.memory()["rss"] / 2**20 for process in processes],
+                "server_file_mib": [process.memory()["file"] / 2**20 for process in processes],
+            }
+    return result
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    return {"p50": statistics.median(values), "p95": statistics.quantiles(values, n=20)[-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--models", nargs="+", default=["h512", "smollm2"])
+    parser.add_argument("--servers", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
+        for name in options.models:
+            folder = h512(Path(scratch) / name) if name == "h512" else resolve(name, need="all").path
+            for servers in options.servers:
+                print(f"{name} on {servers} servers ...", file=sys.stderr)
+                results.append(run_model(name, folder, servers, options.tokens, options.rounds))
+    if options.json:
+        print(json.dumps({"chain": results}))
+    else:
+        show(results)
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    table = Table(title="milliseconds per token")
+    for column in ("model", "servers", "plain p50", "chain p50", "p95", "ratio", "compute", "wire", "queue"):
+        table.add_column(column, justify="right")
+    for column in ("hand-over", "serialise", "bulk 1x128", "8x128", "of plain", "ready s", "RSS MiB"):
+        table.add_column(column, justify="right")
+    for each in results:
+        parts = each["hop_parts_ms"]
+        table.add_row(
+            each["model"],
+            str(each["servers"]),
+            f"{each['plain_ms']['p50']:.1f}",
+            f"{each['chain_ms']['p50']:.1f}",
+            f"{each['chain_ms']['p95']:.1f}",
+            f"{each['ratio']:.2f}",
+            *(f"{parts[name]:.2f}" for name in ("compute", "wire", "queue", "hand_over", "serialise")),
+            f"{each['bulk_1x128']['tokens_per_s']:.0f}",
+            f"{each['bulk_8x128']['tokens_per_s']:.0f}",
+            f"{each['bulk_8x128']['ratio']:.2f}",
+            f"{max(each['ready_s']):.1f}",
+            f"{max(each['server_rss_mib']):.0f}",
+        )
+    Console(width=180).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Real server processes on this machine for the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+READY_TIMEOUT = 120.0
+STOP_TIMEOUT = 15.0
+
+
+class ServerProcess:
+    """One `petalnode serve` on loopback with one compute thread; ends when `stop` closes its standard input."""
+
+    def __init__(self, arguments: Sequence[str], scratch: Path) -> None:
+        self.log = scratch / "server.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "petalnode", "serve", *arguments, "--json", "--until-eof"),
+                    *("--listen", "/ip4/127.0.0.1/tcp/0", "--identity", str(scratch / "key")),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        self.started = time.perf_counter()
+        self.ready_seconds = 0.0
+        self.ready: dict[str, object] = {}
+
+    def wait_ready(self) -> dict[str, object]:
+        """The ready event. Raises RuntimeError with the server's log if it ends instead."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a server ended: {self.log.read_text()}")
+        self.ready_seconds = time.perf_counter() - self.started
+        self.ready = json.loads(line)
+        return self.ready
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of resident memory: `rss`, and of that `file`, the pages mapped from files."""
+        fields = {}
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in ("VmRSS", "RssFile"):
+                fields[name] = int(value.split()[0]) * 1024
+        return {"rss": fields["VmRSS"], "file": fields["RssFile"]}
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def local_swarm(model: str, spans: Sequence[tuple[int, int]], *options: str) -> Iterator[list[ServerProcess]]:
+    """Servers of `model`, one for each span, in a swarm of their own; stopped on the way out."""
+    servers: list[ServerProcess] = []
+    with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
+        try:
+            peer: list[str] = ["--new-swarm"]
+            for index, (start, end) in enumerate(spans):
+                folder = Path(scratch) / str(index)
+                folder.mkdir()
+                server = ServerProcess([model, "--blocks", f"{start}:{end}", *peer, *options], folder)
+                servers.append(server)
+                addrs = server.wait_ready()["addrs"]
+                assert isinstance(addrs, list)
+                peer = ["--peer", addrs[0]]
+            yield servers
+        finally:
+            for server in servers:
+                server.stop()

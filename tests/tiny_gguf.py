@@ -1,0 +1,96 @@
+"""Tiny random Llamas as GGUF files, with a byte-level tokenizer and a chat template in their metadata."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+VOCABULARY = 320
+BLOCKS = 3
+HIDDEN, FEED_FORWARD, HEADS, KEY_VALUE_HEADS = 64, 96, 4, 2
+CHAT_TEMPLATE = "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
+
+
+def write_tiny_gguf(
+    file: Path,
+    quantisation: str = "Q4_1",
+    *,
+    seed: int = 0,
+    fine_norms: bool = False,
+    extra: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """Writes a Llama of 3 blocks whose matrices are stored as `quantisation`, and returns `file`.
+
+    Args:
+        fine_norms: gives the norms values that half precision does not have.
+        extra: more float32 tensors, by GGUF name.
+    """
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_name("tiny")
+    writer.add_block_count(BLOCKS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KEY_VALUE_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    _add_tokenizer(writer)
+    random = np.random.default_rng(seed)
+    key_value = HIDDEN // HEADS * KEY_VALUE_HEADS
+    shapes = {"token_embd": (VOCABULARY, HIDDEN), "output": (VOCABULARY, HIDDEN), "output_norm": (HIDDEN,)}
+    for block in range(BLOCKS):
+        shapes |= {
+            f"blk.{block}.attn_norm": (HIDDEN,),
+            f"blk.{block}.ffn_norm": (HIDDEN,),
+            f"blk.{block}.attn_q": (HIDDEN, HIDDEN),
+            f"blk.{block}.attn_k": (key_value, HIDDEN),
+            f"blk.{block}.attn_v": (key_value, HIDDEN),
+            f"blk.{block}.attn_output": (HIDDEN, HIDDEN),
+            f"blk.{block}.ffn_gate": (FEED_FORWARD, HIDDEN),
+            f"blk.{block}.ffn_up": (FEED_FORWARD, HIDDEN),
+            f"blk.{block}.ffn_down": (HIDDEN, FEED_FORWARD),
+        }
+    kind = gguf.GGMLQuantizationType[quantisation]
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            norm = np.full(shape, 1.25, np.float32)
+            writer.add_tensor(f"{name}.weight", norm + np.float32(1e-6) if fine_norms else norm)
+        else:
+            values = random.normal(0, 0.3, shape).astype(np.float32)
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *_byte_pieces(), *("th", "he", "in", "an", "\u0120t", "\u0120th", "\u0120the")]
+    pieces += [f"<unused{number}>" for number in range(VOCABULARY - len(pieces))]
+    special = gguf.TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(pieces)
+    writer.add_token_types(
+        [special if piece.startswith("<") and len(piece) > 1 else gguf.TokenType.NORMAL for piece in pieces]
+    )
+    writer.add_token_merges(["t h", "h e", "i n", "a n", "\u0120 t", "\u0120t h", "\u0120th e"])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _byte_pieces() -> list[str]:
+    """The 256 letters that stand for bytes in a byte-level vocabulary."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return [chr(byte) for byte in shown] + [chr(256 + place) for place in range(len(hidden))]
