@@ -26,11 +26,13 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy wants the package as one folder: links to the rooms give it that.
+# mypy wants the package as one folder: links to the rooms give it that. The link to trio puts its own types before
+# the outdated stubs that libp2p brings along.
 types: setup
 	rm -rf build/types && mkdir -p build/types/petalnode
 	for each in $(CURDIR)/petalnode/*; do ln -s $$each build/types/petalnode/; done
 	for room in node protocols crypto; do ln -s $(CURDIR)/$$room build/types/petalnode/; done
+	ln -s $$($(BIN)/python -c 'import os, trio; print(os.path.dirname(trio.__file__))') build/types/trio
 	MYPYPATH=build/types $(BIN)/mypy -p petalnode
 
 check: lint types test

@@ -12,6 +12,7 @@ bytes and back in the client, `local` embeddings, head and transformers' own loo
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -46,7 +47,7 @@ class _Clock:
 
     def milliseconds(self) -> list[float]:
         # The first put is the prompt, the second the token of the prefill: neither is a decode step.
-        return [1000 * (after - before) for before, after in zip(self.times[1:], self.times[2:], strict=False)]
+        return [1000 * (after - before) for before, after in itertools.pairwise(self.times[1:])]
 
 
 def h512(folder: Path) -> Path:
@@ -67,7 +68,7 @@ def h512(folder: Path) -> Path:
 
 def spans_of(num_blocks: int, servers: int) -> list[tuple[int, int]]:
     edges = [round(index * num_blocks / servers) for index in range(servers + 1)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def generate(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[list[float], torch.Tensor]:

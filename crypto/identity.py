@@ -144,7 +144,7 @@ def peer_id_to_bytes(peer_id: str) -> bytes:
     if len(peer_id) > 64:  # base58 takes quadratic time
         raise ValueError("this is no peer id: too long")
     try:
-        data = base58.b58decode(peer_id)
+        data = bytes(base58.b58decode(peer_id))
     except ValueError as error:
         raise ValueError(f"{peer_id!r} is no peer id: {error}") from error
     _check_peer_id(data)
@@ -159,7 +159,7 @@ def peer_id_from_bytes(data: bytes) -> str:
         ValueError: if they are not the id of an Ed25519 key.
     """
     _check_peer_id(data)
-    return base58.b58encode(data).decode()
+    return str(base58.b58encode(data).decode())
 
 
 def _check_peer_id(data: bytes) -> None:

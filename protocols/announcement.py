@@ -44,6 +44,9 @@ class ServerState(IntEnum):
     OFFLINE = wire.STATE_OFFLINE  # a goodbye
 
 
+_STATES: Final = frozenset(int(state) for state in ServerState)
+
+
 @dataclass(frozen=True)
 class Announcement:
     """What a server says of itself.
@@ -221,7 +224,7 @@ def _check_message(message: wire.Announcement) -> None:
         "the model version": len(message.model_version) == 32,
         "the number of blocks": 0 < message.num_blocks <= MAX_BLOCKS,
         "the span": message.span.start < message.span.end <= message.num_blocks,
-        "the state": message.state in list(ServerState),
+        "the state": message.state in _STATES,
         "the step time": message.step_us <= _MAX_STEP_US,
         "the number of addresses": len(message.addrs) <= _MAX_ADDRS,
         "an address": all(len(addr) <= _MAX_TEXT for addr in message.addrs),

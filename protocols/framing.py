@@ -6,12 +6,15 @@ bytes of the tensors that the header lists in its `tensors`, in that order.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import trio
 from google.protobuf.message import DecodeError, Message
+
+from . import wire_pb2 as wire
 
 MAX_HEADER: Final = 64 * 1024
 MAX_PAYLOAD: Final = 64 * 1024 * 1024
@@ -42,15 +45,6 @@ class StreamTimeout(PeerError):
     """The peer did not read or answer in time."""
 
 
-class Frame(Protocol):
-    """A generated `*Frame` message: a `oneof body` and the `tensors` whose bytes follow it."""
-
-    @property
-    def tensors(self) -> Any: ...
-    def SerializeToString(self) -> bytes: ...
-    def ByteSize(self) -> int: ...
-
-
 F = TypeVar("F", bound=Message)
 
 
@@ -76,6 +70,8 @@ class RawStream(Protocol):
 class MessageStream(Generic[F]):
     """Messages of one type with one peer, both ways.
 
+    The type is one of the generated `*Frame` messages: a `oneof body`, and the `tensors` whose bytes follow.
+
     One task may send while another one receives; several may send. Flow control is the stream's: a peer that
     does not read makes `send` wait, and we hold at most one message and one stream window of what it sent.
     """
@@ -99,9 +95,7 @@ class MessageStream(Generic[F]):
         self._header: F | None = None  # parsed, its payload not all here yet
         self._broken: PeerError | None = None
 
-    async def send(
-        self, frame: F, payloads: Sequence[bytes | bytearray | memoryview] = (), *, timeout: float
-    ) -> None:
+    async def send(self, frame: F, payloads: Sequence[bytes | bytearray | memoryview] = (), *, timeout: float) -> None:
         """Sends `frame` and the bytes of its tensors; `timeout` in seconds.
 
         `frame.tensors[i].nbytes` is filled in where it is 0. A message that could be sent only in part (the
@@ -145,7 +139,7 @@ class MessageStream(Generic[F]):
             raise
 
     def _encode(self, frame: F, payloads: Sequence[bytes | bytearray | memoryview]) -> Iterator[bytes]:
-        tensors = frame.tensors  # type: ignore[attr-defined]
+        tensors = _tensors(frame)
         if len(tensors) != len(payloads):
             raise ValueError(f"{len(payloads)} payloads for {len(tensors)} tensors in the header")
         views = [memoryview(payload).cast("B") for payload in payloads]
@@ -178,7 +172,11 @@ class MessageStream(Generic[F]):
             ProtocolError: not a message, over the stream's limits, or cut short; the stream was reset.
         """
         with trio.move_on_after(math.inf if timeout is None else timeout):
-            return await self._receive()
+            try:
+                return await self._receive()
+            except ProtocolError:
+                await self.reset()
+                raise
         raise StreamTimeout(f"nothing came from {self.peer_id} within {timeout:g} s", self.peer_id)
 
     async def _receive(self) -> tuple[F, list[bytes]]:
@@ -188,7 +186,7 @@ class MessageStream(Generic[F]):
             self._header = self._take_header()
             if self._header is None:
                 await self._fill()
-        sizes = [tensor.nbytes for tensor in self._header.tensors]  # type: ignore[attr-defined]
+        sizes = [tensor.nbytes for tensor in _tensors(self._header)]
         total = sum(sizes)
         while len(self._buffer) < total:
             await self._fill()
@@ -225,7 +223,7 @@ class MessageStream(Generic[F]):
             header.ParseFromString(bytes(self._buffer[start : start + size]))
         except DecodeError as error:
             raise self._violation("a header that is no message") from error
-        tensors = header.tensors  # type: ignore[attr-defined]
+        tensors = _tensors(header)
         total = sum(tensor.nbytes for tensor in tensors)
         if len(tensors) > _MAX_TENSORS or total > self._max_payload:
             raise self._violation(
@@ -236,7 +234,7 @@ class MessageStream(Generic[F]):
 
     async def _fill(self) -> None:
         if self._broken is not None:
-            await self._fail(self._broken)
+            raise self._broken
         try:
             data = await self._raw.read(_READ_SIZE)
         except OSError as error:
@@ -244,7 +242,7 @@ class MessageStream(Generic[F]):
             raise self._broken from error
         if not data:
             if self._buffer or self._header is not None:
-                await self._fail(self._violation("a message that is cut short"))
+                raise self._violation("a message that is cut short")
             raise StreamClosed(f"{self.peer_id} closed the stream", self.peer_id)
         self._buffer += data
 
@@ -253,31 +251,27 @@ class MessageStream(Generic[F]):
         self._broken = error
         return error
 
-    async def _fail(self, error: PeerError) -> None:
-        await self.reset()
-        raise error
-
     async def close(self) -> None:
         """Says that we send nothing more. Never waits for the peer."""
         if self._broken is None:
             self._broken = StreamClosed(f"the stream to {self.peer_id} was closed on this side", self.peer_id)
-            try:
+            with contextlib.suppress(OSError):
                 await self._raw.close()
-            except OSError:
-                pass
 
     async def reset(self) -> None:
         """Ends the stream at once in both directions. Never waits for the peer."""
         if self._broken is None:
             self._broken = StreamClosed(f"the stream to {self.peer_id} was reset on this side", self.peer_id)
-        try:
+        with contextlib.suppress(OSError):
             await self._raw.reset()
-        except OSError:
-            pass
 
     async def wait_lost(self) -> None:
         """Returns once the stream was reset or its connection is gone, for who waits for something else."""
         await self._raw.wait_lost()
+
+
+def _tensors(frame: Message) -> Sequence[wire.Tensor]:
+    return frame.tensors  # type: ignore[attr-defined, no-any-return]
 
 
 def _varint(value: int) -> bytes:

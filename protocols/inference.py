@@ -39,7 +39,7 @@ MAX_STEP_BYTES: Final = 64 << 20
 class Refusal(Exception):
     """The other side's `Error`, or one that is about to be sent to it: a code and a sentence."""
 
-    def __init__(self, code: wire.ErrorCode, message: str) -> None:
+    def __init__(self, code: wire.ErrorCode.ValueType, message: str) -> None:
         super().__init__(message)
         self.code = code
         self.message = message

@@ -201,7 +201,5 @@ def save_tiny(
 
 def load_whole(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The whole model in plain transformers, to compare with."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype or "auto", local_files_only=True
-    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
     return model.eval()

@@ -52,7 +52,8 @@ class SessionView(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(keys returned by `update`, number of the first of them)."""
-        held, window = self._cache.length, self._cache.window(layer_idx)
+        # Asked with an index into `is_sliding`, which starts at the session's first block.
+        held, window = self._cache.length, self._cache.specs[layer_idx].window
         first = 0 if window is None else max(held - window + 1, 0)
         return held + query_length - first, first
 
@@ -99,9 +100,7 @@ class RaggedView(Cache):
         taken = 0
         for cache in self._caches:
             rows = cache.batch
-            keys, values = cache.write(
-                layer_idx, key_states[taken : taken + rows], value_states[taken : taken + rows]
-            )
+            keys, values = cache.write(layer_idx, key_states[taken : taken + rows], value_states[taken : taken + rows])
             taken += rows
             window = cache.window(layer_idx)
             all_keys.window = window

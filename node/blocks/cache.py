@@ -41,6 +41,8 @@ class SpanCache:
         length: tokens that every row holds now.
         left_padding: per row, how many of its first tokens are padding that nothing attends to.
         nbytes: size of the buffers, 0 once freed.
+        specs: of the blocks that the session runs through, one each.
+        first: number of the first of them within the hosted span; `write` and `window` count from the span's start.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class SpanCache:
         dtype: torch.dtype,
         device: torch.device,
         left_padding: Sequence[int] | None = None,
+        first: int = 0,
     ) -> None:
         if batch < 1 or max_length < 1:
             raise ValueError(f"a cache holds at least one row and one token, not {batch} and {max_length}")
@@ -63,6 +66,7 @@ class SpanCache:
         self.length = 0
         self.left_padding = padding
         self.specs = tuple(specs)
+        self.first = first
         # One allocation for all blocks: big enough that the allocator maps it lazily and gives it back when freed.
         size = batch * max_length * sum(spec.values_per_token for spec in specs)
         memory = torch.empty(size, dtype=dtype, device=device)
@@ -83,7 +87,7 @@ class SpanCache:
 
     def window(self, block: int) -> int | None:
         """The window of the `block`-th block of the span."""
-        return self.specs[block].window
+        return self.specs[block - self.first].window
 
     def write(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Puts keys and values [batch, heads, tokens, dim] behind what is held and returns all of both.
@@ -97,8 +101,8 @@ class SpanCache:
         start, end = self.length, self.length + keys.shape[2]
         if end > self.max_length or not self.nbytes:
             raise ValueError(f"{end} tokens do not fit into a cache of {self.max_length if self.nbytes else 0}")
-        held_keys = self._keys[block].narrow(2, 0, end)
-        held_values = self._values[block].narrow(2, 0, end)
+        held_keys = self._keys[block - self.first].narrow(2, 0, end)
+        held_values = self._values[block - self.first].narrow(2, 0, end)
         held_keys.narrow(2, start, end - start).copy_(keys)
         held_values.narrow(2, start, end - start).copy_(values)
         return held_keys, held_values

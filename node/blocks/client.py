@@ -183,8 +183,8 @@ def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto") -> C
     """
     config = read_config(folder)
     target = choose_device(device)
-    with Weights(folder) as weights:
-        skeleton = build(config, choose_dtype(dtype, config, weights))
+    skeleton = build(config, choose_dtype(dtype, config))
+    with Weights(folder, skeleton.num_blocks) as weights:
         client = ClientModel(skeleton, target)
         fill(skeleton, weights, lambda block: block is None, target)
     use_dots([skeleton.model])

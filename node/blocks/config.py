@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,42 +10,44 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from ..errors import BadInput, MachineError, ModelError
-from .weights import Weights
+from ..models.folder import read_config as read_raw_config
 
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of the text model in `folder`. Never runs code that the folder brings along.
+    """The configuration of the language model in `folder`. Never runs code that the folder brings along.
+
+    Of a model that also takes pictures or sound it is the language part.
 
     Raises:
         ModelError: no config.json, not JSON, an architecture that transformers does not know, or weights that
             are stored quantised.
     """
+    raw = read_raw_config(folder)
     path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{folder} is no model folder: it has no config.json")
-    try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(raw, dict) or not raw.get("model_type"):
+    if not isinstance(raw.get("model_type"), str):
         raise ModelError(f"{path} names no model_type, so it is not the configuration of a model")
-    if raw.get("quantization_config"):
-        method = dict(raw["quantization_config"]).get("quant_method", "some method")
+    quantised: Any = raw.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "some method") if isinstance(quantised, dict) else "some method"
         raise ModelError(
-            f"{folder} holds weights quantised by {method}, which petalnode does not load: take the unquantised model"
+            f"{folder} holds weights quantised by {method}, which petalnode does not load: "
+            "take the model with plain weights"
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        text: PreTrainedConfig = config.get_text_config(decoder=True)
     except Exception as error:  # a config.json may break transformers in any way
-        raise ModelError(f"{path} cannot be used ({_first_line(error)})") from error
-    return config
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{path} cannot be used ({reason})") from error
+    if text.dtype is None:
+        text.dtype = config.dtype
+    return text
 
 
 def choose_device(device: str) -> torch.device:
@@ -76,8 +77,8 @@ def choose_device(device: str) -> torch.device:
     return chosen
 
 
-def choose_dtype(dtype: str, config: PreTrainedConfig, weights: Weights) -> torch.dtype:
-    """`auto` is what the checkpoint says it was saved in, else what its first tensor is stored in.
+def choose_dtype(dtype: str, config: PreTrainedConfig) -> torch.dtype:
+    """`auto` is what the configuration says the checkpoint was saved in, float32 if it does not say.
 
     Raises:
         BadInput: no such dtype.
@@ -89,10 +90,4 @@ def choose_dtype(dtype: str, config: PreTrainedConfig, weights: Weights) -> torc
     said = config.dtype
     if isinstance(said, str):
         said = _DTYPES.get(said.removeprefix("torch."))
-    if isinstance(said, torch.dtype) and said in _DTYPES.values():
-        return said
-    return _SAFETENSORS_DTYPES.get(weights.first_dtype() or "F32", torch.float32)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return said if said in _DTYPES.values() else torch.float32

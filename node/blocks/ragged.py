@@ -37,8 +37,8 @@ def agrees_with_single_steps(span: BlockSpan) -> bool:
     for (hidden, cache), ragged in zip(sessions, together, strict=True):
         cache.rollback(cache.max_length - 1)
         single = span.forward(hidden, cache)
-        error = (ragged - single).norm() / single.norm()
-        if not error <= _TOLERANCE[span.dtype]:
-            _log.warning("decode steps run one by one: a batch of them differs by %.1g", error)
+        difference = float((ragged - single).norm() / single.norm())
+        if not difference <= _TOLERANCE[span.dtype]:
+            _log.warning("decode steps run one by one: a batch of them differs by %.1g", difference)
             return False
     return True

@@ -6,6 +6,7 @@ afterwards: a configuration with fewer layers gives other layers in many archite
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from transformers.utils import logging
 
 from ..errors import ModelError
 from .weights import Weights
+
+_LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
 
 
 class BlockList(nn.ModuleList):
@@ -95,6 +98,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
     Raises:
         ModelError: transformers has no causal language model for it, or its blocks cannot be told.
     """
+    _refuse_outside_inputs(config)
     name = config.model_type
     try:
         with torch.device("meta"):
@@ -116,7 +120,6 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
         raise ModelError(f"petalnode cannot tell which layers of a {name!r} model are its blocks")
     decoder_path, list_name = found[0]
     decoder = modules[decoder_path]
-    _refuse_outside_inputs(decoder.config)
     return Skeleton(model, decoder, decoder_path, list_name, dtype, model.state_dict())
 
 
@@ -141,7 +144,7 @@ def fill(skeleton: Skeleton, weights: Weights, wanted: Callable[[int | None], bo
         ModelError: weights are missing, unexpected or of another shape; it names them.
     """
     model, mapping = skeleton.model, get_model_conversion_mapping(skeleton.model)
-    chosen = {key: weights.slice(key) for key, block in _places(skeleton, weights, mapping) if wanted(block)}
+    chosen = {name: weights.slice(key) for key, name, block in _places(skeleton, weights, mapping) if wanted(block)}
     load = LoadStateDictConfig(
         dtype=skeleton.dtype,
         dtype_plan=model._get_dtype_plan(skeleton.dtype),
@@ -162,14 +165,30 @@ def fill(skeleton: Skeleton, weights: Weights, wanted: Callable[[int | None], bo
     model.eval()
 
 
-def _places(skeleton: Skeleton, weights: Weights, mapping: list[Any]) -> Iterator[tuple[str, int | None]]:
-    """Every key of the checkpoint with the block that it belongs to."""
+def _places(skeleton: Skeleton, weights: Weights, mapping: list[Any]) -> Iterator[tuple[str, str, int | None]]:
+    """Every key of the checkpoint that is the language model's: the key, its name there, its block."""
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
-    model = skeleton.model
-    for key in weights.keys():  # noqa: SIM118
-        name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, skeleton.parameters)
-        yield key, skeleton.block_of(name)
+    keys = weights.keys()
+    wrapped = any(_LANGUAGE_PART.match(key) for key in keys)
+    for key in keys:
+        name = _inner_name(key) if wrapped else key
+        if name is not None:
+            place, _ = rename_source_key(
+                name, renamings, converters, skeleton.model.base_model_prefix, skeleton.parameters
+            )
+            yield key, name, skeleton.block_of(place)
+
+
+def _inner_name(key: str) -> str | None:
+    """The name in the language model alone of a key of a model that also takes pictures or sound."""
+    if key.startswith("lm_head."):
+        return key
+    inner = _LANGUAGE_PART.match(key)
+    if inner is None:
+        return None
+    rest = key[inner.end() :]
+    return rest if rest.startswith(("lm_head.", "model.")) else f"model.{rest}"
 
 
 def _check(model: PreTrainedModel, info: Any) -> None:
@@ -178,7 +197,10 @@ def _check(model: PreTrainedModel, info: Any) -> None:
     problems = [
         ("misses", sorted(missing)),
         ("has unexpected", sorted(info.unexpected_keys)),
-        ("has wrongly shaped", [f"{key} {tuple(has)}, not {tuple(wants)}" for key, has, wants in sorted(info.mismatched_keys)]),
+        (
+            "has wrongly shaped",
+            [f"{key} {tuple(has)}, not {tuple(wants)}" for key, has, wants in sorted(info.mismatched_keys)],
+        ),
         ("has unusable", sorted(info.conversion_errors)),
     ]
     said = [f"{verb} {_some(names)}" for verb, names in problems if names]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -21,8 +21,6 @@ from .ragged import agrees_with_single_steps
 from .skeleton import BlockList, Skeleton, build, fill
 from .stack import BlockStack, strip
 from .weights import Weights
-
-_log = logging.getLogger(__name__)
 
 _UNBOUNDED_POSITIONS = 1 << 20  # architectures without a table or rotary range (alibi): a bound for sanity only
 
@@ -56,7 +54,7 @@ class BlockSpan:
         self._specs = tuple(specs)
 
     def make_cache(
-        self, batch: int, max_length: int, left_padding: Sequence[int] | None = None
+        self, batch: int, max_length: int, left_padding: Sequence[int] | None = None, part: Span | None = None
     ) -> SpanCache:
         """A cache for one session; memory is used as tokens come in.
 
@@ -64,12 +62,23 @@ class BlockSpan:
             batch: rows, beams included.
             max_length: tokens of a row over the life of the session.
             left_padding: per row, how many of its first tokens are padding.
+            part: the blocks that the session runs through, if not all of the span.
 
         Raises:
-            ValueError: numbers that make no sense.
+            ValueError: numbers that make no sense, or blocks that are not here.
         """
+        part = part or self.span
+        if not self.span.covers(part):
+            raise ValueError(f"blocks {part} are wanted, {self.span} are here")
+        first = part.start - self.span.start
         return SpanCache(
-            self._specs, batch, max_length, dtype=self.dtype, device=self.device, left_padding=left_padding
+            self._specs[first : first + len(part)],
+            batch,
+            max_length,
+            dtype=self.dtype,
+            device=self.device,
+            left_padding=left_padding,
+            first=first,
         )
 
     @torch.inference_mode()
@@ -86,7 +95,7 @@ class BlockSpan:
             ValueError: another shape, or more tokens than the cache takes.
         """
         self._check(hidden, cache)
-        rows, tokens = hidden.shape[:2]
+        tokens = hidden.shape[1]
         positions = torch.arange(cache.length, cache.length + tokens, device=self.device).unsqueeze(0)
         mask = None
         if cache.padded:
@@ -94,7 +103,7 @@ class BlockSpan:
             positions = (positions - padding).clamp(min=0)
             mask = (torch.arange(cache.length + tokens, device=self.device) >= padding).long()
         output = self._stack.run(
-            hidden.to(self.device, self.dtype), SessionView(cache), positions, mask
+            hidden.to(self.device, self.dtype), SessionView(cache), positions, mask, part=self._part(cache)
         )
         cache.advance(tokens)
         return output.to(hidden.device, hidden.dtype)
@@ -120,16 +129,37 @@ class BlockSpan:
                 raise ValueError(f"a decode step takes one token for each row, not {hidden.shape[1]}")
         if not self.supports_ragged:
             return [self.forward(hidden, cache) for hidden, cache in steps]
+        outputs: dict[int, torch.Tensor] = {}
+        for part in dict.fromkeys(self._part(cache) for _, cache in steps):
+            members = [index for index, (_, cache) in enumerate(steps) if self._part(cache) == part]
+            together = self._decode_together([steps[index] for index in members], part)
+            outputs.update(zip(members, together, strict=True))
+        return [outputs[index] for index in range(len(steps))]
+
+    def _decode_together(
+        self, steps: Sequence[tuple[torch.Tensor, SpanCache]], part: range | None
+    ) -> list[torch.Tensor]:
         caches = [cache for _, cache in steps]
-        together = torch.cat([hidden.to(self.device, self.dtype) for hidden, _ in steps]) if len(steps) > 1 else steps[0][0].to(self.device, self.dtype)
+        each = [hidden.to(self.device, self.dtype) for hidden, _ in steps]
+        together = each[0] if len(each) == 1 else torch.cat(each)
         positions = [max(cache.length - padding, 0) for cache in caches for padding in cache.left_padding]
         output = self._stack.run(
-            together, RaggedView(caches), torch.tensor(positions, device=self.device).unsqueeze(1), ragged=True
+            together,
+            RaggedView(caches),
+            torch.tensor(positions, device=self.device).unsqueeze(1),
+            ragged=True,
+            part=part,
         )
         for cache in caches:
             cache.advance(1)
-        parts = output.split([cache.batch for cache in caches])
+        parts = torch.split(output, [cache.batch for cache in caches])
         return [part.to(hidden.device, hidden.dtype) for part, (hidden, _) in zip(parts, steps, strict=True)]
+
+    def _part(self, cache: SpanCache) -> range | None:
+        """The indices of the session's blocks within the span; None if it runs through all of them."""
+        if len(cache.specs) == len(self.span):
+            return None
+        return range(cache.first, cache.first + len(cache.specs))
 
     def _check(self, hidden: torch.Tensor, cache: SpanCache) -> None:
         if hidden.dim() != 3 or hidden.shape[0] != cache.batch or hidden.shape[2] != self.hidden_size:
@@ -137,9 +167,7 @@ class BlockSpan:
                 f"hidden states have shape {tuple(hidden.shape)}, not ({cache.batch}, tokens, {self.hidden_size})"
             )
         if cache.length + hidden.shape[1] > cache.max_length or not hidden.shape[1]:
-            raise ValueError(
-                f"{hidden.shape[1]} more tokens do not fit: {cache.length} of {cache.max_length} are held"
-            )
+            raise ValueError(f"{hidden.shape[1]} more tokens do not fit: {cache.length} of {cache.max_length} are held")
 
 
 def load_span(folder: Path, span: Span, *, device: str = "auto", dtype: str = "auto") -> BlockSpan:
@@ -158,27 +186,34 @@ def load_span(folder: Path, span: Span, *, device: str = "auto", dtype: str = "a
     """
     config = read_config(folder)
     target = choose_device(device)
-    with Weights(folder) as weights:
-        skeleton = build(config, choose_dtype(dtype, config, weights))
-        num_blocks = skeleton.num_blocks
-        if span.end > num_blocks:
-            raise BadInput(f"{folder} has blocks 0:{num_blocks}, so {span} cannot be served")
+    skeleton = build(config, choose_dtype(dtype, config))
+    num_blocks = skeleton.num_blocks
+    if span.end > num_blocks:
+        raise BadInput(f"{folder} has blocks 0:{num_blocks}, so {span} cannot be served")
+    with Weights(folder, num_blocks) as weights:
         windows = _windows(skeleton, span)
         blocks = skeleton.blocks[span.start : span.end]
         strip(skeleton.model, skeleton.decoder_path, skeleton.list_name)
         skeleton.model.all_tied_weights_keys = {}
         skeleton.set_blocks(BlockList(dict(zip(range(span.start, span.end), blocks, strict=True))))
-        for module in (module for block in blocks for module in block.modules()):
-            if isinstance(getattr(module, "layer_idx", None), int):
-                module.layer_idx -= span.start
+        _renumber(blocks, span.start)
         fill(skeleton, weights, lambda block: block is not None and block in span, target)
     use_dots(blocks)
     _cut_config(skeleton.config, span, num_blocks)
     stack = BlockStack(skeleton.decoder, blocks)
     specs = _cache_specs(stack, skeleton, windows, target)
     loaded = BlockSpan(span, num_blocks, stack, specs, skeleton.config, skeleton.dtype, target)
-    loaded.supports_ragged = agrees_with_single_steps(loaded)
+    loaded.supports_ragged = not stack.depends_on_length and agrees_with_single_steps(loaded)
     return loaded
+
+
+def _renumber(blocks: Sequence[nn.Module], start: int) -> None:
+    """Blocks know their number, to find their place in the cache: let them count from the start of the span."""
+    for block in blocks:
+        for module in block.modules():
+            number: Any = getattr(module, "layer_idx", None)
+            if isinstance(number, int):
+                module.layer_idx = number - start
 
 
 def _windows(skeleton: Skeleton, span: Span) -> list[int | None]:

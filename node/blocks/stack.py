@@ -52,17 +52,21 @@ class BlockStack:
         self._decoder = decoder
         self._takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
         self._implementation = decoder.config._attn_implementation
+        self._rotaries = _growing_rotaries(decoder)
+        self._blocks = tuple(blocks)
+        self._as_tuple = False
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
-        self._hooks = [
-            blocks[0].register_forward_pre_hook(self._put_input, with_kwargs=True),
-            blocks[-1].register_forward_hook(self._take_output),
-        ]
+        blocks[0].register_forward_pre_hook(self._put_input, with_kwargs=True)
+        blocks[-1].register_forward_hook(self._take_output)
 
-    def close(self) -> None:
-        """Takes its hooks off the blocks."""
-        for hook in self._hooks:
-            hook.remove()
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether rotary frequencies depend on how long a sequence is by now (dynamic NTK, longrope).
+
+        Then sessions of different lengths cannot share a batch.
+        """
+        return any(kind in ("dynamic", "longrope") for kind in _rotary_kinds(self._decoder.config))
 
     def run(
         self,
@@ -72,6 +76,7 @@ class BlockStack:
         attention_mask: torch.Tensor | None = None,
         *,
         ragged: bool = False,
+        part: range | None = None,
     ) -> torch.Tensor:
         """What the last block makes of `hidden` [rows, tokens, hidden size].
 
@@ -79,12 +84,19 @@ class BlockStack:
             position_ids: int64 [rows or 1, tokens].
             attention_mask: bool or int [rows, tokens held + new], 0 where there is padding.
             ragged: `cache` hands out one entry per session; one token per row.
+            part: indices of the blocks that compute; the others hand on what they get. None is all.
         """
         arguments: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
         self._input = hidden
         config = self._decoder.config
+        for rotary in self._rotaries:
+            _forget_length(rotary)
         if ragged:
             config._attn_implementation = RAGGED
+        # Idle blocks stay in the list, because decoders count per-layer settings by their place in it.
+        idle = [] if part is None else [block for index, block in enumerate(self._blocks) if index not in part]
+        for block in idle:
+            block.forward = self._hand_on  # type: ignore[method-assign]
         try:
             self._decoder(
                 inputs_embeds=hidden,
@@ -96,6 +108,8 @@ class BlockStack:
             output = self._output
         finally:
             self._input = self._output = None
+            for block in idle:
+                del block.forward
             if ragged:
                 config._attn_implementation = self._implementation
         if output is None:
@@ -108,5 +122,33 @@ class BlockStack:
             return (self._input, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._input}
 
+    def _hand_on(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states,) if self._as_tuple else hidden_states
+
     def _take_output(self, block: nn.Module, args: Any, output: Any) -> None:
+        # The first run, while loading, is of all blocks: it shows what form this decoder expects.
+        self._as_tuple = not isinstance(output, torch.Tensor)
         self._output = output if isinstance(output, torch.Tensor) else output[0]
+
+
+def _rotary_kinds(config: Any) -> list[str]:
+    """The kinds of rotary embedding in a configuration; some have one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return [entry["rope_type"] for entry in each if "rope_type" in entry]
+
+
+def _growing_rotaries(decoder: PreTrainedModel) -> list[nn.Module]:
+    """Rotary embeddings that keep the frequencies of the longest sequence they have seen."""
+    if "dynamic" not in _rotary_kinds(decoder.config):
+        return []
+    return [module for module in decoder.modules() if hasattr(module, "original_max_seq_len")]
+
+
+def _forget_length(rotary: Any) -> None:
+    """Undoes what another, longer session has left in a rotary embedding."""
+    for name, original in list(rotary.named_buffers(recurse=False)):
+        if name.endswith("original_inv_freq"):
+            prefix = name.removesuffix("original_inv_freq")
+            rotary.register_buffer(f"{prefix}inv_freq", original, persistent=False)
+            setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)

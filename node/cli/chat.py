@@ -287,7 +287,8 @@ class _Chatter:
 
     def _say_route(self) -> None:
         hops = [f"{hop.span} at …{hop.peer_id[-8:]}" for hop in self._conversation.route]
-        self._output.say(f"route: you → {' → '.join(hops)} → you" if hops else "no route yet: ask something", style="dim")
+        text = f"route: you → {' → '.join(hops)} → you" if hops else "no route yet: ask something"
+        self._output.say(text, style="dim")
 
 
 async def _stopped_by_ctrl_c(function: Callable[[trio.Event], Awaitable[object]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -67,7 +68,7 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
 def even_spans(num_blocks: int, count: int) -> list[Span]:
     """`count` spans that cover `num_blocks`, as even as they can be."""
     edges = [round(index * num_blocks / count) for index in range(count + 1)]
-    return [Span(start, end) for start, end in zip(edges, edges[1:], strict=False)]
+    return [Span(start, end) for start, end in itertools.pairwise(edges)]
 
 
 class _Ready:

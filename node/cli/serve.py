@@ -15,6 +15,9 @@ from .join import JoinOptions, joined, joins_swarm
 from .output import Output, ProgressBars
 from .signals import StopSignal
 
+STOP_GRACE = 10.0
+"""Seconds for an orderly end once the server was ready; before that there is nothing to end in order."""
+
 
 @joins_swarm
 def serve(
@@ -57,10 +60,14 @@ async def _serve(options: ServerOptions, join: JoinOptions, until_eof: bool) -> 
     bars = ProgressBars(output.console)
     stop = StopSignal()
 
+    ready = False
+
     def on_event(event: str, **fields: Any) -> None:
+        nonlocal ready
         if event == "status":
             output.say(f"{fields['text']} ...")
         elif event == "ready":
+            ready = True
             bars.stop()
             _say_ready(output, fields)
             output.emit(event="ready", **fields)
@@ -73,12 +80,13 @@ async def _serve(options: ServerOptions, join: JoinOptions, until_eof: bool) -> 
         await nursery.start(stop.watch)
         cancelled = trio.CancelScope()
 
-        async def cancel_loading() -> None:
+        async def enforce_stop() -> None:
             await stop.event.wait()
-            await trio.sleep(10)
-            cancelled.cancel()  # whatever it does, it has had its time
+            if ready:
+                await trio.sleep(STOP_GRACE)
+            cancelled.cancel()
 
-        nursery.start_soon(cancel_loading)
+        nursery.start_soon(enforce_stop)
         if until_eof:
             nursery.start_soon(stop.watch_stdin)
         with cancelled:

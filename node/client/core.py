@@ -12,7 +12,7 @@ import trio
 
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
-from ..errors import ModelError, NoChainError, ServerFailed, SwarmError
+from ..errors import BadInput, ModelError, NoChainError, ServerFailed, SwarmError
 from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_part
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
@@ -151,8 +151,16 @@ class SwarmClient:
 
         Raises:
             NoChainError: naming the blocks that nobody holds.
+            BadInput: a session of this length is more than the servers of the model take.
         """
-        candidates = [each for each in await self.candidates() if each.peer_id not in excluded]
+        limits = {server.peer_id: server.max_session_length for server in self.servers()}
+        known = [each for each in await self.candidates() if each.peer_id not in excluded]
+        candidates = [each for each in known if spec.max_length <= limits.get(each.peer_id, 0)]
+        if known and not candidates:
+            raise BadInput(
+                f"{spec.max_length} tokens in one sequence are wanted, and the servers of {self.model.name} take "
+                f"{max(limits.values())}: ask for less"
+            )
         try:
             return cheapest_chain(
                 candidates, spec.span, cache_tokens=spec.batch * spec.max_length, model_name=self.model.name
@@ -161,14 +169,13 @@ class SwarmClient:
             raise self._explained(error, bool(candidates)) from None
 
     def _explained(self, error: NoChainError, any_server: bool) -> NoChainError:
-        others = {
-            name for version, (name, _) in self.swarm.view.models(now=time.time()).items() if version != self.model.version
-        }
+        models = self.swarm.view.models(now=time.time())
+        others = {name for version, (name, _) in models.items() if version != self.model.version}
         if any_server or not others:
             return error
         return NoChainError(
-            f"nobody in this swarm serves {self.model.name} version {self.model.version.hex()[:12]}; "
-            f"it serves {', '.join(sorted(others))}. Name that model, or give the swarm another --peer",
+            f"nobody in this swarm serves {self.model.name} (version {self.model.version.hex()[:12]}); it serves "
+            f"{', '.join(sorted(others))}. Name that model, or join another swarm",
             error.missing,
         )
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from types import TracebackType
 
 import torch
 
 from ...protocols.ids import Span
-from ...protocols.tensors import dtype_name
-from ..errors import BadInput, SwarmError
+from ...protocols.tensors import TensorError, dtype_name
+from ..errors import BadInput, PetalnodeError
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
 from .runtime import TrioThread
@@ -127,16 +128,20 @@ class InferenceSession:
     def _open(self, hidden: torch.Tensor, left_padding: Sequence[int]) -> ClientSession:
         if hidden.dim() != 3:
             raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
-        timeout = {} if self._step_timeout is None else {"step_timeout": self._step_timeout}
+        try:
+            dtype = dtype_name(hidden.dtype)
+        except TensorError as error:
+            raise BadInput(str(error)) from None
         spec = SessionSpec(
             model_version=b"",
             span=self._span,
             batch=hidden.shape[0],
             max_length=self.max_length,
             left_padding=tuple(left_padding),
-            dtype=dtype_name(hidden.dtype),
-            **timeout,
+            dtype=dtype,
         )
+        if self._step_timeout is not None:
+            spec = replace(spec, step_timeout=self._step_timeout)
 
         async def enter() -> ClientSession:
             return await self._stack.enter_async_context(self._runtime.value.session(spec, wait=self._wait))
@@ -155,5 +160,5 @@ class InferenceSession:
         if self._session is not None:
             try:
                 self._runtime.call(self._stack.aclose)
-            except SwarmError:
-                pass  # the servers notice by themselves
+            except PetalnodeError:
+                pass  # a server is gone, or the model was closed before: the servers notice by themselves

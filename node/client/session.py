@@ -75,7 +75,7 @@ class HopTiming:
 class ServerRefused(ServerFailed):
     """A server answered with an error; `code` is the protocol's."""
 
-    def __init__(self, message: str, peer_id: str, code: wire.ErrorCode) -> None:
+    def __init__(self, message: str, peer_id: str, code: wire.ErrorCode.ValueType) -> None:
         super().__init__(message, peer_id)
         self.code = code
 
@@ -156,7 +156,7 @@ class _ServerSession:
             raise self._failed(f"it did not answer step {sent.step.sequence} with one reply")
         tensor, asked = frame.tensors[0], sent.chunk.tensor
         if (list(tensor.shape), tensor.dtype, tensor.codec) != (list(asked.shape), asked.dtype, asked.codec):
-            raise self._failed(f"it answered {list(asked.shape)} {asked.dtype} with {list(tensor.shape)} {tensor.dtype}")
+            raise self._failed(f"it answered a tensor of {list(asked.shape)} with one of {list(tensor.shape)}")
         if reply.position != sent.step.position + sent.chunk.tokens:
             raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
         now = trio.current_time()

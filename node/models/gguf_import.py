@@ -22,6 +22,7 @@ from ..errors import ModelError
 from .cache_dir import require_space
 from .folder import ModelFolder, open_folder
 from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from .gguf_rope import ROPE_FACTORS, rope_scaling
 from .imported import import_once
 from .progress import Progress
 from .remembered import Remembered, file_stamp
@@ -104,6 +105,14 @@ def read_gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
     if name is None:
         raise ModelError(f"{file} has architecture {architecture!r}, which is no decoder-only language model.")
     config["architectures"] = [name]
+    for tensor in header.tensors:
+        if tensor.name == ROPE_FACTORS:
+            try:
+                scaling = rope_scaling(_values_of(file, tensor).tolist(), config)
+            except ValueError as error:
+                raise ModelError(f"{file} cannot be imported: {error}. Use the model's safetensors folder.") from error
+            if scaling is not None:
+                config["rope_scaling"] = scaling
     return config
 
 
@@ -156,6 +165,8 @@ class _Names:
         import numpy as np
         import torch
 
+        if tensor.name == ROPE_FACTORS:
+            return  # it stands in the configuration
         result = self._processor.process(
             weights=values,
             name=tensor.name,

@@ -78,6 +78,7 @@ def fetch(model_id: str, revision: str | None, need: Need, progress: Progress, o
         remote = _look_up(model_id, revision or _DEFAULT_REVISION)
         with _no_bars(), disk_errors(cache, f"Downloading {name}"):
             path = _download_needed(remote, need, cache, progress)
+            _write_reference(cache, remote, revision or _DEFAULT_REVISION)
         return open_folder(path, name, remote.commit)
     except _Unreachable as error:
         return _from_cache(model_id, revision or _DEFAULT_REVISION, name, need, cache, str(error))
@@ -225,6 +226,15 @@ def _from_cache(model_id: str, revision: str, name: str, need: Need, cache: Path
             f"{name!r} is only in part in the hub's cache on this machine ({held}): {error} And {why}. {instead}"
         ) from error
     return folder
+
+
+def _write_reference(cache: Path, remote: _Remote, revision: str) -> None:
+    """Notes which commit a branch or tag is, as the hub's own library does: without the hub it tells what to use."""
+    if _COMMIT.fullmatch(revision):
+        return
+    reference = _storage(cache, remote.model_id) / "refs" / revision
+    reference.parent.mkdir(parents=True, exist_ok=True)
+    reference.write_text(remote.commit)
 
 
 def _gated(model_id: str) -> str:

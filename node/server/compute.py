@@ -125,7 +125,7 @@ class ComputeThread:
         """A session with an empty cache of `batch` x `max_length` tokens for the blocks of `span`."""
         return await self.call(
             lambda: ComputeSession(
-                self.blocks.make_cache(batch, max_length, list(left_padding) or None), codec
+                self.blocks.make_cache(batch, max_length, list(left_padding) or None, span), codec
             )
         )
 

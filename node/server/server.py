@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psutil
 import trio
 
+from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
@@ -23,6 +25,8 @@ from .placement import Held, blocks_that_fit, cache_tokens_that_fit, most_needed
 
 if TYPE_CHECKING:
     from ..blocks.span import BlockSpan
+
+T = TypeVar("T")
 
 REFRESH_TIMEOUT: Final = 5.0
 ANNOUNCE_INTERVAL: Final = 2.0
@@ -46,15 +50,15 @@ class ServerOptions:
     offline: bool = False
 
 
-Event = Callable[..., None]
+OnEvent = Callable[..., None]
 """Called with the event's name and its fields: "status" (text), "ready", "stopping"."""
 
 
 async def run_server(
     swarm: Swarm,
-    identity: Any,
+    identity: Identity,
     options: ServerOptions,
-    on_event: Event,
+    on_event: OnEvent,
     progress: Progress,
     stop: trio.Event,
 ) -> None:
@@ -70,17 +74,18 @@ async def run_server(
         # Two seconds of imports, while the network and the disk are asked.
         imported = _Background(_import_blocks)
         nursery.start_soon(imported.run)
-        folder = await trio.to_thread.run_sync(
+        folder = await _in_thread(
             lambda: resolve(
                 options.model,
-                need=options.blocks or "config",
+                need="config",
                 progress=progress,
                 revision=options.revision,
                 offline=options.offline,
             )
         )
         _check_blocks(options, folder)
-        await swarm.refresh(timeout=REFRESH_TIMEOUT)
+        with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
+            await swarm.refresh(timeout=REFRESH_TIMEOUT)
         folder, manifest, span = await _choose(swarm, folder, options, progress)
         swarm.serve_manifest(manifest.version, manifest.to_wire())
         announcement = _announcement(swarm, folder, manifest, span, options)
@@ -94,9 +99,9 @@ async def run_server(
 
 async def _serve(
     swarm: Swarm,
-    identity: Any,
+    identity: Identity,
     options: ServerOptions,
-    on_event: Event,
+    on_event: OnEvent,
     folder: ModelFolder,
     announcement: Announcement,
     blocks: BlockSpan,
@@ -206,7 +211,7 @@ async def _choose(
         )
 
     try:
-        manifest = await trio.to_thread.run_sync(compute_manifest, folder, progress)
+        manifest = await _in_thread(lambda: compute_manifest(folder, progress))
         span = options.blocks or _most_needed(swarm, folder, manifest.version, options)
         return folder, manifest, span
     except ModelError:
@@ -214,12 +219,12 @@ async def _choose(
         remote = await _manifest_of_swarm(swarm, folder)
     if remote is None:
         # The first server of a swarm makes the manifest, for which it needs the whole model once.
-        whole = await trio.to_thread.run_sync(fetch, "all")
-        manifest = await trio.to_thread.run_sync(compute_manifest, whole, progress)
+        whole = await _in_thread(lambda: fetch("all"))
+        manifest = await _in_thread(lambda: compute_manifest(whole, progress))
         return whole, manifest, options.blocks or _most_needed(swarm, whole, manifest.version, options)
     span = options.blocks or _most_needed(swarm, folder, remote.version, options)
-    part = await trio.to_thread.run_sync(fetch, span)
-    await trio.to_thread.run_sync(verify_part, part, remote, span, progress)
+    part = await _in_thread(lambda: fetch(span))
+    await _in_thread(lambda: verify_part(part, remote, span, progress))
     return part, remote, span
 
 
@@ -269,12 +274,17 @@ def _announcement(
 async def _load(path: Path, span: Span, options: ServerOptions) -> BlockSpan:
     from ..blocks.span import load_span
 
-    return await trio.to_thread.run_sync(lambda: load_span(path, span, device=options.device, dtype=options.dtype))
+    return await _in_thread(lambda: load_span(path, span, device=options.device, dtype=options.dtype))
 
 
 def _import_blocks() -> None:
     from ..blocks import span  # noqa: F401
     from . import service  # noqa: F401
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Runs `function` in a worker thread, which is left behind if we are told to stop meanwhile."""
+    return await trio.to_thread.run_sync(function, abandon_on_cancel=True)
 
 
 class _Background:
@@ -285,7 +295,7 @@ class _Background:
         self._done = trio.Event()
 
     async def run(self) -> None:
-        await trio.to_thread.run_sync(self._function)
+        await _in_thread(self._function)
         self._done.set()
 
     async def wait(self) -> None:

@@ -128,7 +128,7 @@ class Dht:
         if serve:
             # 12 peers that open a stream and say nothing would otherwise close the table for good.
             self.kad._inbound_limiter.total_tokens = _INBOUND_STREAMS
-            host.libp2p.set_stream_handler(KAD, self._handle)  # type: ignore[arg-type]
+            host.libp2p.set_stream_handler(KAD, self._handle)
 
     async def _handle(self, stream: INetStream) -> None:
         with trio.move_on_after(_STREAM_LIMIT) as scope:

@@ -146,8 +146,8 @@ class Directory:
                 raise ProtocolError(f"{peer_id} published the announcement of another peer", peer_id)
             self._merge([record])
             return None
-        error = wire.Error(code=wire.ERROR_BAD_REQUEST, message="a directory answers query, ping and publish")
-        return wire.DirectoryFrame(error=error)
+        refusal = wire.Error(code=wire.ERROR_BAD_REQUEST, message="a directory answers query, ping and publish")
+        return wire.DirectoryFrame(error=refusal)
 
     # --- asking
 

@@ -19,6 +19,7 @@ from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.host.basic_host import BasicHost
 from libp2p.io.abc import ReadWriteCloser
+from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.exceptions import SwarmException
@@ -119,6 +120,13 @@ class _MuxerNegotiation(MuxerMultistream):
         return Muxer(conn, peer_id, self._on_lost)
 
 
+class _NoAutoConnector(AutoConnector):
+    """libp2p's own dials everyone it has ever heard of until it has many connections."""
+
+    async def maybe_connect(self) -> None:
+        return
+
+
 class _Network(Libp2pSwarm):
     """libp2p's swarm of connections, with its own ways of dialing and accepting replaced."""
 
@@ -136,8 +144,8 @@ class _Network(Libp2pSwarm):
             upgrader,
             transports=[TCP()],
             retry_config=RetryConfig(max_retries=0),
-            # The defaults would make the node dial strangers until it has 100 connections, and refuse
-            # everyone above 300. Nothing is set here about the health of connections: `yamux.py` sees to it.
+            # By default it refuses everyone above 300. Nothing is set here about the health of connections:
+            # `yamux.py` sees to it.
             connection_config=ConnectionConfig(
                 max_connections=MAX_CONNECTIONS,
                 min_connections=0,
@@ -149,6 +157,7 @@ class _Network(Libp2pSwarm):
             ),
             psk=psk,
         )
+        self.auto_connector = _NoAutoConnector(self)
         # No resource manager: its limits are global, and it guards what `yamux.py` bounds per connection.
         self._book: dict[ID, tuple[Multiaddr, ...]] = {}
         self._dialing: dict[ID, trio.Event] = {}
@@ -306,7 +315,7 @@ class Host:
         async def serve(stream: NetStream) -> None:
             await handler(StreamBytes(stream), str(stream.muxed_conn.peer_id))
 
-        self.libp2p.set_stream_handler(TProtocol(protocol), serve)  # type: ignore[arg-type]
+        self.libp2p.set_stream_handler(TProtocol(protocol), serve)
 
     async def disconnect(self, peer_id: str) -> None:
         for conn in self._network.get_connections(ID.from_string(peer_id)):
@@ -337,17 +346,29 @@ async def open_host(
         addrs_factory=lambda candidates: [*announce, *concrete(candidates)],
         disable_identify_address_discovery=True,
     )
+    serve_stream = network.common_stream_handler
+
+    async def guarded(stream: NetStream) -> None:
+        # An error that reaches libp2p here, such as that of a peer's garbled negotiation, stops the whole host.
+        try:
+            await serve_stream(stream)
+        except Exception as error:
+            log.debug("a stream of %s failed: %r", stream.muxed_conn.peer_id, error)
+            await stream.reset()
+
+    network.set_stream_handler(guarded)
     async with libp2p.run(listen_addrs=list(listen)):
         missing = [str(addr) for addr in listen if str(addr) not in network.listeners]
-        if missing:
-            raise MachineError(f"cannot listen on {', '.join(missing)}")
         try:
-            yield Host(network, libp2p)
+            if not missing:
+                yield Host(network, libp2p)
         finally:
             # In order, and before the tasks of the connections are cancelled: the peers shall hear of it.
-            with trio.move_on_after(_CLOSING, shield=True):
+            with trio.CancelScope(deadline=trio.current_time() + _CLOSING, shield=True):
                 await network.goodbye()
                 await libp2p.close()
+    if missing:
+        raise MachineError(f"cannot listen on {', '.join(missing)}")
 
 
 def _check_free(addr: Multiaddr) -> None:

@@ -24,12 +24,14 @@ from libp2p.security.noise.io import NoiseTransportReadWriter
 from libp2p.security.noise.transport import Transport
 from libp2p.security.secure_session import SecureSession
 from multiaddr import Multiaddr
-from noise.exceptions import NoiseInvalidMessage
+from noise.exceptions import NoiseInvalidMessage  # type: ignore[import-untyped]
 
 MAX_PLAINTEXT: Final = 65535 - 16
 _READ_SIZE: Final = 256 * 1024
 # What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little.
 _OUT_LIMIT: Final = 256 * 1024
+# Answers to pings and the like do not wait; a peer that has so many of them unread is no peer.
+_OUT_HARD_LIMIT: Final = 16 * 1024 * 1024
 # A peer whose system takes no 64 KiB within this time is as good as gone.
 _STALL_LIMIT: Final = 10.0  # seconds
 
@@ -72,6 +74,7 @@ class NoiseSession(BaseSession):
         self._outgoing_bytes = 0
         self._pump_wakes = trio.lowlevel.ParkingLot()
         self._room = trio.lowlevel.ParkingLot()
+        self._sent = trio.lowlevel.ParkingLot()
         self._closed = False
 
     # --- reading
@@ -86,10 +89,11 @@ class NoiseSession(BaseSession):
             if len(self._incoming) >= 2:
                 end = 2 + int.from_bytes(self._incoming[:2], "big")
                 if len(self._incoming) >= end:
-                    message = bytes(self._incoming[2:end])
+                    with memoryview(self._incoming) as view:
+                        message = bytes(view[2:end])
                     del self._incoming[:end]
                     try:
-                        return self._cipher.decrypt(message)
+                        return bytes(self._cipher.decrypt(message))
                     except NoiseInvalidMessage as error:
                         raise ConnectionAbortedError("a message failed its authentication") from error
             self._incoming += await self._read_raw()
@@ -136,6 +140,8 @@ class NoiseSession(BaseSession):
         """
         if self._closed:
             raise ConnectionResetError("the connection is closed")
+        if self._outgoing_bytes > _OUT_HARD_LIMIT:
+            raise ConnectionAbortedError("the peer asks for more than it reads")
         for start in range(0, len(data), MAX_PLAINTEXT):
             part = data if len(data) <= MAX_PLAINTEXT else data[start : start + MAX_PLAINTEXT]
             sealed = self._cipher.encrypt(part)
@@ -179,6 +185,8 @@ class NoiseSession(BaseSession):
             self._outgoing_bytes -= len(self._outgoing.popleft())
             if self._outgoing_bytes < _OUT_LIMIT:
                 self._room.unpark_all()
+            if not self._outgoing:
+                self._sent.unpark_all()
 
     async def _send_raw(self, message: bytes) -> None:
         with trio.move_on_after(_STALL_LIMIT):
@@ -206,7 +214,7 @@ class NoiseSession(BaseSession):
         """Waits up to `limit` seconds for `pump` to send the rest."""
         with trio.move_on_after(limit):
             while self._outgoing and not self._closed:
-                await trio.sleep(0.01)
+                await self._sent.park()
 
     # --- the rest of libp2p's interface
 
@@ -214,12 +222,14 @@ class NoiseSession(BaseSession):
         """Closes the socket at once. Whoever reads or writes gets an error."""
         if not self._closed:
             self._closed = True
-            self._pump_wakes.unpark_all(), self._room.unpark_all()
+            for lot in (self._pump_wakes, self._room, self._sent):
+                lot.unpark_all()
             with trio.CancelScope(shield=True):
                 await self._conn.close()
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        return self._conn.get_remote_address()
+        address: tuple[str, int] | None = self._conn.get_remote_address()
+        return address
 
     def get_transport_addresses(self) -> list[Multiaddr]:
         return [] if self._socket is None else self._conn.get_transport_addresses()

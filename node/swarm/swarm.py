@@ -219,7 +219,7 @@ class Swarm:
 
     async def retract(self) -> None:
         """Says goodbye to all who may know this server, within a second, and announces no more."""
-        with trio.move_on_after(_RETRACT_DEADLINE, shield=True):
+        with trio.CancelScope(deadline=trio.current_time() + _RETRACT_DEADLINE, shield=True):
             await self._directory.retract()
 
     @property
@@ -323,6 +323,7 @@ async def open_swarm(config: SwarmConfig) -> AsyncIterator[Swarm]:
     """
     options = _checked(config)
     swarm: Swarm | None = None
+    failure: BaseException | None = None
 
     def on_lost(peer_id: str) -> None:
         if swarm is not None:
@@ -339,6 +340,13 @@ async def open_swarm(config: SwarmConfig) -> AsyncIterator[Swarm]:
             await swarm.join()
             swarm.start()
             yield swarm
+        except (trio.Cancelled, GeneratorExit):
+            raise
+        except BaseException as error:
+            failure = error
         finally:
             await swarm.retract()
             nursery.cancel_scope.cancel()
+    # Raised only here, since the nurseries that it would pass wrap it in a group each.
+    if failure is not None:
+        raise failure

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import trio
@@ -36,7 +36,7 @@ _SYN, _ACK, _FIN, _RST = 1, 2, 4, 8
 _INITIAL_WINDOW: Final = 256 * 1024  # by the specification
 _WINDOW: Final = 4 * 1024 * 1024  # what we grant: 40 MB/s at a round trip of 100 ms
 _MAX_DATA: Final = MAX_PLAINTEXT - _HEADER.size  # a frame fills one Noise message
-_MAX_STREAMS: Final = 4096  # open at once on one connection, each way
+_MAX_STREAMS: Final = 2048  # open at once on one connection, both ways together
 _ACCEPT_QUEUE: Final = 256
 _MAX_BUFFERED: Final = 256 * 1024 * 1024  # bytes unread in all streams of a connection
 
@@ -207,6 +207,7 @@ class Muxer(IMuxedConn):
         self.lost: str | None = None
         self.buffered = 0  # bytes that came and were not read yet
         self._on_lost = on_lost
+        self._scope = trio.CancelScope()
         self._next_id = 1 if conn.is_initiator else 2
         self._streams: dict[int, MuxedStream] = {}
         self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](_ACCEPT_QUEUE)
@@ -223,7 +224,7 @@ class Muxer(IMuxedConn):
         await trio.lowlevel.checkpoint_if_cancelled()
         if self.lost is not None:
             raise MuxedConnUnavailable(self.lost)
-        if len(self._streams) >= 2 * _MAX_STREAMS:
+        if len(self._streams) >= _MAX_STREAMS:
             raise MuxedConnUnavailable(f"{len(self._streams)} streams are open on this connection")
         stream = MuxedStream(self, self._next_id)
         self._next_id += 2
@@ -249,11 +250,12 @@ class Muxer(IMuxedConn):
     # --- writing
 
     def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> None:
-        """Sends a frame without waiting. On a dead connection it goes nowhere: its reader is about to notice."""
-        try:
-            self.secured_conn.put(_HEADER.pack(0, kind, flags, stream_id, length) + data)
-        except OSError as error:
-            log.debug("cannot write to %s: %s", self.peer_id, error)
+        """Sends a frame without waiting. On a dead connection it goes nowhere."""
+        if self.lost is None:
+            try:
+                self.secured_conn.put(_HEADER.pack(0, kind, flags, stream_id, length) + data)
+            except OSError as error:
+                self._lose(str(error))
 
     async def wait_room(self) -> None:
         await self.secured_conn.wait_room()
@@ -262,27 +264,25 @@ class Muxer(IMuxedConn):
 
     async def start(self) -> None:
         """Serves the connection until it ends. libp2p runs this as a task of the host."""
-        why = "the connection was closed on this side"
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._or_cancel, nursery.cancel_scope, self.secured_conn.pump)
-                nursery.start_soon(self._or_cancel, nursery.cancel_scope, self._watch)
-                self.event_started.set()
-                await self._or_cancel(nursery.cancel_scope, self._receive_frames)
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    for part in (self.secured_conn.pump, self._watch, self._receive_frames):
+                        nursery.start_soon(self._run_part, part)
+                    self.event_started.set()
         finally:
-            with trio.CancelScope(shield=True):
-                await self._end(why)
+            self._lose("the connection was closed on this side")
+            await self.secured_conn.close()
 
-    async def _or_cancel(self, scope: trio.CancelScope, part: Callable[[], object]) -> None:
-        """Runs a part of the connection; when it ends, all of it ends."""
+    async def _run_part(self, part: Callable[[], Awaitable[None]]) -> None:
+        """When a part of the connection ends, all of it ends."""
         try:
-            await part()  # type: ignore[misc]
+            await part()
         except OSError as error:
-            await self._end(str(error))
+            self._lose(str(error))
         except Exception:
             log.exception("the connection to %s failed", self.peer_id)
-            await self._end("internal error")
-        scope.cancel()
+            self._lose("internal error")
 
     async def _receive_frames(self) -> None:
         data = self.secured_conn.take_plaintext()
@@ -337,7 +337,7 @@ class Muxer(IMuxedConn):
         if stream_id % 2 == self._next_id % 2 or stream_id in self._streams:
             raise ConnectionAbortedError("the peer opened a stream under a number that is not its")
         stream = MuxedStream(self, stream_id)
-        if len(self._streams) < 2 * _MAX_STREAMS:
+        if len(self._streams) < _MAX_STREAMS:
             try:
                 self._accept_send.send_nowait(stream)
             except trio.WouldBlock:
@@ -377,16 +377,16 @@ class Muxer(IMuxedConn):
                 if now - asked > (_PATIENCE_STUFFED if self.secured_conn.is_stuffed else _PATIENCE):
                     raise ConnectionAbortedError(f"the peer gave no sign of life for {now - self._heard:.1f} s")
 
-    async def _end(self, why: str) -> None:
-        if self.lost is not None:
-            return
-        self.lost = why
-        self._accept_send.close()
-        for stream in list(self._streams.values()):
-            stream.on_lost(why)
-        self._streams.clear()
-        self._on_lost(self)
-        await self.secured_conn.close()
+    def _lose(self, why: str) -> None:
+        """Ends the connection at once; `start` closes the socket."""
+        if self.lost is None:
+            self.lost = why
+            self._accept_send.close()
+            for stream in self._streams.values():
+                stream.on_lost(why)
+            self._streams.clear()
+            self._on_lost(self)
+            self._scope.cancel()
 
     async def close(self) -> None:
         """Says goodbye and closes the connection."""
@@ -394,13 +394,14 @@ class Muxer(IMuxedConn):
             self.put(_GO_AWAY, 0, 0, 0)
             with trio.CancelScope(shield=True):
                 await self.secured_conn.flush(0.5)
-                await self._end("the connection was closed on this side")
+        self._lose("the connection was closed on this side")
+        await self.secured_conn.close()
 
     # --- the rest of libp2p's interface
 
     @property
     def is_initiator(self) -> bool:
-        return self.secured_conn.is_initiator
+        return bool(self.secured_conn.is_initiator)
 
     @property
     def is_established(self) -> bool:

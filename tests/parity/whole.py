@@ -25,9 +25,7 @@ class Whole:
 
     def __post_init__(self) -> None:
         self.model = load_whole(self.folder, self.dtype)
-        blocks = next(
-            m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == NUM_BLOCKS
-        )
+        blocks = next(m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == NUM_BLOCKS)
         blocks[0].register_forward_pre_hook(self._enter, with_kwargs=True)
         blocks[-1].register_forward_hook(self._leave)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from petalnode.node.errors import MachineError, ModelError
-from petalnode.node.models import Checkpoint, compute_manifest, resolve
-from petalnode.node.models.gguf_header import read_gguf_header
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
+from petalnode.node.errors import MachineError, ModelError
+from petalnode.node.models import Checkpoint, compute_manifest, resolve
+from petalnode.node.models.gguf_header import read_gguf_header
 from tests.tiny_gguf import BLOCKS, CHAT_TEMPLATE, VOCABULARY, write_tiny_gguf
 
 logging.disable_progress_bar()
@@ -78,7 +79,7 @@ def test_the_tokenizer_survives(tmp_path: Path) -> None:
         assert ours(text).input_ids == theirs(text).input_ids
         assert ours.decode(ours(text).input_ids) == theirs.decode(theirs(text).input_ids)
     assert ours.chat_template == theirs.chat_template == CHAT_TEMPLATE
-    assert (ours.bos_token_id, ours.eos_token_id, len(ours)) == (1, 2, VOCABULARY)
+    assert (ours.bos_token_id, ours.eos_token_id, len(ours)) == (1, 2, len(theirs))
     assert AutoModelForCausalLM.from_pretrained(folder.path).generation_config.eos_token_id == 2
 
 
@@ -137,6 +138,42 @@ def test_processes_that_start_at_once_import_once(tmp_path: Path, cache: Path) -
     assert not list((cache / "models").glob("*.partial"))
 
 
+def test_what_a_killed_import_left_is_no_model(tmp_path: Path, cache: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    whole = resolve(file).path
+    left = whole.rename(whole.with_name(f"{whole.name}.partial"))
+    (left / "model.safetensors").write_bytes(b"half of it")
+    (left / "surprise.txt").write_text("x")
+    assert resolve(file).path == whole
+    assert not left.exists()
+    assert not (whole / "surprise.txt").exists()
+
+
+def test_a_damaged_import_says_how_to_repeat_it(tmp_path: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    (resolve(file).path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="petalnode's own import: remove it to import again"):
+        resolve(file)
+
+
+def test_scaled_rotary_frequencies_are_kept(tmp_path: Path) -> None:
+    frequencies = 10000.0 ** (-np.arange(8) / 8)
+    waves = 2 * math.pi / frequencies
+    smooth = np.clip((8192 / waves - 1) / 3, 0, 1)
+    factors = (1 / ((1 - smooth) / 32 + smooth)).astype(np.float32)
+    assert factors.min() == 1
+    assert factors.max() == 32
+    folder = resolve(write_tiny_gguf(tmp_path / "tiny.gguf", extra={"rope_freqs.weight": factors}))
+    model = AutoModelForCausalLM.from_pretrained(folder.path)
+    assert np.allclose(model.model.rotary_emb.inv_freq.numpy(), frequencies / factors, rtol=1e-5)
+
+
+def test_frequencies_scaled_in_an_unknown_way_are_refused(tmp_path: Path) -> None:
+    extra = {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}
+    with pytest.raises(ModelError, match="rotary frequencies are scaled in a way that is not known"):
+        resolve(write_tiny_gguf(tmp_path / "tiny.gguf", extra=extra))
+
+
 def test_a_failed_import_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     extra = {"blk.0.surprise.weight": np.zeros(4, np.float32)}
     with pytest.raises(ModelError, match=r"blk\.0\.surprise\.weight"):
@@ -153,9 +190,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
         resolve(file)
 
 
-def test_a_full_disk_is_said_before_the_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+def test_a_full_disk_is_said_before_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
     with pytest.raises(MachineError, match=r"needs 6\d MiB .* has 1 MiB free") as caught:

@@ -1,0 +1,80 @@
+"""Architectures that need more than one rule: rotary embeddings that grow, and models that also see pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from petalnode.node.blocks.client import load_client
+from petalnode.node.blocks.span import load_span
+from petalnode.protocols.ids import Span
+from tests.parity.whole import Whole
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, save_tiny
+
+GROWING: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": (
+        "llama",
+        {"max_position_embeddings": 12, "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4}},
+    ),
+    "longrope": (
+        "phi3",
+        {
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 12,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 12,
+            },
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_a_long_session_leaves_a_short_one_alone(kind: str, tmp_path: Path) -> None:
+    architecture, fields = GROWING[kind]
+    folder = save_tiny(architecture, tmp_path / kind, **fields)
+    span = load_span(folder, Span(0, NUM_BLOCKS))
+    assert not span.supports_ragged
+    lengths = (20, 6)
+    ids = [torch.randint(3, VOCABULARY, (1, length + 3)) for length in lengths]
+    # One model for each session: what a whole model remembers of another session is not to be copied.
+    wholes = [Whole(folder) for _ in lengths]
+    theirs = [whole.cache() for whole in wholes]
+    mine = [span.make_cache(1, 32) for _ in lengths]
+    for step in range(4):
+        for place, length in enumerate(lengths):
+            now = ids[place][:, :length] if step == 0 else ids[place][:, length + step - 1 : length + step]
+            entered, left, _ = wholes[place].step(now, theirs[place])
+            assert torch.equal(
+                span.decode([(entered, mine[place])])[0] if step else span.forward(entered, mine[place]), left
+            )
+
+
+def test_the_language_part_of_a_model_that_sees_pictures(tmp_path: Path) -> None:
+    text = {
+        "model_type": "gemma3_text", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 96,
+        "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "sliding_window": 8, "max_position_embeddings": 256, "query_pre_attn_scalar": 16,
+    }  # fmt: skip
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    ids = torch.randint(3, VOCABULARY, (2, 11))
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    client = load_client(tmp_path)
+    hidden = client.embed(ids)
+    for cut in (Span(0, 2), Span(2, 6)):
+        span = load_span(tmp_path, cut)
+        hidden = span.forward(hidden, span.make_cache(2, 16))
+    assert (client.head(hidden) - expected).abs().max() <= 1e-5

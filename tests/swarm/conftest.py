@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.processes import Node, Nodes, nodes
+
+CONTEXT = 4096
+"""Positions of the tiny Llama: long enough that an answer can be interrupted."""
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of model folders: tiny-llama (with a tokenizer), tiny-gpt2, tiny-gemma3, other-llama."""
+    import torch
+
+    from tests.swarm.tokenizer import save_tokenizer
+    from tests.tiny_models import save_tiny
+
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("models")
+    endless = {"max_position_embeddings": CONTEXT, "eos_token_id": None}
+    save_tokenizer(save_tiny("llama", root / "tiny-llama", **endless))
+    save_tokenizer(save_tiny("llama", root / "other-llama", seed=1, **endless))
+    save_tiny("gpt2", root / "tiny-gpt2")
+    save_tiny("gemma3", root / "tiny-gemma3")
+    return root
+
+
+@pytest.fixture(scope="session")
+def node_starter(home: Path) -> Iterator[Nodes]:
+    with nodes(home) as started:
+        yield started
+
+
+@dataclass(frozen=True)
+class SharedSwarm:
+    """tiny-llama on three servers, tiny-gpt2 and tiny-gemma3 on one each, all met at one light node."""
+
+    peer: str
+    llama: tuple[Node, Node, Node]
+    others: tuple[Node, Node]
+    models: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.models / "tiny-llama"
+
+
+@pytest.fixture(scope="session")
+def shared_swarm(node_starter: Nodes, models: Path) -> SharedSwarm:
+    peer: str = node_starter.meeting_point().event("ready")["addrs"][0]
+    started = [
+        node_starter.server(models / name, blocks, "--cache-tokens", "20000", peer=peer)
+        for name, blocks in (
+            ("tiny-llama", "0:2"),
+            ("tiny-llama", "2:4"),
+            ("tiny-llama", "4:6"),
+            ("tiny-gpt2", "0:6"),
+            ("tiny-gemma3", "0:6"),
+        )
+    ]
+    for node in started:
+        node.ready  # noqa: B018  (waits)
+    return SharedSwarm(peer, (started[0], started[1], started[2]), (started[3], started[4]), models)
+
+
+@pytest.fixture(scope="session")
+def lone_server(node_starter: Nodes, models: Path, shared_swarm: SharedSwarm) -> Node:
+    """The whole of tiny-llama on one server in a swarm of its own, with room for 200 cache tokens."""
+    node = node_starter.server(models / "tiny-llama", "0:6", "--cache-tokens", "200")
+    node.ready  # noqa: B018
+    return node

@@ -1,0 +1,265 @@
+"""Real `petalnode` processes, apart from the person's own files, that never outlive their test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Queue
+from time import monotonic
+from typing import IO, Any, TypeVar
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+START_TIMEOUT = 50.0
+STOP_TIMEOUT = 15.0
+_MEETING_POINT = Path(__file__).with_name("announcer.py")
+
+
+def environment(home: Path, **extra: str) -> dict[str, str]:
+    """A person's environment with everything that petalnode keeps under `home`, and one compute thread."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PETALNODE_", "HF_", "XDG_"))}
+    return kept | {
+        "HOME": str(home),
+        "XDG_DATA_HOME": str(home / "data"),
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "PETALNODE_CACHE": str(home / "cache" / "petalnode"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+        "PYTHONUNBUFFERED": "1",
+        **extra,
+    }
+
+
+R = TypeVar("R", bound="Running")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        """Standard output of --json, a line each."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+def petalnode(
+    *arguments: str, env: Mapping[str, str], cwd: Path | None = None, given: str = "", timeout: float = 55
+) -> Outcome:
+    """Runs one command to its end, with `given` on its standard input."""
+    done = subprocess.run(
+        [sys.executable, "-m", "petalnode", *arguments],
+        input=given,
+        capture_output=True,
+        text=True,
+        env=dict(env),
+        cwd=cwd,
+        timeout=timeout,
+        check=False,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+class Running:
+    """A process whose standard output is read line by line, and whose standard error is kept for messages."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> None:
+        self.process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env=dict(env),
+            cwd=cwd,
+        )
+        self._command = " ".join(command)
+        self._lines: Queue[str | None] = Queue()
+        self._errors: list[str] = []
+        self._readers = [
+            threading.Thread(target=self._read_lines, args=(self.process.stdout,), daemon=True),
+            threading.Thread(target=self._read_errors, args=(self.process.stderr,), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def errors(self) -> str:
+        return "".join(self._errors)
+
+    def line(self, timeout: float = START_TIMEOUT) -> str:
+        """The next line of standard output."""
+        try:
+            line = self._lines.get(timeout=timeout)
+        except Empty:
+            raise AssertionError(self._told(f"said nothing within {timeout:.0f} s")) from None
+        if line is None:
+            code = self.process.wait(STOP_TIMEOUT)
+            raise AssertionError(self._told(f"ended with exit code {code}"))
+        return line
+
+    def event(self, name: str, timeout: float = START_TIMEOUT) -> dict[str, Any]:
+        """The next JSON line with this `event`; others are passed over."""
+        deadline = monotonic() + timeout
+        while True:
+            found: dict[str, Any] = json.loads(self.line(max(0.1, deadline - monotonic())))
+            if found.get("event") == name:
+                return found
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def close_stdin(self) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass
+
+    def wait(self, timeout: float = STOP_TIMEOUT) -> int:
+        """The exit code, once the process has ended."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self._told(f"did not end within {timeout:.0f} s")) from None
+        for reader in self._readers:
+            reader.join(STOP_TIMEOUT)
+        return code
+
+    def stop(self) -> int:
+        """Ends a process that was started with --until-eof as its owner would."""
+        self.close_stdin()
+        return self.wait()
+
+    def kill(self) -> None:
+        """Ends it whatever it does, and leaves nothing open."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.close_stdin()
+        for reader in self._readers:
+            reader.join(STOP_TIMEOUT)
+
+    def _told(self, what: str) -> str:
+        return f"{self._command} {what}; its standard error:\n{self.errors[-3000:]}"
+
+    def _read_lines(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def _read_errors(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                self._errors.append(line)
+
+
+class Node(Running):
+    """A `petalnode` command that runs until it is told to stop; `ready` is its ready event."""
+
+    def __init__(self, *arguments: str, env: Mapping[str, str], cwd: Path | None = None) -> None:
+        super().__init__([sys.executable, "-m", "petalnode", *arguments], env, cwd)
+        self._ready: dict[str, Any] | None = None
+
+    @property
+    def ready(self) -> dict[str, Any]:
+        """Waits for it the first time."""
+        if self._ready is None:
+            self._ready = self.event("ready")
+        return self._ready
+
+    @property
+    def peer_id(self) -> str:
+        return str(self.ready["peer_id"])
+
+    @property
+    def address(self) -> str:
+        return str(self.ready["addrs"][0])
+
+
+class Nodes:
+    """Starts nodes, each with an identity of its own, and ends all of them."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.env = environment(home)
+        self.running: list[Running] = []
+
+    def meeting_point(self) -> Running:
+        """A light node to join by, which ends with this process whatever happens to it."""
+        return self._kept(Running([sys.executable, str(_MEETING_POINT), "{}"], self.env))
+
+    def bootstrap(self, *options: str) -> Node:
+        return self._started("bootstrap", "--new-swarm", *options)
+
+    def server(self, folder: Path | str, blocks: str | None = None, *options: str, peer: str | None = None) -> Node:
+        """Returns at once: several servers start side by side, and their `ready` waits."""
+        join = ["--new-swarm"] if peer is None else ["--peer", peer]
+        span = [] if blocks is None else ["--blocks", blocks]
+        return self._started("serve", str(folder), *span, *join, "--until-eof", *options)
+
+    def script(self, code: str, *arguments: str) -> Running:
+        """A Python program in a process of its own."""
+        return self._kept(Running([sys.executable, "-c", code, *arguments], self.env))
+
+    def _started(self, command: str, *options: str) -> Node:
+        own = {"--listen": LOOPBACK, "--identity": str(self.home / f"node-{len(self.running)}.key")}
+        added = [part for name, value in own.items() if name not in options for part in (name, value)]
+        return self._kept(Node(command, "--json", *added, *options, env=self.env))
+
+    def _kept(self, process: R) -> R:
+        self.running.append(process)
+        return process
+
+    def end(self) -> None:
+        for each in self.running:
+            if each.process.poll() is None:
+                each.close_stdin()
+                each.process.terminate()
+        for each in self.running:
+            try:
+                each.process.wait(STOP_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                pass
+            each.kill()
+
+
+@contextmanager
+def nodes(home: Path) -> Iterator[Nodes]:
+    home.mkdir(parents=True, exist_ok=True)
+    started = Nodes(home)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+def until(condition: Callable[[], bool], what: str, timeout: float = 30) -> None:
+    """Asks again and again until `condition` holds. The deadline is generous: it only ends what would hang."""
+    pause = threading.Event()
+    deadline = monotonic() + timeout
+    while not condition():
+        if monotonic() > deadline:
+            raise AssertionError(f"not within {timeout:.0f} s: {what}")
+        pause.wait(0.05)

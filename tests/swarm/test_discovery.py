@@ -1,0 +1,384 @@
+"""Finding servers, with real processes and real sockets on loopback. No model, no torch."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.errors import BadInput, MachineError, SwarmError
+from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.announcement import Announcement, ServerState, freshened, sign_announcement
+from petalnode.protocols.directory import MAX_HEADER
+from petalnode.protocols.framing import PeerError
+from petalnode.protocols.ids import DIRECTORY, Span
+from tests.swarm.announcers import Node, Nodes
+
+SERVERS = 20
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+PATIENCE = 20  # seconds for what usually takes a fraction of one
+
+
+def config(*peers: str, **options) -> SwarmConfig:
+    return SwarmConfig(identity=Identity.generate(), peers=peers, **options)
+
+
+def seen(swarm: Swarm) -> set[str]:
+    return {content.peer_id for content in swarm.view.servers(now=time.time())}
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Asks again and again: for what no event tells."""
+    with trio.move_on_after(PATIENCE):
+        while not await condition():
+            await trio.sleep(0.02)
+        return
+    raise AssertionError(f"not within {PATIENCE} s: {what}")
+
+
+async def wait_until(condition: Callable[[], bool], what: str) -> None:
+    async def asked() -> bool:
+        return condition()
+
+    await eventually(asked, what)
+
+
+async def time_to_see(peers: Collection[str], wanted: set[str]) -> float:
+    """Seconds from the start of a new client's host until it knows all of `wanted`."""
+    start = time.perf_counter()
+    async with open_swarm(config(*peers)) as swarm:
+        await wait_until(lambda: wanted <= seen(swarm), "all servers are known")
+        assert seen(swarm) == wanted
+        return time.perf_counter() - start
+
+
+@pytest.fixture(scope="module")
+def swarm_of_20() -> Iterator[list[Node]]:
+    """A bootstrap node and 20 servers that joined through it."""
+    with Nodes() as nodes:
+        bootstrap = nodes.start().ready()
+        servers = [
+            nodes.start(blocks=[block, block + 4], peers=[bootstrap.addr], num_blocks=SERVERS + 4)
+            for block in range(SERVERS)
+        ]
+        yield [bootstrap, *(server.ready() for server in servers)]
+
+
+def test_a_client_sees_all_20_servers_within_2_seconds(swarm_of_20, record_property):
+    bootstrap, *servers = swarm_of_20
+    wanted = {server.peer_id for server in servers}
+    for peers in ([bootstrap.addr], [servers[-1].addr], [server.addr for server in servers[:6]]):
+        # The first look waits for the swarm to settle; of the rest the quickest counts, on a busy machine.
+        times = [trio.run(time_to_see, peers, wanted) for _ in range(3)]
+        record_property("seconds", times)
+        assert min(times) < 2
+
+
+def test_the_models_of_the_swarm_can_be_listed(swarm_of_20):
+    bootstrap, *_ = swarm_of_20
+
+    async def main() -> None:
+        async with open_swarm(config(bootstrap.addr)) as swarm:
+            assert swarm.view.models(now=time.time()) == {b"\x11" * 32: ("made-up", SERVERS + 4)}
+            spans = [content.span for content in swarm.view.servers(b"\x11" * 32, now=time.time())]
+            assert Span(0, 4) in spans
+
+    trio.run(main)
+
+
+def test_the_table_knows_servers_and_models(swarm_of_20):
+    bootstrap, *servers = swarm_of_20
+
+    async def main() -> None:
+        async with open_swarm(config(bootstrap.addr)) as swarm:
+            dht = swarm._directory._dht  # the table alone, without what the directory adds
+
+            async def found_in_table(peer_id: str) -> bool:
+                record = await dht.get_announcement(peer_id, timeout=10)
+                return record is not None and record.content.peer_id == peer_id
+
+            async def models_in_table() -> bool:
+                return {record.content.model_name for record in await dht.get_models(timeout=10)} == {"made-up"}
+
+            for server in random.sample(servers, 3):
+                await eventually(lambda peer_id=server.peer_id: found_in_table(peer_id), "the table has the server")
+            await eventually(models_in_table, "the table lists the model")
+
+    trio.run(main)
+
+
+def test_a_client_sees_all_living_servers_when_a_third_of_its_peers_is_dead(swarm_of_20, record_property):
+    """Some killed, some frozen. Comes last with this swarm."""
+    _, *servers = swarm_of_20
+    killed, frozen, living = servers[:4], servers[4:7], servers[7:]
+    for node in killed:
+        node.kill()
+    for node in frozen:
+        node.freeze()
+    peers = [server.addr for server in servers]
+    random.shuffle(peers)
+    start = time.perf_counter()
+    times = []
+
+    async def look() -> None:
+        start = time.perf_counter()
+        async with open_swarm(config(*peers)) as swarm:
+            wanted = {server.peer_id for server in living}
+            await wait_until(lambda: wanted <= seen(swarm), "the living servers are known")
+            times.append(time.perf_counter() - start)
+
+    for _ in range(2):
+        trio.run(look)
+    record_property("seconds", times)
+    assert min(times) < 5
+    assert time.perf_counter() - start < 60
+
+
+def test_a_killed_server_vanishes_at_its_expiry_and_the_others_stay():
+    with Nodes() as nodes:
+        bootstrap = nodes.start(ttl=3).ready()
+        dying = nodes.start(blocks=[0, 4], peers=[bootstrap.addr], ttl=3).ready()
+        staying = nodes.start(blocks=[4, 8], peers=[bootstrap.addr], ttl=3).ready()
+
+        async def main() -> None:
+            async with open_swarm(config(bootstrap.addr, announcement_ttl=3)) as swarm:
+                await wait_until(lambda: seen(swarm) == {dying.peer_id, staying.peer_id}, "both are known")
+                dying.kill()
+                expires = swarm.view.records[dying.peer_id].content.expires
+                await wait_until(lambda: seen(swarm) == {staying.peer_id}, "the dead one has gone")
+                # It said so shortly before it died, and no one else may lengthen that.
+                assert time.time() < expires + 3 + 3
+                # A newcomer does not hear of it from anyone either.
+                async with open_swarm(config(bootstrap.addr, staying.addr)) as newcomer:
+                    assert dying.peer_id not in seen(newcomer)
+                # The other one renewed its announcement meanwhile.
+                await wait_until(lambda: swarm.view.records[staying.peer_id].content.expires > expires, "renewed")
+                assert seen(swarm) == {staying.peer_id}
+
+        trio.run(main)
+
+
+def test_a_server_that_stops_says_goodbye_and_exits_cleanly():
+    with Nodes() as nodes:
+        bootstrap = nodes.start().ready()
+        server = nodes.start(blocks=[0, 4], peers=[bootstrap.addr]).ready()
+
+        async def main() -> None:
+            async with open_swarm(config(bootstrap.addr, server.addr, listen=(LOOPBACK,))) as swarm:
+                await wait_until(lambda: seen(swarm) == {server.peer_id}, "the server is known")
+                code, out, err = await trio.to_thread.run_sync(server.stop)
+                assert (code, json.loads(out), err) == (0, {"event": "stopped"}, "")
+                # Long before its expiry, 45 s away.
+                await wait_until(lambda: not seen(swarm), "the goodbye has come")
+            async with open_swarm(config(bootstrap.addr)) as newcomer:
+                assert not seen(newcomer)
+
+        trio.run(main)
+        assert bootstrap.stop()[0] == 0
+
+
+def test_a_server_that_changes_is_seen_changed():
+    async def main() -> None:
+        async with (
+            open_swarm(config(listen=(LOOPBACK,))) as server,
+            open_swarm(config(*server.addrs, listen=(LOOPBACK,))) as other,
+        ):
+            for depth in (1, 2):
+                server.announce(made_up(server.peer_id, queue_depth=depth))
+
+                def depth_is_seen(depth: int = depth) -> bool:
+                    content = other.view.get(server.peer_id, time.time())
+                    return content is not None and content.queue_depth == depth
+
+                await wait_until(depth_is_seen, "the announcement is seen")
+            (content,) = other.view.servers(now=time.time())
+            assert [f"{addr}/p2p/{server.peer_id}" for addr in content.addrs] == server.addrs
+
+    trio.run(main)
+
+
+def made_up(peer_id: str, **fields) -> Announcement:
+    return Announcement(
+        peer_id=peer_id,
+        model_version=b"\x22" * 32,
+        model_name="made-up",
+        num_blocks=8,
+        span=Span(0, 8),
+        state=ServerState.ONLINE,
+        **fields,
+    )
+
+
+async def publish(swarm: Swarm, to: str, record: wire.SignedAnnouncement) -> bool:
+    """Pushes a record; whether the peer went on talking."""
+    async with swarm.open_stream(to, DIRECTORY, wire.DirectoryFrame, timeout=10, max_header=MAX_HEADER) as stream:
+        await stream.send(wire.DirectoryFrame(publish=record), timeout=10)
+        await stream.send(wire.DirectoryFrame(ping=wire.Ping(payload=b"x")), timeout=10)
+        try:
+            reply, _ = await stream.receive(timeout=10)
+        except PeerError:
+            return False
+        return reply.HasField("ping")
+
+
+def test_forged_expired_foreign_and_older_announcements_are_never_shown():
+    liar, stranger = Identity.generate(), Identity.generate()
+    now = time.time()
+    fresh = freshened(made_up(liar.peer_id, queue_depth=2), now=now, lifetime=45)
+    older = freshened(made_up(liar.peer_id, queue_depth=1), now=now - 5, lifetime=45)
+    expired = freshened(made_up(liar.peer_id), now=now - 500, lifetime=45)
+    forged = sign_announcement(liar, fresh).to_wire()
+    forged.signature = bytes(64)
+    foreign = sign_announcement(stranger, freshened(made_up(stranger.peer_id), now=now, lifetime=45))
+
+    async def main() -> None:
+        async with (
+            open_swarm(config(listen=(LOOPBACK,))) as server,
+            open_swarm(SwarmConfig(identity=liar, peers=tuple(server.addrs))) as swarm,
+        ):
+            for bad in (forged, sign_announcement(liar, expired).to_wire(), foreign.to_wire()):
+                assert not await publish(swarm, server.peer_id, bad)
+                assert not server.view.records
+            assert await publish(swarm, server.peer_id, sign_announcement(liar, fresh).to_wire())
+            assert await publish(swarm, server.peer_id, sign_announcement(liar, older).to_wire())
+            assert [content.queue_depth for content in server.view.servers(now=time.time())] == [2]
+
+    trio.run(main)
+
+
+def test_a_peer_that_asks_too_much_is_told_so_and_the_node_lives_on():
+    async def main() -> None:
+        async with (
+            open_swarm(config(listen=(LOOPBACK,))) as server,
+            open_swarm(config(*server.addrs)) as swarm,
+        ):
+            async with swarm.open_stream(
+                server.peer_id, DIRECTORY, wire.DirectoryFrame, timeout=10, max_header=MAX_HEADER
+            ) as stream:
+                for _ in range(200):
+                    await stream.send(wire.DirectoryFrame(query=wire.DirectoryQuery()), timeout=10)
+                    reply, _ = await stream.receive(timeout=10)
+                    if reply.error.code == wire.ERROR_BUSY:
+                        break
+                else:
+                    raise AssertionError("nobody minded 200 queries")
+            assert await swarm.measure_rtt(server.peer_id, timeout=10) < 10
+
+    trio.run(main)
+
+
+def test_manifests_travel():
+    manifest = wire.Manifest(config=b"{}", embeddings=b"e" * 32, blocks=[b"b" * 32] * 4000, head=b"h" * 32)
+
+    async def main() -> None:
+        async with (
+            open_swarm(config(listen=(LOOPBACK,))) as server,
+            open_swarm(config(*server.addrs)) as swarm,
+        ):
+            server.serve_manifest(b"v" * 32, manifest.SerializeToString())
+            fetched = await swarm.fetch_manifest(server.peer_id, b"v" * 32, timeout=10)
+            assert fetched == manifest.SerializeToString()
+            assert await swarm.fetch_manifest(server.peer_id, b"w" * 32, timeout=10) is None
+
+    trio.run(main)
+
+
+async def join(options: SwarmConfig) -> None:
+    async with open_swarm(options):
+        pass
+
+
+def test_peers_that_do_not_answer_are_an_error_that_names_them():
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as other:
+        refusing = other.getsockname()[1]
+        other.close()
+        silent_peer, refusing_peer = Identity.generate().peer_id, Identity.generate().peer_id
+        peers = (
+            f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{silent_peer}",
+            f"/ip4/127.0.0.1/tcp/{refusing}/p2p/{refusing_peer}",
+        )
+        with pytest.raises(SwarmError, match="None of the 2 peers asked has answered") as caught:
+            trio.run(join, config(*peers, bootstrap_deadline=1.0))
+        assert silent_peer in str(caught.value)
+        assert refusing_peer in str(caught.value)
+
+
+def test_one_peer_that_answers_is_enough():
+    async def main() -> None:
+        async with open_swarm(config(listen=(LOOPBACK,))) as server:
+            dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"
+            with trio.fail_after(10):
+                await join(config(dead, *server.addrs))
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("keys", [("aa" * 32, "bb" * 32), ("aa" * 32, None), (None, "aa" * 32)])
+def test_another_swarm_key_is_an_error(keys):
+    async def main() -> None:
+        async with open_swarm(config(listen=(LOOPBACK,), psk=keys[0])) as server:
+            with pytest.raises(SwarmError, match="key"):
+                await join(config(*server.addrs, psk=keys[1], bootstrap_deadline=1.5))
+
+    trio.run(main)
+
+
+def test_a_private_swarm_works():
+    async def main() -> None:
+        async with (
+            open_swarm(config(listen=(LOOPBACK,), psk="ab" * 32)) as server,
+            open_swarm(config(*server.addrs, psk="ab" * 32, listen=(LOOPBACK,))) as other,
+        ):
+            server.announce(made_up(server.peer_id))
+            await wait_until(lambda: seen(other) == {server.peer_id}, "the server is known")
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"peers": ("nonsense",)}, "nonsense.*looks like"),
+        ({"peers": ("/ip4/127.0.0.1/tcp/4001",)}, "lacks the peer's id"),
+        ({"peers": ("/ip4/127.0.0.1/tcp/4001/p2p/QmTypo",)}, "QmTypo"),
+        ({"peers": ("/ip4/1.2.3/tcp/4001/p2p/12D3KooWBhvxWq5e2WmVvPQE7dMHqkvLTmFqrWSTzBVPa7ZJXBUR",)}, "1.2.3"),
+        ({"peers": ("/ip4/1.2.3.4/udp/1/quic-v1/p2p/12D3KooWD54xs4nwB2QxYSRgzwvmSSt7V6M62q7uN66Zrgx837Hw",)}, "TCP"),
+        ({"listen": ("/ip4/127.0.0.1/udp/4001",)}, "TCP"),
+        ({"listen": ("/dns4/localhost/tcp/0",)}, "needs an IP address"),
+        ({"announce": ("/ip4/0.0.0.0/tcp/4001",)}, "none that others could reach"),
+        ({"psk": "secret"}, "64 hexadecimal digits"),
+    ],
+)
+def test_what_a_person_mistyped_is_named(options, message):
+    with pytest.raises(BadInput, match=message):
+        trio.run(join, SwarmConfig(identity=Identity.generate(), **options))
+
+
+def test_a_port_in_use_is_an_error_even_if_another_node_uses_it():
+    async def main() -> None:
+        async with open_swarm(config(listen=(LOOPBACK,))) as server:
+            taken = server.addrs[0].partition("/p2p/")[0]
+            with pytest.raises(MachineError, match=f"cannot listen on {taken}"):
+                await join(config(listen=(taken,)))
+
+    trio.run(main)
+
+
+def test_only_concrete_addresses_are_announced():
+    async def main() -> None:
+        listening = ("/ip4/0.0.0.0/tcp/0",)
+        async with open_swarm(config(listen=listening, announce=("/dns4/me.example/tcp/99",))) as swarm:
+            assert swarm.addrs[0] == f"/dns4/me.example/tcp/99/p2p/{swarm.peer_id}"
+            assert len(swarm.addrs) > 1
+            assert not any("0.0.0.0" in addr or "/tcp/0/" in addr for addr in swarm.addrs)
+        async with open_swarm(config()) as client:
+            assert client.addrs == []
+
+    trio.run(main)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from petalnode.node.blocks.cache import BlockCacheSpec, SpanCache
+
+SPECS = (BlockCacheSpec(heads=2, key_dim=4, value_dim=3, window=None), BlockCacheSpec(1, 4, 4, 5))
+
+
+def make(batch: int = 2, max_length: int = 8, left_padding: list[int] | None = None) -> SpanCache:
+    return SpanCache(
+        SPECS, batch, max_length, dtype=torch.float32, device=torch.device("cpu"), left_padding=left_padding
+    )
+
+
+def write(cache: SpanCache, tokens: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One step of `tokens` tokens with random contents; what each block got back."""
+    generator = torch.Generator().manual_seed(seed)
+    held = []
+    for block, spec in enumerate(SPECS):
+        keys = torch.randn(cache.batch, spec.heads, tokens, spec.key_dim, generator=generator)
+        values = torch.randn(cache.batch, spec.heads, tokens, spec.value_dim, generator=generator)
+        held.append(cache.write(block, keys, values))
+    cache.advance(tokens)
+    return held
+
+
+def contents(cache: SpanCache) -> list[torch.Tensor]:
+    """A copy of all that it holds, read by writing nothing behind it."""
+    held = []
+    for block, spec in enumerate(SPECS):
+        nothing = torch.empty(cache.batch, spec.heads, 0, spec.key_dim)
+        held += [part.clone() for part in cache.write(block, nothing, nothing[..., : spec.value_dim])]
+    return held
+
+
+def test_size_is_known_at_once() -> None:
+    assert make(batch=2, max_length=8).nbytes == 2 * 8 * (2 * (4 + 3) + (4 + 4)) * 4
+
+
+def test_write_returns_the_whole_history() -> None:
+    cache = make()
+    first = [[part.clone() for part in pair] for pair in write(cache, 3)]
+    second = write(cache, 2, seed=1)
+    for (keys, values), (old_keys, old_values) in zip(second, first, strict=True):
+        assert keys.shape[2] == values.shape[2] == 5
+        assert torch.equal(keys[:, :, :3], old_keys)
+        assert torch.equal(values[:, :, :3], old_values)
+
+
+def test_a_step_that_was_not_counted_leaves_no_trace() -> None:
+    cache = make()
+    write(cache, 3)
+    before = contents(cache)
+    cache.write(0, torch.ones(2, 2, 4, 4), torch.ones(2, 2, 4, 3))
+    assert cache.length == 3
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(cache), strict=True))
+
+
+def test_rollback_keeps_what_stands_before() -> None:
+    cache = make()
+    write(cache, 3)
+    before = contents(cache)
+    write(cache, 4, seed=1)
+    cache.rollback(3)
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(cache), strict=True))
+    with pytest.raises(ValueError, match="3 are held"):
+        cache.rollback(4)
+    with pytest.raises(ValueError, match="roll back"):
+        cache.rollback(-1)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 0], [1, 1, 1], [2, 1, 0]])
+def test_reorder_moves_rows_and_their_padding(order: list[int]) -> None:
+    cache = make(batch=3, left_padding=[0, 1, 2])
+    write(cache, 4)
+    before = contents(cache)
+    cache.reorder(order)
+    assert cache.left_padding == [[0, 1, 2][row] for row in order]
+    assert all(torch.equal(old[order], new) for old, new in zip(before, contents(cache), strict=True))
+
+
+@pytest.mark.parametrize("order", [[0], [0, 2], [-1, 0]])
+def test_reorder_refuses_rows_that_are_not_there(order: list[int]) -> None:
+    with pytest.raises(ValueError, match="reorder"):
+        make(batch=2).reorder(order)
+
+
+def test_too_many_tokens_are_refused() -> None:
+    cache = make(max_length=4)
+    write(cache, 3)
+    with pytest.raises(ValueError, match="do not fit"):
+        write(cache, 2)
+
+
+def test_freed_memory_is_gone() -> None:
+    cache = make()
+    write(cache, 3)
+    cache.free()
+    assert (cache.nbytes, cache.length) == (0, 0)
+    with pytest.raises(ValueError, match="do not fit"):
+        write(cache, 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_length", "padding"), [(0, 4, None), (1, 0, None), (2, 4, [0]), (1, 4, [4]), (1, 4, [-1])]
+)
+def test_senseless_sizes_are_refused(batch: int, max_length: int, padding: list[int] | None) -> None:
+    with pytest.raises(ValueError, match=r"cache holds|left padding"):
+        make(batch, max_length, padding)

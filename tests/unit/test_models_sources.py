@@ -1,0 +1,127 @@
+"""What a person may call a model, and what they are told if there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from petalnode.node.errors import MachineError, ModelError
+from petalnode.node.models import cache_dir, hidden_size, num_blocks, resolve
+from petalnode.protocols.ids import Span
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+def test_a_folder_is_the_model_in_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = resolve(llama)
+    assert (folder.name, folder.path, folder.revision) == ("llama", llama, None)
+    assert (folder.num_blocks, folder.hidden_size) == (NUM_BLOCKS, HIDDEN)
+    assert folder.config["model_type"] == "llama"
+    monkeypatch.chdir(llama.parent)
+    assert resolve("llama") == resolve("./llama/") == folder
+    monkeypatch.chdir(llama)
+    assert resolve(".") == folder
+
+
+def test_a_folder_that_is_no_model_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ModelError, match=r"is no model folder: it has no config\.json\. It holds notes\.txt"):
+        resolve(tmp_path)
+
+
+def test_only_the_needed_part_must_be_whole(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    assert resolve(tmp_path, need="config").num_blocks == NUM_BLOCKS
+    with pytest.raises(ModelError, match="has no weights"):
+        resolve(tmp_path, need="client")
+
+
+def test_a_span_beyond_the_model_is_refused(llama: Path) -> None:
+    assert resolve(llama, need=Span(0, NUM_BLOCKS)).num_blocks == NUM_BLOCKS
+    with pytest.raises(ModelError, match="has 6 blocks: 0:999 passes its end") as caught:
+        resolve(llama, need=Span(0, 999))
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("smolm2", "Did you mean 'smollm2'"),
+        ("Smollm2", "Did you mean 'smollm2'"),
+        ("gpt2", r"no model 'gpt2' here.*hub id \(org/name"),
+        ("", "No model was given"),
+        ("./nowhere", "no folder or file .*nowhere"),
+        ("/no/such/model.gguf", "no folder or file /no/such/model.gguf"),
+        ("models/mine.gguf", "no folder or file .*models/mine.gguf"),
+        ("a/b/c", "no folder or file"),
+        ("org/name@", "no model 'org/name@' here"),
+        ("org/../etc@x y", "no model|no folder"),
+    ],
+)
+def test_a_typo_lists_what_is_possible(name: str, complaint: str) -> None:
+    with pytest.raises(ModelError, match=f"(?s){complaint}.*aliases: smollm2"):
+        resolve(name)
+
+
+def test_revisions_belong_to_the_hub(llama: Path) -> None:
+    with pytest.raises(ModelError, match="Only models on the hub have revisions"):
+        resolve(llama, revision="main")
+    with pytest.raises(ModelError, match="contradict each other"):
+        resolve("org/name@v1", revision="v2")
+
+
+def test_another_file_is_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "weights.bin"
+    file.write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"is a file but no \.gguf file"):
+        resolve(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "is not valid JSON"),
+        ("[1]", "is not a JSON object"),
+        ("[" * 100_000, "is not valid JSON"),
+        (json.dumps({"model_type": "x"}), "does not say how many blocks"),
+        (json.dumps({"num_hidden_layers": 0, "hidden_size": 8}), "0 blocks are out of range"),
+        (json.dumps({"num_hidden_layers": 10**6, "hidden_size": 8}), "blocks are out of range"),
+        (json.dumps({"num_hidden_layers": True, "hidden_size": 8}), "does not say how many blocks"),
+        (json.dumps({"num_hidden_layers": 2}), "does not say how wide"),
+        (json.dumps({"num_layers": 2, "d_model": 8, "is_encoder_decoder": True}), "encoder-decoder"),
+    ],
+)
+def test_an_odd_configuration_is_said(tmp_path: Path, content: str, complaint: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=rf"config\.json.*{complaint}"):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks", "hidden"),
+    [
+        ({"num_hidden_layers": 30, "hidden_size": 576}, 30, 576),
+        ({"n_layer": 12, "n_embd": 768, "n_head": 12}, 12, 768),
+        ({"n_layers": 32, "d_model": 4096}, 32, 4096),
+        ({"n_layer": 70, "n_embed": 14336}, 70, 14336),
+        ({"text_config": {"num_hidden_layers": 26, "hidden_size": 1152}, "vision_config": {}}, 26, 1152),
+    ],
+)
+def test_every_architecture_has_its_words(config: dict[str, object], blocks: int, hidden: int) -> None:
+    assert (num_blocks(config), hidden_size(config)) == (blocks, hidden)
+
+
+def test_the_cache_can_be_anywhere_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "a" / "b"))
+    assert cache_dir() == tmp_path / "a" / "b"
+    assert cache_dir().is_dir()
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(MachineError, match="Cannot make the cache folder"):
+        cache_dir()
