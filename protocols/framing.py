@@ -7,8 +7,7 @@ bytes of the tensors that the header lists in its `tensors`, in that order.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 import trio
@@ -56,6 +55,9 @@ class RawStream(Protocol):
 
     async def write(self, data: bytes) -> None:
         """Writes all. Cancelled, it may have written a part. Raises OSError when closed or reset."""
+
+    def write_nowait(self, data: bytes) -> bool:
+        """Writes all if that needs no waiting, else nothing; which, it returns. Raises OSError as `write`."""
 
     async def close(self) -> None:
         """Ends our direction. Never waits for the peer."""
@@ -107,23 +109,29 @@ class MessageStream(Generic[F]):
             StreamClosed: the stream has ended.
             ValueError: the payloads do not fit `frame.tensors`, or the message is over the stream's limits.
         """
-        pieces = self._encode(frame, payloads)
+        views, size = self._encode(frame, payloads)
+        small = b"".join(views) if size <= _PIECE else None
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if small is not None and not self._send_lock.locked() and self._write_nowait(small):
+            return  # the usual case, without the cost of a cancel scope
         with trio.move_on_after(timeout):
-            if self._send_lock.locked():
-                await self._send_lock.acquire()
-            else:
-                self._send_lock.acquire_nowait()
-            try:
-                await self._send_pieces(pieces)
-            finally:
-                self._send_lock.release()
+            async with self._send_lock:
+                await self._send_pieces((small,) if small is not None else _pieces(views))
             return
         raise StreamTimeout(f"{self.peer_id} did not read a message within {timeout:g} s", self.peer_id)
 
-    async def _send_pieces(self, pieces: Iterator[bytes]) -> None:
+    def _write_nowait(self, data: bytes) -> bool:
         if self._broken is not None:
             raise self._broken
-        await trio.lowlevel.checkpoint_if_cancelled()
+        try:
+            return self._raw.write_nowait(data)
+        except OSError as error:
+            self._broken = StreamClosed(f"the stream to {self.peer_id} is closed: {error}", self.peer_id)
+            raise self._broken from error
+
+    async def _send_pieces(self, pieces: Iterable[bytes]) -> None:
+        if self._broken is not None:
+            raise self._broken
         try:
             for piece in pieces:
                 await self._raw.write(piece)
@@ -138,7 +146,8 @@ class MessageStream(Generic[F]):
             await self._raw.reset()
             raise
 
-    def _encode(self, frame: F, payloads: Sequence[bytes | bytearray | memoryview]) -> Iterator[bytes]:
+    def _encode(self, frame: F, payloads: Sequence[bytes | bytearray | memoryview]) -> tuple[list[memoryview], int]:
+        """The bytes of a message in parts, and their number."""
         tensors = _tensors(frame)
         if len(tensors) != len(payloads):
             raise ValueError(f"{len(payloads)} payloads for {len(tensors)} tensors in the header")
@@ -156,9 +165,7 @@ class MessageStream(Generic[F]):
                 f"over this stream's limits ({self._max_header}, {_MAX_TENSORS}, {self._max_payload})"
             )
         head = _varint(len(header)) + header
-        if len(head) + total <= _PIECE:  # the usual case: one write
-            return iter((b"".join((head, *views)),))
-        return _pieces((memoryview(head), *views))
+        return [memoryview(head), *views], len(head) + total
 
     async def receive(self, *, timeout: float | None) -> tuple[F, list[bytes]]:
         """The next message: its header, and the bytes of each of its tensors.
@@ -171,15 +178,20 @@ class MessageStream(Generic[F]):
             StreamClosed: the stream has ended.
             ProtocolError: not a message, over the stream's limits, or cut short; the stream was reset.
         """
-        with trio.move_on_after(math.inf if timeout is None else timeout):
-            try:
-                return await self._receive()
-            except ProtocolError:
-                await self.reset()
-                raise
+        if timeout is None:
+            return await self._receive()
+        with trio.move_on_after(timeout):
+            return await self._receive()
         raise StreamTimeout(f"nothing came from {self.peer_id} within {timeout:g} s", self.peer_id)
 
     async def _receive(self) -> tuple[F, list[bytes]]:
+        try:
+            return await self._receive_message()
+        except ProtocolError:
+            await self.reset()
+            raise
+
+    async def _receive_message(self) -> tuple[F, list[bytes]]:
         if isinstance(self._broken, ProtocolError):
             raise self._broken
         while self._header is None:

@@ -19,12 +19,14 @@ def write_tiny_gguf(
     *,
     seed: int = 0,
     fine_norms: bool = False,
+    said_feed_forward: int = FEED_FORWARD,
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """Writes a Llama of 3 blocks whose matrices are stored as `quantisation`, and returns `file`.
 
     Args:
         fine_norms: gives the norms values that half precision does not have.
+        said_feed_forward: what the metadata claims of the feed-forward's width.
         extra: more float32 tensors, by GGUF name.
     """
     writer = gguf.GGUFWriter(file, "llama")
@@ -32,7 +34,7 @@ def write_tiny_gguf(
     writer.add_block_count(BLOCKS)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_feed_forward_length(said_feed_forward)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KEY_VALUE_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)

@@ -64,6 +64,7 @@ _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", _LLAMA_LIKE),
     "olmo2": ("olmo2", _LLAMA_LIKE),
+    "granite": ("granite", {**_LLAMA_LIKE, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
     "gpt_oss": (
         "gpt_oss",
         {
@@ -193,6 +194,9 @@ def save_tiny(
                 spread = 0.15 if parameter.dim() > 1 else 0.1
                 offset = 1.0 if parameter.dim() == 1 and name.endswith(".weight") else 0.0  # norms
                 parameter.copy_(offset + spread * torch.randn(parameter.shape))
+            for name, buffer in model.named_buffers():
+                if name.endswith("correction_bias"):  # of a router of experts: zero until it is trained
+                    buffer.copy_(0.1 * torch.randn(buffer.shape))
     folder.mkdir(parents=True, exist_ok=True)
     size = {} if shards is None else {"max_shard_size": shards}
     model.to(dtype).save_pretrained(folder, **size)  # type: ignore[arg-type]

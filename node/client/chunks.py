@@ -9,7 +9,7 @@ import torch
 
 from ...protocols.tensors import TensorError, decode, encode
 from ..errors import BadInput, SwarmError
-from .session import Chunk
+from .server_session import Chunk
 
 PIPELINE_TOKENS: Final = 256
 """Rows times positions of one chunk of a long prompt: small enough that all servers of a chain work at once."""

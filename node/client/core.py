@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Collection
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
 import trio
 
+from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
+from ...protocols.ids import INFERENCE
 from ..errors import BadInput, ModelError, NoChainError, ServerFailed, SwarmError
 from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_part
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
 from .routing import Candidate, Hop, cheapest_chain
-from .session import ClientSession, SessionSpec, open_session
+from .server_session import InferenceStream, SessionSpec
+from .session import ClientSession
 
 REFRESH_TIMEOUT: Final = 5.0
 RTT_TIMEOUT: Final = 3.0
 RTT_LIFETIME: Final = 60.0
-RETRY_INTERVAL: Final = 1.0
+OPEN_TIMEOUT: Final = 10.0
 SUSPECT_SECONDS: Final = 15.0
-"""A server that could not be reached or failed is not asked again for this long, unless nobody else is left."""
+SUSPECT_PENALTY: Final = 60.0
+"""A server that failed seems this many seconds farther away for so long: it is asked only if nobody else is left."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,10 @@ class SwarmClient:
         self._rtts: dict[str, tuple[float, float]] = {}
         self._suspects: dict[str, float] = {}
 
+    @property
+    def peer_id(self) -> str:
+        return self.swarm.peer_id
+
     def servers(self) -> tuple[Announcement, ...]:
         """The servers of this model that may be used and take sessions, as far as this node has heard."""
         return tuple(
@@ -108,10 +116,10 @@ class SwarmClient:
             and (not self._allowed or server.peer_id in self._allowed)
         )
 
-    async def candidates(self) -> tuple[Candidate, ...]:
+    async def candidates(self, excluded: Collection[str] = ()) -> tuple[Candidate, ...]:
         """The servers that answer, each with its round trip. Those that failed lately come with a penalty."""
         now = trio.current_time()
-        servers = self.servers()
+        servers = [server for server in self.servers() if server.peer_id not in excluded]
         async with trio.open_nursery() as nursery:
             for server in servers:
                 measured = self._rtts.get(server.peer_id)
@@ -126,7 +134,7 @@ class SwarmClient:
                     Candidate(
                         server.peer_id,
                         server.span,
-                        measured[0] + (60.0 if suspect else 0.0),
+                        measured[0] + (SUSPECT_PENALTY if suspect else 0.0),
                         server.step_seconds,
                         server.cache_tokens_free,
                     )
@@ -154,7 +162,7 @@ class SwarmClient:
             BadInput: a session of this length is more than the servers of the model take.
         """
         limits = {server.peer_id: server.max_session_length for server in self.servers()}
-        known = [each for each in await self.candidates() if each.peer_id not in excluded]
+        known = await self.candidates(excluded)
         candidates = [each for each in known if spec.max_length <= limits.get(each.peer_id, 0)]
         if known and not candidates:
             raise BadInput(
@@ -179,50 +187,37 @@ class SwarmClient:
             error.missing,
         )
 
+    async def connect(self, hop: Hop) -> InferenceStream:
+        """A stream to the server of `hop`.
+
+        Raises:
+            ServerFailed: it cannot be reached.
+        """
+        try:
+            return await self.swarm.new_stream(hop.peer_id, INFERENCE, wire.InferenceFrame, timeout=OPEN_TIMEOUT)
+        except PeerError as error:
+            raise ServerFailed(
+                f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}", hop.peer_id
+            ) from error
+
+    async def refresh(self) -> None:
+        """Asks the swarm anew who serves this model. Nobody answering is no error: what is known stays."""
+        with suppress(SwarmError):
+            await self.swarm.refresh(model_version=self.model.version, timeout=REFRESH_TIMEOUT)
+
     @asynccontextmanager
     async def session(self, spec: SessionSpec, *, wait: bool = False) -> AsyncIterator[ClientSession]:
         """Opens a session over the best servers that will have it, and closes it on the way out.
 
-        A server that refuses or cannot be reached is left out and the rest tried. `spec.model_version` is filled in.
-        With `wait`, a swarm that cannot serve yet is asked again until it can.
+        `spec.model_version` is filled in. With `wait`, a swarm that cannot serve is asked again until it can.
 
         Raises:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
+            BadInput: no server takes a session like this.
         """
-        spec = replace(spec, model_version=self.model.version)
-        async with AsyncExitStack() as stack:
-            yield await self._open(stack, spec, wait)
-
-    async def _open(self, stack: AsyncExitStack, spec: SessionSpec, wait: bool) -> ClientSession:
-        refused: dict[str, ServerFailed] = {}
-        fresh = False
-        while True:
-            try:
-                route = await self.route(spec, refused)
-            except NoChainError as error:
-                if not fresh:  # what this node has heard may be old
-                    await self.swarm.refresh(model_version=self.model.version, timeout=REFRESH_TIMEOUT)
-                    fresh = True
-                    continue
-                if not wait:
-                    raise self._with_refusals(error, refused) from None
-                await trio.sleep(RETRY_INTERVAL)
-                refused.clear()
-                fresh = False
-                continue
-            addrs = {server.peer_id: server.addrs for server in self.servers()}
-            try:
-                return await stack.enter_async_context(open_session(self.swarm, spec, route, addrs))
-            except ServerFailed as error:
-                refused[error.peer_id] = error
-                self.suspect(error.peer_id)
-
-    def _with_refusals(self, error: NoChainError, refused: dict[str, ServerFailed]) -> NoChainError:
-        if not refused:
-            return error
-        reasons = "; ".join(str(each) for each in refused.values())
-        return NoChainError(f"no server is left for blocks {_listed(error.missing)}: {reasons}", error.missing)
-
-
-def _listed(blocks: tuple[int, ...]) -> str:
-    return f"{blocks[0]}..{blocks[-1]}" if blocks else "of this model"
+        session = ClientSession(self, replace(spec, model_version=self.model.version), wait)
+        await session.open()
+        try:
+            yield session
+        finally:
+            await session.close()

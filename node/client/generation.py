@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import trio
@@ -18,14 +17,12 @@ from transformers.generation.logits_process import (
 from ...protocols.ids import Span
 from ...protocols.tensors import dtype_name
 from ..blocks.client import ClientModel
-from ..errors import BadInput, ServerFailed
+from ..errors import BadInput
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
 from .routing import Hop
-from .session import Chunk, ClientSession, SessionSpec
-
-MAX_RECOVERIES: Final = 8
-"""Servers that may fail during one answer before it is given up."""
+from .server_session import Chunk, SessionSpec
+from .session import ClientSession
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Sampler:
 class Conversation:
     """One person's tokens in the swarm: keeps a session from answer to answer and sends only what is new.
 
-    One call at a time. When a server fails, the session is opened again over others and filled from the tokens.
+    One call at a time. Servers that fail are replaced by the session.
 
     Args:
         max_length: tokens that the conversation may reach; servers reserve as many.
@@ -83,7 +80,6 @@ class Conversation:
     def __init__(
         self, client: SwarmClient, model: ClientModel, *, max_length: int, stop_tokens: Sequence[int]
     ) -> None:
-        self.recoveries = 0
         self.max_length = max_length
         self._client = client
         self._model = model
@@ -96,6 +92,11 @@ class Conversation:
     def route(self) -> tuple[Hop, ...]:
         """The chain of the open session; empty before the first token."""
         return () if self._session is None else self._session.route
+
+    @property
+    def recoveries(self) -> int:
+        """Servers that were replaced in the open session."""
+        return 0 if self._session is None else self._session.recoveries
 
     async def aclose(self) -> None:
         """Gives the servers their cache back."""
@@ -113,8 +114,7 @@ class Conversation:
         """Continues `prompt` (the whole conversation so far) and returns the new tokens, the stop token left out.
 
         `on_token` is called with each as it comes; `stop`, once set, ends the answer after the token that is being
-        made. What the session holds of the prompt already is not sent again. If cancelled, the next answer starts
-        from a session of its own.
+        made. What the session holds of the prompt already is not sent again.
 
         Raises:
             BadInput: the prompt is empty or does not fit into max_length.
@@ -137,31 +137,18 @@ class Conversation:
         return tokens[len(prompt) :]
 
     async def _advance(self, tokens: list[int]) -> list[Chunk]:
-        """Brings the session to hold all of `tokens`, over other servers if need be; returns the last output."""
-        failures = 0
-        while True:
-            try:
-                session = await self._open()
-                common = _common_prefix(self._held, tokens)
-                # At least one token is sent, because its output is what the next one is chosen from.
-                session.position = start = min(common, len(tokens) - 1)
-                del self._held[start:]
-                chunks = await trio.to_thread.run_sync(self._embed, tokens[start:], start, session)
-                out = await session.step(chunks)
-            except ServerFailed as error:
-                failures += 1
-                self.recoveries += 1
-                self._client.suspect(error.peer_id)
-                await self.aclose()
-                if failures > MAX_RECOVERIES:
-                    raise
-            else:
-                self._held = list(tokens)
-                return out[-1:]
+        """Brings the session to hold all of `tokens`; returns the last output."""
+        session = await self._open()
+        # At least one token is sent, because its output is what the next one is chosen from.
+        start = min(_common_prefix(self._held, tokens), len(tokens) - 1)
+        session.position = start
+        del self._held[start:]
+        chunks = await trio.to_thread.run_sync(self._embed, tokens[start:], start, session)
+        out = await session.step(chunks)
+        self._held = list(tokens)
+        return out[-1:]
 
     async def _open(self) -> ClientSession:
-        if self._session is not None and not self._session.usable:
-            await self.aclose()
         if self._session is None:
             spec = SessionSpec(
                 model_version=self._client.model.version,

@@ -16,7 +16,8 @@ from ..errors import BadInput, PetalnodeError
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
 from .runtime import TrioThread
-from .session import ClientSession, SessionSpec
+from .server_session import SessionSpec
+from .session import ClientSession
 
 
 class InferenceSession:
@@ -27,7 +28,6 @@ class InferenceSession:
 
     Attributes:
         max_length: tokens of a row that fit; servers reserve rows x max_length.
-        recoveries: servers that were replaced so far.
         tokens: token ids per row that `generate` has put in, if it was `generate`.
     """
 
@@ -44,7 +44,6 @@ class InferenceSession:
         if max_length < 1:
             raise BadInput(f"a session of max_length {max_length} holds nothing")
         self.max_length = max_length
-        self.recoveries = 0
         self.tokens: list[list[int]] | None = None
         self._runtime = runtime
         self._span = span
@@ -75,6 +74,11 @@ class InferenceSession:
         if self._session is None:
             return []
         return [(hop.peer_id, (hop.span.start, hop.span.end)) for hop in self._session.route]
+
+    @property
+    def recoveries(self) -> int:
+        """Servers that failed and were replaced so far."""
+        return 0 if self._session is None else self._session.recoveries
 
     @property
     def position(self) -> int:

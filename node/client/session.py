@@ -1,260 +1,77 @@
-"""A session of a client: one chain of servers, one stream to each, and the receipts that they sign."""
+"""A session of a client: a chain of servers that keep the attention caches, any of which may die.
+
+Fault-tolerant generation of Petals (NeurIPS 2023, section 3.2, algorithms 1 and 2): the client keeps the inputs of
+every junction (`history`), and when a server fails it routes the blocks that are missing over others, replays the
+inputs into them and goes on at the same position.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
 
 import trio
 
-from ...crypto.receipts import NO_RECEIPT
-from ...protocols import wire_pb2 as wire
-from ...protocols.framing import MessageStream, PeerError
-from ...protocols.ids import INFERENCE, PROTOCOL_VERSION, Span
-from ...protocols.inference import (
-    EPOCH_BYTES,
-    NONCE_BYTES,
-    Refusal,
-    hash_of_step,
-    receipt_from_wire,
-    sha256,
-)
-from ..errors import BadInput, ServerFailed, SwarmError
-from ..swarm.swarm import Swarm
+from ...protocols.ids import Span
+from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
+from .history import History, Input
 from .routing import Hop
+from .server_session import Chunk, HopTiming, InferenceStream, ServerSession, SessionSpec
 
-InferenceStream = MessageStream[wire.InferenceFrame]
-
-OPEN_TIMEOUT: Final = 10.0
-SEND_TIMEOUT: Final = 30.0
-CLOSE_TIMEOUT: Final = 1.0
-_HASH_INLINE: Final = 64 * 1024
-"""Payloads above this are hashed in a worker thread: 64 KiB take 30 us."""
+RECOVERY_TIMEOUT: Final = 30.0
+"""Seconds of looking for other servers before the caller is told that the swarm cannot serve."""
+RETRY_INTERVAL: Final = 0.5
 
 
-@dataclass(frozen=True)
-class SessionSpec:
-    """What a session is opened for. Timeouts in seconds."""
-
-    model_version: bytes
-    span: Span
-    batch: int
-    max_length: int
-    left_padding: tuple[int, ...] = ()
-    codec: str = "none"
-    dtype: str = "float32"
-    cache_wait: float = 10.0
-    step_timeout: float = 60.0
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Hidden states of [batch, tokens, hidden] as they stand on the wire."""
-
-    tensor: wire.Tensor
-    payload: bytes
+class Router(Protocol):
+    """What a session needs of the client that opens it."""
 
     @property
-    def tokens(self) -> int:
-        return self.tensor.shape[1]
+    def peer_id(self) -> str: ...
+
+    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
+        """The best chain for `spec.span` without `excluded`. Raises NoChainError, BadInput."""
+
+    async def connect(self, hop: Hop) -> InferenceStream:
+        """A stream to the server of `hop`. Raises ServerFailed."""
+
+    def suspect(self, peer_id: str) -> None:
+        """Notes that a server failed."""
+
+    async def refresh(self) -> None:
+        """Asks the swarm anew who is there."""
 
 
-@dataclass(frozen=True)
-class HopTiming:
-    """Where the time of one server's last step went, in seconds; `total` is measured at the client."""
+@dataclass
+class _Link:
+    """One server of the chain, and the inputs that made its cache."""
 
-    peer_id: str
-    total: float
-    queue: float
-    compute: float
-
-
-class ServerRefused(ServerFailed):
-    """A server answered with an error; `code` is the protocol's."""
-
-    def __init__(self, message: str, peer_id: str, code: wire.ErrorCode.ValueType) -> None:
-        super().__init__(message, peer_id)
-        self.code = code
-
-
-class _ServerSession:
-    """The client's end of one stream: sequence numbers, receipts, deadlines."""
-
-    def __init__(self, stream: InferenceStream, hop: Hop, spec: SessionSpec, client: str, route_epoch: int) -> None:
-        self.hop = hop
-        self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
-        self.max_step_tokens = 1
-        self._stream = stream
-        self._spec = spec
-        self._client = client
-        self._route_epoch = route_epoch
-        self._nonce = os.urandom(NONCE_BYTES)
-        self._granted = wire.Granted()
-        self._sequence = 0
-        self._last_receipt = NO_RECEIPT
-        self._sent_at = 0.0
-
-    async def open(self) -> None:
-        """
-        Raises:
-            ServerRefused: the server will not, and says why.
-            ServerFailed: it does not answer, or answers nonsense.
-        """
-        spec = self._spec
-        message = wire.Open(
-            protocol_version=PROTOCOL_VERSION,
-            model_version=spec.model_version,
-            span=wire.Span(start=self.hop.span.start, end=self.hop.span.end),
-            max_length=spec.max_length,
-            batch=spec.batch,
-            left_padding=spec.left_padding,
-            codec=spec.codec,
-            nonce=self._nonce,
-            route_epoch=self._route_epoch,
-            wait_ms=round(spec.cache_wait * 1000),
-            activation_dtype=spec.dtype,
-        )
-        try:
-            await self._stream.send(wire.InferenceFrame(open=message), timeout=SEND_TIMEOUT)
-            frame, _ = await self._stream.receive(timeout=spec.cache_wait + SEND_TIMEOUT)
-        except PeerError as error:
-            raise self._failed(str(error)) from error
-        self._raise_refusal(frame)
-        if frame.WhichOneof("body") != "granted" or len(frame.granted.session_epoch) != EPOCH_BYTES:
-            raise self._failed("it answered Open with something else than Granted")
-        if frame.granted.codec != spec.codec or not frame.granted.max_step_tokens:
-            raise self._failed(f"it granted codec {frame.granted.codec!r} instead of {spec.codec!r}")
-        self._granted = frame.granted
-        self.max_step_tokens = frame.granted.max_step_tokens
-
-    async def send(self, chunk: Chunk, position: int, reorder: Sequence[int]) -> _Sent:
-        self._sequence += 1
-        step = wire.Step(
-            sequence=self._sequence, position=position, reorder=reorder, route_epoch=self._route_epoch
-        )
-        sent_at = trio.current_time()
-        try:
-            await self._stream.send(
-                wire.InferenceFrame(step=step, tensors=[chunk.tensor]), [chunk.payload], timeout=SEND_TIMEOUT
-            )
-        except PeerError as error:
-            raise self._failed(str(error)) from error
-        return _Sent(step, chunk, sent_at)
-
-    async def receive(self, sent: _Sent) -> _Answer:
-        """The reply, its header checked; `check` does the hashes and the signature, which can wait a little."""
-        try:
-            frame, payloads = await self._stream.receive(timeout=self._spec.step_timeout)
-        except PeerError as error:
-            raise self._failed(str(error)) from error
-        self._raise_refusal(frame)
-        reply = frame.reply
-        if frame.WhichOneof("body") != "reply" or reply.sequence != sent.step.sequence or len(payloads) != 1:
-            raise self._failed(f"it did not answer step {sent.step.sequence} with one reply")
-        tensor, asked = frame.tensors[0], sent.chunk.tensor
-        if (list(tensor.shape), tensor.dtype, tensor.codec) != (list(asked.shape), asked.dtype, asked.codec):
-            raise self._failed(f"it answered a tensor of {list(asked.shape)} with one of {list(tensor.shape)}")
-        if reply.position != sent.step.position + sent.chunk.tokens:
-            raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
-        now = trio.current_time()
-        self.timing = HopTiming(
-            self.hop.peer_id, now - sent.sent_at, reply.queue_us / 1e6, reply.compute_us / 1e6
-        )
-        return _Answer(sent, reply, Chunk(tensor, payloads[0]))
-
-    async def check(self, answer: _Answer) -> None:
-        """Checks that the receipt is this server's, and for exactly what was sent and came back.
-
-        Raises:
-            ServerFailed: if it is not; nothing of this server can be used then.
-        """
-        sent, reply = answer.sent, answer.reply
-        payloads = (sent.chunk.payload, answer.chunk.payload)
-        if len(payloads[0]) > _HASH_INLINE:
-            input_hash, output_hash = await trio.to_thread.run_sync(
-                lambda: (sha256(payloads[0]), sha256(payloads[1]))
-            )
-        else:
-            input_hash, output_hash = sha256(payloads[0]), sha256(payloads[1])
-        try:
-            receipt = receipt_from_wire(reply.receipt)
-        except ValueError as error:
-            raise self._failed(f"its receipt cannot be read: {error}") from None
-        expected = replace(
-            receipt,
-            protocol_version=PROTOCOL_VERSION,
-            model_version=self._spec.model_version,
-            span=(self.hop.span.start, self.hop.span.end),
-            dtype=self._granted.dtype,
-            quantisation=self._granted.quantisation,
-            client=self._client,
-            nonce=self._nonce,
-            session_epoch=self._granted.session_epoch,
-            sequence=sent.step.sequence,
-            request_hash=hash_of_step(sent.step, sent.chunk.tensor, input_hash),
-            reply_hash=output_hash,
-            previous_receipt=self._last_receipt,
-            upstream_receipt=b"",
-        )
-        if receipt != expected:
-            raise self._failed("its receipt is for something else than what was sent and came back")
-        if not receipt.is_signed_by(self.hop.peer_id):
-            raise self._failed("its receipt is not signed by its key")
-        self._last_receipt = receipt.hash()
-
-    async def close(self) -> None:
-        with trio.CancelScope(shield=True):
-            try:
-                await self._stream.send(wire.InferenceFrame(close=wire.Close()), timeout=CLOSE_TIMEOUT)
-                await self._stream.close()
-            except PeerError:
-                await self._stream.reset()  # the server, if it lives, learns by that
-
-    def _raise_refusal(self, frame: wire.InferenceFrame) -> None:
-        if frame.WhichOneof("body") == "error":
-            refusal = Refusal.from_wire(frame.error)
-            raise ServerRefused(
-                f"server {self.hop.peer_id} (blocks {self.hop.span}) refused: {refusal.message}",
-                self.hop.peer_id,
-                refusal.code,
-            )
-
-    def _failed(self, what: str) -> ServerFailed:
-        return ServerFailed(f"server {self.hop.peer_id} (blocks {self.hop.span}) failed: {what}", self.hop.peer_id)
-
-
-@dataclass(frozen=True)
-class _Sent:
-    step: wire.Step
-    chunk: Chunk
-    sent_at: float
-
-
-@dataclass(frozen=True)
-class _Answer:
-    sent: _Sent
-    reply: wire.Reply
-    chunk: Chunk
+    server: ServerSession
+    history: History = field(default_factory=History)
 
 
 class ClientSession:
-    """Hidden states in, hidden states out, through a chain of servers that keep the attention caches.
+    """Hidden states in, hidden states out. One call at a time; made by `open_session`.
 
-    One call at a time. After any error but BadInput the session cannot be used any more.
+    Attributes:
+        recoveries: servers that were replaced so far.
     """
 
-    def __init__(self, spec: SessionSpec, servers: Sequence[_ServerSession]) -> None:
+    def __init__(self, router: Router, spec: SessionSpec, wait: bool) -> None:
         self.spec = spec
-        self._servers = servers
+        self.recoveries = 0
+        self._router = router
+        self._wait = wait
+        self._links: list[_Link] = []
         self._position = 0
-        self._failed: Exception | None = None
+        self._route_epoch = 0
+        self._torn = False
 
     @property
     def route(self) -> tuple[Hop, ...]:
-        return tuple(server.hop for server in self._servers)
+        return tuple(link.server.hop for link in self._links)
 
     @property
     def position(self) -> int:
@@ -268,129 +85,201 @@ class ClientSession:
         self._position = position
 
     @property
-    def usable(self) -> bool:
-        """Whether `step` may be called: no server has failed, and no step was cut off in the middle."""
-        return self._failed is None
-
-    @property
     def max_step_tokens(self) -> int:
         """Tokens of a row that one chunk may have."""
-        return min(server.max_step_tokens for server in self._servers)
+        return min(link.server.max_step_tokens for link in self._links)
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
-        return tuple(server.timing for server in self._servers)
+        return tuple(link.server.timing for link in self._links)
+
+    async def open(self) -> None:
+        """Finds servers and opens the session at them.
+
+        Raises:
+            NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
+            BadInput: no server takes a session like this.
+        """
+        self._links = await self._open_chain(self.spec.span, History(), 0)
+
+    async def close(self) -> None:
+        """Gives the servers their caches back. Never raises; takes a second at most."""
+        links, self._links = self._links, []
+        await _close(links)
 
     async def step(self, chunks: Sequence[Chunk], reorder: Sequence[int] = ()) -> list[Chunk]:
         """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers.
 
-        `reorder` says for each row whose cache it continues, before the first chunk.
+        `reorder` says for each row whose cache it continues, before the first chunk. Servers that fail are replaced.
+        If the step raises or is cancelled, the session still holds what it held before, and goes on when servers are
+        back; but not after a step with a reorder, which some servers have carried out then and others have not.
 
         Raises:
-            ServerFailed: a server died, was silent, refused or cheated.
-            BadInput: more tokens than the session was opened for; it stays usable.
+            NoChainError: servers failed, and no others hold their blocks.
+            BadInput: more tokens than the session was opened for.
+            SwarmError: an earlier reorder was cut off.
         """
-        if self._failed is not None:
-            raise SwarmError(f"this session ended when a server failed ({self._failed}); open another")
+        if self._torn:
+            raise SwarmError("this session was cut off while its rows changed places; open another")
         tokens = sum(chunk.tokens for chunk in chunks)
         if self._position + tokens > self.spec.max_length:
             raise BadInput(
                 f"{self._position} tokens and {tokens} more pass the session's max_length of {self.spec.max_length}"
             )
-        # A step that is cut off in the middle leaves the servers at different positions.
-        self._failed = SwarmError("a step was cut off")
-        try:
-            if len(chunks) == 1:
-                out = [await self._relay(chunks[0], reorder)]
-            else:
-                out = await self._pipeline(chunks, reorder)
-        except Exception as error:
-            self._failed = error
-            raise
-        self._failed = None
-        self._position += tokens
+        inputs = []
+        position, first = self._position, tuple(reorder)
+        for chunk in chunks:
+            inputs.append(Input(position, first, chunk))
+            position, first = position + chunk.tokens, ()
+        self._torn = bool(reorder)
+        out = [await self._through(self._links, inputs[0])] if len(inputs) == 1 else await self._pipeline(inputs)
+        self._torn = False
+        self._position = position
         return out
 
-    async def _relay(self, chunk: Chunk, reorder: Sequence[int]) -> Chunk:
-        unchecked: tuple[_ServerSession, _Answer] | None = None
-        for server in self._servers:
-            sent = await server.send(chunk, self._position, reorder)
-            if unchecked is not None:
-                # While the next server computes: the check costs this client time, but not the token.
-                await unchecked[0].check(unchecked[1])
-            answer = await server.receive(sent)
-            chunk, unchecked = answer.chunk, (server, answer)
-        assert unchecked is not None
-        await unchecked[0].check(unchecked[1])
+    async def _through(self, links: list[_Link], step: Input) -> Chunk:
+        """Runs one step through `links`, replacing in that list whichever server fails."""
+        chunk, index = step.chunk, 0
+        while index < len(links):
+            link = links[index]
+            sent = replace(step, chunk=chunk)
+            try:
+                chunk = await link.server.exchange(chunk, step.position, step.reorder)
+            except ServerFailed as error:
+                links[index : index + 1] = await self._replacement(link, step.position, error)
+                continue
+            link.history.append(sent)
+            index += 1
         return chunk
 
-    async def _pipeline(self, chunks: Sequence[Chunk], reorder: Sequence[int]) -> list[Chunk]:
+    async def _pipeline(self, inputs: Sequence[Input]) -> list[Chunk]:
+        """Runs many steps at once, each server on another one."""
         out: list[Chunk] = []
+        stages = [[link] for link in self._links]
 
         async def stage(
-            server: _ServerSession,
-            source: trio.MemoryReceiveChannel[Chunk],
-            forward: Callable[[Chunk], object],
+            links: list[_Link],
+            source: trio.MemoryReceiveChannel[Input],
+            hand_on: Callable[[Input], object],
             done: Callable[[], object],
         ) -> None:
-            position, first = self._position, list(reorder)
-            async for chunk in source:
-                answer = await server.receive(await server.send(chunk, position, first))
-                await server.check(answer)
-                position, first = position + chunk.tokens, []
-                forward(answer.chunk)
+            async for step in source:
+                hand_on(replace(step, chunk=await self._through(links, step)))
             done()
 
-        with unwrapped(ServerFailed):
-            async with trio.open_nursery() as nursery:
-                # The number of chunks bounds every channel, so no stage waits for the next one's room.
-                send, receive = trio.open_memory_channel[Chunk](len(chunks))
-                for chunk in chunks:
-                    send.send_nowait(chunk)
-                send.close()
-                for server in self._servers[:-1]:
-                    send, following = trio.open_memory_channel[Chunk](len(chunks))
-                    nursery.start_soon(stage, server, receive, send.send_nowait, send.close)
-                    receive = following
-                nursery.start_soon(stage, self._servers[-1], receive, out.append, lambda: None)
+        try:
+            with unwrapped(NoChainError):
+                async with trio.open_nursery() as nursery:
+                    # The number of steps bounds every channel, so no stage waits for the next one's room.
+                    send, receive = trio.open_memory_channel[Input](len(inputs))
+                    for step in inputs:
+                        send.send_nowait(step)
+                    send.close()
+                    for links in stages[:-1]:
+                        send, following = trio.open_memory_channel[Input](len(inputs))
+                        nursery.start_soon(stage, links, receive, send.send_nowait, send.close)
+                        receive = following
+                    nursery.start_soon(
+                        stage, stages[-1], receive, lambda step: out.append(step.chunk), lambda: None
+                    )
+        finally:
+            # Also after a failure: servers that took another's place must be closed some day, and can be used again.
+            self._links = [link for links in stages for link in links]
         return out
 
+    # --- recovery
 
-@asynccontextmanager
-async def open_session(
-    swarm: Swarm, spec: SessionSpec, route: Sequence[Hop], addrs: dict[str, tuple[str, ...]], route_epoch: int = 1
-) -> AsyncIterator[ClientSession]:
-    """Opens `spec` on every server of `route`, all at once, and closes it on the way out.
+    async def _replacement(self, failed: _Link, position: int, error: ServerFailed) -> list[_Link]:
+        """Other servers for the blocks of `failed`, brought to `position`.
 
-    `addrs` holds known multiaddrs by peer id.
+        Raises:
+            NoChainError: nobody else holds them.
+        """
+        self._router.suspect(error.peer_id)
+        await _close([failed])
+        links = await self._open_chain(failed.server.hop.span, failed.history, position, because=error)
+        self.recoveries += 1
+        return links
 
-    Raises:
-        ServerFailed, ServerRefused: the first server that could not be had.
-    """
-    servers: dict[Hop, _ServerSession] = {}
+    async def _open_chain(
+        self, span: Span, history: History, position: int, because: ServerFailed | None = None
+    ) -> list[_Link]:
+        """Links for `span` that hold what `history` says, up to `position`.
 
-    async def open_one(hop: Hop) -> None:
+        Servers that refuse or cannot be reached are left out and the rest tried; when none is left, all are asked
+        again until the deadline, because servers come and go.
+        """
+        deadline = trio.current_time() + (RECOVERY_TIMEOUT if because is not None else 0.0)
+        refused: dict[str, ServerFailed] = {} if because is None else {because.peer_id: because}
+        spec = replace(self.spec, span=span)
+        fresh = False
+        while True:
+            try:
+                route = await self._router.route(spec, refused)
+            except NoChainError as error:
+                if not fresh:  # what this node has heard may be old
+                    fresh = True
+                    await self._router.refresh()
+                    continue
+                if not self._wait and trio.current_time() >= deadline:
+                    raise _with_refusals(error, refused) from None
+                await trio.sleep(RETRY_INTERVAL)
+                refused, fresh = {}, False
+                continue
+            links: list[_Link] = []
+            try:
+                await self._open_links(spec, route, links)
+                await self._replay(links, history, position)
+            except ServerFailed as error:
+                await _close(links)
+                refused[error.peer_id] = error
+                self._router.suspect(error.peer_id)
+            except BaseException:
+                await _close(links)
+                raise
+            else:
+                return links
+
+    async def _open_links(self, spec: SessionSpec, route: Sequence[Hop], links: list[_Link]) -> None:
+        """Opens a session at every server of `route`, side by side. `links` has those that must be closed."""
+        self._route_epoch += 1
+        opened: dict[Hop, _Link] = {}
+
+        async def open_one(hop: Hop) -> None:
+            stream = await self._router.connect(hop)
+            server = ServerSession(stream, hop, spec, self._router.peer_id, self._route_epoch)
+            opened[hop] = _Link(server)
+            await server.open()
+
         try:
-            stream = await swarm.new_stream(
-                hop.peer_id, INFERENCE, wire.InferenceFrame, addrs=addrs.get(hop.peer_id, ()), timeout=OPEN_TIMEOUT
-            )
-        except PeerError as error:
-            raise ServerFailed(
-                f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}", hop.peer_id
-            ) from error
-        servers[hop] = _ServerSession(stream, hop, spec, swarm.peer_id, route_epoch)
-        await servers[hop].open()
+            with unwrapped(ServerFailed):
+                async with trio.open_nursery() as nursery:
+                    for hop in route:
+                        nursery.start_soon(open_one, hop)
+        finally:
+            links.extend(opened[hop] for hop in route if hop in opened)
 
-    try:
-        with unwrapped(ServerFailed):
-            async with trio.open_nursery() as nursery:
-                for hop in route:
-                    nursery.start_soon(open_one, hop)
-        yield ClientSession(spec, [servers[hop] for hop in route])
-    finally:
-        async with trio.open_nursery() as nursery:
-            for server in servers.values():
-                nursery.start_soon(server.close)
+    async def _replay(self, links: Sequence[_Link], history: History, position: int) -> None:
+        """Rebuilds the caches of new servers from the inputs of the one that they replace."""
+        if not links:
+            return
+        for step in history.replay(position, min(link.server.max_step_tokens for link in links)):
+            for link in links:
+                chunk = await link.server.exchange(step.chunk, step.position, step.reorder)
+                link.history.append(step)
+                step = replace(step, chunk=chunk)
+
+
+async def _close(links: Sequence[_Link]) -> None:
+    async with trio.open_nursery() as nursery:
+        for link in links:
+            nursery.start_soon(link.server.close)
+
+
+def _with_refusals(error: NoChainError, refused: dict[str, ServerFailed]) -> NoChainError:
+    if not refused:
+        return error
+    return NoChainError(f"{error}. Tried: {'; '.join(str(each) for each in refused.values())}", error.missing)
 
 
 @contextmanager

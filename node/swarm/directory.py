@@ -323,7 +323,7 @@ class Directory:
     async def run(self) -> None:
         """Publishes, pulls and looks for strangers until it is cancelled."""
         async with trio.open_nursery() as nursery:
-            for part in (self._publish_forever, self._pull_forever, self._meet_forever):
+            for part in (self._publish_forever, self._pull_forever, self._put_forever, self._meet_forever):
                 nursery.start_soon(self._keep_up, part)
 
     async def _keep_up(self, part: Callable[[], Awaitable[None]]) -> None:
@@ -336,28 +336,32 @@ class Directory:
             await trio.sleep(_RESTART_PAUSE)
 
     async def _publish_forever(self) -> None:
-        table_due = 0.0
         told: Announcement | None = None
         async with trio.open_nursery() as nursery:
             while True:
                 changed = self._own_changed
                 if self._own is not None:
-                    record = self._sign()
-                    nursery.start_soon(self._push, record, _PUSH_PEERS if self._own is told else _PUSH_PEERS_NEWS)
+                    news = self._own is not told
+                    nursery.start_soon(self._push, self._sign(), _PUSH_PEERS_NEWS if news else _PUSH_PEERS)
                     told = self._own
-                    if trio.current_time() >= table_due:
-                        table_due = trio.current_time() + self._ttl / 3
-                        nursery.start_soon(self._publish_in_table, record)
                     await trio.sleep(_PUSH_PAUSE)
                 with trio.move_on_after(self._ttl / 3 * random.uniform(0.9, 1.0)):
                     await changed.wait()
 
-    async def _publish_in_table(self, record: SignedAnnouncement) -> None:
-        await self._put(record)
-        # About two servers of the swarm see to the list of models in every round.
-        servers = len(self.view.servers(now=time.time()))
-        if random.random() * servers <= 2:
-            await self._dht.put_models(self.view.records.values(), timeout=_TABLE_DEADLINE)
+    async def _put_forever(self) -> None:
+        """Keeps the own announcement, and now and then the list of models, in the table.
+
+        The directory is the quick way, and a swarm that starts has enough to do: the table can wait.
+        """
+        await trio.sleep(self._ttl * random.uniform(0.15, 0.35))
+        while True:
+            if self._own is not None and self._own_record is not None:
+                await self._put(self._own_record)
+                # About two servers of the swarm see to the list of models in every round.
+                servers = len(self.view.servers(now=time.time()))
+                if random.random() * servers <= 2:
+                    await self._dht.put_models(self.view.records.values(), timeout=_TABLE_DEADLINE)
+            await trio.sleep(self._ttl / 2 * random.uniform(0.9, 1.0))
 
     async def _pull_forever(self) -> None:
         pause = _FIRST_PULL
@@ -378,6 +382,8 @@ class Directory:
     async def _meet_forever(self) -> None:
         """Finds what no peer we know has told us of, through the table."""
         provided = -_PROVIDE_ROUND
+        if self.view.records or not self._bootstrap:  # only who knows nobody looks there at once
+            await trio.sleep(self._ttl * random.uniform(0.5, 1.5))
         while True:
             self._merge(
                 record
@@ -392,5 +398,5 @@ class Directory:
                 await self._try_pull(peer_id)
             if self._own is not None and trio.current_time() - provided >= _PROVIDE_ROUND:
                 provided = trio.current_time()
-                await self._dht.provide(hash(self._identity.peer_id) % SHARDS, timeout=_TABLE_DEADLINE)
+                await self._dht.provide(random.randrange(SHARDS), timeout=_TABLE_DEADLINE)
             await trio.sleep(_TABLE_ROUND * random.uniform(0.5, 1.0))

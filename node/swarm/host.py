@@ -95,6 +95,12 @@ class StreamBytes:
         except MuxedStreamError as error:
             raise ConnectionResetError(str(error)) from error
 
+    def write_nowait(self, data: bytes) -> bool:
+        try:
+            return bool(self._muxed.write_nowait(data))
+        except MuxedStreamError as error:
+            raise ConnectionResetError(str(error)) from error
+
     async def close(self) -> None:
         with trio.CancelScope(shield=True):
             self._muxed.discard()

@@ -161,9 +161,14 @@ class NoiseSession(BaseSession):
         self._outgoing_bytes += len(message)
         self._pump_wakes.unpark_all()
 
+    @property
+    def has_room(self) -> bool:
+        """Whether little enough is waiting for the socket."""
+        return self._outgoing_bytes < _OUT_LIMIT
+
     async def wait_room(self) -> None:
         """Returns at once unless much is waiting for the socket."""
-        while self._outgoing_bytes >= _OUT_LIMIT and not self._closed:
+        while not self.has_room and not self._closed:
             await self._room.park()
 
     @property

@@ -119,6 +119,22 @@ class MuxedStream(IMuxedStream):
             self.muxed_conn.put(_DATA, 0, self.stream_id, size, data[start : start + size])
             start += size
 
+    def write_nowait(self, data: bytes) -> bool:
+        """Writes all of `data` if neither the window nor the socket makes it wait, else nothing; says which.
+
+        Raises as `write` does.
+        """
+        if self.lost is not None:
+            raise MuxedStreamReset(self.lost)
+        if self.write_closed:
+            raise MuxedStreamClosed("the stream is closed for writing")
+        size = len(data)
+        if size > min(self.send_window, _MAX_DATA) or not self.muxed_conn.has_room:
+            return False
+        self.send_window -= size
+        self.muxed_conn.put(_DATA, 0, self.stream_id, size, data)
+        return True
+
     async def close(self) -> None:
         """Ends our direction; reading stays possible. Never waits."""
         if not self.write_closed:
@@ -256,6 +272,10 @@ class Muxer(IMuxedConn):
                 self.secured_conn.put(_HEADER.pack(0, kind, flags, stream_id, length) + data)
             except OSError as error:
                 self._lose(str(error))
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self.secured_conn.has_room)
 
     async def wait_room(self) -> None:
         await self.secured_conn.wait_room()

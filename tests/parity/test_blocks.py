@@ -153,7 +153,7 @@ def test_another_layer_or_position_would_be_noticed(tiny: Tiny) -> None:
         close(right.forward(hidden[:, 3:], gap), expected[:, 3:], 1e-2)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mixtral", "gemma3", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "mixtral", "gemma3", "gpt2", "deepseek_v3"])
 def test_bfloat16_spans_equal_the_whole_model(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     whole = Whole(folder, torch.bfloat16)

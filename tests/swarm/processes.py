@@ -17,8 +17,9 @@ from time import monotonic
 from typing import IO, Any, TypeVar
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-START_TIMEOUT = 50.0
-STOP_TIMEOUT = 15.0
+# Generous: they only end what would hang.
+START_TIMEOUT = 120.0
+STOP_TIMEOUT = 40.0
 _MEETING_POINT = Path(__file__).with_name("announcer.py")
 
 
@@ -59,7 +60,7 @@ class Outcome:
 
 
 def petalnode(
-    *arguments: str, env: Mapping[str, str], cwd: Path | None = None, given: str = "", timeout: float = 55
+    *arguments: str, env: Mapping[str, str], cwd: Path | None = None, given: str = "", timeout: float = 120
 ) -> Outcome:
     """Runs one command to its end, with `given` on its standard input."""
     done = subprocess.run(

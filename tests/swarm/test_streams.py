@@ -91,7 +91,7 @@ def test_hundreds_of_streams_share_a_connection(echo_node):
     trio.run(main)
 
 
-def test_a_killed_peer_ends_a_waiting_read_at_once(echo_node, record_property):
+def test_a_killed_peer_ends_a_waiting_read_at_once(echo_node):
     async def main() -> None:
         async with client(echo_node) as swarm:
             lost = swarm.watch_peer(echo_node.peer_id)
@@ -102,7 +102,7 @@ def test_a_killed_peer_ends_a_waiting_read_at_once(echo_node, record_property):
                 start = time.perf_counter()
                 with pytest.raises(StreamClosed):
                     await stream.receive(timeout=10)
-                record_property("seconds", time.perf_counter() - start)
+                print(f"seconds: {time.perf_counter() - start}")
                 with trio.fail_after(10):
                     await stream.wait_lost()
                     await lost.wait()
@@ -113,7 +113,7 @@ def test_a_killed_peer_ends_a_waiting_read_at_once(echo_node, record_property):
     trio.run(main)
 
 
-def test_a_frozen_peer_is_noticed_and_one_that_is_merely_slow_is_not(echo_node, record_property):
+def test_a_frozen_peer_is_noticed_and_one_that_is_merely_slow_is_not(echo_node):
     async def main() -> None:
         async with client(echo_node) as swarm:
             stream = await swarm.new_stream(echo_node.peer_id, ECHO, Frame, timeout=10)
@@ -130,7 +130,7 @@ def test_a_frozen_peer_is_noticed_and_one_that_is_merely_slow_is_not(echo_node, 
             # Without watching the connection, this would take 100 s and more.
             with pytest.raises(StreamClosed, match="no sign of life"):
                 await stream.receive(timeout=20)
-            record_property("seconds", time.perf_counter() - start)
+            print(f"seconds: {time.perf_counter() - start}")
             assert lost.is_set()
             echo_node.thaw()
             await echo_once(swarm, echo_node)

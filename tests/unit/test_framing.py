@@ -37,6 +37,9 @@ class MemoryEnd:
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise ConnectionResetError("reset") from error
 
+    def write_nowait(self, data: bytes) -> bool:
+        return False
+
     async def close(self) -> None:
         await self._stream.send_eof()
 

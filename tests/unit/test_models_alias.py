@@ -174,15 +174,12 @@ def test_the_indexes_are_those_this_machine_is_set_up_with(tmp_path: Path) -> No
     machine.write_text("[global]\nindex-url = http://machine/simple\nextra-index-url = http://x/1 http://x/2\n")
     own.write_text("[global]\nindex-url = http://own/simple\n")
     extras = ["http://x/1", "http://x/2"]
-    assert index_urls({}, []) == []
-    assert index_urls({}, [machine, tmp_path / "none.conf"]) == ["http://machine/simple", *extras]
-    assert index_urls({}, [machine, own]) == ["http://own/simple", *extras]
-    assert index_urls({"PIP_INDEX_URL": "http://here/simple"}, [machine]) == ["http://here/simple", *extras]
-    assert index_urls({"UV_DEFAULT_INDEX": "http://uv", "UV_INDEX": "mine=http://a http://b"}, []) == [
-        "http://uv",
-        "http://a",
-        "http://b",
-    ]
+    assert index_urls({}, []) == (None, [])
+    assert index_urls({}, [machine, tmp_path / "none.conf"]) == ("http://machine/simple", extras)
+    assert index_urls({}, [machine, own]) == ("http://own/simple", extras)
+    assert index_urls({"PIP_INDEX_URL": "http://here/simple"}, [machine]) == ("http://here/simple", extras)
+    uv = {"UV_DEFAULT_INDEX": "http://uv", "UV_INDEX": "mine=http://a http://b"}
+    assert index_urls(uv, []) == ("http://uv", ["http://a", "http://b"])
 
 
 def test_every_alias_is_pinned_by_a_whole_hash() -> None:

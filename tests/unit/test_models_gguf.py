@@ -174,6 +174,11 @@ def test_frequencies_scaled_in_an_unknown_way_are_refused(tmp_path: Path) -> Non
         resolve(write_tiny_gguf(tmp_path / "tiny.gguf", extra=extra))
 
 
+def test_weights_that_do_not_fit_their_architecture_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"down_proj\.weight' as \[64, 96\], where transformers reads \[64, 128\]"):
+        resolve(write_tiny_gguf(tmp_path / "tiny.gguf", said_feed_forward=128))
+
+
 def test_a_failed_import_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     extra = {"blk.0.surprise.weight": np.zeros(4, np.float32)}
     with pytest.raises(ModelError, match=r"blk\.0\.surprise\.weight"):

@@ -1,0 +1,108 @@
+"""What a client keeps of a session so that any of its servers may die: the inputs of one junction of the chain.
+
+The client's half of the dual attention caches of Petals (NeurIPS 2023, section 3.2, algorithm 1): replaying these
+inputs into another server rebuilds the cache that was lost. Pure data; nothing here waits or computes. Memory is
+tokens x hidden size x bytes per value, for each server of the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ...protocols.wire_pb2 import Tensor
+from .server_session import Chunk
+
+REPLAY_TOKENS: Final = 512
+"""Rows times positions of one step of a replay."""
+_MERGED_CODECS: Final = frozenset({"none", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True)
+class Input:
+    """One step as it was sent: roll back to `position`, let each row continue row `reorder[row]`, then take `chunk`."""
+
+    position: int
+    reorder: tuple[int, ...]
+    chunk: Chunk
+
+    @property
+    def end(self) -> int:
+        return self.position + self.chunk.tokens
+
+
+class History:
+    """The inputs that make a server's present cache, in order."""
+
+    def __init__(self, inputs: Sequence[Input] = ()) -> None:
+        self._inputs = list(inputs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of hidden states that are kept."""
+        return sum(len(each.chunk.payload) for each in self._inputs)
+
+    def append(self, step: Input) -> None:
+        """Adds a step, and forgets those that its rollback made void.
+
+        A reorder of a step that is forgotten still moved the tokens before it: it is folded into this one, which is
+        exact because choosing rows and cutting them off commute.
+        """
+        reorder = step.reorder
+        while self._inputs and self._inputs[-1].position >= step.position:
+            reorder = _composed(self._inputs.pop().reorder, reorder)
+        self._inputs.append(Input(step.position, reorder, step.chunk))
+
+    def replay(self, position: int, max_tokens: int) -> list[Input]:
+        """Steps that rebuild a cache of `position` tokens (the last may go beyond: the next step rolls back).
+
+        Neighbouring steps are merged into ones of up to `REPLAY_TOKENS`, and up to `max_tokens` positions.
+        """
+        merged: list[list[Input]] = []
+        for each in self._inputs:
+            if each.position >= position:
+                break
+            if merged and _may_follow(merged[-1], each, max_tokens):
+                merged[-1].append(each)
+            else:
+                merged.append([each])
+        return [_merge(group) for group in merged]
+
+
+def _composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
+    """The reorder that does what `first` and then `then` do."""
+    if not first or not then:
+        return first or then
+    return tuple(first[row] for row in then)
+
+
+def _may_follow(group: list[Input], step: Input, max_tokens: int) -> bool:
+    rows = step.chunk.tensor.shape[0]
+    tokens = step.end - group[0].position
+    return (
+        not step.reorder
+        and step.position == group[-1].end
+        and step.chunk.tensor.codec in _MERGED_CODECS
+        and tokens <= max_tokens
+        and tokens * rows <= REPLAY_TOKENS
+    )
+
+
+def _merge(group: list[Input]) -> Input:
+    if len(group) == 1:
+        return group[0]
+    first = group[0].chunk.tensor
+    rows = first.shape[0]
+    parts = []
+    # Row by row: a chunk holds all tokens of its first row, then of its second.
+    for row in range(rows):
+        for each in group:
+            size = len(each.chunk.payload) // rows
+            parts.append(each.chunk.payload[row * size : (row + 1) * size])
+    payload = b"".join(parts)
+    tokens = sum(each.chunk.tokens for each in group)
+    tensor = Tensor(
+        shape=[rows, tokens, first.shape[2]], dtype=first.dtype, codec=first.codec, nbytes=len(payload)
+    )
+    return Input(group[0].position, group[0].reorder, Chunk(tensor, payload))

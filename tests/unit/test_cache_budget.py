@@ -1,0 +1,146 @@
+"""The budget under trio's own clock: what would take minutes takes none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import trio
+import trio.testing
+
+from petalnode.node.server.cache_budget import CacheBudget, CacheFull
+
+
+def run(main: Callable[[], object]) -> None:
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))  # type: ignore[arg-type]
+
+
+def test_what_is_free_is_taken_at_once() -> None:
+    async def main() -> None:
+        budget, begun = CacheBudget(100), trio.current_time()
+        await budget.acquire(60, 0)
+        await budget.acquire(40, 0)
+        assert budget.free == 0
+        budget.release(60)
+        assert budget.free == 60 and trio.current_time() == begun
+
+    run(main)
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    async def main() -> None:
+        begun = trio.current_time()
+        with pytest.raises(CacheFull, match="has 100 in all"):
+            await CacheBudget(100).acquire(101, 60)
+        assert trio.current_time() == begun
+
+    run(main)
+
+
+def test_who_waits_too_long_is_refused_and_leaves_no_trace() -> None:
+    async def main() -> None:
+        budget = CacheBudget(100)
+        await budget.acquire(70, 0)
+        begun = trio.current_time()
+        with pytest.raises(CacheFull, match="30 of 100 are free"):
+            await budget.acquire(31, 12)
+        assert trio.current_time() - begun == pytest.approx(12)
+        assert budget.free == 30 and budget.waiting == 0
+        await budget.acquire(30, 0)
+
+    run(main)
+
+
+def test_first_come_first_served_also_for_large_ones() -> None:
+    async def main() -> None:
+        budget = CacheBudget(100)
+        await budget.acquire(90, 0)
+        granted: list[str] = []
+
+        async def ask(name: str, tokens: int) -> None:
+            await budget.acquire(tokens, 1000)
+            granted.append(name)
+
+        async with trio.open_nursery() as nursery:
+            for name, tokens in (("large", 95), ("small", 6), ("other", 3)):
+                nursery.start_soon(ask, name, tokens)
+                await trio.testing.wait_all_tasks_blocked()
+            assert granted == [] and budget.waiting == 3  # 10 are free, but the large one was first
+            budget.release(90)
+            await trio.testing.wait_all_tasks_blocked()
+            assert granted == ["large"] and budget.free == 5  # the other one would fit, but the small one was before
+            budget.release(95)
+        assert sorted(granted) == ["large", "other", "small"]
+        assert budget.free == 100 - 6 - 3
+
+    run(main)
+
+
+def test_who_gives_up_makes_way_for_the_next() -> None:
+    async def main() -> None:
+        budget = CacheBudget(100)
+        await budget.acquire(50, 0)
+        granted = trio.Event()
+
+        async def small() -> None:
+            await budget.acquire(50, 1000)
+            granted.set()
+
+        async with trio.open_nursery() as nursery:
+            with trio.move_on_after(5):
+                nursery.start_soon(small_after, small, nursery)
+                await budget.acquire(80, 1000)
+            with trio.fail_after(1):
+                await granted.wait()
+        assert budget.free == 0 and budget.waiting == 0
+
+    async def small_after(small: Callable[[], object], nursery: trio.Nursery) -> None:
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(small)  # type: ignore[arg-type]
+
+    run(main)
+
+
+def test_a_grant_in_the_instant_of_the_cancellation_is_given_back() -> None:
+    async def main() -> None:
+        budget = CacheBudget(10)
+        await budget.acquire(10, 0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(budget.acquire, 10, 1000)
+            await trio.testing.wait_all_tasks_blocked()
+            budget.release(10)  # granted, but the task has not run yet
+            nursery.cancel_scope.cancel()
+        assert budget.free in (0, 10)
+        if budget.free == 0:  # the grant was taken before the cancellation was seen
+            budget.release(10)
+        assert budget.free == 10 and budget.waiting == 0
+
+    run(main)
+
+
+def test_any_order_of_taking_waiting_and_leaving_adds_up() -> None:
+    async def main() -> None:
+        budget = CacheBudget(64)
+        peak = 0
+
+        async def client(index: int) -> None:
+            nonlocal peak
+            tokens = 1 + index * 7 % 64
+            await trio.sleep(index * 5 % 17)
+            with trio.move_on_after(3 + index % 50):
+                try:
+                    await budget.acquire(tokens, 2 + index % 30)
+                except CacheFull:
+                    return
+                peak = max(peak, 64 - budget.free)
+                try:
+                    await trio.sleep(1 + index % 9)
+                finally:
+                    budget.release(tokens)
+
+        async with trio.open_nursery() as nursery:
+            for index in range(200):
+                nursery.start_soon(client, index)
+        assert budget.free == 64 and budget.waiting == 0 and 0 < peak <= 64
+
+    run(main)

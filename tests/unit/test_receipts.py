@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+
+import pytest
+
+from petalnode.crypto.identity import Identity
+from petalnode.crypto.receipts import NO_RECEIPT, Receipt, request_hash
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import PROTOCOL_VERSION
+from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire
+
+SERVER = Identity.from_seed(bytes(range(32)))
+CLIENT = Identity.from_seed(bytes(range(1, 33)))
+OTHER = Identity.from_seed(bytes(range(2, 34)))
+
+RECEIPT = Receipt(
+    protocol_version=PROTOCOL_VERSION,
+    model_version=b"m" * 32,
+    span=(3, 9),
+    dtype="bfloat16",
+    quantisation="none",
+    client=CLIENT.peer_id,
+    nonce=b"n" * 16,
+    session_epoch=b"e" * 16,
+    sequence=7,
+    request_hash=b"q" * 32,
+    reply_hash=b"r" * 32,
+    previous_receipt=NO_RECEIPT,
+    upstream_receipt=b"",
+    time_ms=1_700_000_000_000,
+).signed(SERVER)
+
+CHANGED: dict[str, object] = {
+    "protocol_version": 2,
+    "model_version": b"n" * 32,
+    "span": (3, 10),
+    "dtype": "float32",
+    "quantisation": "int8",
+    "client": OTHER.peer_id,
+    "nonce": b"o" * 16,
+    "session_epoch": b"f" * 16,
+    "sequence": 8,
+    "request_hash": b"p" * 32,
+    "reply_hash": b"s" * 32,
+    "previous_receipt": b"p" * 32,
+    "upstream_receipt": b"u" * 32,
+    "time_ms": 1_700_000_000_001,
+}
+
+
+def test_every_field_is_tried() -> None:
+    assert set(CHANGED) | {"signature"} == {field.name for field in fields(Receipt)}
+
+
+def test_the_signature_is_the_server_s() -> None:
+    assert RECEIPT.is_signed_by(SERVER.peer_id)
+    assert not RECEIPT.is_signed_by(CLIENT.peer_id)
+    assert not replace(RECEIPT, signature=b"").is_signed_by(SERVER.peer_id)
+    assert not replace(RECEIPT, signature=bytes(64)).is_signed_by(SERVER.peer_id)
+    assert not RECEIPT.is_signed_by("not a peer id")
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_the_signature_covers(name: str) -> None:
+    changed = replace(RECEIPT, **{name: CHANGED[name]})  # type: ignore[arg-type]
+    assert not changed.is_signed_by(SERVER.peer_id)
+    assert changed.hash() != RECEIPT.hash()
+
+
+def test_fields_do_not_flow_into_each_other() -> None:
+    moved = replace(RECEIPT, nonce=b"n" * 15, session_epoch=b"n" + b"e" * 16)
+    assert moved.canonical_bytes() != RECEIPT.canonical_bytes()
+
+
+def test_the_hash_covers_the_signature() -> None:
+    assert RECEIPT.signed(SERVER).hash() == RECEIPT.hash()
+    assert RECEIPT.signed(OTHER).hash() != RECEIPT.hash()
+
+
+def test_a_receipt_survives_the_wire() -> None:
+    data = receipt_to_wire(RECEIPT).SerializeToString()
+    back = receipt_from_wire(wire.Receipt.FromString(data))
+    assert back == RECEIPT and back.is_signed_by(SERVER.peer_id) and back.hash() == RECEIPT.hash()
+
+
+@pytest.mark.parametrize("client", [b"", b"\x00", os.urandom(38)])
+def test_a_client_that_is_no_peer_is_refused(client: bytes) -> None:
+    message = receipt_to_wire(RECEIPT)
+    message.client = client
+    with pytest.raises(ValueError, match=r".+"):
+        receipt_from_wire(message)
+
+
+REQUEST: dict[str, object] = {
+    "sequence": 1,
+    "position": 2,
+    "reorder": (1, 0),
+    "route_epoch": 3,
+    "shape": (2, 5, 64),
+    "dtype": "float32",
+    "codec": "none",
+    "payload_hash": b"p" * 32,
+    "upstream_receipt": b"",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sequence", 2), ("position", 1), ("reorder", ()), ("reorder", (0, 1)), ("route_epoch", 4), ("shape", (5, 2, 64)),
+        ("dtype", "float16"), ("codec", "float16"), ("payload_hash", b"q" * 32), ("upstream_receipt", b"u" * 32),
+    ],
+)  # fmt: skip
+def test_the_request_hash_covers(name: str, value: object) -> None:
+    assert request_hash(**REQUEST | {name: value}) != request_hash(**REQUEST)  # type: ignore[arg-type]
