@@ -89,10 +89,12 @@ def request_hash(
     codec: str,
     payload_hash: bytes,
     upstream_receipt: bytes,
+    targets: tuple[tuple[bytes, bytes, int], ...],
 ) -> bytes:
     """Hash of a whole step request, header and payload, in canonical form.
 
-    `payload_hash` is the SHA-256 of the tensor's bytes as they stood on the wire.
+    `payload_hash` is the SHA-256 of the tensor's bytes as they stood on the wire; `targets` are (peer id, nonce,
+    sequence) of the servers that the output is to be pushed through.
     """
     return digest(
         REQUEST_DOMAIN,
@@ -105,4 +107,5 @@ def request_hash(
         codec,
         payload_hash,
         upstream_receipt,
+        targets,
     )

@@ -21,9 +21,7 @@ MAX_PAGES: Final = 32  # that one asks of one peer
 MAX_PING: Final = 64  # bytes
 
 
-def records_page(
-    records: Iterable[SignedAnnouncement], *, after: bytes = b"", limit: int = 0
-) -> wire.DirectoryFrame:
+def records_page(records: Iterable[SignedAnnouncement], *, after: bytes = b"", limit: int = 0) -> wire.DirectoryFrame:
     """A reply with the records whose peer id lies behind `after`, as many as fit."""
     page = wire.DirectoryRecords()
     size = 0

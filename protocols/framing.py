@@ -48,7 +48,7 @@ F = TypeVar("F", bound=Message)
 
 
 class RawStream(Protocol):
-    """The bytes under a `MessageStream`; `node/swarm/yamux.py` has the real one."""
+    """The bytes under a `MessageStream`; `node/swarm/muxed_stream.py` has the real one."""
 
     async def read(self, n: int) -> bytes:
         """1 to `n` bytes, or none at the end. May be cancelled without loss. Raises OSError when reset."""

@@ -7,6 +7,7 @@ from typing import Final
 
 PROTOCOL_VERSION: Final = 1
 INFERENCE: Final = "/petalnode/inference/1"
+PUSH: Final = "/petalnode/push/1"
 DIRECTORY: Final = "/petalnode/directory/1"
 MANIFEST: Final = "/petalnode/manifest/1"
 

@@ -8,11 +8,16 @@
     ...
     Close ->
 
-- `sequence` counts requests, 1, 2, 3, ...; it never goes back. A repeated one gets the cached reply and is never
-  computed again, because a recomputation in another batch differs in the last bits.
+- `sequence` grows from request to request. A repeated one gets the cached reply and is never computed again, because
+  a recomputation in another batch differs in the last bits.
 - `position` is the number of tokens that each row holds before the step; less than the server holds means: roll back
   to it first. `reorder` then says for each row whose cache it continues (beam search).
 - At most `Granted.credits` steps may be in flight.
+- A step that names `targets` has its output pushed to the first of them over `/petalnode/push/1`, beside the reply to
+  the client (server-to-server communication of Petals, ACL demo 2023, section 3.2). `Reply.handed_on` says whether that
+  was done: if not, or if the next server stays silent, the client sends the same step itself; whichever comes first
+  counts, and the other is a repeated one.
+- `route_epoch` grows when the client changes the chain; a step or push of an older one than was seen is dropped.
 - After an Error in answer to a Step the session is closed, except that ERROR_TOO_LONG leaves it as it was.
 """
 
@@ -125,6 +130,22 @@ def hash_of_step(step: wire.Step, tensor: wire.Tensor, payload_hash: bytes) -> b
         codec=tensor.codec,
         payload_hash=payload_hash,
         upstream_receipt=step.previous_receipt,
+        targets=tuple((target.peer_id, target.nonce, target.sequence) for target in step.targets),
+    )
+
+
+def pushed_step(step: wire.Step, receipt_hash: bytes) -> wire.Step:
+    """The step that the first target of `step` gets with the output, whose receipt has this hash.
+
+    The pushing server and the client both make it, so that the client knows what the next server was asked.
+    """
+    return wire.Step(
+        sequence=step.targets[0].sequence,
+        position=step.position,
+        reorder=step.reorder,
+        route_epoch=step.route_epoch,
+        previous_receipt=receipt_hash,
+        targets=step.targets[1:],
     )
 
 

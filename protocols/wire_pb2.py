@@ -4,70 +4,83 @@
 # source: wire.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 6, 31, 1, "", "wire.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'wire.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\nwire.proto\x12\x0cpetalnode.v1""\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r"E\n\x06Tensor\x12\r\n\x05shape\x18\x01 \x03(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\x0e\n\x06nbytes\x18\x04 \x01(\x04"?\n\x05\x45rror\x12%\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x17.petalnode.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t",\n\x03Rtt\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\x14\n\x0cmicroseconds\x18\x02 \x01(\r"\xfc\x03\n\x0c\x41nnouncement\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x12\n\nexpires_ms\x18\x03 \x01(\x04\x12\x15\n\rmodel_version\x18\x04 \x01(\x0c\x12\x12\n\nmodel_name\x18\x05 \x01(\t\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12 \n\x04span\x18\x07 \x01(\x0b\x32\x12.petalnode.v1.Span\x12(\n\x05state\x18\x08 \x01(\x0e\x32\x19.petalnode.v1.ServerState\x12\x0f\n\x07step_us\x18\t \x01(\r\x12!\n\x19\x66orward_tokens_per_second\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x14\n\x0cquantisation\x18\x0c \x01(\t\x12\x19\n\x11\x63\x61\x63he_tokens_free\x18\r \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_tokens\x18\x0e \x01(\x04\x12\x13\n\x0bqueue_depth\x18\x0f \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x10 \x03(\t\x12\r\n\x05\x61\x64\x64rs\x18\x11 \x03(\x0c\x12\x1f\n\x04rtts\x18\x12 \x03(\x0b\x32\x11.petalnode.v1.Rtt\x12\x18\n\x10software_version\x18\x13 \x01(\t\x12\x13\n\x0bpublic_name\x18\x14 \x01(\t\x12\x1a\n\x12max_session_length\x18\x15 \x01(\r"=\n\x12SignedAnnouncement\x12\x14\n\x0c\x61nnouncement\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c"E\n\x0e\x44irectoryQuery\x12\x15\n\rmodel_version\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x0c"X\n\x10\x44irectoryRecords\x12\x31\n\x07records\x18\x01 \x03(\x0b\x32 .petalnode.v1.SignedAnnouncement\x12\x11\n\ttruncated\x18\x02 \x01(\x08"\x17\n\x04Ping\x12\x0f\n\x07payload\x18\x01 \x01(\x0c"\xa0\x02\n\x0e\x44irectoryFrame\x12-\n\x05query\x18\x01 \x01(\x0b\x32\x1c.petalnode.v1.DirectoryQueryH\x00\x12\x31\n\x07records\x18\x02 \x01(\x0b\x32\x1e.petalnode.v1.DirectoryRecordsH\x00\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.petalnode.v1.ErrorH\x00\x12"\n\x04ping\x18\x04 \x01(\x0b\x32\x12.petalnode.v1.PingH\x00\x12\x33\n\x07publish\x18\x05 \x01(\x0b\x32 .petalnode.v1.SignedAnnouncementH\x00\x12%\n\x07tensors\x18\x0f \x03(\x0b\x32\x14.petalnode.v1.TensorB\x06\n\x04\x62ody"&\n\rManifestQuery\x12\x15\n\rmodel_version\x18\x01 \x01(\x0c"L\n\x08Manifest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\x0c\x12\x12\n\nembeddings\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x0c\x12\x0c\n\x04head\x18\x04 \x01(\x0c"\xbe\x01\n\rManifestFrame\x12,\n\x05query\x18\x01 \x01(\x0b\x32\x1b.petalnode.v1.ManifestQueryH\x00\x12*\n\x08manifest\x18\x02 \x01(\x0b\x32\x16.petalnode.v1.ManifestH\x00\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.petalnode.v1.ErrorH\x00\x12%\n\x07tensors\x18\x0f \x03(\x0b\x32\x14.petalnode.v1.TensorB\x06\n\x04\x62ody"\xa7\x02\n\x04Open\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rmodel_version\x18\x02 \x01(\x0c\x12 \n\x04span\x18\x03 \x01(\x0b\x32\x12.petalnode.v1.Span\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\r\n\x05\x62\x61tch\x18\x05 \x01(\r\x12\x14\n\x0cleft_padding\x18\x06 \x03(\r\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\r\n\x05nonce\x18\t \x01(\x0c\x12\x13\n\x0broute_epoch\x18\n \x01(\x04\x12\x10\n\x08upstream\x18\x0b \x01(\x0c\x12\x12\n\ndownstream\x18\x0c \x01(\x0c\x12\x0f\n\x07wait_ms\x18\r \x01(\r\x12\x18\n\x10\x61\x63tivation_dtype\x18\x0e \x01(\t"\x94\x01\n\x07Granted\x12\x15\n\rsession_epoch\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_tokens\x18\x02 \x01(\x04\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0cquantisation\x18\x05 \x01(\t\x12\x0f\n\x07\x63redits\x18\x06 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x07 \x01(\r"j\n\x04Step\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0f\n\x07reorder\x18\x03 \x03(\r\x12\x13\n\x0broute_epoch\x18\x04 \x01(\x04\x12\x18\n\x10previous_receipt\x18\x05 \x01(\x0c"\xcb\x02\n\x07Receipt\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rmodel_version\x18\x02 \x01(\x0c\x12 \n\x04span\x18\x03 \x01(\x0b\x32\x12.petalnode.v1.Span\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0cquantisation\x18\x05 \x01(\t\x12\x0e\n\x06\x63lient\x18\x06 \x01(\x0c\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x12\x15\n\rsession_epoch\x18\x08 \x01(\x0c\x12\x10\n\x08sequence\x18\t \x01(\x04\x12\x14\n\x0crequest_hash\x18\n \x01(\x0c\x12\x12\n\nreply_hash\x18\x0b \x01(\x0c\x12\x18\n\x10previous_receipt\x18\x0c \x01(\x0c\x12\x18\n\x10upstream_receipt\x18\r \x01(\x0c\x12\x0f\n\x07time_ms\x18\x0e \x01(\x04\x12\x11\n\tsignature\x18\x0f \x01(\x0c"y\n\x05Reply\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12&\n\x07receipt\x18\x03 \x01(\x0b\x32\x15.petalnode.v1.Receipt\x12\x10\n\x08queue_us\x18\x04 \x01(\r\x12\x12\n\ncompute_us\x18\x05 \x01(\r"\x07\n\x05\x43lose"\xa3\x02\n\x0eInferenceFrame\x12"\n\x04open\x18\x01 \x01(\x0b\x32\x12.petalnode.v1.OpenH\x00\x12(\n\x07granted\x18\x02 \x01(\x0b\x32\x15.petalnode.v1.GrantedH\x00\x12"\n\x04step\x18\x03 \x01(\x0b\x32\x12.petalnode.v1.StepH\x00\x12$\n\x05reply\x18\x04 \x01(\x0b\x32\x13.petalnode.v1.ReplyH\x00\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x13.petalnode.v1.ErrorH\x00\x12$\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x13.petalnode.v1.CloseH\x00\x12%\n\x07tensors\x18\x0f \x03(\x0b\x32\x14.petalnode.v1.TensorB\x06\n\x04\x62ody*\xfb\x01\n\tErrorCode\x12\x15\n\x11\x45RROR_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45RROR_BAD_REQUEST\x10\x01\x12\x17\n\x13\x45RROR_UNKNOWN_MODEL\x10\x02\x12\x19\n\x15\x45RROR_SPAN_NOT_HOSTED\x10\x03\x12\x14\n\x10\x45RROR_CACHE_FULL\x10\x04\x12\x12\n\x0e\x45RROR_TOO_LONG\x10\x05\x12\x15\n\x11\x45RROR_UNSUPPORTED\x10\x06\x12\x0e\n\nERROR_BUSY\x10\x07\x12\x12\n\x0e\x45RROR_DRAINING\x10\x08\x12\x12\n\x0e\x45RROR_INTERNAL\x10\t\x12\x13\n\x0f\x45RROR_NOT_FOUND\x10\n*p\n\x0bServerState\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_JOINING\x10\x01\x12\x10\n\x0cSTATE_ONLINE\x10\x02\x12\x12\n\x0eSTATE_DRAINING\x10\x03\x12\x11\n\rSTATE_OFFLINE\x10\x04\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\nwire.proto\x12\x0cpetalnode.v1\"\"\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"E\n\x06Tensor\x12\r\n\x05shape\x18\x01 \x03(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\x0e\n\x06nbytes\x18\x04 \x01(\x04\"?\n\x05\x45rror\x12%\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x17.petalnode.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\",\n\x03Rtt\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\x14\n\x0cmicroseconds\x18\x02 \x01(\r\"\xfc\x03\n\x0c\x41nnouncement\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x12\n\nexpires_ms\x18\x03 \x01(\x04\x12\x15\n\rmodel_version\x18\x04 \x01(\x0c\x12\x12\n\nmodel_name\x18\x05 \x01(\t\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12 \n\x04span\x18\x07 \x01(\x0b\x32\x12.petalnode.v1.Span\x12(\n\x05state\x18\x08 \x01(\x0e\x32\x19.petalnode.v1.ServerState\x12\x0f\n\x07step_us\x18\t \x01(\r\x12!\n\x19\x66orward_tokens_per_second\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x14\n\x0cquantisation\x18\x0c \x01(\t\x12\x19\n\x11\x63\x61\x63he_tokens_free\x18\r \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_tokens\x18\x0e \x01(\x04\x12\x13\n\x0bqueue_depth\x18\x0f \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x10 \x03(\t\x12\r\n\x05\x61\x64\x64rs\x18\x11 \x03(\x0c\x12\x1f\n\x04rtts\x18\x12 \x03(\x0b\x32\x11.petalnode.v1.Rtt\x12\x18\n\x10software_version\x18\x13 \x01(\t\x12\x13\n\x0bpublic_name\x18\x14 \x01(\t\x12\x1a\n\x12max_session_length\x18\x15 \x01(\r\"=\n\x12SignedAnnouncement\x12\x14\n\x0c\x61nnouncement\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"E\n\x0e\x44irectoryQuery\x12\x15\n\rmodel_version\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\x0c\"X\n\x10\x44irectoryRecords\x12\x31\n\x07records\x18\x01 \x03(\x0b\x32 .petalnode.v1.SignedAnnouncement\x12\x11\n\ttruncated\x18\x02 \x01(\x08\"\x17\n\x04Ping\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"\xa0\x02\n\x0e\x44irectoryFrame\x12-\n\x05query\x18\x01 \x01(\x0b\x32\x1c.petalnode.v1.DirectoryQueryH\x00\x12\x31\n\x07records\x18\x02 \x01(\x0b\x32\x1e.petalnode.v1.DirectoryRecordsH\x00\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.petalnode.v1.ErrorH\x00\x12\"\n\x04ping\x18\x04 \x01(\x0b\x32\x12.petalnode.v1.PingH\x00\x12\x33\n\x07publish\x18\x05 \x01(\x0b\x32 .petalnode.v1.SignedAnnouncementH\x00\x12%\n\x07tensors\x18\x0f \x03(\x0b\x32\x14.petalnode.v1.TensorB\x06\n\x04\x62ody\"&\n\rManifestQuery\x12\x15\n\rmodel_version\x18\x01 \x01(\x0c\"L\n\x08Manifest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\x0c\x12\x12\n\nembeddings\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x03 \x03(\x0c\x12\x0c\n\x04head\x18\x04 \x01(\x0c\"\xbe\x01\n\rManifestFrame\x12,\n\x05query\x18\x01 \x01(\x0b\x32\x1b.petalnode.v1.ManifestQueryH\x00\x12*\n\x08manifest\x18\x02 \x01(\x0b\x32\x16.petalnode.v1.ManifestH\x00\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.petalnode.v1.ErrorH\x00\x12%\n\x07tensors\x18\x0f \x03(\x0b\x32\x14.petalnode.v1.TensorB\x06\n\x04\x62ody\"\xb8\x02\n\x04Open\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rmodel_version\x18\x02 \x01(\x0c\x12 \n\x04span\x18\x03 \x01(\x0b\x32\x12.petalnode.v1.Span\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\r\n\x05\x62\x61tch\x18\x05 \x01(\r\x12\x14\n\x0cleft_padding\x18\x06 \x03(\r\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\r\n\x05nonce\x18\t \x01(\x0c\x12\x13\n\x0broute_epoch\x18\n \x01(\x04\x12\x10\n\x08upstream\x18\x0b \x01(\x0c\x12\x12\n\ndownstream\x18\x0c \x01(\x0c\x12\x0f\n\x07wait_ms\x18\r \x01(\r\x12\x18\n\x10\x61\x63tivation_dtype\x18\x0e \x01(\t\x12\x0f\n\x07keep_ms\x18\x0f \x01(\r\".\n\x06Resume\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12\x15\n\rsession_epoch\x18\x02 \x01(\x0c\"\xdf\x01\n\x07Granted\x12\x15\n\rsession_epoch\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_tokens\x18\x02 \x01(\x04\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0cquantisation\x18\x05 \x01(\t\x12\x0f\n\x07\x63redits\x18\x06 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x07 \x01(\r\x12\x0f\n\x07keep_ms\x18\x08 \x01(\r\x12\x10\n\x08position\x18\t \x01(\x04\x12\x10\n\x08sequence\x18\n \x01(\x04\x12\x14\n\x0clast_receipt\x18\x0b \x01(\x0c\">\n\nPushTarget\x12\x0f\n\x07peer_id\x18\x01 \x01(\x0c\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"\x95\x01\n\x04Step\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0f\n\x07reorder\x18\x03 \x03(\r\x12\x13\n\x0broute_epoch\x18\x04 \x01(\x04\x12\x18\n\x10previous_receipt\x18\x05 \x01(\x0c\x12)\n\x07targets\x18\x06 \x03(\x0b\x32\x18.petalnode.v1.PushTarget\"\xcb\x02\n\x07Receipt\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rmodel_version\x18\x02 \x01(\x0c\x12 \n\x04span\x18\x03 \x01(\x0b\x32\x12.petalnode.v1.Span\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0cquantisation\x18\x05 \x01(\t\x12\x0e\n\x06\x63lient\x18\x06 \x01(\x0c\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x12\x15\n\rsession_epoch\x18\x08 \x01(\x0c\x12\x10\n\x08sequence\x18\t \x01(\x04\x12\x14\n\x0crequest_hash\x18\n \x01(\x0c\x12\x12\n\nreply_hash\x18\x0b \x01(\x0c\x12\x18\n\x10previous_receipt\x18\x0c \x01(\x0c\x12\x18\n\x10upstream_receipt\x18\r \x01(\x0c\x12\x0f\n\x07time_ms\x18\x0e \x01(\x04\x12\x11\n\tsignature\x18\x0f \x01(\x0c\"\xae\x01\n\x05Reply\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12&\n\x07receipt\x18\x03 \x01(\x0b\x32\x15.petalnode.v1.Receipt\x12\x10\n\x08queue_us\x18\x04 \x01(\r\x12\x12\n\ncompute_us\x18\x05 \x01(\r\x12\x0e\n\x06pushed\x18\x06 \x01(\x08\x12\x11\n\thanded_on\x18\x07 \x01(\x08\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\"\x07\n\x05\x43lose\"\xcb\x02\n\x0eInferenceFrame\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.petalnode.v1.OpenH\x00\x12(\n\x07granted\x18\x02 \x01(\x0b\x32\x15.petalnode.v1.GrantedH\x00\x12\"\n\x04step\x18\x03 \x01(\x0b\x32\x12.petalnode.v1.StepH\x00\x12$\n\x05reply\x18\x04 \x01(\x0b\x32\x13.petalnode.v1.ReplyH\x00\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x13.petalnode.v1.ErrorH\x00\x12$\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x13.petalnode.v1.CloseH\x00\x12&\n\x06resume\x18\x07 \x01(\x0b\x32\x14.petalnode.v1.ResumeH\x00\x12%\n\x07tensors\x18\x0f \x03(\x0b\x32\x14.petalnode.v1.TensorB\x06\n\x04\x62ody\"o\n\x04Push\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x0c\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12 \n\x04step\x18\x03 \x01(\x0b\x32\x12.petalnode.v1.Step\x12&\n\x07receipt\x18\x04 \x01(\x0b\x32\x15.petalnode.v1.Receipt\"\x84\x01\n\tPushFrame\x12\"\n\x04push\x18\x01 \x01(\x0b\x32\x12.petalnode.v1.PushH\x00\x12$\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.petalnode.v1.ErrorH\x00\x12%\n\x07tensors\x18\x0f \x03(\x0b\x32\x14.petalnode.v1.TensorB\x06\n\x04\x62ody*\xfb\x01\n\tErrorCode\x12\x15\n\x11\x45RROR_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45RROR_BAD_REQUEST\x10\x01\x12\x17\n\x13\x45RROR_UNKNOWN_MODEL\x10\x02\x12\x19\n\x15\x45RROR_SPAN_NOT_HOSTED\x10\x03\x12\x14\n\x10\x45RROR_CACHE_FULL\x10\x04\x12\x12\n\x0e\x45RROR_TOO_LONG\x10\x05\x12\x15\n\x11\x45RROR_UNSUPPORTED\x10\x06\x12\x0e\n\nERROR_BUSY\x10\x07\x12\x12\n\x0e\x45RROR_DRAINING\x10\x08\x12\x12\n\x0e\x45RROR_INTERNAL\x10\t\x12\x13\n\x0f\x45RROR_NOT_FOUND\x10\n*p\n\x0bServerState\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_JOINING\x10\x01\x12\x10\n\x0cSTATE_ONLINE\x10\x02\x12\x12\n\x0eSTATE_DRAINING\x10\x03\x12\x11\n\rSTATE_OFFLINE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "wire_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'wire_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_ERRORCODE"]._serialized_start = 2926
-    _globals["_ERRORCODE"]._serialized_end = 3177
-    _globals["_SERVERSTATE"]._serialized_start = 3179
-    _globals["_SERVERSTATE"]._serialized_end = 3291
-    _globals["_SPAN"]._serialized_start = 28
-    _globals["_SPAN"]._serialized_end = 62
-    _globals["_TENSOR"]._serialized_start = 64
-    _globals["_TENSOR"]._serialized_end = 133
-    _globals["_ERROR"]._serialized_start = 135
-    _globals["_ERROR"]._serialized_end = 198
-    _globals["_RTT"]._serialized_start = 200
-    _globals["_RTT"]._serialized_end = 244
-    _globals["_ANNOUNCEMENT"]._serialized_start = 247
-    _globals["_ANNOUNCEMENT"]._serialized_end = 755
-    _globals["_SIGNEDANNOUNCEMENT"]._serialized_start = 757
-    _globals["_SIGNEDANNOUNCEMENT"]._serialized_end = 818
-    _globals["_DIRECTORYQUERY"]._serialized_start = 820
-    _globals["_DIRECTORYQUERY"]._serialized_end = 889
-    _globals["_DIRECTORYRECORDS"]._serialized_start = 891
-    _globals["_DIRECTORYRECORDS"]._serialized_end = 979
-    _globals["_PING"]._serialized_start = 981
-    _globals["_PING"]._serialized_end = 1004
-    _globals["_DIRECTORYFRAME"]._serialized_start = 1007
-    _globals["_DIRECTORYFRAME"]._serialized_end = 1295
-    _globals["_MANIFESTQUERY"]._serialized_start = 1297
-    _globals["_MANIFESTQUERY"]._serialized_end = 1335
-    _globals["_MANIFEST"]._serialized_start = 1337
-    _globals["_MANIFEST"]._serialized_end = 1413
-    _globals["_MANIFESTFRAME"]._serialized_start = 1416
-    _globals["_MANIFESTFRAME"]._serialized_end = 1606
-    _globals["_OPEN"]._serialized_start = 1609
-    _globals["_OPEN"]._serialized_end = 1904
-    _globals["_GRANTED"]._serialized_start = 1907
-    _globals["_GRANTED"]._serialized_end = 2055
-    _globals["_STEP"]._serialized_start = 2057
-    _globals["_STEP"]._serialized_end = 2163
-    _globals["_RECEIPT"]._serialized_start = 2166
-    _globals["_RECEIPT"]._serialized_end = 2497
-    _globals["_REPLY"]._serialized_start = 2499
-    _globals["_REPLY"]._serialized_end = 2620
-    _globals["_CLOSE"]._serialized_start = 2622
-    _globals["_CLOSE"]._serialized_end = 2629
-    _globals["_INFERENCEFRAME"]._serialized_start = 2632
-    _globals["_INFERENCEFRAME"]._serialized_end = 2923
+  DESCRIPTOR._loaded_options = None
+  _globals['_ERRORCODE']._serialized_start=3516
+  _globals['_ERRORCODE']._serialized_end=3767
+  _globals['_SERVERSTATE']._serialized_start=3769
+  _globals['_SERVERSTATE']._serialized_end=3881
+  _globals['_SPAN']._serialized_start=28
+  _globals['_SPAN']._serialized_end=62
+  _globals['_TENSOR']._serialized_start=64
+  _globals['_TENSOR']._serialized_end=133
+  _globals['_ERROR']._serialized_start=135
+  _globals['_ERROR']._serialized_end=198
+  _globals['_RTT']._serialized_start=200
+  _globals['_RTT']._serialized_end=244
+  _globals['_ANNOUNCEMENT']._serialized_start=247
+  _globals['_ANNOUNCEMENT']._serialized_end=755
+  _globals['_SIGNEDANNOUNCEMENT']._serialized_start=757
+  _globals['_SIGNEDANNOUNCEMENT']._serialized_end=818
+  _globals['_DIRECTORYQUERY']._serialized_start=820
+  _globals['_DIRECTORYQUERY']._serialized_end=889
+  _globals['_DIRECTORYRECORDS']._serialized_start=891
+  _globals['_DIRECTORYRECORDS']._serialized_end=979
+  _globals['_PING']._serialized_start=981
+  _globals['_PING']._serialized_end=1004
+  _globals['_DIRECTORYFRAME']._serialized_start=1007
+  _globals['_DIRECTORYFRAME']._serialized_end=1295
+  _globals['_MANIFESTQUERY']._serialized_start=1297
+  _globals['_MANIFESTQUERY']._serialized_end=1335
+  _globals['_MANIFEST']._serialized_start=1337
+  _globals['_MANIFEST']._serialized_end=1413
+  _globals['_MANIFESTFRAME']._serialized_start=1416
+  _globals['_MANIFESTFRAME']._serialized_end=1606
+  _globals['_OPEN']._serialized_start=1609
+  _globals['_OPEN']._serialized_end=1921
+  _globals['_RESUME']._serialized_start=1923
+  _globals['_RESUME']._serialized_end=1969
+  _globals['_GRANTED']._serialized_start=1972
+  _globals['_GRANTED']._serialized_end=2195
+  _globals['_PUSHTARGET']._serialized_start=2197
+  _globals['_PUSHTARGET']._serialized_end=2259
+  _globals['_STEP']._serialized_start=2262
+  _globals['_STEP']._serialized_end=2411
+  _globals['_RECEIPT']._serialized_start=2414
+  _globals['_RECEIPT']._serialized_end=2745
+  _globals['_REPLY']._serialized_start=2748
+  _globals['_REPLY']._serialized_end=2922
+  _globals['_CLOSE']._serialized_start=2924
+  _globals['_CLOSE']._serialized_end=2931
+  _globals['_INFERENCEFRAME']._serialized_start=2934
+  _globals['_INFERENCEFRAME']._serialized_end=3265
+  _globals['_PUSH']._serialized_start=3267
+  _globals['_PUSH']._serialized_end=3378
+  _globals['_PUSHFRAME']._serialized_start=3381
+  _globals['_PUSHFRAME']._serialized_end=3513
 # @@protoc_insertion_point(module_scope)

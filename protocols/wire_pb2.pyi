@@ -487,6 +487,7 @@ class Open(google.protobuf.message.Message):
     DOWNSTREAM_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
     ACTIVATION_DTYPE_FIELD_NUMBER: builtins.int
+    KEEP_MS_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     model_version: builtins.bytes
     max_length: builtins.int
@@ -500,13 +501,15 @@ class Open(google.protobuf.message.Message):
     route_epoch: builtins.int
     """grows each time the client changes the session's chain"""
     upstream: builtins.bytes
-    """peer id expected to push to this server; empty: the client"""
+    """peer id of the server before this one in the chain; empty: the client"""
     downstream: builtins.bytes
-    """peer id this server shall push to; empty: the client only"""
+    """peer id of the next one, to which a stream may be opened ahead; empty: none"""
     wait_ms: builtins.int
     """how long to wait for cache before a refusal"""
     activation_dtype: builtins.str
     """dtype of the tensors on this stream before the codec"""
+    keep_ms: builtins.int
+    """keep the session so long when its stream is lost, for a Resume"""
     @property
     def span(self) -> Global___Span: ...
     @property
@@ -530,11 +533,32 @@ class Open(google.protobuf.message.Message):
         downstream: builtins.bytes = ...,
         wait_ms: builtins.int = ...,
         activation_dtype: builtins.str = ...,
+        keep_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["span", b"span"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["activation_dtype", b"activation_dtype", "adapter", b"adapter", "batch", b"batch", "codec", b"codec", "downstream", b"downstream", "left_padding", b"left_padding", "max_length", b"max_length", "model_version", b"model_version", "nonce", b"nonce", "protocol_version", b"protocol_version", "route_epoch", b"route_epoch", "span", b"span", "upstream", b"upstream", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["activation_dtype", b"activation_dtype", "adapter", b"adapter", "batch", b"batch", "codec", b"codec", "downstream", b"downstream", "keep_ms", b"keep_ms", "left_padding", b"left_padding", "max_length", b"max_length", "model_version", b"model_version", "nonce", b"nonce", "protocol_version", b"protocol_version", "route_epoch", b"route_epoch", "span", b"span", "upstream", b"upstream", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___Open: typing_extensions.TypeAlias = Open
+
+@typing.final
+class Resume(google.protobuf.message.Message):
+    """Takes up a session of the same client again, on a new stream."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NONCE_FIELD_NUMBER: builtins.int
+    SESSION_EPOCH_FIELD_NUMBER: builtins.int
+    nonce: builtins.bytes
+    session_epoch: builtins.bytes
+    def __init__(
+        self,
+        *,
+        nonce: builtins.bytes = ...,
+        session_epoch: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nonce", b"nonce", "session_epoch", b"session_epoch"]) -> None: ...
+
+Global___Resume: typing_extensions.TypeAlias = Resume
 
 @typing.final
 class Granted(google.protobuf.message.Message):
@@ -547,6 +571,10 @@ class Granted(google.protobuf.message.Message):
     QUANTISATION_FIELD_NUMBER: builtins.int
     CREDITS_FIELD_NUMBER: builtins.int
     MAX_STEP_TOKENS_FIELD_NUMBER: builtins.int
+    KEEP_MS_FIELD_NUMBER: builtins.int
+    POSITION_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    LAST_RECEIPT_FIELD_NUMBER: builtins.int
     session_epoch: builtins.bytes
     """16 random bytes of the server"""
     cache_tokens: builtins.int
@@ -559,6 +587,14 @@ class Granted(google.protobuf.message.Message):
     """steps that may be in flight at once"""
     max_step_tokens: builtins.int
     """tokens of one row in one step at most"""
+    keep_ms: builtins.int
+    """how long the session is kept when its stream is lost"""
+    position: builtins.int
+    """after Resume: tokens of a row that are held"""
+    sequence: builtins.int
+    """after Resume: of the last step done"""
+    last_receipt: builtins.bytes
+    """after Resume: hash of the last receipt"""
     def __init__(
         self,
         *,
@@ -569,10 +605,39 @@ class Granted(google.protobuf.message.Message):
         quantisation: builtins.str = ...,
         credits: builtins.int = ...,
         max_step_tokens: builtins.int = ...,
+        keep_ms: builtins.int = ...,
+        position: builtins.int = ...,
+        sequence: builtins.int = ...,
+        last_receipt: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "max_step_tokens", b"max_step_tokens", "quantisation", b"quantisation", "session_epoch", b"session_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "max_step_tokens", b"max_step_tokens", "position", b"position", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
 
 Global___Granted: typing_extensions.TypeAlias = Granted
+
+@typing.final
+class PushTarget(google.protobuf.message.Message):
+    """A server further down the chain, to which the output of a step shall be pushed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PEER_ID_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    peer_id: builtins.bytes
+    nonce: builtins.bytes
+    """of the client's session there: who knows it may push into that session"""
+    sequence: builtins.int
+    """that this step has there"""
+    def __init__(
+        self,
+        *,
+        peer_id: builtins.bytes = ...,
+        nonce: builtins.bytes = ...,
+        sequence: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nonce", b"nonce", "peer_id", b"peer_id", "sequence", b"sequence"]) -> None: ...
+
+Global___PushTarget: typing_extensions.TypeAlias = PushTarget
 
 @typing.final
 class Step(google.protobuf.message.Message):
@@ -583,16 +648,21 @@ class Step(google.protobuf.message.Message):
     REORDER_FIELD_NUMBER: builtins.int
     ROUTE_EPOCH_FIELD_NUMBER: builtins.int
     PREVIOUS_RECEIPT_FIELD_NUMBER: builtins.int
+    TARGETS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
-    """1, 2, 3, ... for each session; a repeated one gets the cached reply"""
+    """grows with each request of the session; a repeated one gets the cached reply"""
     position: builtins.int
     """tokens of a row before this step; less than held: roll back first"""
     route_epoch: builtins.int
     previous_receipt: builtins.bytes
-    """with push: hash of the upstream server's receipt for these bytes"""
+    """hash of the upstream server's receipt for these bytes; empty at the first server"""
     @property
     def reorder(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """per row, the row whose cache it continues; applied after the rollback"""
+
+    @property
+    def targets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PushTarget]:
+        """push the output to the first of them, which pushes its own to the next"""
 
     def __init__(
         self,
@@ -602,8 +672,9 @@ class Step(google.protobuf.message.Message):
         reorder: collections.abc.Iterable[builtins.int] | None = ...,
         route_epoch: builtins.int = ...,
         previous_receipt: builtins.bytes = ...,
+        targets: collections.abc.Iterable[Global___PushTarget] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["position", b"position", "previous_receipt", b"previous_receipt", "reorder", b"reorder", "route_epoch", b"route_epoch", "sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["position", b"position", "previous_receipt", b"previous_receipt", "reorder", b"reorder", "route_epoch", b"route_epoch", "sequence", b"sequence", "targets", b"targets"]) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step
 
@@ -678,12 +749,21 @@ class Reply(google.protobuf.message.Message):
     RECEIPT_FIELD_NUMBER: builtins.int
     QUEUE_US_FIELD_NUMBER: builtins.int
     COMPUTE_US_FIELD_NUMBER: builtins.int
+    PUSHED_FIELD_NUMBER: builtins.int
+    HANDED_ON_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     position: builtins.int
     """tokens of a row held after this step"""
     queue_us: builtins.int
     """waited for the compute thread"""
     compute_us: builtins.int
+    pushed: builtins.bool
+    """the step came from the upstream server, not from the client"""
+    handed_on: builtins.bool
+    """the output went to the first target as well"""
+    draining: builtins.bool
+    """this server will stop: move the session elsewhere"""
     @property
     def receipt(self) -> Global___Receipt: ...
     def __init__(
@@ -694,9 +774,12 @@ class Reply(google.protobuf.message.Message):
         receipt: Global___Receipt | None = ...,
         queue_us: builtins.int = ...,
         compute_us: builtins.int = ...,
+        pushed: builtins.bool = ...,
+        handed_on: builtins.bool = ...,
+        draining: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compute_us", b"compute_us", "position", b"position", "queue_us", b"queue_us", "receipt", b"receipt", "sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["compute_us", b"compute_us", "draining", b"draining", "handed_on", b"handed_on", "position", b"position", "pushed", b"pushed", "queue_us", b"queue_us", "receipt", b"receipt", "sequence", b"sequence"]) -> None: ...
 
 Global___Reply: typing_extensions.TypeAlias = Reply
 
@@ -720,6 +803,7 @@ class InferenceFrame(google.protobuf.message.Message):
     REPLY_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     CLOSE_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> Global___Open: ...
@@ -734,6 +818,8 @@ class InferenceFrame(google.protobuf.message.Message):
     @property
     def close(self) -> Global___Close: ...
     @property
+    def resume(self) -> Global___Resume: ...
+    @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
     def __init__(
         self,
@@ -744,10 +830,69 @@ class InferenceFrame(google.protobuf.message.Message):
         reply: Global___Reply | None = ...,
         error: Global___Error | None = ...,
         close: Global___Close | None = ...,
+        resume: Global___Resume | None = ...,
         tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "open", b"open", "reply", b"reply", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "open", b"open", "reply", b"reply", "step", b"step", "tensors", b"tensors"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "granted", "step", "reply", "error", "close"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "open", b"open", "reply", b"reply", "resume", b"resume", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "open", b"open", "reply", b"reply", "resume", b"resume", "step", b"step", "tensors", b"tensors"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "granted", "step", "reply", "error", "close", "resume"] | None: ...
 
 Global___InferenceFrame: typing_extensions.TypeAlias = InferenceFrame
+
+@typing.final
+class Push(google.protobuf.message.Message):
+    """--- /petalnode/push/1: from a server to the next one of the chain, one stream for each session ---------------"""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
+    client: builtins.bytes
+    """peer id; with nonce it names the session"""
+    nonce: builtins.bytes
+    @property
+    def step(self) -> Global___Step: ...
+    @property
+    def receipt(self) -> Global___Receipt:
+        """the pusher's, for the tensor that follows"""
+
+    def __init__(
+        self,
+        *,
+        client: builtins.bytes = ...,
+        nonce: builtins.bytes = ...,
+        step: Global___Step | None = ...,
+        receipt: Global___Receipt | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["receipt", b"receipt", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "nonce", b"nonce", "receipt", b"receipt", "step", b"step"]) -> None: ...
+
+Global___Push: typing_extensions.TypeAlias = Push
+
+@typing.final
+class PushFrame(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PUSH_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    @property
+    def push(self) -> Global___Push: ...
+    @property
+    def error(self) -> Global___Error: ...
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def __init__(
+        self,
+        *,
+        push: Global___Push | None = ...,
+        error: Global___Error | None = ...,
+        tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "error", b"error", "push", b"push"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "error", b"error", "push", b"push", "tensors", b"tensors"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["push", "error"] | None: ...
+
+Global___PushFrame: typing_extensions.TypeAlias = PushFrame

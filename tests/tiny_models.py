@@ -65,6 +65,18 @@ _SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", _LLAMA_LIKE),
     "olmo2": ("olmo2", _LLAMA_LIKE),
     "granite": ("granite", {**_LLAMA_LIKE, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+    "llama4": (
+        "llama4_text",
+        {
+            **_HEAD_DIM,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 1, 0] * (NUM_BLOCKS // 3),
+            "attn_temperature_tuning": False,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {

@@ -203,17 +203,19 @@ def load_span(folder: Path, span: Span, *, device: str = "auto", dtype: str = "a
     stack = BlockStack(skeleton.decoder, blocks)
     specs = _cache_specs(stack, skeleton, windows, target)
     loaded = BlockSpan(span, num_blocks, stack, specs, skeleton.config, skeleton.dtype, target)
-    loaded.supports_ragged = not stack.depends_on_length and agrees_with_single_steps(loaded)
+    # A chunk that attention stays within is no window that moves along, though its cache looks like one.
+    chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
+    loaded.supports_ragged = not chunked and not stack.depends_on_length and agrees_with_single_steps(loaded)
     return loaded
 
 
 def _renumber(blocks: Sequence[nn.Module], start: int) -> None:
     """Blocks know their number, to find their place in the cache: let them count from the start of the span."""
     for block in blocks:
+        module: Any
         for module in block.modules():
-            number: Any = getattr(module, "layer_idx", None)
-            if isinstance(number, int):
-                module.layer_idx = number - start
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx -= start
 
 
 def _windows(skeleton: Skeleton, span: Span) -> list[int | None]:

@@ -96,7 +96,7 @@ class BlockStack:
         # Idle blocks stay in the list, because decoders count per-layer settings by their place in it.
         idle = [] if part is None else [block for index, block in enumerate(self._blocks) if index not in part]
         for block in idle:
-            block.forward = self._hand_on  # type: ignore[method-assign]
+            block.forward = self._hand_on
         try:
             self._decoder(
                 inputs_embeds=hidden,

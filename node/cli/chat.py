@@ -6,14 +6,14 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import trio
 import typer
 
-from ..client.core import REFRESH_TIMEOUT, SwarmClient, SwarmModel, identify_model
+from ..client.core import REFRESH_TIMEOUT, SwarmModel, identify_model, open_client
 from ..client.dialogue import Dialogue, Turn, fit
 from ..errors import BadInput, ExitCode, ModelError, PetalnodeError, SwarmError
 from ..models import ModelFolder, resolve
@@ -53,8 +53,8 @@ def chat(
     prompt: Annotated[str | None, typer.Option(help="One question, one answer. Also from a pipe.")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token; 0.7 is usual.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0, max=99, help="0 always takes the likeliest token; 0.7 is usual.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Sample from the likeliest tokens of this total probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     show_route: Annotated[bool, typer.Option(help="Say which servers answered, and how fast.")] = False,
     allow: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Use these servers only.")] = None,
@@ -76,7 +76,7 @@ async def _chat(model: str | None, options: ChatOptions, join: JoinOptions) -> N
             "which swarm? Give --peer MULTIADDR (every server prints its own), or try `petalnode demo` for a local one"
         )
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(trio.to_thread.run_sync, _import_generation)
+        nursery.start_soon(_in_thread, _import_generation)
         async with joined(join, output, role="chat", listens=False) as (swarm, _):
             if model is None:
                 model = await _served_model(swarm)
@@ -87,7 +87,15 @@ async def _chat(model: str | None, options: ChatOptions, join: JoinOptions) -> N
 
 
 def _import_generation() -> None:
-    from ..client import generation  # noqa: F401
+    from ..blocks.collector import collector_paused
+
+    with collector_paused():
+        from ..client import generation  # noqa: F401
+
+
+async def _in_thread(function: Callable[[], object]) -> None:
+    """Runs `function` in a worker thread, which is left behind if an error elsewhere cancels the wait."""
+    await trio.to_thread.run_sync(function, abandon_on_cancel=True)
 
 
 async def _served_model(swarm: Swarm) -> str:
@@ -124,14 +132,14 @@ async def chat_in(swarm: Swarm, folder: ModelFolder, options: ChatOptions, outpu
     identified: list[SwarmModel] = []
 
     async def identify() -> None:
-        await swarm.refresh(timeout=REFRESH_TIMEOUT)
+        with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
+            await swarm.refresh(timeout=REFRESH_TIMEOUT)
         identified.append(await identify_model(swarm, folder))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(trio.to_thread.run_sync, load)
+        nursery.start_soon(_in_thread, load)
         nursery.start_soon(identify)
     model, text = loaded
-    client = SwarmClient(swarm, identified[0], allowed=options.allow, blocked=options.deny)
     context = min(MAX_CONTEXT, model.max_positions or MAX_CONTEXT)
     prompt = options.prompt
     if prompt is None and not sys.stdin.isatty():
@@ -142,13 +150,14 @@ async def chat_in(swarm: Swarm, folder: ModelFolder, options: ChatOptions, outpu
         # One question needs no more of the servers' cache than its own length.
         tokens = len(text.tokenize(_opening(options).plus("user", prompt).turns))
         context = min(context, tokens + sampling.max_new_tokens)
-    conversation = Conversation(client, model, max_length=context, stop_tokens=text.stop_tokens)
-    async with aclosing(conversation):
-        chatter = _Chatter(conversation, text, sampling, options, output)
-        if prompt is not None:
-            await chatter.answer(prompt)
-        else:
-            await chatter.loop(folder.name)
+    async with open_client(swarm, identified[0], allowed=options.allow, blocked=options.deny) as client:
+        conversation = Conversation(client, model, max_length=context, stop_tokens=text.stop_tokens)
+        async with aclosing(conversation):
+            chatter = _Chatter(conversation, text, sampling, options, output)
+            if prompt is not None:
+                await chatter.answer(prompt)
+            else:
+                await chatter.loop(folder.name)
 
 
 def _opening(options: ChatOptions) -> Dialogue:

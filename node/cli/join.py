@@ -17,7 +17,7 @@ import platformdirs
 import typer
 
 from ...crypto.canonical import digest
-from ...crypto.identity import Identity, IdentityError, held_identity
+from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity
 from ..errors import BadInput, MachineError
 from ..swarm.swarm import Swarm, SwarmConfig, open_swarm
 from .output import Output
@@ -117,8 +117,10 @@ async def joined(
                 )
             else:
                 identity = Identity.generate()
-        except IdentityError as error:
+        except IdentityLocked as error:
             raise MachineError(str(error)) from error
+        except IdentityError as error:
+            raise BadInput(str(error)) from error
         listen = tuple(join.listen or ())
         config = SwarmConfig(
             identity=identity,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import trio
 
@@ -88,12 +88,29 @@ async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress =
     )
 
 
+@asynccontextmanager
+async def open_client(
+    swarm: Swarm, model: SwarmModel, *, allowed: Collection[str] = (), blocked: Collection[str] = ()
+) -> AsyncIterator[SwarmClient]:
+    """A client for the length of the block. `allowed` and `blocked` are peer ids; no `allowed` allows everybody."""
+    async with trio.open_nursery() as nursery:
+        yield SwarmClient(swarm, model, nursery, allowed=allowed, blocked=blocked)
+        nursery.cancel_scope.cancel()
+
+
 class SwarmClient:
-    """Opens sessions of one model. `allowed` and `blocked` are peer ids; an empty `allowed` allows everybody."""
+    """Opens sessions of one model; made by `open_client`."""
 
     def __init__(
-        self, swarm: Swarm, model: SwarmModel, *, allowed: Collection[str] = (), blocked: Collection[str] = ()
+        self,
+        swarm: Swarm,
+        model: SwarmModel,
+        nursery: trio.Nursery,
+        *,
+        allowed: Collection[str] = (),
+        blocked: Collection[str] = (),
     ) -> None:
+        self._nursery = nursery
         self.swarm = swarm
         self.model = model
         self._allowed = frozenset(allowed)
@@ -199,6 +216,10 @@ class SwarmClient:
             raise ServerFailed(
                 f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}", hop.peer_id
             ) from error
+
+    def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
+        """Runs `function` in the background for as long as the client lives."""
+        self._nursery.start_soon(function, *args)
 
     async def refresh(self) -> None:
         """Asks the swarm anew who serves this model. Nobody answering is no error: what is known stays."""

@@ -39,6 +39,11 @@ class History:
         self._inputs = list(inputs)
 
     @property
+    def end(self) -> int:
+        """Tokens of a row after the last step."""
+        return self._inputs[-1].end if self._inputs else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of hidden states that are kept."""
         return sum(len(each.chunk.payload) for each in self._inputs)
@@ -54,20 +59,28 @@ class History:
             reorder = _composed(self._inputs.pop().reorder, reorder)
         self._inputs.append(Input(step.position, reorder, step.chunk))
 
-    def replay(self, position: int, max_tokens: int) -> list[Input]:
-        """Steps that rebuild a cache of `position` tokens (the last may go beyond: the next step rolls back).
+    def needed(self, position: int) -> list[Input]:
+        """The steps that rebuild a cache of `position` tokens (the last may go beyond: the next step rolls back)."""
+        if position == 0:
+            return []
+        # A reorder behind `position` has moved the rows before it too, which no rollback undoes.
+        last = [index for index, each in enumerate(self._inputs) if each.position < position or each.reorder]
+        return self._inputs[: last[-1] + 1] if last else []
 
-        Neighbouring steps are merged into ones of up to `REPLAY_TOKENS`, and up to `max_tokens` positions.
-        """
-        merged: list[list[Input]] = []
-        for each in self._inputs:
-            if each.position >= position:
-                break
-            if merged and _may_follow(merged[-1], each, max_tokens):
-                merged[-1].append(each)
-            else:
-                merged.append([each])
-        return [_merge(group) for group in merged]
+    def replay(self, position: int, max_tokens: int) -> list[Input]:
+        """`needed`, merged for quickness."""
+        return merged(self.needed(position), max_tokens)
+
+
+def merged(inputs: Sequence[Input], max_tokens: int) -> list[Input]:
+    """The same with neighbouring steps as one, of up to `REPLAY_TOKENS` and `max_tokens` positions."""
+    groups: list[list[Input]] = []
+    for each in inputs:
+        if groups and _may_follow(groups[-1], each, max_tokens):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return [_merge(group) for group in groups]
 
 
 def _composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from ..errors import BadInput
 from ..models import Progress, resolve
 from ..models.progress import no_progress
 from ..swarm.swarm import SwarmConfig, open_swarm
-from .core import REFRESH_TIMEOUT, SwarmClient, identify_model
+from .core import REFRESH_TIMEOUT, SwarmClient, identify_model, open_client
 from .inference_session import InferenceSession
 from .remote import RemoteSequential
 from .runtime import TrioThread
@@ -79,9 +79,10 @@ class AutoDistributedModelForCausalLM:
             async with open_swarm(config) as swarm:
                 await swarm.refresh(timeout=REFRESH_TIMEOUT)
                 identified = await identify_model(swarm, folder, progress)
-                yield SwarmClient(
+                async with open_client(
                     swarm, identified, allowed=allowed_servers or (), blocked=blocked_servers or ()
-                )
+                ) as client:
+                    yield client
 
         runtime = TrioThread(resource)
         return DistributedModelForCausalLM(

@@ -1,28 +1,75 @@
 """Which servers a session runs through: a pure function of what the swarm announces and what was measured.
 
-Petals (NeurIPS 2023, section 3.2) routes an inference session over the shortest path in a graph of servers; this is
-that path for a client that relays every hidden state itself: each server costs a round trip and its share of compute.
+Petals (NeurIPS 2023, section 3.2) routes a session over the shortest path in a graph of servers and replans with D*
+Lite. Here the whole path is computed anew each time, exactly, in a few milliseconds: docs/routing.md.
+
+**Cost** of one request, in seconds. A message takes half a round trip. A chain c -> s1 -> s2 -> c costs
+
+    half(s1) + work(s1) + way(s1, s2) + work(s2) + half(s2)
+
+where half(s) is half the round trip between client and s, and work(s) is the time that its blocks compute, its input
+and output at its seconds per byte, and its penalties. Through the client, way(a, b) = half(a) + half(b). Pushed,
+way(a, b) is half of the servers' own round trip where one of them measured it, and never more than through the
+client, who has a copy of everything and can always hand it on; so a pair that nobody measured counts as relayed.
+
+**Algorithm.** Let reached[k, s] be the least time in which the first k blocks are done, the last of them by s. Then
+reached[k + 1, s] = min(reached[k, s], min over a of reached[k, a] + way(a, s) + work of arriving) + time of a block.
+That is exact: costs are sums over hops, and no two hops in a row are on one server, because staying there is never
+dearer than leaving and coming back. Without measured pairs the inner minimum is one number for all s. A measured pair
+counts only if it beats that number, and whether any pair of a sender can is one comparison; so of the servers squared
+pairs only those few are looked at that can change the result, and none that can is left out.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain as chained
+from itertools import repeat
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...protocols.ids import Span
 from ..errors import NoChainError
 
+MAX_SECONDS: Final = 600.0
+"""No single time is taken for longer (NaN neither), nor for less than zero: others announce what they like."""
+MIN_BLOCK_SECONDS: Final = 1e-5
+"""No server is believed to compute a block in less."""
+MAX_QUEUE_DEPTH: Final = 1000
+LOAD_PER_WAITING: Final = 0.2
+"""Each waiting step makes a step so much longer: measured 0.1 to 0.24 with 3 to 15 others, run as one ragged batch."""
+NO_ROOM_SECONDS: Final = 1e7
+"""Penalty of a server without cache: more than any chain of 4,096 blocks costs with the bounds above."""
+
+_Floats = NDArray[np.float64]
+_Ints = NDArray[np.intp]
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """A server that could take part. `rtt` and `step_seconds` (one decode step through its span) in seconds."""
+    """A server that could take part; one per peer. Times in seconds.
+
+    `rtt` is between client and server, `rtts` between this server and others, by peer id, as either measured it.
+    `step_seconds` is one decode step through the whole span with an empty queue, `forward_tokens_per_second` a long
+    prefill through it (0: not measured, a token is as long as a step). `seconds_per_byte` is what a byte into or out
+    of the server takes beyond the round trip. `penalty_seconds` makes a server that failed lately a last resort. A
+    session longer than `max_session_length` tokens (None: no limit known) is never routed there.
+    """
 
     peer_id: str
     span: Span
     rtt: float
     step_seconds: float
     cache_tokens_free: int
+    forward_tokens_per_second: float = 0.0
+    queue_depth: int = 0
+    seconds_per_byte: float = 0.0
+    rtts: Mapping[str, float] = field(default_factory=dict, hash=False)
+    penalty_seconds: float = 0.0
+    max_session_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -34,42 +81,247 @@ class Hop:
 
 
 def cheapest_chain(
-    candidates: Sequence[Candidate], wanted: Span, *, cache_tokens: int = 0, model_name: str = "the model"
+    candidates: Sequence[Candidate],
+    wanted: Span,
+    *,
+    cache_tokens: int = 0,
+    max_length: int = 0,
+    tokens: int = 1,
+    token_bytes: int = 0,
+    pushed: bool = False,
+    model_name: str = "the model",
 ) -> tuple[Hop, ...]:
-    """The chain of servers that covers `wanted` in the least time per decode step.
+    """The chain of servers that covers `wanted` in the least time for a request of `tokens` tokens (all rows).
 
-    Dynamic programming over block boundaries: exact, because the cost of a chain is the sum over its hops. A server
-    without `cache_tokens` free is taken only where no other holds a block. Ties go to the smaller peer id, so that
-    equal views give equal routes.
+    A session of `max_length` tokens is never routed to a server that takes only shorter ones. One without
+    `cache_tokens` free is taken only where there is no other way. `token_bytes` is the size of a token's hidden state
+    on the wire; with `pushed`, servers send their outputs to one another. Equal views give equal routes: among equal
+    chains the last server has the smallest peer id, then it starts as early as it can, then the one before it.
 
     Raises:
-        NoChainError: naming the blocks that nobody holds.
+        NoChainError: naming the blocks that nobody holds, or only servers that take shorter sessions.
     """
-    best: dict[int, tuple[float, tuple[Hop, ...]]] = {wanted.start: (0.0, ())}
-    by_peer = sorted(candidates, key=lambda candidate: candidate.peer_id)
-    for block in range(wanted.start, wanted.end):
-        if block not in best:
-            continue
-        cost, hops = best[block]
-        for server in by_peer:
-            # Two hops in a row on one server would be one hop with a round trip too many.
-            if block not in server.span or (hops and hops[-1].peer_id == server.peer_id):
-                continue
-            # A full cache means waiting in its queue: worse than any detour, better than no answer.
-            penalty = 0.0 if server.cache_tokens_free >= cache_tokens else 1000.0
-            for end in range(block + 1, min(server.span.end, wanted.end) + 1):
-                share = (end - block) / len(server.span)
-                total = cost + server.rtt + penalty + server.step_seconds * share
-                if total < best.get(end, (math.inf,))[0]:
-                    best[end] = (total, (*hops, Hop(server.peer_id, Span(block, end))))
-    if wanted.end not in best:
-        missing = missing_blocks([server.span for server in candidates], wanted)
-        raise NoChainError(
-            f"no server of the swarm holds {describe_blocks(missing)} of {model_name} "
-            f"({wanted.end} blocks are needed): start one with `petalnode serve`, or try again when one is back",
+    servers = _usable(candidates, wanted, max_length)
+    graph = _graph(servers, wanted, cache_tokens, tokens, token_bytes)
+    pairs = _measured_pairs(servers, graph) if pushed else None
+    found = _shortest(servers, wanted, graph, pairs, graph.half, graph.half)
+    if found is None:
+        raise _no_chain(candidates, servers, wanted, max_length, model_name)
+    return found
+
+
+def second_best(
+    chain: Sequence[Hop],
+    hop_index: int,
+    candidates: Sequence[Candidate],
+    *,
+    cache_tokens: int = 0,
+    max_length: int = 0,
+    tokens: int = 1,
+    token_bytes: int = 0,
+    pushed: bool = False,
+) -> tuple[Hop, ...] | None:
+    """The cheapest servers for the blocks of one hop without that hop's peer; None if there are none.
+
+    The other hops stay as they are: with `pushed`, the ways from and to the neighbours are counted. A neighbour may
+    stand by too (in a session of its own), if it holds the blocks. Arguments as for `cheapest_chain`.
+    """
+    wanted = chain[hop_index].span
+    others = [each for each in candidates if each.peer_id != chain[hop_index].peer_id]
+    servers = _usable(others, wanted, max_length)
+    graph = _graph(servers, wanted, cache_tokens, tokens, token_bytes)
+    if not pushed:
+        return _shortest(servers, wanted, graph, None, graph.half, graph.half)
+    by_peer = {each.peer_id: each for each in candidates}
+    before = by_peer.get(chain[hop_index - 1].peer_id) if hop_index > 0 else None
+    after = by_peer.get(chain[hop_index + 1].peer_id) if hop_index + 1 < len(chain) else None
+    arriving = _beside(servers, graph, before)
+    leaving = _beside(servers, graph, after)
+    return _shortest(servers, wanted, graph, _measured_pairs(servers, graph), arriving, leaving)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """Arrays over the usable servers, in order of peer id."""
+
+    start: _Ints  # first block
+    end: _Ints  # block after the last
+    half: _Floats  # half the round trip to the client
+    hop: _Floats  # what a hop costs there beside its blocks and ways: bytes, penalties
+    block: _Floats  # seconds per block
+
+
+def _usable(candidates: Sequence[Candidate], wanted: Span, max_length: int) -> list[Candidate]:
+    """Those that hold a wanted block and take sessions so long, in order of peer id."""
+    return sorted(
+        (
+            each
+            for each in candidates
+            if each.span.overlaps(wanted) and (each.max_session_length is None or each.max_session_length >= max_length)
+        ),
+        key=lambda each: each.peer_id,
+    )
+
+
+def _graph(servers: Sequence[Candidate], wanted: Span, cache_tokens: int, tokens: int, token_bytes: int) -> _Graph:
+    length = np.array([len(each.span) for each in servers], float)
+    step = _bounded([each.step_seconds for each in servers])
+    speed = np.array([each.forward_tokens_per_second for each in servers], float)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        prefill = np.where(speed > 0, tokens / speed, tokens * step)
+    waiting = np.clip(np.array([each.queue_depth for each in servers], float), 0, MAX_QUEUE_DEPTH)
+    compute = _bounded(np.maximum(step, prefill) * (1 + LOAD_PER_WAITING * waiting))
+    in_and_out = _bounded(2 * tokens * token_bytes * _bounded([each.seconds_per_byte for each in servers]))
+    full = np.array([each.cache_tokens_free < cache_tokens for each in servers], float)
+    return _Graph(
+        start=np.array([max(each.span.start, wanted.start) for each in servers], np.intp),
+        end=np.array([min(each.span.end, wanted.end) for each in servers], np.intp),
+        half=_bounded([each.rtt for each in servers]) / 2,
+        hop=in_and_out + _bounded([each.penalty_seconds for each in servers]) + NO_ROOM_SECONDS * full,
+        block=np.maximum(compute / length, MIN_BLOCK_SECONDS),
+    )
+
+
+def _bounded(seconds: Sequence[float] | _Floats) -> _Floats:
+    """Times within 0 .. MAX_SECONDS; what is no number is the longest."""
+    return np.nan_to_num(np.clip(np.asarray(seconds, float), 0.0, MAX_SECONDS), nan=MAX_SECONDS)
+
+
+def _one_way(round_trips: Sequence[float] | _Floats) -> _Floats:
+    """Half of round trips between servers; what is no number was not measured, so it is infinite."""
+    values = np.asarray(round_trips, float)
+    return np.where(np.isfinite(values), np.clip(values, 0.0, MAX_SECONDS) / 2, np.inf)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Ways between servers that are shorter than through the client, in order of the sender.
+
+    `seconds` is the way less the receiver's `half`: so the way from any sender to any receiver is the receiver's
+    `half` and either this or the sender's `half`, and the two compare without the receiver.
+    """
+
+    sender: _Ints
+    receiver: _Ints
+    seconds: _Floats
+    first: _Ints  # per server: where its pairs begin
+    count: _Ints  # per server: how many
+    least: _Floats  # per server: the least of its `seconds`
+
+
+def _measured_pairs(servers: Sequence[Candidate], graph: _Graph) -> _Pairs | None:
+    """The pairs that can matter: measured by either side, quicker than the client, and one can follow the other."""
+    counts = [len(each.rtts) for each in servers]
+    total = sum(counts)
+    if not total:
+        return None
+    index = {each.peer_id: number for number, each in enumerate(servers)}
+    names = chained.from_iterable(each.rtts for each in servers)
+    other = np.fromiter(map(index.get, names, repeat(-1)), np.intp, total)
+    values = np.fromiter(chained.from_iterable(each.rtts.values() for each in servers), float, total)
+    known = other >= 0
+    one, other = np.repeat(np.arange(len(servers)), counts)[known], other[known]
+    sender, receiver = np.concatenate([one, other]), np.concatenate([other, one])
+    seconds = np.tile(_one_way(values[known]), 2) - graph.half[receiver]
+    follows = np.maximum(graph.start[sender] + 1, graph.start[receiver]) <= np.minimum(
+        graph.end[sender], graph.end[receiver] - 1
+    )
+    kept = np.flatnonzero(follows & (seconds < graph.half[sender]))
+    if not kept.size:
+        return None
+    # Of the smallest type that holds it, the sender is sorted by radix: a tenth of the time.
+    kept = kept[np.argsort(sender[kept].astype(np.min_scalar_type(len(servers))), kind="stable")]
+    sender, receiver, seconds = sender[kept], receiver[kept], seconds[kept]
+    count = np.bincount(sender, minlength=len(servers))
+    least = np.full(len(servers), np.inf)
+    np.minimum.at(least, sender, seconds)
+    return _Pairs(sender, receiver, seconds, np.cumsum(count) - count, count, least)
+
+
+def _beside(servers: Sequence[Candidate], graph: _Graph, neighbour: Candidate | None) -> _Floats:
+    """Per server, its way to or from a fixed neighbour, less the neighbour's `half`; without one, to the client."""
+    if neighbour is None:
+        return graph.half
+    theirs = _one_way([each.rtts.get(neighbour.peer_id, np.nan) for each in servers])
+    its_own = _one_way([neighbour.rtts.get(each.peer_id, np.nan) for each in servers])
+    return np.minimum(graph.half, np.minimum(theirs, its_own) - _bounded([neighbour.rtt]) / 2)
+
+
+def _shortest(
+    servers: Sequence[Candidate],
+    wanted: Span,
+    graph: _Graph,
+    pairs: _Pairs | None,
+    arriving: _Floats,
+    leaving: _Floats,
+) -> tuple[Hop, ...] | None:
+    """The algorithm of the module's docstring; `arriving` and `leaving` are the ways before and after the chain."""
+    if not servers:
+        return None
+    numbers = np.arange(wanted.start, wanted.end)[:, None]
+    per_block = np.where((graph.start <= numbers) & (numbers < graph.end), graph.block, np.inf)
+    reached = np.empty((len(wanted) + 1, len(servers)))
+    reached[1] = arriving + graph.hop + per_block[0]
+    handed_over = graph.half + graph.hop
+    for done in range(1, len(wanted)):
+        at = reached[done]
+        best: np.float64 | _Floats = (at + graph.half).min()
+        if pairs is not None:
+            best = _through_pairs(at, best, pairs)
+        np.minimum(at, best + handed_over, out=reached[done + 1])
+        reached[done + 1] += per_block[done]
+
+    server = int(np.argmin(reached[-1] + leaving))
+    if np.isinf(reached[-1, server]):
+        return None
+    hops: list[Hop] = []
+    end = wanted.end
+    for done in range(len(wanted) - 1, 0, -1):
+        if reached[done + 1, server] == reached[done, server] + per_block[done, server]:
+            continue  # it was there before
+        hops.append(Hop(servers[server].peer_id, Span(wanted.start + done, end)))
+        end = wanted.start + done
+        ways = graph.half
+        if pairs is not None:
+            ways = ways.copy()
+            into = pairs.receiver == server
+            np.minimum.at(ways, pairs.sender[into], pairs.seconds[into])
+        server = int(np.argmin(reached[done] + ways))
+    hops.append(Hop(servers[server].peer_id, Span(wanted.start, end)))
+    return tuple(reversed(hops))
+
+
+def _through_pairs(at: _Floats, best: np.float64, pairs: _Pairs) -> _Floats:
+    """Per receiver the least of `best`, which is through the client, and all measured pairs."""
+    arrival = np.full(len(at), best)
+    senders = np.flatnonzero(at + pairs.least < best)
+    if senders.size:
+        count = pairs.count[senders]
+        # Positions of all pairs of these senders: a range for each, one behind the other.
+        chosen = np.repeat(pairs.first[senders] - np.cumsum(count) + count, count) + np.arange(count.sum())
+        np.minimum.at(arrival, pairs.receiver[chosen], np.repeat(at[senders], count) + pairs.seconds[chosen])
+    return arrival
+
+
+def _no_chain(
+    candidates: Sequence[Candidate], usable: Sequence[Candidate], wanted: Span, max_length: int, model_name: str
+) -> NoChainError:
+    missing = missing_blocks([each.span for each in usable], wanted)
+    held_at_all = missing_blocks([each.span for each in candidates], wanted)
+    if not held_at_all:
+        longest = min(
+            max(each.max_session_length or 0 for each in candidates if block in each.span) for block in missing
+        )
+        return NoChainError(
+            f"the servers that hold {describe_blocks(missing)} of {model_name} take sessions of at most {longest} "
+            f"tokens, and {max_length} are wanted: ask for less",
             missing,
         )
-    return best[wanted.end][1]
+    return NoChainError(
+        f"no server of the swarm holds {describe_blocks(missing)} of {model_name} "
+        f"({wanted.end} blocks are needed): start one with `petalnode serve`, or try again when one is back",
+        missing,
+    )
 
 
 def missing_blocks(spans: Collection[Span], wanted: Span) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ from typing import Final
 
 import trio
 
-from ...crypto.receipts import NO_RECEIPT
+from ...crypto.identity import peer_id_to_bytes
+from ...crypto.receipts import NO_RECEIPT, Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import MessageStream, PeerError
 from ...protocols.ids import PROTOCOL_VERSION, Span
@@ -34,7 +35,7 @@ _HASH_INLINE: Final = 64 * 1024
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """What a session is opened for. Timeouts in seconds."""
+    """What a session is opened for. Timeouts in seconds; `push` lets servers send their outputs to each other."""
 
     model_version: bytes
     span: Span
@@ -45,6 +46,7 @@ class SessionSpec:
     dtype: str = "float32"
     cache_wait: float = 10.0
     step_timeout: float = 60.0
+    push: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,22 @@ class Chunk:
 
 @dataclass(frozen=True)
 class HopTiming:
-    """Where the time of one server's last step went, in seconds; `total` is measured at the client."""
+    """Where the time of one server's last step went, in seconds; `total` is measured at the client, from the moment
+    that the server's input was there to its answer."""
 
     peer_id: str
     total: float
     queue: float
     compute: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A checked reply. `handed_on`: the server has pushed its output to the next one of the chain."""
+
+    chunk: Chunk
+    receipt_hash: bytes
+    handed_on: bool
 
 
 class ServerRefused(ServerFailed):
@@ -78,24 +90,36 @@ class ServerRefused(ServerFailed):
 
 
 class ServerSession:
-    """One granted session at one server. `exchange` may be cancelled and repeated; nothing is lost by it."""
+    """One granted session at one server.
 
-    def __init__(self, stream: InferenceStream, hop: Hop, spec: SessionSpec, client: str, route_epoch: int) -> None:
+    Calls may be cancelled: an answer that nobody waits for any more is skipped when the next one is read.
+
+    Attributes:
+        draining: the server has said that it will stop.
+        pushed_steps: how many steps came to it from the server before it.
+        bytes_sent, bytes_received: tensor bytes between this client and the server.
+    """
+
+    def __init__(self, stream: InferenceStream, hop: Hop, spec: SessionSpec, client: str) -> None:
         self.hop = hop
         self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
         self.max_step_tokens = 1
+        self.draining = False
+        self.pushed_steps = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
         self._stream = stream
         self._spec = spec
         self._client = client
-        self._route_epoch = route_epoch
         self._nonce = os.urandom(NONCE_BYTES)
         self._granted = wire.Granted()
         self._sequence = 0
+        self._answered = 0
         self._last_receipt = NO_RECEIPT
-        self._pending: _Sent | None = None
 
-    async def open(self) -> None:
-        """
+    async def open(self, route_epoch: int, upstream: str | None, downstream: str | None) -> None:
+        """Opens the session; the neighbours in the chain are told, so that streams between them can be made ready.
+
         Raises:
             ServerRefused: the server will not, and says why.
             ServerFailed: it does not answer, or answers nonsense.
@@ -110,7 +134,9 @@ class ServerSession:
             left_padding=spec.left_padding,
             codec=spec.codec,
             nonce=self._nonce,
-            route_epoch=self._route_epoch,
+            route_epoch=route_epoch,
+            upstream=peer_id_to_bytes(upstream) if upstream else b"",
+            downstream=peer_id_to_bytes(downstream) if downstream else b"",
             wait_ms=round(spec.cache_wait * 1000),
             activation_dtype=spec.dtype,
         )
@@ -127,76 +153,119 @@ class ServerSession:
         self._granted = frame.granted
         self.max_step_tokens = frame.granted.max_step_tokens
 
-    async def exchange(self, chunk: Chunk, position: int, reorder: Sequence[int] = ()) -> Chunk:
+    def target(self) -> wire.PushTarget:
+        """Where another server pushes the next step of this session to. Takes a sequence number for it."""
+        return wire.PushTarget(
+            peer_id=peer_id_to_bytes(self.hop.peer_id), nonce=self._nonce, sequence=self.next_sequence()
+        )
+
+    def next_sequence(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    async def exchange(self, chunk: Chunk, position: int, reorder: Sequence[int], route_epoch: int) -> Chunk:
         """Sends one step, with `position` tokens of a row before it, and returns the checked answer.
 
         Raises:
             ServerFailed: the server is gone, silent, refuses or cheats.
         """
-        if self._pending is not None:
-            # A call that was cut off left an answer on its way: it comes before ours.
-            await self._finish(self._pending)
-        self._pending = sent = await self._send(chunk, position, reorder)
-        return await self._finish(sent)
-
-    async def _finish(self, sent: _Sent) -> Chunk:
-        answer = await self._receive(sent)
-        self._pending = None
-        await self._check(answer)
+        step = wire.Step(
+            sequence=self.next_sequence(), position=position, reorder=reorder, route_epoch=route_epoch
+        )
+        await self.send(step, chunk)
+        answer = await self.receive(step, chunk, self._spec.step_timeout)
+        if answer is None:
+            raise self.silent(self._spec.step_timeout)
         return answer.chunk
 
-    async def _send(self, chunk: Chunk, position: int, reorder: Sequence[int]) -> _Sent:
-        self._sequence += 1
-        step = wire.Step(
-            sequence=self._sequence, position=position, reorder=reorder, route_epoch=self._route_epoch
-        )
-        sent_at = trio.current_time()
+    async def send(self, step: wire.Step, chunk: Chunk) -> None:
+        """
+        Raises:
+            ServerFailed: the server is gone or does not read.
+        """
         try:
             await self._stream.send(
                 wire.InferenceFrame(step=step, tensors=[chunk.tensor]), [chunk.payload], timeout=SEND_TIMEOUT
             )
         except PeerError as error:
             raise self._failed(str(error)) from error
-        return _Sent(step, chunk, sent_at)
+        self.bytes_sent += len(chunk.payload)
 
-    async def _receive(self, sent: _Sent) -> _Answer:
-        try:
-            frame, payloads = await self._stream.receive(timeout=self._spec.step_timeout)
-        except PeerError as error:
-            raise self._failed(str(error)) from error
-        self._raise_refusal(frame)
-        reply = frame.reply
-        if frame.WhichOneof("body") != "reply" or reply.sequence != sent.step.sequence or len(payloads) != 1:
-            raise self._failed(f"it did not answer step {sent.step.sequence} with one reply")
-        tensor, asked = frame.tensors[0], sent.chunk.tensor
+    async def receive(self, step: wire.Step, chunk: Chunk, timeout: float) -> Answer | None:
+        """The answer to `step`, which took `chunk`, whoever sent it; None if it did not come within `timeout` seconds.
+
+        Raises:
+            ServerFailed: the server is gone, refuses or cheats.
+        """
+        begun = trio.current_time()
+        while True:
+            received = None
+            # Only the read may be cut off: what was read must be checked and counted.
+            with trio.move_on_at(begun + timeout):
+                try:
+                    received = await self._stream.receive(timeout=None)
+                except PeerError as error:
+                    raise self._failed(str(error)) from error
+            if received is None:
+                return None
+            frame, payloads = received
+            self._raise_refusal(frame)
+            if frame.WhichOneof("body") != "reply" or len(payloads) != 1:
+                raise self._failed("it answered a step with something else than one reply")
+            answer = Chunk(frame.tensors[0], payloads[0])
+            self.bytes_received += len(answer.payload)
+            if frame.reply.sequence < step.sequence:
+                self._skip(frame.reply)
+                continue
+            return await self._checked(frame.reply, answer, step, chunk, begun)
+
+    def silent(self, seconds: float) -> ServerFailed:
+        """The error of a server that did not answer for so long."""
+        return self._failed(f"it did not answer for {seconds:.0f} s")
+
+    def _skip(self, reply: wire.Reply) -> None:
+        """An answer that nobody wants any more still is a part of the chain of receipts."""
+        if reply.sequence <= self._answered:
+            return  # a second copy
+        receipt = self._receipt_of(reply)
+        if receipt.previous_receipt != self._last_receipt or not receipt.is_signed_by(self.hop.peer_id):
+            raise self._failed("its receipts do not follow each other")
+        self._answered = reply.sequence
+        self._last_receipt = receipt.hash()
+
+    async def _checked(
+        self, reply: wire.Reply, answer: Chunk, step: wire.Step, chunk: Chunk, begun: float
+    ) -> Answer:
+        tensor, asked = answer.tensor, chunk.tensor
+        if reply.sequence != step.sequence:
+            raise self._failed(f"it answered step {reply.sequence}, which nobody has sent")
         if (list(tensor.shape), tensor.dtype, tensor.codec) != (list(asked.shape), asked.dtype, asked.codec):
             raise self._failed(f"it answered a tensor of {list(asked.shape)} with one of {list(tensor.shape)}")
-        if reply.position != sent.step.position + sent.chunk.tokens:
+        if reply.position != step.position + chunk.tokens:
             raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
-        now = trio.current_time()
         self.timing = HopTiming(
-            self.hop.peer_id, now - sent.sent_at, reply.queue_us / 1e6, reply.compute_us / 1e6
+            self.hop.peer_id, trio.current_time() - begun, reply.queue_us / 1e6, reply.compute_us / 1e6
         )
-        return _Answer(sent, reply, Chunk(tensor, payloads[0]))
+        await self._check_receipt(reply, answer, step, chunk)
+        self._answered = reply.sequence
+        self.draining = reply.draining
+        self.pushed_steps += reply.pushed
+        return Answer(answer, self._last_receipt, reply.handed_on)
 
-    async def _check(self, answer: _Answer) -> None:
+    async def _check_receipt(self, reply: wire.Reply, answer: Chunk, step: wire.Step, chunk: Chunk) -> None:
         """Checks that the receipt is this server's, and for exactly what was sent and came back.
 
         Raises:
             ServerFailed: if it is not; nothing of this server can be used then.
         """
-        sent, reply = answer.sent, answer.reply
-        payloads = (sent.chunk.payload, answer.chunk.payload)
+        payloads = (chunk.payload, answer.payload)
         if len(payloads[0]) > _HASH_INLINE:
             input_hash, output_hash = await trio.to_thread.run_sync(
                 lambda: (sha256(payloads[0]), sha256(payloads[1]))
             )
         else:
             input_hash, output_hash = sha256(payloads[0]), sha256(payloads[1])
-        try:
-            receipt = receipt_from_wire(reply.receipt)
-        except ValueError as error:
-            raise self._failed(f"its receipt cannot be read: {error}") from None
+        receipt = self._receipt_of(reply)
         expected = replace(
             receipt,
             protocol_version=PROTOCOL_VERSION,
@@ -207,11 +276,11 @@ class ServerSession:
             client=self._client,
             nonce=self._nonce,
             session_epoch=self._granted.session_epoch,
-            sequence=sent.step.sequence,
-            request_hash=hash_of_step(sent.step, sent.chunk.tensor, input_hash),
+            sequence=step.sequence,
+            request_hash=hash_of_step(step, chunk.tensor, input_hash),
             reply_hash=output_hash,
             previous_receipt=self._last_receipt,
-            upstream_receipt=b"",
+            upstream_receipt=step.previous_receipt,
         )
         if receipt != expected:
             raise self._failed("its receipt is for something else than what was sent and came back")
@@ -219,7 +288,14 @@ class ServerSession:
             raise self._failed("its receipt is not signed by its key")
         self._last_receipt = receipt.hash()
 
+    def _receipt_of(self, reply: wire.Reply) -> Receipt:
+        try:
+            return receipt_from_wire(reply.receipt)
+        except ValueError as error:
+            raise self._failed(f"its receipt cannot be read: {error}") from None
+
     async def close(self) -> None:
+        """Says goodbye, so that the cache is free at once. Never raises."""
         with trio.CancelScope(shield=True):
             try:
                 await self._stream.send(wire.InferenceFrame(close=wire.Close()), timeout=CLOSE_TIMEOUT)
@@ -238,17 +314,3 @@ class ServerSession:
 
     def _failed(self, what: str) -> ServerFailed:
         return ServerFailed(f"server {self.hop.peer_id} (blocks {self.hop.span}) failed: {what}", self.hop.peer_id)
-
-
-@dataclass(frozen=True)
-class _Sent:
-    step: wire.Step
-    chunk: Chunk
-    sent_at: float
-
-
-@dataclass(frozen=True)
-class _Answer:
-    sent: _Sent
-    reply: wire.Reply
-    chunk: Chunk

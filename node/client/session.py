@@ -2,27 +2,39 @@
 
 Fault-tolerant generation of Petals (NeurIPS 2023, section 3.2, algorithms 1 and 2): the client keeps the inputs of
 every junction (`history`), and when a server fails it routes the blocks that are missing over others, replays the
-inputs into them and goes on at the same position.
+inputs into them and goes on at the same position. Servers that are slow or about to stop are replaced in the same way,
+but by a standby that is prepared in the background while they still work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import trio
 
+from ...protocols import wire_pb2 as wire
 from ...protocols.ids import Span
+from ...protocols.inference import pushed_step
 from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
-from .history import History, Input
+from .history import History, Input, merged
 from .routing import Hop
-from .server_session import Chunk, HopTiming, InferenceStream, ServerSession, SessionSpec
+from .server_session import Answer, Chunk, HopTiming, InferenceStream, ServerSession, SessionSpec
 
 RECOVERY_TIMEOUT: Final = 30.0
 """Seconds of looking for other servers before the caller is told that the swarm cannot serve."""
 RETRY_INTERVAL: Final = 0.5
+SLOW_FACTOR: Final = 10.0
+SLOW_AT_LEAST: Final = 1.0
+"""A server that takes 10 times its usual step, and at least a second, is slow: a standby is prepared."""
+SLOW_AT_FIRST: Final = 15.0
+"""The same while nothing is known of its speed."""
+STANDBY_POLL: Final = 0.05
+STANDBY_RETRY: Final = 30.0
+STANDBY_LAG: Final = 2
+"""Tokens that a standby may be behind when it is called ready: what the switch costs at most."""
 
 
 class Router(Protocol):
@@ -43,13 +55,43 @@ class Router(Protocol):
     async def refresh(self) -> None:
         """Asks the swarm anew who is there."""
 
+    def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
+        """Runs `function` in the background for as long as the client lives."""
 
-@dataclass
+
+@dataclass(eq=False)
 class _Link:
-    """One server of the chain, and the inputs that made its cache."""
+    """One server of the chain, and the inputs that made its cache. `usual`: seconds per token of its last answers."""
 
     server: ServerSession
     history: History = field(default_factory=History)
+    usual: float | None = None
+    standby: _Standby | None = None
+    no_standby_until: float = 0.0
+
+    def patience(self, tokens: int) -> float:
+        """Seconds after which an answer to a step of so many tokens is late."""
+        if self.usual is None:
+            return SLOW_AT_FIRST
+        return max(SLOW_AT_LEAST, SLOW_FACTOR * self.usual * tokens)
+
+    def note(self, tokens: int) -> None:
+        taken = self.server.timing.total / tokens
+        self.usual = taken if self.usual is None else 0.8 * self.usual + 0.2 * taken
+
+
+@dataclass(eq=False)
+class _Standby:
+    """Servers that are brought to where a link is, to take its place. `applied`: the link's inputs they have."""
+
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    links: list[_Link] = field(default_factory=list)
+    applied: list[Input] = field(default_factory=list)
+    ready: bool = False
+
+
+class _Overtaken(Exception):
+    """A standby was ready before the server answered."""
 
 
 class ClientSession:
@@ -68,6 +110,8 @@ class ClientSession:
         self._position = 0
         self._route_epoch = 0
         self._torn = False
+        self._closed = False
+        self._no_push: set[tuple[str, str]] = set()
 
     @property
     def route(self) -> tuple[Hop, ...]:
@@ -102,9 +146,23 @@ class ClientSession:
         """
         self._links = await self._open_chain(self.spec.span, History(), 0)
 
+    @property
+    def pushed_steps(self) -> int:
+        """Steps that servers sent to each other, without the way through this client."""
+        return sum(link.server.pushed_steps for link in self._links)
+
+    @property
+    def traffic(self) -> tuple[tuple[int, int], ...]:
+        """Tensor bytes (sent, received) between this client and each server of the present chain."""
+        return tuple((link.server.bytes_sent, link.server.bytes_received) for link in self._links)
+
     async def close(self) -> None:
         """Gives the servers their caches back. Never raises; takes a second at most."""
+        self._closed = True
         links, self._links = self._links, []
+        for link in links:
+            if link.standby is not None:
+                link.standby.scope.cancel()
         await _close(links)
 
     async def step(self, chunks: Sequence[Chunk], reorder: Sequence[int] = ()) -> list[Chunk]:
@@ -131,26 +189,99 @@ class ClientSession:
         for chunk in chunks:
             inputs.append(Input(position, first, chunk))
             position, first = position + chunk.tokens, ()
+        await self._switch_to_standbys()
         self._torn = bool(reorder)
-        out = [await self._through(self._links, inputs[0])] if len(inputs) == 1 else await self._pipeline(inputs)
+        if len(inputs) == 1:
+            out = [await self._through(self._links, inputs[0], self.spec.push)]
+        else:
+            out = await self._pipeline(inputs)
         self._torn = False
         self._position = position
         return out
 
-    async def _through(self, links: list[_Link], step: Input) -> Chunk:
-        """Runs one step through `links`, replacing in that list whichever server fails."""
+    async def _through(self, links: list[_Link], step: Input, push: bool) -> Chunk:
+        """Runs one step through `links`, replacing in that list whichever server fails.
+
+        With `push` the first server is told of the others and every server hands its output to the next one itself;
+        this client sends a step only where that has failed.
+        """
         chunk, index = step.chunk, 0
+        asked: wire.Step | None = None  # what the server at `index` is asked, if that is settled
+        on_its_way = False
+        receipt = b""
         while index < len(links):
             link = links[index]
-            sent = replace(step, chunk=chunk)
+            if asked is None:
+                asked = self._asked(links, index, step, receipt, push)
             try:
-                chunk = await link.server.exchange(chunk, step.position, step.reorder)
-            except ServerFailed as error:
-                links[index : index + 1] = await self._replacement(link, step.position, error)
+                if not on_its_way:
+                    await link.server.send(asked, chunk)
+                answer = await self._answer(link, asked, chunk, on_its_way)
+            except (ServerFailed, _Overtaken) as error:
+                if isinstance(error, ServerFailed):
+                    links[index : index + 1] = await self._replacement(link, step.position, error)
+                elif not await self._switch(links, index):
+                    continue
+                # Sequence numbers that were given out for the servers behind may be used up: ask anew.
+                asked, on_its_way = None, False
                 continue
-            link.history.append(sent)
+            link.history.append(replace(step, chunk=chunk))
+            link.note(chunk.tokens)
+            if link.server.draining:
+                self._prepare_standby(link)
+            chunk, receipt = answer.chunk, answer.receipt_hash
+            asked = pushed_step(asked, receipt) if asked.targets else None
+            on_its_way = answer.handed_on and asked is not None
             index += 1
         return chunk
+
+    def _asked(self, links: Sequence[_Link], index: int, step: Input, receipt: bytes, push: bool) -> wire.Step:
+        targets = []
+        if push:
+            for before, link in zip(links[index:], links[index + 1 :], strict=False):
+                if (before.server.hop.peer_id, link.server.hop.peer_id) in self._no_push:
+                    break
+                targets.append(link.server.target())
+        return wire.Step(
+            sequence=links[index].server.next_sequence(),
+            position=step.position,
+            reorder=step.reorder,
+            route_epoch=self._route_epoch,
+            previous_receipt=receipt,
+            targets=targets,
+        )
+
+    async def _answer(self, link: _Link, asked: wire.Step, chunk: Chunk, pushed: bool) -> Answer:
+        """Waits for a server's answer; when it is late, sends what may have been lost and prepares a standby.
+
+        Raises:
+            ServerFailed: there is none within the step's timeout.
+            _Overtaken: the standby is ready.
+        """
+        patience = min(link.patience(chunk.tokens), self.spec.step_timeout)
+        answer = await link.server.receive(asked, chunk, patience)
+        if answer is not None:
+            return answer
+        if pushed:
+            before = link.server.pushed_steps
+            await link.server.send(asked, chunk)
+        deadline = trio.current_time() + self.spec.step_timeout - patience
+        while trio.current_time() < deadline:
+            self._prepare_standby(link)
+            answer = await link.server.receive(asked, chunk, STANDBY_POLL)
+            if answer is not None:
+                if pushed and link.server.pushed_steps == before:
+                    # It never came from the server before it: these two do not reach each other.
+                    self._forbid_push(link)
+                return answer
+            if link.standby is not None and link.standby.ready:
+                raise _Overtaken
+        raise link.server.silent(self.spec.step_timeout)
+
+    def _forbid_push(self, link: _Link) -> None:
+        index = self._links.index(link)
+        if index:
+            self._no_push.add((self._links[index - 1].server.hop.peer_id, link.server.hop.peer_id))
 
     async def _pipeline(self, inputs: Sequence[Input]) -> list[Chunk]:
         """Runs many steps at once, each server on another one."""
@@ -164,7 +295,7 @@ class ClientSession:
             done: Callable[[], object],
         ) -> None:
             async for step in source:
-                hand_on(replace(step, chunk=await self._through(links, step)))
+                hand_on(replace(step, chunk=await self._through(links, step, push=False)))
             done()
 
         try:
@@ -196,10 +327,82 @@ class ClientSession:
             NoChainError: nobody else holds them.
         """
         self._router.suspect(error.peer_id)
+        if failed.standby is not None:
+            failed.standby.scope.cancel()
         await _close([failed])
         links = await self._open_chain(failed.server.hop.span, failed.history, position, because=error)
         self.recoveries += 1
         return links
+
+    # --- standbys
+
+    def _prepare_standby(self, link: _Link) -> None:
+        """Begins to prepare other servers for the blocks of `link`, unless that is under way or was tried just now."""
+        if link.standby is None and trio.current_time() >= link.no_standby_until:
+            link.standby = _Standby()
+            self._router.start_soon(self._prepare, link, link.standby)
+
+    async def _prepare(self, link: _Link, standby: _Standby) -> None:
+        with standby.scope:
+            try:
+                spec = replace(self.spec, span=link.server.hop.span)
+                route = await self._router.route(spec, [link.server.hop.peer_id])
+                await self._open_links(spec, route, standby.links)
+                while await self._catch_up(link, standby) > STANDBY_LAG:
+                    pass
+                standby.ready = True
+                return
+            except SwarmError:
+                pass  # nobody else can; the server may be back in time
+        link.standby = None
+        link.no_standby_until = trio.current_time() + STANDBY_RETRY
+        await _close(standby.links)
+
+    async def _catch_up(self, link: _Link, standby: _Standby) -> int:
+        """Gives the standby what the link has had and it has not; returns how many tokens that were.
+
+        Raises:
+            SwarmError: a server of the standby failed, or it cannot follow (rows changed places and back).
+        """
+        wanted = link.history.needed(link.history.end)
+        common = 0
+        for mine, theirs in zip(standby.applied, wanted, strict=False):
+            if mine is not theirs:
+                break
+            common += 1
+        if any(each.reorder for each in standby.applied[common:]):
+            raise SwarmError("the standby took a reorder that was undone")
+        todo = wanted[common:]
+        for step in merged(todo, min(each.server.max_step_tokens for each in standby.links)):
+            await self._replay_step(standby.links, step)
+        standby.applied = wanted
+        return sum(each.chunk.tokens for each in todo)
+
+    async def _switch_to_standbys(self) -> None:
+        index = 0
+        while index < len(self._links):
+            standby = self._links[index].standby
+            if standby is not None and standby.ready:
+                await self._switch(self._links, index)
+            index += 1
+
+    async def _switch(self, links: list[_Link], index: int) -> bool:
+        """Puts the standby of a link in its place; false if the standby has failed in the last moment."""
+        link = links[index]
+        standby = link.standby
+        assert standby is not None
+        link.standby = None
+        try:
+            await self._catch_up(link, standby)
+        except SwarmError:
+            link.no_standby_until = trio.current_time() + STANDBY_RETRY
+            await _close(standby.links)
+            return False
+        links[index : index + 1] = standby.links
+        self._route_epoch += 1
+        self.recoveries += 1
+        self._router.start_soon(_close, [link])
+        return True
 
     async def _open_chain(
         self, span: Span, history: History, position: int, because: ServerFailed | None = None
@@ -245,32 +448,39 @@ class ClientSession:
         self._route_epoch += 1
         opened: dict[Hop, _Link] = {}
 
-        async def open_one(hop: Hop) -> None:
+        async def open_one(index: int, hop: Hop) -> None:
             stream = await self._router.connect(hop)
-            server = ServerSession(stream, hop, spec, self._router.peer_id, self._route_epoch)
+            server = ServerSession(stream, hop, spec, self._router.peer_id)
             opened[hop] = _Link(server)
-            await server.open()
+            await server.open(
+                self._route_epoch,
+                upstream=route[index - 1].peer_id if index else None,
+                downstream=route[index + 1].peer_id if spec.push and index + 1 < len(route) else None,
+            )
 
         try:
             with unwrapped(ServerFailed):
                 async with trio.open_nursery() as nursery:
-                    for hop in route:
-                        nursery.start_soon(open_one, hop)
+                    for index, hop in enumerate(route):
+                        nursery.start_soon(open_one, index, hop)
         finally:
             links.extend(opened[hop] for hop in route if hop in opened)
 
     async def _replay(self, links: Sequence[_Link], history: History, position: int) -> None:
         """Rebuilds the caches of new servers from the inputs of the one that they replace."""
-        if not links:
-            return
-        for step in history.replay(position, min(link.server.max_step_tokens for link in links)):
-            for link in links:
-                chunk = await link.server.exchange(step.chunk, step.position, step.reorder)
-                link.history.append(step)
-                step = replace(step, chunk=chunk)
+        if links:
+            for step in history.replay(position, min(link.server.max_step_tokens for link in links)):
+                await self._replay_step(links, step)
+
+    async def _replay_step(self, links: Sequence[_Link], step: Input) -> None:
+        for link in links:
+            chunk = await link.server.exchange(step.chunk, step.position, step.reorder, self._route_epoch)
+            link.history.append(step)
+            step = replace(step, chunk=chunk)
 
 
 async def _close(links: Sequence[_Link]) -> None:
+    """Ends the sessions of `links`, side by side. Never raises."""
     async with trio.open_nursery() as nursery:
         for link in links:
             nursery.start_soon(link.server.close)

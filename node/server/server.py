@@ -16,7 +16,8 @@ from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
-from ...protocols.ids import INFERENCE, Span
+from ...protocols.ids import INFERENCE, PUSH, Span
+from ...protocols.inference import MAX_STEP_BYTES
 from ..errors import BadInput, ModelError, SwarmError
 from ..models import Checkpoint, Manifest, ModelFolder, compute_manifest, resolve, verify_part
 from ..models.progress import Progress
@@ -25,12 +26,14 @@ from .placement import Held, blocks_that_fit, cache_tokens_that_fit, most_needed
 
 if TYPE_CHECKING:
     from ..blocks.span import BlockSpan
+    from .service import InferenceService
 
 T = TypeVar("T")
 
 REFRESH_TIMEOUT: Final = 5.0
 ANNOUNCE_INTERVAL: Final = 2.0
 """Free cache and queue depth change with every session; the swarm hears of it at most this often."""
+PUSH_OPEN_TIMEOUT: Final = 5.0
 STOP_GRACE: Final = 3.0
 
 
@@ -48,6 +51,7 @@ class ServerOptions:
     name: str = ""
     revision: str | None = None
     offline: bool = False
+    drain_timeout: float = 30.0
 
 
 OnEvent = Callable[..., None]
@@ -109,10 +113,12 @@ async def _serve(
     stop: trio.Event,
     nursery: trio.Nursery,
 ) -> None:
+    from .admission import Hosted
     from .cache_budget import CacheBudget
     from .compute import ComputeThread
     from .measure import measure_speed
-    from .service import Hosted, InferenceService
+    from .service import InferenceService
+    from .session import PushStream
 
     compute = ComputeThread(blocks)
     compute.start()
@@ -136,14 +142,20 @@ async def _serve(
         def on_change() -> None:
             changed.set()
 
-        service = InferenceService(hosted, compute, CacheBudget(tokens), identity, on_change)
-        swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle)
+        async def open_push(peer_id: str) -> PushStream:
+            return await swarm.new_stream(
+                peer_id, PUSH, wire.PushFrame, timeout=PUSH_OPEN_TIMEOUT, max_payload=MAX_STEP_BYTES
+            )
+
+        service = InferenceService(hosted, compute, CacheBudget(tokens), identity, open_push, on_change)
+        swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle, max_payload=MAX_STEP_BYTES)
+        swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, max_payload=MAX_STEP_BYTES)
         step_seconds = 1 / options.throughput if options.throughput else speed.step_seconds
 
         def current() -> Announcement:
             return replace(
                 announcement,
-                state=ServerState.ONLINE,
+                state=ServerState.DRAINING if service.draining else ServerState.ONLINE,
                 step_seconds=step_seconds,
                 forward_tokens_per_second=speed.forward_tokens_per_second,
                 dtype=hosted.dtype,
@@ -180,10 +192,22 @@ async def _serve(
         nursery.start_soon(keep_announced)
         await stop.wait()
         on_event("stopping", sessions=service.sessions)
+        await _drain(service, swarm, current, options.drain_timeout)
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(STOP_GRACE):
             await swarm.retract()
             await compute.stop()
+
+
+async def _drain(
+    service: InferenceService, swarm: Swarm, current: Callable[[], Announcement], timeout: float
+) -> None:
+    """Takes no new sessions, tells the clients of the present ones, and waits until they have moved."""
+    service.draining = True
+    if service.sessions:
+        swarm.announce(current())
+        with trio.move_on_after(timeout):
+            await service.wait_idle()
 
 
 def _check_blocks(options: ServerOptions, folder: ModelFolder) -> None:
@@ -278,8 +302,11 @@ async def _load(path: Path, span: Span, options: ServerOptions) -> BlockSpan:
 
 
 def _import_blocks() -> None:
-    from ..blocks import span  # noqa: F401
-    from . import service  # noqa: F401
+    from ..blocks.collector import collector_paused
+
+    with collector_paused():
+        from ..blocks import span  # noqa: F401
+        from . import service  # noqa: F401
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

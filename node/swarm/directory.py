@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import trio
@@ -202,7 +203,7 @@ class Directory:
             await self._ask(nursery, peers, model_version, timeout, failures)
             if wave == 0 and asked and len(failures) == len(asked):
                 reasons = "; ".join(sorted(set(failures))[:5])
-                raise SwarmError(f"None of the {len(asked)} peers asked has answered: {reasons}.")
+                raise SwarmError(f"no peer has answered ({len(asked)} asked): {reasons}")
             if len(self.view.records) == known:
                 return
 
@@ -238,14 +239,14 @@ class Directory:
                 await progress.wait()
 
     def _peers_to_ask(self, count: int) -> list[str]:
-        """Whom to ask: those we were told of, those we have a connection to, some of the servers we know."""
+        """Whom to ask: those we were told of, and `count` others: first some that we have a connection to."""
         connected = [peer for peer in self._host.connected() if self.addrs_of(peer)]
         servers = [content.peer_id for content in self.view.servers(now=time.time()) if content.addrs]
         random.shuffle(connected)
         random.shuffle(servers)
         wanted = dict.fromkeys([*self._bootstrap, *connected, *servers])
         wanted.pop(self._identity.peer_id, None)
-        return list(wanted)[: max(count, len(self._bootstrap))]
+        return list(wanted)[: count + len(self._bootstrap)]
 
     async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
         with trio.move_on_after(timeout):
@@ -273,11 +274,8 @@ class Directory:
 
     def announce(self, announcement: Announcement) -> None:
         addrs = announcement.addrs or tuple(str(without_peer(Multiaddr(addr))) for addr in self._host.addrs())
-        previous = self._own_record
-        self._own = Announcement(**{**announcement.__dict__, "addrs": addrs})
+        self._own = replace(announcement, addrs=addrs)
         self._sign()
-        if previous is None or previous.content.state is not self._own.state:
-            log.debug("now %s", self._own.state.name)
         self._own_changed.set()
         self._own_changed = trio.Event()
 
@@ -292,7 +290,7 @@ class Directory:
     async def retract(self) -> None:
         if self._own is None:
             return
-        self._own = Announcement(**{**self._own.__dict__, "state": ServerState.OFFLINE})
+        self._own = replace(self._own, state=ServerState.OFFLINE)
         record = self._sign()
         self._own = None
         async with trio.open_nursery() as nursery:

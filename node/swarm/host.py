@@ -7,6 +7,7 @@ Two cures have a file of their own: `noise.py` (many system calls and turns of t
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -27,11 +28,13 @@ from libp2p.network.stream.net_stream import NetStream
 from libp2p.network.swarm import Swarm as Libp2pSwarm
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore, PeerStoreError
+from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from libp2p.stream_muxer.yamux.yamux import Yamux
+from libp2p.transport.exceptions import SecurityUpgradeFailure
 from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
@@ -61,6 +64,9 @@ def quiet_logs(level: int = logging.CRITICAL) -> None:
     Part of it logs to the root logger, which in passing installs a handler there.
     """
     logging.getLogger("libp2p").setLevel(level)
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.startswith("libp2p.") and isinstance(logger, logging.Logger):
+            logger.setLevel(level)  # some set their own
     root = logging.getLogger()
     if not root.handlers:
         root.addHandler(logging.NullHandler())
@@ -223,7 +229,7 @@ class _Network(Libp2pSwarm):
             except trio.TooSlowError:
                 reasons.append(f"{addr}: no answer within {_DIAL_DEADLINE:g} s")
             except Exception as error:  # whatever a stranger's handshake may raise
-                reasons.append(f"{addr}: {error.__cause__ or error}")
+                reasons.append(f"{addr}: {_why(error)}")
             finally:
                 failed.set()
 
@@ -386,7 +392,27 @@ def _check_free(addr: Multiaddr) -> None:
         try:
             probe.bind((values.get("ip6") or values["ip4"], int(values["tcp"])))
         except OSError as error:
-            raise MachineError(
-                f"cannot listen on {addr}: {error.strerror}. Another node may be using the port: "
-                "stop it, or choose another port (0 takes a free one)"
-            ) from error
+            advice = {
+                errno.EADDRINUSE: "stop the node that uses the port, or choose another one (0 takes a free one)",
+                errno.EADDRNOTAVAIL: "this machine has no such address; /ip4/0.0.0.0/... takes all it has",
+                errno.EACCES: "choose a port above 1023",
+            }.get(error.errno or 0, "choose another address")
+            raise MachineError(f"cannot listen on {addr}: {error.strerror}; {advice}") from error
+
+
+def _why(error: BaseException) -> str:
+    """The reason at the bottom of libp2p's chain of errors about a failed dial, for a person."""
+    bottom = error
+    while True:
+        deeper = bottom.exceptions[0] if isinstance(bottom, BaseExceptionGroup) else None
+        deeper = deeper or bottom.__cause__ or bottom.__context__
+        if deeper is None:
+            break
+        bottom = deeper
+    if isinstance(bottom, PeerIDMismatchesPubkey):
+        return "a peer with another id is there"
+    if isinstance(bottom, OSError) and bottom.strerror:
+        return bottom.strerror
+    if isinstance(error.__cause__, SecurityUpgradeFailure):
+        return "what is there is no node of this swarm, or has another swarm key"
+    return str(bottom) or type(bottom).__name__

@@ -292,8 +292,10 @@ class Swarm:
         try:
             await self.refresh(timeout=self._config.bootstrap_deadline)
         except SwarmError as error:
-            hint = "a private swarm's peers answer only those who have its key"
-            raise SwarmError(f"{error} Check the addresses, and that these peers run; {hint}.") from error
+            raise SwarmError(
+                f"{error}. Check the addresses, and that these peers run; "
+                "those of a private swarm answer only who has its key."
+            ) from error
 
     def start(self) -> None:
         """Starts what runs beside. Called by `open_swarm`."""

@@ -1,12 +1,11 @@
 """A node that announces a made-up span and computes nothing: the process under test of test_discovery.py.
 
-Takes one JSON object as its argument, prints one when it is ready, and stops in order on SIGTERM or at the end
-of its standard input. With "role": "echo" it also answers /echo/1 streams with what they send.
+Takes one JSON object as its argument, prints one when it is ready, and stops in order on SIGTERM, SIGINT or at
+the end of its standard input. With "role": "echo" it also answers /echo/1 streams with what they send.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import sys
@@ -52,7 +51,7 @@ async def wait_for_stop() -> None:
             nursery.cancel_scope.cancel()
 
         nursery.start_soon(until_end_of_input)
-        with trio.open_signal_receiver(signal.SIGTERM) as signals:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for _ in signals:
                 nursery.cancel_scope.cancel()
 
@@ -77,5 +76,4 @@ async def main(options: dict) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        trio.run(main, json.loads(sys.argv[1]))
+    trio.run(main, json.loads(sys.argv[1]))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import trio
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.client.runtime import TrioThread
 from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
@@ -26,15 +27,25 @@ async def raw_swarm(address: str) -> AsyncIterator[Swarm]:
         yield swarm
 
 
-def in_swarm(address: str, main: Callable[[Swarm], Awaitable[None]]) -> None:
-    """Runs `main` on a node that has joined at `address`."""
+Run = Callable[[Callable[[Swarm], Awaitable[None]]], None]
 
-    async def run() -> None:
-        with trio.fail_after(60):
-            async with raw_swarm(address) as swarm:
-                await main(swarm)
 
-    trio.run(run)
+@contextmanager
+def raw_client(address: str) -> Iterator[Run]:
+    """A function that runs async functions on one node that has joined at `address`."""
+    runtime = TrioThread(lambda: raw_swarm(address), "raw-client")
+
+    def run(main: Callable[[Swarm], Awaitable[None]]) -> None:
+        async def bounded() -> None:
+            with trio.fail_after(2 * TIMEOUT):
+                await main(runtime.value)
+
+        runtime.call(bounded)
+
+    try:
+        yield run
+    finally:
+        runtime.close()
 
 
 def values(tokens: int, rows: int = 1, seed: int = 0) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,13 +63,23 @@ out = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
 print("again", out.shape[1], flush=True)
 """
 
+UNREADY = """
+print("trying", flush=True)
+model.generate(ids, max_new_tokens=4000, do_sample=False, pad_token_id=0)
+"""
+
+WAITING = OPEN.replace("[sys.argv[2]]", "[sys.argv[2]], wait=True").replace(
+    "model.generate(", "print('waiting', flush=True)\nmodel.generate("
+)
+
 
 @pytest.fixture(scope="module")
-def scripts(node_starter: Nodes, shared_swarm: SharedSwarm) -> Iterator[dict[str, Running]]:
+def scripts(node_starter: Nodes, shared_swarm: SharedSwarm, models: Path) -> dict[str, Running]:
     """All at once, because most of their time is imports."""
-    arguments = (str(shared_swarm.folder), shared_swarm.peer)
-    programs = {"fork": FORK, "forget": FORGET, "interrupt": INTERRUPT}
-    yield {name: node_starter.script(OPEN + code, *arguments) for name, code in programs.items()}
+    served, other = (str(shared_swarm.folder), shared_swarm.peer), (str(models / "other-llama"), shared_swarm.peer)
+    programs = {"fork": FORK, "forget": FORGET, "interrupt": INTERRUPT, "unready": UNREADY}
+    started = {name: node_starter.script(OPEN + code, *served) for name, code in programs.items()}
+    return started | {"waiting": node_starter.script(WAITING, *other)}
 
 
 def test_a_fork_is_refused_clearly(scripts: dict[str, Running]) -> None:
@@ -99,23 +108,16 @@ def test_ctrl_c_stops_generate_and_not_the_model(scripts: dict[str, Running]) ->
     assert process.wait() == 0, process.errors
 
 
-def test_a_script_that_is_interrupted_ends_at_once(node_starter: Nodes, shared_swarm: SharedSwarm) -> None:
-    unready = """
-print("trying", flush=True)
-model.generate(ids, max_new_tokens=4000, do_sample=False, pad_token_id=0)
-"""
-    process = node_starter.script(OPEN + unready, str(shared_swarm.folder), shared_swarm.peer)
+def test_a_script_that_is_interrupted_ends_at_once(scripts: dict[str, Running]) -> None:
+    process = scripts["unready"]
     assert process.line() == "trying"
     process.signal(signal.SIGINT)
     assert process.wait() == -signal.SIGINT
     assert "KeyboardInterrupt" in process.errors
 
 
-def test_waiting_for_a_server_can_be_interrupted(node_starter: Nodes, models: Path, shared_swarm: SharedSwarm) -> None:
-    code = OPEN.replace("initial_peers=[sys.argv[2]]", "initial_peers=[sys.argv[2]], wait=True").replace(
-        "model.generate(", "print('waiting', flush=True)\nmodel.generate("
-    )
-    process = node_starter.script(code, str(models / "other-llama"), shared_swarm.peer)
+def test_waiting_for_a_server_can_be_interrupted(scripts: dict[str, Running]) -> None:
+    process = scripts["waiting"]
     assert process.line() == "waiting"
     process.signal(signal.SIGINT)
     assert process.wait() == -signal.SIGINT

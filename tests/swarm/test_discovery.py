@@ -317,7 +317,7 @@ def test_peers_that_do_not_answer_are_an_error_that_names_them():
             f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{silent_peer}",
             f"/ip4/127.0.0.1/tcp/{refusing}/p2p/{refusing_peer}",
         )
-        with pytest.raises(SwarmError, match="None of the 2 peers asked has answered") as caught:
+        with pytest.raises(SwarmError, match=r"no peer has answered \(2 asked\)") as caught:
             trio.run(join, config(*peers, bootstrap_deadline=1.0))
         assert silent_peer in str(caught.value)
         assert refusing_peer in str(caught.value)

@@ -16,7 +16,7 @@ from petalnode.protocols.framing import PeerError
 from petalnode.protocols.inference import hash_of_step, receipt_from_wire
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Node
-from tests.swarm.raw import HIDDEN, RawSession, in_swarm, values
+from tests.swarm.raw import HIDDEN, RawSession, Run, raw_client, values
 
 BAD, MODEL, SPAN = wire.ERROR_BAD_REQUEST, wire.ERROR_UNKNOWN_MODEL, wire.ERROR_SPAN_NOT_HOSTED
 FULL, LONG, UNSUPPORTED = wire.ERROR_CACHE_FULL, wire.ERROR_TOO_LONG, wire.ERROR_UNSUPPORTED
@@ -28,8 +28,14 @@ def server(shared_swarm: SharedSwarm) -> Node:
     return shared_swarm.llama[0]
 
 
+@pytest.fixture(scope="module")
+def run(server: Node) -> Iterator[Run]:
+    with raw_client(server.address) as runs:
+        yield runs
+
+
 @pytest.fixture(autouse=True)
-def _the_server_lives_on(server: Node) -> Iterator[None]:
+def _the_server_lives_on(server: Node, run: Run) -> Iterator[None]:
     """After whatever a test did to it, the same process answers the same question with the same bytes."""
     yield
 
@@ -40,7 +46,7 @@ def _the_server_lives_on(server: Node) -> Iterator[None]:
         _right_answers.append(payload)
         await session.close()
 
-    in_swarm(server.address, main)
+    run(main)
     assert server.process.poll() is None
     assert _right_answers[-1] == _right_answers[0]
 
@@ -73,7 +79,7 @@ OPENS: dict[str, tuple[wire.ErrorCode.ValueType, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OPENS)
-def test_an_open_that_cannot_be_is_refused(name: str, server: Node) -> None:
+def test_an_open_that_cannot_be_is_refused(name: str, server: Node, run: Run) -> None:
     code, fields = OPENS[name]
 
     async def main(swarm: Swarm) -> None:
@@ -84,7 +90,7 @@ def test_an_open_that_cannot_be_is_refused(name: str, server: Node) -> None:
         with pytest.raises(PeerError):
             await session.receive()
 
-    in_swarm(server.address, main)
+    run(main)
 
 
 FIRST_FRAMES = {
@@ -99,7 +105,7 @@ FIRST_FRAMES = {
 
 @pytest.mark.parametrize("name", FIRST_FRAMES)
 @pytest.mark.parametrize("when", ["before Open", "in a session"])
-def test_a_frame_out_of_place_is_refused(name: str, when: str, server: Node) -> None:
+def test_a_frame_out_of_place_is_refused(name: str, when: str, server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         if when == "before Open":
             session = await RawSession.connect(swarm, server.ready)
@@ -113,7 +119,7 @@ def test_a_frame_out_of_place_is_refused(name: str, when: str, server: Node) -> 
         frame, _ = await session.receive()
         assert frame.error.code == BAD, frame
 
-    in_swarm(server.address, main)
+    run(main)
 
 
 def float_bytes(count: int, first: float) -> bytes:
@@ -126,9 +132,8 @@ def float_bytes(count: int, first: float) -> bytes:
 STEPS: dict[str, tuple[wire.ErrorCode.ValueType, dict[str, Any]]] = {
     "a position ahead": (BAD, {"position": 4}),
     "a position far ahead": (BAD, {"position": 2**63}),
-    "a sequence left out": (BAD, {"sequence": 3}),
     "no sequence": (BAD, {"sequence": 0}),
-    "another route epoch": (BAD, {"route_epoch": 2}),
+    "an old route epoch": (BAD, {"route_epoch": 0}),
     "another hidden size": (BAD, {"shape": [1, 2, 32]}),
     "another batch": (BAD, {"shape": [2, 1, HIDDEN], "payload": values(2)}),
     "two dimensions": (BAD, {"shape": [1, HIDDEN]}),
@@ -150,7 +155,7 @@ STEPS: dict[str, tuple[wire.ErrorCode.ValueType, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_that_cannot_be_ends_the_session(name: str, server: Node) -> None:
+def test_a_step_that_cannot_be_ends_the_session(name: str, server: Node, run: Run) -> None:
     code, changed = STEPS[name]
 
     async def main(swarm: Swarm) -> None:
@@ -163,11 +168,11 @@ def test_a_step_that_cannot_be_ends_the_session(name: str, server: Node) -> None
         with pytest.raises(PeerError):
             await session.step(2, 3, values(1))
 
-    in_swarm(server.address, main)
+    run(main)
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_step_has_one_tensor(count: int, server: Node) -> None:
+def test_a_step_has_one_tensor(count: int, server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready)
         tensor = wire.Tensor(shape=[1, 1, HIDDEN], dtype="float32", codec="none", nbytes=4 * HIDDEN)
@@ -177,10 +182,10 @@ def test_a_step_has_one_tensor(count: int, server: Node) -> None:
         answer, _ = await session.receive()
         assert answer.error.code == BAD
 
-    in_swarm(server.address, main)
+    run(main)
 
 
-def test_too_many_tokens_leave_the_session_open(server: Node) -> None:
+def test_too_many_tokens_leave_the_session_open(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready, max_length=5)
         await session.step(1, 0, values(3))
@@ -189,10 +194,10 @@ def test_too_many_tokens_leave_the_session_open(server: Node) -> None:
         frame, _ = await session.step(2, 3, values(2))
         assert frame.reply.position == 5
 
-    in_swarm(server.address, main)
+    run(main)
 
 
-def test_a_repeated_step_gets_the_very_same_reply(server: Node) -> None:
+def test_a_repeated_step_gets_the_very_same_reply(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready)
         first = await session.step(1, 0, values(3))
@@ -210,21 +215,21 @@ def test_a_repeated_step_gets_the_very_same_reply(server: Node) -> None:
         assert frame.reply.position == 5
         assert frame.reply.receipt.previous_receipt == receipt_from_wire(second[0].reply.receipt).hash()
 
-    in_swarm(server.address, main)
+    run(main)
 
 
 @pytest.mark.parametrize("changed", [{"payload": values(3, seed=9)}, {"position": 1}, {"reorder": [0]}])
-def test_a_repeated_step_with_other_content_is_refused(changed: dict[str, Any], server: Node) -> None:
+def test_a_repeated_step_with_other_content_is_refused(changed: dict[str, Any], server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready)
         await session.step(1, 0, values(3))
         frame, _ = await session.step(**{"sequence": 1, "position": 0, "payload": values(3)} | changed)
         assert frame.error.code == BAD
 
-    in_swarm(server.address, main)
+    run(main)
 
 
-def test_only_the_last_replies_are_kept(server: Node) -> None:
+def test_only_the_last_replies_are_kept(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready)
         for sequence in range(1, session.granted.credits + 2):
@@ -234,10 +239,10 @@ def test_only_the_last_replies_are_kept(server: Node) -> None:
         frame, _ = await session.step(1, 0, values(1))
         assert frame.error.code == BAD
 
-    in_swarm(server.address, main)
+    run(main)
 
 
-def test_receipts_say_what_was_asked_and_answered_and_form_a_chain(server: Node) -> None:
+def test_receipts_say_what_was_asked_and_answered_and_form_a_chain(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready, batch=2)
         previous = NO_RECEIPT
@@ -258,18 +263,18 @@ def test_receipts_say_what_was_asked_and_answered_and_form_a_chain(server: Node)
             assert frame.reply.position == position + tokens
             previous = receipt.hash()
 
-    in_swarm(server.address, main)
+    run(main)
 
 
-def test_two_sessions_have_different_epochs(server: Node) -> None:
+def test_two_sessions_have_different_epochs(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         first, second = [await RawSession.opened(swarm, server.ready) for _ in range(2)]
         assert first.granted.session_epoch != second.granted.session_epoch
 
-    in_swarm(server.address, main)
+    run(main)
 
 
-def test_many_steps_at_once_are_answered_in_order(server: Node) -> None:
+def test_many_steps_at_once_are_answered_in_order(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready)
         for sequence in range(1, 41):
@@ -278,7 +283,7 @@ def test_many_steps_at_once_are_answered_in_order(server: Node) -> None:
             frame, _ = await session.receive()
             assert frame.reply.sequence == sequence
 
-    in_swarm(server.address, main)
+    run(main)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +302,7 @@ def test_many_steps_at_once_are_answered_in_order(server: Node) -> None:
     ],
 )
 @pytest.mark.parametrize("when", ["first", "in a session"])
-def test_bytes_that_are_no_message_end_the_stream(data: bytes, when: str, server: Node) -> None:
+def test_bytes_that_are_no_message_end_the_stream(data: bytes, when: str, server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         connect = RawSession.connect if when == "first" else RawSession.opened
         session = await connect(swarm, server.ready)
@@ -312,10 +317,10 @@ def test_bytes_that_are_no_message_end_the_stream(data: bytes, when: str, server
             return
         assert frame.WhichOneof("body") == "error"
 
-    in_swarm(server.address, main)
+    run(main)
 
 
-def test_random_bytes_do_no_harm(server: Node) -> None:
+def test_random_bytes_do_no_harm(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         for seed in range(60):
             chance = random.Random(seed)
@@ -331,10 +336,10 @@ def test_random_bytes_do_no_harm(server: Node) -> None:
             else:
                 await session.stream.reset()
 
-    in_swarm(server.address, main)
+    run(main)
 
 
-def test_a_right_message_with_a_flipped_bit_does_no_harm(server: Node) -> None:
+def test_a_right_message_with_a_flipped_bit_does_no_harm(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         for seed in range(40):
             chance = random.Random(seed)
@@ -350,10 +355,10 @@ def test_a_right_message_with_a_flipped_bit_does_no_harm(server: Node) -> None:
             except PeerError:
                 pass
 
-    in_swarm(server.address, main)
+    run(main)
 
 
-def test_streams_that_say_nothing_hold_up_nobody(server: Node) -> None:
+def test_streams_that_say_nothing_hold_up_nobody(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         silent = [await RawSession.connect(swarm, server.ready) for _ in range(30)]
         session = await RawSession.opened(swarm, server.ready)
@@ -362,4 +367,4 @@ def test_streams_that_say_nothing_hold_up_nobody(server: Node) -> None:
         for each in silent:
             await each.stream.reset()
 
-    in_swarm(server.address, main)
+    run(main)

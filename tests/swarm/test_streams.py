@@ -226,3 +226,33 @@ def test_a_reader_that_pauses_keeps_its_stream():
                 await stream.receive(timeout=10)
 
     trio.run(main)
+
+
+def test_what_a_peer_said_before_it_left_can_still_be_read():
+    said = trio.Event()
+
+    async def say(stream: MessageStream[Frame]) -> None:
+        await stream.send(message(b"last words"), [b"last words"], timeout=10)
+        said.set()
+
+    async def serve(task_status: trio.TaskStatus[Swarm]) -> None:
+        listening = SwarmConfig(identity=Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))
+        async with open_swarm(listening) as server:
+            server.set_handler("/say/1", Frame, say)
+            task_status.started(server)
+            await said.wait()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            server = await nursery.start(serve)
+            joining = SwarmConfig(identity=Identity.generate(), peers=tuple(server.addrs))
+            async with open_swarm(joining) as swarm:
+                stream = await swarm.new_stream(server.peer_id, "/say/1", Frame, timeout=10)
+                with trio.fail_after(10):
+                    await swarm.watch_peer(server.peer_id).wait()
+                _, payloads = await stream.receive(timeout=10)
+                assert payloads == [b"last words"]
+                with pytest.raises(StreamClosed):
+                    await stream.receive(timeout=10)
+
+    trio.run(main)

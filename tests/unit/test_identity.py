@@ -23,9 +23,7 @@ def test_peer_id_is_the_one_libp2p_derives_from_the_same_key():
     from libp2p.peer.id import ID
 
     seed = bytes(range(32))
-    assert (
-        Identity.from_seed(seed).peer_id == ID.from_pubkey(create_new_key_pair(seed).public_key).to_base58()
-    )
+    assert Identity.from_seed(seed).peer_id == ID.from_pubkey(create_new_key_pair(seed).public_key).to_base58()
 
 
 def test_a_saved_identity_is_loaded_again_and_private(tmp_path):
@@ -37,9 +35,7 @@ def test_a_saved_identity_is_loaded_again_and_private(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["id.key"]
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"hello", b"\x08\x01\x12\x40" + bytes(63), b"\x08\x01\x12\x40" + bytes(64)]
-)
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x08\x01\x12\x40" + bytes(63), b"\x08\x01\x12\x40" + bytes(64)])
 def test_a_file_that_is_no_identity_is_named(tmp_path, content):
     path = tmp_path / "id.key"
     path.write_bytes(content)

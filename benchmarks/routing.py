@@ -1,0 +1,127 @@
+"""Milliseconds to find the cheapest chain in a made-up swarm.
+
+    python benchmarks/routing.py [--json] [--servers 1000] [--blocks 126] [--longest 20] [--rounds 50]
+
+Servers lie at random in a square that light in fibre takes 100 ms to cross (there and back), the client among them;
+spans have 1 to `--longest` blocks and begin anywhere, steps take 2 to 20 ms per block. With measured pairs, each server
+knows its round trips to so many servers that can follow it (64 is all that an announcement carries). `standby` is the
+second-best for every hop of the chain together. What goes in is built beforehand; every call starts from nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.table import Table
+
+from petalnode.node.client.routing import Candidate, cheapest_chain, second_best
+from petalnode.protocols.ids import Span
+
+CROSSING = 0.1  # seconds
+TOKEN_BYTES = 2 * 8192
+
+
+def made_up_swarm(servers: int, blocks: int, longest: int, measured: int, seed: int) -> list[Candidate]:
+    chance = random.Random(seed)
+    client = (chance.random(), chance.random())
+    spans, places = [], []
+    for number in range(servers):
+        length = min(chance.randint(1, longest), blocks)
+        # The first ones cover the model, so that there is a chain.
+        start = number if number < blocks else chance.randint(0, blocks - length)
+        spans.append(Span(start, min(start + length, blocks)))
+        places.append((chance.random(), chance.random()))
+    following: list[list[int]] = [[] for _ in range(blocks + 1)]
+    for number, span in enumerate(spans):
+        for block in range(span.start, span.end):
+            following[block].append(number)
+    found = []
+    for number, span in enumerate(spans):
+        likely = following[span.end] if span.end < blocks else following[span.start]
+        nearest = sorted(likely, key=lambda other: math.dist(places[number], places[other]))[:measured]
+        found.append(
+            Candidate(
+                f"peer-{number:06}",
+                span,
+                rtt=0.001 + CROSSING * math.dist(client, places[number]),
+                step_seconds=chance.uniform(0.002, 0.02) * len(span),
+                cache_tokens_free=chance.choice([0, 4096, 65536]),
+                queue_depth=chance.choice([0, 0, 0, 1, 4]),
+                seconds_per_byte=chance.uniform(1e-8, 1e-6),
+                rtts={
+                    f"peer-{other:06}": 0.001 + CROSSING * math.dist(places[number], places[other])
+                    for other in nearest
+                    if other != number
+                },
+            )
+        )
+    return found
+
+
+def milliseconds(call: Callable[[], object], rounds: int) -> list[float]:
+    call()
+    times = []
+    for _ in range(rounds):
+        before = time.perf_counter()
+        call()
+        times.append(1000 * (time.perf_counter() - before))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--servers", type=int, default=1000)
+    parser.add_argument("--blocks", type=int, default=126)
+    parser.add_argument("--longest", type=int, default=20, help="blocks of the longest span")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    wanted = Span(0, options.blocks)
+    rows = []
+    for pushed, measured in [(False, 0), (True, 0), (True, 16), (True, 64)]:
+        swarm = made_up_swarm(options.servers, options.blocks, options.longest, measured, options.seed)
+
+        def route(swarm: list[Candidate] = swarm, pushed: bool = pushed) -> tuple:
+            return cheapest_chain(swarm, wanted, cache_tokens=2048, token_bytes=TOKEN_BYTES, pushed=pushed)
+
+        chain = route()
+
+        def standby(swarm: list[Candidate] = swarm, pushed: bool = pushed, chain: tuple = chain) -> None:
+            for index in range(len(chain)):
+                second_best(chain, index, swarm, cache_tokens=2048, token_bytes=TOKEN_BYTES, pushed=pushed)
+
+        times = milliseconds(route, options.rounds)
+        rows.append(
+            {
+                "mode": "pushed" if pushed else "relayed",
+                "measured_pairs_per_server": measured,
+                "hops": len(chain),
+                "p50_ms": statistics.median(times),
+                "p95_ms": sorted(times)[int(0.95 * (len(times) - 1))],
+                "max_ms": max(times),
+                "standby_p50_ms": statistics.median(milliseconds(standby, max(1, options.rounds // 10))),
+            }
+        )
+    if options.json:
+        print(json.dumps({**vars(options), "runs": rows}))
+        return
+    table = Table(
+        title=f"{options.servers} servers, {options.blocks} blocks, spans of 1 to {options.longest}, ms per route"
+    )
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

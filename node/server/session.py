@@ -1,0 +1,334 @@
+"""One granted session of a server: takes steps from its client or pushed by the server before it, has them computed,
+answers with receipts, and pushes the output on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from ...crypto.identity import peer_id_from_bytes, peer_id_to_bytes
+from ...crypto.receipts import NO_RECEIPT, Receipt
+from ...protocols import wire_pb2 as wire
+from ...protocols.framing import MessageStream, PeerError
+from ...protocols.ids import PROTOCOL_VERSION
+from ...protocols.inference import (
+    EPOCH_BYTES,
+    Refusal,
+    SessionTerms,
+    bad_request,
+    hash_of_step,
+    pushed_step,
+    receipt_from_wire,
+    receipt_to_wire,
+    sha256,
+)
+from .admission import check_step, step_tokens
+from .compute import ComputeSession, StepInput, StepOutput
+
+if TYPE_CHECKING:
+    from .service import InferenceService
+
+InferenceStream = MessageStream[wire.InferenceFrame]
+PushStream = MessageStream[wire.PushFrame]
+
+IDLE_TIMEOUT: Final = 1800.0
+"""A session that asks nothing for this long gives its cache back; a dead connection is noticed far sooner."""
+SEND_TIMEOUT: Final = 30.0
+PUSH_TIMEOUT: Final = 1.0
+"""A next server that does not read for so long gets no more pushes: the client relays to it instead."""
+CREDITS: Final = 4
+
+
+@dataclass(frozen=True)
+class _SentReply:
+    sequence: int
+    request_hash: bytes
+    frame: wire.InferenceFrame
+    payload: bytes
+
+
+class ServerSession:
+    """Holds one session's place in the cache and its chain of receipts.
+
+    Steps come from two sides, the client's stream and pushes, and are taken one at a time in order of arrival.
+    """
+
+    def __init__(
+        self, service: InferenceService, client: str, terms: SessionTerms, compute: ComputeSession, keep: float
+    ) -> None:
+        self.epoch = os.urandom(EPOCH_BYTES)
+        self._service = service
+        self._client = client
+        self._terms = terms
+        self._compute = compute
+        self._keep = keep
+        self._stream: InferenceStream | None = None
+        self._lock = trio.Lock()
+        self._sequence = 0
+        self._position = 0
+        self._route_epoch = terms.route_epoch
+        self._last_receipt = NO_RECEIPT
+        self._replies: deque[_SentReply] = deque(maxlen=CREDITS)
+        self._attending = 0  # streams that took the session up again
+        self._over = False
+        self._changed = trio.Event()
+        self._pushes: _Pushes | None = None
+
+    async def run(self, stream: InferenceStream, downstream: bytes) -> None:
+        """Serves the session until its client closes it, or is lost and does not come back in time.
+
+        Raises:
+            Refusal: the client broke the protocol.
+            PeerError: the client is lost.
+        """
+        async with trio.open_nursery() as nursery:
+            self._pushes = _Pushes(self._service, nursery)
+            if downstream:
+                self._pushes.prepare(downstream)
+            try:
+                await self._attend(stream)
+            except PeerError:
+                if not self._keep:
+                    raise
+                await self._wait_for_client()
+            finally:
+                await self._pushes.close()
+                nursery.cancel_scope.cancel()
+
+    async def resume(self, stream: InferenceStream) -> None:
+        """Serves the session on another stream of the same client, which takes the place of the one before."""
+        self._attending += 1
+        self._notify()
+        try:
+            if self._stream is not None:
+                await self._stream.reset()
+            async with self._lock:  # a step of the old stream may still be computing
+                pass
+            await self._attend(stream)
+            self._over = True
+        finally:
+            self._attending -= 1
+            self._notify()
+
+    async def _wait_for_client(self) -> None:
+        while not self._over:
+            if self._attending:
+                await self._changed.wait()
+                continue
+            with trio.move_on_after(self._keep) as scope:
+                await self._changed.wait()
+            if scope.cancelled_caught:
+                return
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _attend(self, stream: InferenceStream) -> None:
+        self._stream = stream
+        hosted = self._service.hosted
+        granted = wire.Granted(
+            session_epoch=self.epoch,
+            cache_tokens=self._terms.cache_tokens,
+            codec=self._terms.codec,
+            dtype=hosted.dtype,
+            quantisation=hosted.quantisation,
+            credits=CREDITS,
+            max_step_tokens=step_tokens(self._terms.batch),
+            keep_ms=round(self._keep * 1000),
+            position=self._position,
+            sequence=self._sequence,
+            last_receipt=self._last_receipt,
+        )
+        await stream.send(wire.InferenceFrame(granted=granted), timeout=SEND_TIMEOUT)
+        while True:
+            frame, payloads = await stream.receive(timeout=IDLE_TIMEOUT)
+            body = frame.WhichOneof("body")
+            if body == "close":
+                return
+            if body != "step" or len(payloads) != 1:
+                raise bad_request(f"an open session takes Step with one tensor, or Close; not {body}")
+            try:
+                await self._take(frame.step, frame.tensors[0], payloads[0], None)
+            except Refusal as refusal:
+                if refusal.code != wire.ERROR_TOO_LONG:
+                    raise
+                await stream.send(wire.InferenceFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
+
+    async def take_push(self, push: wire.Push, tensor: wire.Tensor, payload: bytes, pusher: str) -> None:
+        """A step that `pusher`, the server before this one, sent on. The nonce that it knows is its permission.
+
+        Raises:
+            Refusal: the step does not fit the session, or the receipt is not the pusher's for these bytes.
+        """
+        await self._take(push.step, tensor, payload, _Upstream(push.receipt, pusher))
+
+    async def _take(self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: _Upstream | None) -> None:
+        async with self._lock:
+            if step.sequence <= self._sequence:
+                await self._repeat(step, tensor, payload, upstream is not None)
+                return
+            check_step(
+                step,
+                [tensor],
+                self._terms,
+                self._service.hosted,
+                last=self._sequence,
+                position=self._position,
+                route_epoch=self._route_epoch,
+            )
+            output = await self._service.compute.step(
+                self._compute, StepInput(step.position, tuple(step.reorder), tensor, payload)
+            )
+            if upstream is not None:
+                upstream.check(self._client, step, output.input_hash)
+            await self._answer(step, tensor, output, upstream is not None)
+
+    async def _answer(self, step: wire.Step, tensor: wire.Tensor, output: StepOutput, pushed: bool) -> None:
+        self._sequence = step.sequence
+        self._position = output.position
+        self._route_epoch = step.route_epoch
+        request = hash_of_step(step, tensor, output.input_hash)
+        receipt = self._receipt(step, request, output)
+        self._last_receipt = receipt.hash()
+        wire_receipt = receipt_to_wire(receipt)
+        handed_on = False
+        if step.targets and self._pushes is not None:
+            push = wire.Push(
+                client=peer_id_to_bytes(self._client),
+                nonce=step.targets[0].nonce,
+                step=pushed_step(step, self._last_receipt),
+                receipt=wire_receipt,
+            )
+            # Before the reply: the next server's work is what the client waits for.
+            handed_on = await self._pushes.send(step.targets[0].peer_id, push, output)
+        reply = wire.Reply(
+            sequence=step.sequence,
+            position=output.position,
+            receipt=wire_receipt,
+            queue_us=round(output.queue_seconds * 1e6),
+            compute_us=round(output.compute_seconds * 1e6),
+            pushed=pushed,
+            handed_on=handed_on,
+            draining=self._service.draining,
+        )
+        frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor])
+        self._replies.append(_SentReply(step.sequence, request, frame, output.payload))
+        await self._reply(frame, output.payload)
+
+    async def _reply(self, frame: wire.InferenceFrame, payload: bytes) -> None:
+        try:
+            assert self._stream is not None
+            await self._stream.send(frame, [payload], timeout=SEND_TIMEOUT)
+        except PeerError:
+            # Noticed by whoever reads the stream; a pusher must not suffer for it.
+            pass
+
+    async def _repeat(self, step: wire.Step, tensor: wire.Tensor, payload: bytes, pushed: bool) -> None:
+        request = hash_of_step(step, tensor, await trio.to_thread.run_sync(sha256, payload))
+        for sent in self._replies:
+            if sent.sequence == step.sequence and sent.request_hash == request:
+                # The client has been sent it once; who pushes what the client relayed already gets no second one.
+                if not pushed:
+                    await self._reply(sent.frame, sent.payload)
+                return
+        if not pushed:
+            raise bad_request(f"step {step.sequence} is over, and was another request or is too old to be repeated")
+
+    def _receipt(self, step: wire.Step, request: bytes, output: StepOutput) -> Receipt:
+        hosted = self._service.hosted
+        return Receipt(
+            protocol_version=PROTOCOL_VERSION,
+            model_version=hosted.model_version,
+            span=(self._terms.span.start, self._terms.span.end),
+            dtype=hosted.dtype,
+            quantisation=hosted.quantisation,
+            client=self._client,
+            nonce=self._terms.nonce,
+            session_epoch=self.epoch,
+            sequence=step.sequence,
+            request_hash=request,
+            reply_hash=output.output_hash,
+            previous_receipt=self._last_receipt,
+            upstream_receipt=step.previous_receipt,
+            time_ms=time.time_ns() // 1_000_000,
+        ).signed(self._service.identity)
+
+
+@dataclass(frozen=True)
+class _Upstream:
+    """The receipt that came with a push, and who sent it."""
+
+    receipt: wire.Receipt
+    pusher: str
+
+    def check(self, client: str, step: wire.Step, payload_hash: bytes) -> None:
+        """
+        Raises:
+            Refusal: it is not the pusher's receipt for these bytes and this client.
+        """
+        try:
+            receipt = receipt_from_wire(self.receipt)
+        except ValueError as error:
+            raise bad_request(f"the receipt cannot be read: {error}") from None
+        if (
+            receipt.client != client
+            or receipt.reply_hash != payload_hash
+            or receipt.hash() != step.previous_receipt
+            or not receipt.is_signed_by(self.pusher)
+        ):
+            raise bad_request("the pusher's receipt is not for what it pushed")
+
+
+class _Pushes:
+    """Streams from one session to the servers that come after it. Opened in the background: a step never waits."""
+
+    def __init__(self, service: InferenceService, nursery: trio.Nursery) -> None:
+        self._service = service
+        self._nursery = nursery
+        self._streams: dict[bytes, PushStream | None] = {}
+
+    def prepare(self, peer: bytes) -> None:
+        """Begins to open a stream to `peer`, unless one is open, or was tried in vain, already."""
+        if peer not in self._streams and len(self._streams) < 8:
+            self._streams[peer] = None
+            self._nursery.start_soon(self._open, peer)
+
+    async def _open(self, peer: bytes) -> None:
+        try:
+            stream = await self._service.open_push(peer_id_from_bytes(peer))
+        except (PeerError, ValueError):
+            return  # the client relays
+        self._streams[peer] = stream
+        try:
+            # The next server says something only if it does not want the pushes.
+            await stream.receive(timeout=None)
+        except PeerError:
+            pass
+        self._streams[peer] = None
+        await stream.reset()
+
+    async def send(self, peer: bytes, push: wire.Push, output: StepOutput) -> bool:
+        """Whether the push is on its way; if not, the client has to relay."""
+        stream = self._streams.get(peer)
+        if stream is None:
+            self.prepare(peer)
+            return False
+        try:
+            await stream.send(
+                wire.PushFrame(push=push, tensors=[output.tensor]), [output.payload], timeout=PUSH_TIMEOUT
+            )
+        except PeerError:
+            self._streams[peer] = None
+            return False
+        return True
+
+    async def close(self) -> None:
+        for stream in self._streams.values():
+            if stream is not None:
+                await stream.close()

@@ -1,0 +1,188 @@
+"""One Yamux stream: its window, its buffer, its ends. `yamux.py` has the connection."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import trio
+from libp2p.abc import IMuxedStream
+from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
+
+from .noise import MAX_PLAINTEXT
+
+if TYPE_CHECKING:
+    from .yamux import Muxer
+
+HEADER: Final = struct.Struct("!BBHII")  # version, type, flags, stream id, length
+DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
+SYN, ACK, FIN, RST = 1, 2, 4, 8
+INITIAL_WINDOW: Final = 256 * 1024  # by the specification
+WINDOW: Final = 4 * 1024 * 1024  # what we grant: 40 MB/s at a round trip of 100 ms
+MAX_DATA: Final = MAX_PLAINTEXT - HEADER.size  # a frame fills one Noise message
+
+
+class MuxedStream(IMuxedStream):
+    """One stream. One task may read and one may write at a time."""
+
+    def __init__(self, muxed_conn: Muxer, stream_id: int) -> None:
+        self.muxed_conn = muxed_conn
+        self.stream_id = stream_id
+        self.read_closed = False  # the peer sends nothing more
+        self.write_closed = False
+        self.lost: str | None = None  # why it was reset, if it was
+        self.discarding = False  # nobody will read any more
+        self.closed_at = 0.0
+        self.send_window = INITIAL_WINDOW
+        self._granted = WINDOW  # what the peer may still send
+        self._consumed = 0  # read since the last grant
+        self._chunks: deque[bytes] = deque()
+        self._readers = trio.lowlevel.ParkingLot()
+        self._writers = trio.lowlevel.ParkingLot()
+        self._lost_event: trio.Event | None = None
+
+    async def read(self, n: int | None = None) -> bytes:
+        """1 to `n` bytes as soon as there are any. Cancelled, nothing is lost.
+
+        Raises:
+            MuxedStreamEOF: the peer closed the stream, and all was read.
+            MuxedStreamReset: the stream was reset, or the connection is gone; what came before that is read first.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while not self._chunks:
+            if self.lost is not None:
+                raise MuxedStreamReset(self.lost)
+            if self.read_closed:
+                raise MuxedStreamEOF("the peer closed the stream")
+            await self._readers.park()
+        chunk = self._chunks.popleft()
+        if n is not None and 0 <= n < len(chunk):
+            self._chunks.appendleft(chunk[n:])
+            chunk = chunk[:n]
+        self._grant(len(chunk))
+        return chunk
+
+    def _grant(self, consumed: int) -> None:
+        self._consumed += consumed
+        self.muxed_conn.buffered -= consumed
+        if self._consumed >= WINDOW // 2 and not self.read_closed and self.lost is None:
+            self._granted += self._consumed
+            self.muxed_conn.put(WINDOW_UPDATE, 0, self.stream_id, self._consumed)
+            self._consumed = 0
+
+    async def write(self, data: bytes) -> None:
+        """Writes all of `data`; waits for the peer's window and for the socket.
+
+        Cancelled, a part may have been written, and the connection is as good as before.
+
+        Raises:
+            MuxedStreamClosed: closed for writing by us.
+            MuxedStreamReset: the stream was reset, or the connection is gone.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        start = 0
+        while start < len(data):
+            await self.muxed_conn.wait_room()
+            while self.send_window == 0 and self.lost is None and not self.write_closed:
+                await self._writers.park()
+            if self.lost is not None:
+                raise MuxedStreamReset(self.lost)
+            if self.write_closed:
+                raise MuxedStreamClosed("the stream is closed for writing")
+            size = min(self.send_window, MAX_DATA, len(data) - start)
+            self.send_window -= size
+            self.muxed_conn.put(DATA, 0, self.stream_id, size, data[start : start + size])
+            start += size
+
+    def write_nowait(self, data: bytes) -> bool:
+        """Writes all of `data` if neither the window nor the socket makes it wait, else nothing; says which.
+
+        Raises as `write` does.
+        """
+        if self.lost is not None:
+            raise MuxedStreamReset(self.lost)
+        if self.write_closed:
+            raise MuxedStreamClosed("the stream is closed for writing")
+        size = len(data)
+        if size > min(self.send_window, MAX_DATA) or not self.muxed_conn.has_room:
+            return False
+        self.send_window -= size
+        self.muxed_conn.put(DATA, 0, self.stream_id, size, data)
+        return True
+
+    async def close(self) -> None:
+        """Ends our direction; reading stays possible. Never waits."""
+        if not self.write_closed:
+            self.write_closed = True
+            self.closed_at = trio.current_time()
+            self.muxed_conn.put(WINDOW_UPDATE, FIN, self.stream_id, 0)
+            self._writers.unpark_all()
+            self.muxed_conn.forget_if_done(self)
+
+    async def reset(self) -> None:
+        """Ends both directions at once. Never waits."""
+        if self.lost is None:
+            self.muxed_conn.put(WINDOW_UPDATE, RST, self.stream_id, 0)
+            self.on_lost("reset on this side")
+            self.discard()
+            self.muxed_conn.forget_if_done(self)
+
+    def discard(self) -> None:
+        """Says that nobody will read any more: what comes is dropped."""
+        self.discarding = True
+        for chunk in self._chunks:
+            self._grant(len(chunk))
+        self._chunks.clear()
+
+    async def wait_lost(self) -> None:
+        """Returns once the stream was reset or the connection is gone."""
+        if self._lost_event is None:
+            self._lost_event = trio.Event()
+            if self.lost is not None:
+                self._lost_event.set()
+        await self._lost_event.wait()
+
+    # --- called by the connection
+
+    def on_size(self, size: int) -> bool:
+        """Whether the peer may send `size` bytes now."""
+        self._granted -= size
+        return self._granted >= 0
+
+    def on_data(self, data: bytes) -> None:
+        self.muxed_conn.buffered += len(data)
+        if self.discarding or self.lost is not None:
+            self._grant(len(data))
+        else:
+            self._chunks.append(data)
+            self._readers.unpark_all()
+
+    def on_window(self, size: int) -> None:
+        self.send_window += size
+        if size:
+            self._writers.unpark_all()
+
+    def on_fin(self) -> None:
+        self.read_closed = True
+        self._readers.unpark_all()
+
+    def on_lost(self, why: str) -> None:
+        if self.lost is None:
+            self.lost = why
+            self.read_closed = self.write_closed = True
+            self._readers.unpark_all()
+            self._writers.unpark_all()
+            if self._lost_event is not None:
+                self._lost_event.set()
+
+    # --- the rest of libp2p's interface
+
+    async def __aenter__(self) -> MuxedStream:
+        return self
+
+    def set_deadline(self, ttl: int) -> None:
+        raise NotImplementedError("use trio's cancel scopes")
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return self.muxed_conn.get_remote_address()

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.node.client.dialogue import Dialogue, Turn, fit
+
+
+def tokenize(turns: Sequence[Turn]) -> list[int]:
+    """A token per character, and one before each turn."""
+    return [0 for turn in turns for _ in "|" + turn.content]
+
+
+def spoken(*lengths: int, system: int | None = None) -> Dialogue:
+    dialogue = Dialogue() if system is None else Dialogue().plus("system", "s" * system)
+    for index, length in enumerate(lengths):
+        dialogue = dialogue.plus("assistant" if index % 2 else "user", "x" * length)
+    return dialogue
+
+
+def test_what_fits_stays() -> None:
+    dialogue = spoken(3, 4, 5)
+    assert fit(dialogue, tokenize, 15) == (dialogue, [0] * 15, 0)
+
+
+def test_the_oldest_question_goes_with_its_answer() -> None:
+    left, tokens, dropped = fit(spoken(3, 4, 5, 6, 7), tokenize, 25)
+    assert left == spoken(5, 6, 7) and len(tokens) == 21 and dropped == 2
+
+
+def test_the_system_turn_stays() -> None:
+    left, _, dropped = fit(spoken(3, 4, 5, system=10), tokenize, 18)
+    assert left == spoken(5, system=10) and dropped == 2
+
+
+def test_the_newest_question_is_never_dropped() -> None:
+    left, tokens, dropped = fit(spoken(3, 4, 50), tokenize, 10)
+    assert left == spoken(50) and len(tokens) == 51 and dropped == 2
+
+
+def test_an_answer_that_was_stopped_is_followed_by_a_question() -> None:
+    dialogue = Dialogue((Turn("user", "a"), Turn("assistant", ""), Turn("user", "b"), Turn("user", "c")))
+    left, _, dropped = fit(dialogue, tokenize, 3)
+    assert left.turns == (Turn("user", "c"),) and dropped == 3
+
+
+@given(st.lists(st.integers(0, 30), max_size=9).filter(lambda rows: len(rows) % 2), st.none() | st.integers(0, 9), st.integers(0, 99))
+def test_what_is_left_is_the_end_of_what_was(lengths: list[int], system: int | None, limit: int) -> None:
+    dialogue = spoken(*lengths, system=system)
+    left, tokens, dropped = fit(dialogue, tokenize, limit)
+    assert dropped == len(dialogue.turns) - len(left.turns) and tokens == tokenize(left.turns)
+    assert left.turns[-1] == dialogue.turns[-1]
+    kept = left.turns[1:] if system is not None else left.turns
+    assert dialogue.turns[len(dialogue.turns) - len(kept) :] == kept
+    assert kept[0].role == "user"
+    assert len(tokens) <= limit or len(kept) == 1
+    if dropped:  # no more went than had to
+        before = dialogue.turns[len(dialogue.turns) - len(kept) - 2 :]
+        assert len(tokenize(before)) + (0 if system is None else 1 + system) > limit
