@@ -17,15 +17,20 @@ STOP_TIMEOUT = 15.0
 
 
 class ServerProcess:
-    """One `petalnode serve` on loopback with one compute thread; ends when `stop` closes its standard input."""
+    """One `petalnode serve` on loopback with one compute thread; ends when `stop` closes its standard input.
 
-    def __init__(self, arguments: Sequence[str], scratch: Path) -> None:
+    `prefix` is put before the command line, to run it elsewhere; `host` is the address there.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], scratch: Path, *, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+    ) -> None:
         self.log = scratch / "server.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "petalnode", "serve", *arguments, "--json", "--until-eof"),
-                    *("--listen", "/ip4/127.0.0.1/tcp/0", "--identity", str(scratch / "key")),
+                    *(*prefix, sys.executable, "-m", "petalnode", "serve", *arguments, "--json", "--until-eof"),
+                    *("--listen", f"/ip4/{host}/tcp/0", "--identity", str(scratch / "key")),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -9,7 +9,7 @@ Lite. Here the whole path is computed anew each time, exactly, in a few millisec
 
 where half(s) is half the round trip between client and s, and work(s) is the time that its blocks compute, its input
 and output at its seconds per byte, and its penalties. Through the client, way(a, b) = half(a) + half(b). Pushed,
-way(a, b) is half of the servers' own round trip where one of them measured it, and never more than through the
+way(a, b) is half of the servers' own round trip where a measured it, and never more than through the
 client, who has a copy of everything and can always hand it on; so a pair that nobody measured counts as relayed.
 
 **Algorithm.** Let reached[k, s] be the least time in which the first k blocks are done, the last of them by s. Then
@@ -22,6 +22,7 @@ pairs only those few are looked at that can change the result, and none that can
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as chained
@@ -52,7 +53,8 @@ _Ints = NDArray[np.intp]
 class Candidate:
     """A server that could take part; one per peer. Times in seconds.
 
-    `rtt` is between client and server, `rtts` between this server and others, by peer id, as either measured it.
+    `rtt` is between client and server, `rtts` from this server to those that may follow it, by peer id, as it
+    measured them.
     `step_seconds` is one decode step through the whole span with an empty queue, `forward_tokens_per_second` a long
     prefill through it (0: not measured, a token is as long as a step). `seconds_per_byte` is what a byte into or out
     of the server takes beyond the round trip. `penalty_seconds` makes a server that failed lately a last resort. A
@@ -95,8 +97,8 @@ def cheapest_chain(
 
     A session of `max_length` tokens is never routed to a server that takes only shorter ones. One without
     `cache_tokens` free is taken only where there is no other way. `token_bytes` is the size of a token's hidden state
-    on the wire; with `pushed`, servers send their outputs to one another. Equal views give equal routes: among equal
-    chains the last server has the smallest peer id, then it starts as early as it can, then the one before it.
+    on the wire; with `pushed`, servers send their outputs to one another. Equal views give equal routes: of equal
+    chains, from the last server backwards, the smallest peer id, from as early a block on as it can.
 
     Raises:
         NoChainError: naming the blocks that nobody holds, or only servers that take shorter sessions.
@@ -133,10 +135,14 @@ def second_best(
     if not pushed:
         return _shortest(servers, wanted, graph, None, graph.half, graph.half)
     by_peer = {each.peer_id: each for each in candidates}
-    before = by_peer.get(chain[hop_index - 1].peer_id) if hop_index > 0 else None
-    after = by_peer.get(chain[hop_index + 1].peer_id) if hop_index + 1 < len(chain) else None
-    arriving = _beside(servers, graph, before)
-    leaving = _beside(servers, graph, after)
+    arriving = leaving = graph.half
+    # The neighbour's own half of a way is the same for all, so it is left out.
+    if hop_index > 0 and (before := by_peer.get(chain[hop_index - 1].peer_id)):
+        measured = _one_way([_measured(before, each) for each in servers])
+        arriving = np.minimum(graph.half, measured - _bounded([before.rtt]) / 2)
+    if hop_index + 1 < len(chain) and (after := by_peer.get(chain[hop_index + 1].peer_id)):
+        measured = _one_way([_measured(each, after) for each in servers])
+        leaving = np.minimum(graph.half, measured - _bounded([after.rtt]) / 2)
     return _shortest(servers, wanted, graph, _measured_pairs(servers, graph), arriving, leaving)
 
 
@@ -170,7 +176,7 @@ def _graph(servers: Sequence[Candidate], wanted: Span, cache_tokens: int, tokens
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         prefill = np.where(speed > 0, tokens / speed, tokens * step)
     waiting = np.clip(np.array([each.queue_depth for each in servers], float), 0, MAX_QUEUE_DEPTH)
-    compute = _bounded(np.maximum(step, prefill) * (1 + LOAD_PER_WAITING * waiting))
+    compute = _bounded(_bounded(np.maximum(step, prefill)) * (1 + LOAD_PER_WAITING * waiting))
     in_and_out = _bounded(2 * tokens * token_bytes * _bounded([each.seconds_per_byte for each in servers]))
     full = np.array([each.cache_tokens_free < cache_tokens for each in servers], float)
     return _Graph(
@@ -185,6 +191,11 @@ def _graph(servers: Sequence[Candidate], wanted: Span, cache_tokens: int, tokens
 def _bounded(seconds: Sequence[float] | _Floats) -> _Floats:
     """Times within 0 .. MAX_SECONDS; what is no number is the longest."""
     return np.nan_to_num(np.clip(np.asarray(seconds, float), 0.0, MAX_SECONDS), nan=MAX_SECONDS)
+
+
+def _measured(sender: Candidate, receiver: Candidate) -> float:
+    """Their round trip, NaN if it is not known. Nobody pushes to itself."""
+    return math.nan if sender.peer_id == receiver.peer_id else sender.rtts.get(receiver.peer_id, math.nan)
 
 
 def _one_way(round_trips: Sequence[float] | _Floats) -> _Floats:
@@ -210,41 +221,26 @@ class _Pairs:
 
 
 def _measured_pairs(servers: Sequence[Candidate], graph: _Graph) -> _Pairs | None:
-    """The pairs that can matter: measured by either side, quicker than the client, and one can follow the other."""
-    counts = [len(each.rtts) for each in servers]
-    total = sum(counts)
+    """The pairs that can matter: measured, quicker than through the client, and the one can follow the other."""
+    measured = [len(each.rtts) for each in servers]
+    total = sum(measured)
     if not total:
         return None
     index = {each.peer_id: number for number, each in enumerate(servers)}
     names = chained.from_iterable(each.rtts for each in servers)
-    other = np.fromiter(map(index.get, names, repeat(-1)), np.intp, total)
-    values = np.fromiter(chained.from_iterable(each.rtts.values() for each in servers), float, total)
-    known = other >= 0
-    one, other = np.repeat(np.arange(len(servers)), counts)[known], other[known]
-    sender, receiver = np.concatenate([one, other]), np.concatenate([other, one])
-    seconds = np.tile(_one_way(values[known]), 2) - graph.half[receiver]
-    follows = np.maximum(graph.start[sender] + 1, graph.start[receiver]) <= np.minimum(
-        graph.end[sender], graph.end[receiver] - 1
-    )
-    kept = np.flatnonzero(follows & (seconds < graph.half[sender]))
-    if not kept.size:
-        return None
-    # Of the smallest type that holds it, the sender is sorted by radix: a tenth of the time.
-    kept = kept[np.argsort(sender[kept].astype(np.min_scalar_type(len(servers))), kind="stable")]
+    receiver = np.fromiter(map(index.get, names, repeat(-1)), np.intp, total)  # -1: not usable
+    seconds = _one_way(np.fromiter(chained.from_iterable(each.rtts.values() for each in servers), float, total))
+    seconds -= graph.half[receiver]
+    sender = np.repeat(np.arange(len(servers)), measured)
+    earliest = np.maximum(graph.start[sender] + 1, graph.start[receiver])
+    latest = np.minimum(graph.end[sender], graph.end[receiver] - 1)
+    usable = (receiver >= 0) & (receiver != sender)
+    kept = np.flatnonzero(usable & (earliest <= latest) & (seconds < graph.half[sender]))
     sender, receiver, seconds = sender[kept], receiver[kept], seconds[kept]
     count = np.bincount(sender, minlength=len(servers))
     least = np.full(len(servers), np.inf)
     np.minimum.at(least, sender, seconds)
     return _Pairs(sender, receiver, seconds, np.cumsum(count) - count, count, least)
-
-
-def _beside(servers: Sequence[Candidate], graph: _Graph, neighbour: Candidate | None) -> _Floats:
-    """Per server, its way to or from a fixed neighbour, less the neighbour's `half`; without one, to the client."""
-    if neighbour is None:
-        return graph.half
-    theirs = _one_way([each.rtts.get(neighbour.peer_id, np.nan) for each in servers])
-    its_own = _one_way([neighbour.rtts.get(each.peer_id, np.nan) for each in servers])
-    return np.minimum(graph.half, np.minimum(theirs, its_own) - _bounded([neighbour.rtt]) / 2)
 
 
 def _shortest(
@@ -265,10 +261,9 @@ def _shortest(
     handed_over = graph.half + graph.hop
     for done in range(1, len(wanted)):
         at = reached[done]
-        best: np.float64 | _Floats = (at + graph.half).min()
-        if pairs is not None:
-            best = _through_pairs(at, best, pairs)
-        np.minimum(at, best + handed_over, out=reached[done + 1])
+        through_client = (at + graph.half).min()
+        arrival = through_client if pairs is None else _through_pairs(at, through_client, pairs)
+        np.minimum(at, arrival + handed_over, out=reached[done + 1])
         reached[done + 1] += per_block[done]
 
     server = int(np.argmin(reached[-1] + leaving))
@@ -291,10 +286,10 @@ def _shortest(
     return tuple(reversed(hops))
 
 
-def _through_pairs(at: _Floats, best: np.float64, pairs: _Pairs) -> _Floats:
-    """Per receiver the least of `best`, which is through the client, and all measured pairs."""
-    arrival = np.full(len(at), best)
-    senders = np.flatnonzero(at + pairs.least < best)
+def _through_pairs(at: _Floats, through_client: float, pairs: _Pairs) -> _Floats:
+    """Per receiver, when the blocks done so far are there at the earliest, less its `half`."""
+    arrival = np.full(len(at), through_client)
+    senders = np.flatnonzero(at + pairs.least < through_client)
     if senders.size:
         count = pairs.count[senders]
         # Positions of all pairs of these senders: a range for each, one behind the other.
@@ -326,9 +321,7 @@ def _no_chain(
 
 def missing_blocks(spans: Collection[Span], wanted: Span) -> tuple[int, ...]:
     """The blocks of `wanted` that no span holds, in order."""
-    return tuple(
-        block for block in range(wanted.start, wanted.end) if not any(block in span for span in spans)
-    )
+    return tuple(block for block in range(wanted.start, wanted.end) if not any(block in span for span in spans))
 
 
 def describe_blocks(blocks: Sequence[int]) -> str:

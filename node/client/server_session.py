@@ -22,6 +22,7 @@ from ...protocols.inference import (
     receipt_from_wire,
     sha256,
 )
+from ...protocols.tensors import TensorError, all_finite, wire_nbytes
 from ..errors import ServerFailed
 from .routing import Hop
 
@@ -241,6 +242,12 @@ class ServerSession:
             raise self._failed(f"it answered step {reply.sequence}, which nobody has sent")
         if (list(tensor.shape), tensor.dtype, tensor.codec) != (list(asked.shape), asked.dtype, asked.codec):
             raise self._failed(f"it answered a tensor of {list(asked.shape)} with one of {list(tensor.shape)}")
+        try:
+            nbytes = wire_nbytes(asked.shape, asked.dtype, asked.codec)
+        except TensorError as error:
+            raise self._failed(str(error)) from None
+        if len(answer.payload) != nbytes:
+            raise self._failed(f"it answered {len(answer.payload)} bytes for a tensor of {nbytes}")
         if reply.position != step.position + chunk.tokens:
             raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
         self.timing = HopTiming(
@@ -258,13 +265,14 @@ class ServerSession:
         Raises:
             ServerFailed: if it is not; nothing of this server can be used then.
         """
-        payloads = (chunk.payload, answer.payload)
-        if len(payloads[0]) > _HASH_INLINE:
-            input_hash, output_hash = await trio.to_thread.run_sync(
-                lambda: (sha256(payloads[0]), sha256(payloads[1]))
-            )
-        else:
-            input_hash, output_hash = sha256(payloads[0]), sha256(payloads[1])
+
+        def look() -> tuple[bytes, bytes, bool]:
+            return sha256(chunk.payload), sha256(answer.payload), all_finite(answer.tensor, answer.payload)
+
+        large = len(chunk.payload) > _HASH_INLINE
+        input_hash, output_hash, finite = await trio.to_thread.run_sync(look) if large else look()
+        if not finite:
+            raise self._failed("it answered NaN or infinity")
         receipt = self._receipt_of(reply)
         expected = replace(
             receipt,

@@ -21,11 +21,13 @@ from ...protocols.inference import pushed_step
 from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
 from .history import History, Input, merged
 from .routing import Hop
-from .server_session import Answer, Chunk, HopTiming, InferenceStream, ServerSession, SessionSpec
+from .server_session import Answer, Chunk, HopTiming, InferenceStream, ServerRefused, ServerSession, SessionSpec
 
 RECOVERY_TIMEOUT: Final = 30.0
 """Seconds of looking for other servers before the caller is told that the swarm cannot serve."""
 RETRY_INTERVAL: Final = 0.5
+MAX_FAILURES: Final = 8
+"""Servers for the same blocks that may fail at one step, one after another."""
 SLOW_FACTOR: Final = 10.0
 SLOW_AT_LEAST: Final = 1.0
 """A server that takes 10 times its usual step, and at least a second, is slow: a standby is prepared."""
@@ -131,7 +133,7 @@ class ClientSession:
     @property
     def max_step_tokens(self) -> int:
         """Tokens of a row that one chunk may have."""
-        return min(link.server.max_step_tokens for link in self._links)
+        return min((link.server.max_step_tokens for link in self._links), default=1)
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
@@ -175,8 +177,10 @@ class ClientSession:
         Raises:
             NoChainError: servers failed, and no others hold their blocks.
             BadInput: more tokens than the session was opened for.
-            SwarmError: an earlier reorder was cut off.
+            SwarmError: the session is closed, or an earlier reorder was cut off.
         """
+        if self._closed:
+            raise SwarmError("this session is closed; open another")
         if self._torn:
             raise SwarmError("this session was cut off while its rows changed places; open another")
         tokens = sum(chunk.tokens for chunk in chunks)
@@ -209,6 +213,7 @@ class ClientSession:
         asked: wire.Step | None = None  # what the server at `index` is asked, if that is settled
         on_its_way = False
         receipt = b""
+        failures: list[ServerFailed] = []  # of servers for the blocks at `index`, at this step
         while index < len(links):
             link = links[index]
             if asked is None:
@@ -219,6 +224,8 @@ class ClientSession:
                 answer = await self._answer(link, asked, chunk, on_its_way)
             except (ServerFailed, _Overtaken) as error:
                 if isinstance(error, ServerFailed):
+                    failures.append(error)
+                    _give_up_on_the_step(failures)
                     links[index : index + 1] = await self._replacement(link, step.position, error)
                 elif not await self._switch(links, index):
                     continue
@@ -233,6 +240,7 @@ class ClientSession:
             asked = pushed_step(asked, receipt) if asked.targets else None
             on_its_way = answer.handed_on and asked is not None
             index += 1
+            failures.clear()
         return chunk
 
     def _asked(self, links: Sequence[_Link], index: int, step: Input, receipt: bytes, push: bool) -> wire.Step:
@@ -299,7 +307,7 @@ class ClientSession:
             done()
 
         try:
-            with unwrapped(NoChainError):
+            with unwrapped(SwarmError):
                 async with trio.open_nursery() as nursery:
                     # The number of steps bounds every channel, so no stage waits for the next one's room.
                     send, receive = trio.open_memory_channel[Input](len(inputs))
@@ -477,6 +485,18 @@ class ClientSession:
             chunk = await link.server.exchange(step.chunk, step.position, step.reorder, self._route_epoch)
             link.history.append(step)
             step = replace(step, chunk=chunk)
+
+
+def _give_up_on_the_step(failures: Sequence[ServerFailed]) -> None:
+    """
+    Raises:
+        SwarmError: when it is the step that is at fault, not the servers.
+    """
+    refusals = [
+        error for error in failures if isinstance(error, ServerRefused) and error.code == wire.ERROR_BAD_REQUEST
+    ]
+    if len(refusals) > 1 or len(failures) > MAX_FAILURES:
+        raise SwarmError(f"{len(failures)} servers in a row failed at one step: {failures[-1]}")
 
 
 async def _close(links: Sequence[_Link]) -> None:

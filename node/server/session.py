@@ -86,19 +86,24 @@ class ServerSession:
             Refusal: the client broke the protocol.
             PeerError: the client is lost.
         """
+        ended: Refusal | PeerError | None = None
         async with trio.open_nursery() as nursery:
             self._pushes = _Pushes(self._service, nursery)
             if downstream:
                 self._pushes.prepare(downstream)
             try:
                 await self._attend(stream)
-            except PeerError:
-                if not self._keep:
-                    raise
-                await self._wait_for_client()
-            finally:
-                await self._pushes.close()
-                nursery.cancel_scope.cancel()
+            except Refusal as refusal:
+                ended = refusal
+            except PeerError as error:
+                if self._keep:
+                    await self._wait_for_client()
+                else:
+                    ended = error
+            await self._pushes.close()
+            nursery.cancel_scope.cancel()
+        if ended is not None:
+            raise ended
 
     async def resume(self, stream: InferenceStream) -> None:
         """Serves the session on another stream of the same client, which takes the place of the one before."""

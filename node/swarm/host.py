@@ -43,6 +43,7 @@ from ...crypto.identity import Identity
 from ..errors import MachineError
 from .addresses import concrete, is_dialable, without_peer
 from .noise import BufferedNoise
+from .sockets import PromptSockets
 from .yamux import Muxer
 
 log = logging.getLogger(__name__)
@@ -349,6 +350,7 @@ async def open_host(
         MachineError: a port is in use, or an address is none of this machine.
     """
     quiet_logs()
+    trio.socket.set_custom_socket_factory(PromptSockets())  # for the rest of this run of trio
     for addr in listen:
         _check_free(addr)
     network = _Network(identity, psk, on_lost)

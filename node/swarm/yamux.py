@@ -20,6 +20,7 @@ from multiaddr import Multiaddr
 
 from .muxed_stream import (
     ACK,
+    DATA,
     FIN,
     GO_AWAY,
     HEADER,
@@ -45,6 +46,10 @@ _PATIENCE: Final = 3.0  # seconds for the answer
 _PATIENCE_STUFFED: Final = 10.0  # our question may be stuck behind much data on a slow line
 _LINGER: Final = 30.0  # seconds that a stream closed by us waits for the peer's close
 
+_LARGE: Final = 12 * 1024  # bytes; about what TCP sends in its first round trip (ten packets, RFC 6928)
+_LARGE_LASTS: Final = 5.0  # seconds after a large message in which another one is expected
+_QUIET: Final = 0.1  # seconds; half of the least time after which TCP forgets its window
+
 
 class Muxer(IMuxedConn):
     """All streams of one connection. `on_lost` is called once, synchronously, when the connection ends."""
@@ -62,6 +67,9 @@ class Muxer(IMuxedConn):
         self._streams: dict[int, MuxedStream] = {}
         self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](_ACCEPT_QUEUE)
         self._heard = trio.current_time()
+        self._large_until = 0.0  # a large message may follow until then
+        self._large_put = trio.lowlevel.ParkingLot()
+        self._put_lately = False
 
     # --- streams
 
@@ -101,6 +109,10 @@ class Muxer(IMuxedConn):
 
     def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> None:
         """Sends a frame without waiting. On a dead connection it goes nowhere."""
+        self._put_lately = True
+        if length > _LARGE and kind == DATA:
+            self._large_until = trio.current_time() + _LARGE_LASTS
+            self._large_put.unpark_all()
         if self.lost is None:
             try:
                 self.secured_conn.put(HEADER.pack(0, kind, flags, stream_id, length) + data)
@@ -121,7 +133,7 @@ class Muxer(IMuxedConn):
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    for part in (self.secured_conn.pump, self._watch, self._receive_frames):
+                    for part in (self.secured_conn.pump, self._watch, self._keep_window, self._receive_frames):
                         nursery.start_soon(self._run_part, part)
                     self.event_started.set()
         finally:
@@ -230,6 +242,20 @@ class Muxer(IMuxedConn):
                     break  # it was us who stood still: the answer may lie unread; ask again
                 if now - asked > (_PATIENCE_STUFFED if self.secured_conn.is_stuffed else _PATIENCE):
                     raise ConnectionAbortedError(f"the peer gave no sign of life for {now - self._heard:.1f} s")
+
+    async def _keep_window(self) -> None:
+        """Pings through the pauses between large messages, so that TCP does not shrink its window in them.
+
+        After a silence of one retransmission timeout, a round trip and at least 200 ms, TCP starts anew with ten
+        packets (RFC 5681, section 4.1), and the next hidden state of 16 KiB takes two round trips instead of one.
+        """
+        while self.lost is None:
+            if trio.current_time() > self._large_until:
+                await self._large_put.park()
+            self._put_lately = False
+            await trio.sleep(_QUIET)
+            if not self._put_lately:
+                self.put(PING, SYN, 0, 0)
 
     def _lose(self, why: str) -> None:
         """Ends the connection at once; `start` closes the socket."""

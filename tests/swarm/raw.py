@@ -121,7 +121,9 @@ class RawSession:
         step = wire.Step(**{"sequence": sequence, "position": position, "route_epoch": 1} | fields)
         await self.stream.send(wire.InferenceFrame(step=step, tensors=[tensor]), [payload], timeout=TIMEOUT)
 
-    async def step(self, sequence: int, position: int, payload: bytes, **how: Any) -> tuple[wire.InferenceFrame, list[bytes]]:
+    async def step(
+        self, sequence: int, position: int, payload: bytes, **how: Any
+    ) -> tuple[wire.InferenceFrame, list[bytes]]:
         await self.send_step(sequence, position, payload, **how)
         return await self.receive()
 

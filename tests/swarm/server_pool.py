@@ -84,7 +84,7 @@ class PooledServer:
 
 
 class ServerPool:
-    """Starts servers of one model that join at one peer."""
+    """Starts servers of one model that join at one peer, if they are not given another."""
 
     def __init__(self, home: Path, folder: Path, peer: str) -> None:
         self.servers: list[PooledServer] = []
@@ -106,14 +106,19 @@ class ServerPool:
         )
 
     def start(
-        self, blocks: str, *options: str, identity: Path | None = None, fault: Path | None = None
+        self,
+        blocks: str,
+        *options: str,
+        peer: str | None = None,
+        identity: Path | None = None,
+        fault: Path | None = None,
     ) -> PooledServer:
         """Returns at once; `ready` waits. `fault` is the control file of `faulty_server`."""
         with self._lock:
             number = len(self.servers)
             output = self._home / f"server-{number}.out"
             output.touch()
-            arguments = ["serve", str(self._folder), "--blocks", blocks, "--peer", self.peer, "--json"]
+            arguments = ["serve", str(self._folder), "--blocks", blocks, "--peer", peer or self.peer, "--json"]
             arguments += ["--listen", LOOPBACK, "--identity", str(identity or self._home / f"server-{number}.key")]
             request = {
                 "arguments": [*arguments, *options],

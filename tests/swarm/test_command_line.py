@@ -54,7 +54,9 @@ MISTAKES = {
     "a peer without an id": Case("status --peer /ip4/127.0.0.1/tcp/31330", "bad input", "p2p"),
     "a peer that is no address": Case("chat --peer localhost:31330", "bad input", "localhost:31330"),
     "a typo in the environment": Case("status", "bad input", "tpc", env={"PETALNODE_PEERS": TYPO}),
-    "a peer that nobody answers at": Case("serve {llama} --peer {nobody} --listen {loopback}", "swarm cannot", "12D3KooWBhr"),
+    "a peer that nobody answers at": Case(
+        "serve {llama} --peer {nobody} --listen {loopback}", "swarm cannot", "12D3KooWBhr"
+    ),
     "chat with nobody": Case("chat --peer {nobody} --prompt hi", "swarm cannot", "12D3KooWBhr"),
     "a new swarm and a peer": Case("serve {llama} --peer {nobody} --new-swarm", "bad input", "--new-swarm"),
     "an address that is none": Case("bootstrap --new-swarm --listen 127.0.0.1:1", "bad input", "127.0.0.1:1"),
@@ -80,8 +82,8 @@ MISTAKES = {
     ),
     "an empty pipe": Case("chat {llama} --peer {shared}", "bad input", "pipe"),
     "a prompt that is too long": Case("chat {llama} --peer {shared}", "bad input", "4096", given="long " * 2000),
-    "a temperature that is none": Case("chat {llama} --prompt hi --temperature -1 --peer {shared}", "bad input", "temperature"),
-    "a top-p that is none": Case("chat {llama} --prompt hi --top-p 7 --peer {shared}", "bad input", "top-p"),
+    "a temperature that is none": Case("chat --prompt hi --temperature -1 --peer {shared}", "bad input", "temperature"),
+    "a top-p that is none": Case("chat --prompt hi --top-p 7 --peer {shared}", "bad input", "top-p"),
 }  # fmt: skip
 
 ANSWERS = {

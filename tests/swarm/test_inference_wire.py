@@ -122,6 +122,18 @@ def test_a_frame_out_of_place_is_refused(name: str, when: str, server: Node, run
     run(main)
 
 
+@pytest.mark.parametrize("epoch", [b"", b"e" * 16])
+def test_a_session_that_never_was_cannot_be_resumed(epoch: bytes, server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        session = await RawSession.connect(swarm, server.ready)
+        resume = wire.Resume(nonce=session.nonce, session_epoch=epoch)
+        await session.stream.send(wire.InferenceFrame(resume=resume), timeout=10)
+        frame, _ = await session.receive()
+        assert frame.error.code == wire.ERROR_NOT_FOUND, frame
+
+    run(main)
+
+
 def float_bytes(count: int, first: float) -> bytes:
     import struct
 

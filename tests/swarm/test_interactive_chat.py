@@ -126,7 +126,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(chat: Terminal, shared_swarm: 
     chat.until("(stopped)")
     chat.until("> ")
     chat.type("/route\n")
-    shown = chat.until("you\r\n")
+    shown = chat.until("→ you")
     for node in shared_swarm.llama:
         assert node.peer_id[-8:] in shown
     chat.until("> ")

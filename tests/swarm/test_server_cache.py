@@ -150,7 +150,9 @@ def holder(node_starter: Nodes, server: Node, tokens: int, how: str) -> Running:
     import json
 
     root = str(Path(__file__).parents[2])
-    process = node_starter.script(f"import sys; sys.path.insert(0, {root!r})" + HOLDER, json.dumps(server.ready), str(tokens), how)
+    process = node_starter.script(
+        f"import sys; sys.path.insert(0, {root!r})" + HOLDER, json.dumps(server.ready), str(tokens), how
+    )
     assert process.line() == "there"
     return process
 

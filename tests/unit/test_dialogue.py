@@ -46,7 +46,11 @@ def test_an_answer_that_was_stopped_is_followed_by_a_question() -> None:
     assert left.turns == (Turn("user", "c"),) and dropped == 3
 
 
-@given(st.lists(st.integers(0, 30), max_size=9).filter(lambda rows: len(rows) % 2), st.none() | st.integers(0, 9), st.integers(0, 99))
+@given(
+    st.lists(st.integers(0, 30), max_size=9).filter(lambda rows: len(rows) % 2),
+    st.none() | st.integers(0, 9),
+    st.integers(0, 99),
+)
 def test_what_is_left_is_the_end_of_what_was(lengths: list[int], system: int | None, limit: int) -> None:
     dialogue = spoken(*lengths, system=system)
     left, tokens, dropped = fit(dialogue, tokenize, limit)

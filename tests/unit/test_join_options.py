@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Annotated
 
 import pytest
@@ -57,7 +58,7 @@ def test_a_node_keeps_its_port() -> None:
 def test_the_demo_s_spans_cover_the_model_evenly(count: int) -> None:
     spans = even_spans(7, count)
     assert spans[0].start == 0 and spans[-1].end == 7 and len(spans) == count
-    assert all(one.end == two.start for one, two in zip(spans, spans[1:], strict=False))
+    assert all(one.end == two.start for one, two in itertools.pairwise(spans))
     assert max(map(len, spans)) - min(map(len, spans)) <= 1
     assert isinstance(spans[0], Span)
 

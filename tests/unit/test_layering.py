@@ -88,7 +88,8 @@ def test_a_room_knows_nothing_of(folder: str) -> None:
         each
         for path in sources(folder)
         for each in imports(path)
-        if not each.ours and each.module.split(".")[0] in FORBIDDEN[folder]
+        if not each.ours
+        and each.module.split(".")[0] in FORBIDDEN[folder]
         # A type of a key or address is no stream.
         and not (folder == "crypto" and each.module.startswith("libp2p.crypto"))
     ]

@@ -1,107 +1,422 @@
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.client.routing import Candidate, Hop, cheapest_chain, describe_blocks, missing_blocks
+from petalnode.node.client.routing import (
+    LOAD_PER_WAITING,
+    MAX_SECONDS,
+    MIN_BLOCK_SECONDS,
+    NO_ROOM_SECONDS,
+    Candidate,
+    Hop,
+    cheapest_chain,
+    describe_blocks,
+    missing_blocks,
+    second_best,
+)
 from petalnode.node.errors import NoChainError
 from petalnode.protocols.ids import Span
 
 BLOCKS = 6
+ALL = Span(0, BLOCKS)
 
 
 def server(name: str, start: int, end: int, *, rtt: float = 0.0, step: float = 1.0, free: int = 1000) -> Candidate:
     return Candidate(name, Span(start, end), rtt, step, free)
 
 
-def cost(chain: tuple[Hop, ...], candidates: list[Candidate]) -> float:
-    by_peer = {each.peer_id: each for each in candidates}
-    return sum(
-        by_peer[hop.peer_id].rtt
-        + by_peer[hop.peer_id].step_seconds * len(hop.span) / len(by_peer[hop.peer_id].span)
-        for hop in chain
+# --- the cost of a chain, and the best of all chains, written plainly
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a session asks for."""
+
+    cache_tokens: int = 0
+    tokens: int = 1
+    token_bytes: int = 0
+    pushed: bool = False
+
+    def arguments(self) -> dict[str, int]:
+        return dict(vars(self))
+
+
+def way(one: Candidate | None, other: Candidate | None, pushed: bool) -> float:
+    """Seconds that a message takes; None is the client."""
+    through_client = sum(each.rtt / 2 for each in (one, other) if each is not None)
+    if one is None or other is None or one is other or not pushed:
+        return through_client
+    return min(through_client, one.rtts.get(other.peer_id, math.inf) / 2)
+
+
+def work(each: Candidate, blocks: int, ask: Ask) -> float:
+    prefill = (
+        ask.tokens / each.forward_tokens_per_second
+        if each.forward_tokens_per_second
+        else ask.tokens * each.step_seconds
     )
+    compute = max(each.step_seconds, prefill) * (1 + LOAD_PER_WAITING * each.queue_depth) * blocks / len(each.span)
+    no_room = NO_ROOM_SECONDS if each.cache_tokens_free < ask.cache_tokens else 0
+    return compute + 2 * ask.tokens * ask.token_bytes * each.seconds_per_byte + each.penalty_seconds + no_room
 
 
-def cheapest_by_trying_all(candidates: list[Candidate], wanted: Span) -> float:
-    best = math.inf
+def cost(
+    chain: Sequence[Hop],
+    candidates: Sequence[Candidate],
+    ask: Ask = Ask(),
+    before: Candidate | None = None,
+    after: Candidate | None = None,
+) -> float:
+    by_peer = {each.peer_id: each for each in candidates}
+    on_the_way = [before, *(by_peer[hop.peer_id] for hop in chain), after]
+    ways = sum(way(one, other, ask.pushed) for one, other in itertools.pairwise(on_the_way))
+    return ways + sum(work(by_peer[hop.peer_id], len(hop.span), ask) for hop in chain)
 
-    def extend(block: int, spent: float, last: str) -> None:
-        nonlocal best
+
+def all_chains(candidates: Sequence[Candidate], wanted: Span) -> list[tuple[Hop, ...]]:
+    """Every chain with no two hops in a row on one server."""
+    found: list[tuple[Hop, ...]] = []
+
+    def extend(hops: tuple[Hop, ...], block: int) -> None:
         if block == wanted.end:
-            best = min(best, spent)
+            found.append(hops)
             return
         for each in candidates:
-            if block in each.span and each.peer_id != last:
+            if block in each.span and (not hops or hops[-1].peer_id != each.peer_id):
                 for end in range(block + 1, min(each.span.end, wanted.end) + 1):
-                    share = (end - block) / len(each.span)
-                    extend(end, spent + each.rtt + each.step_seconds * share, each.peer_id)
+                    extend((*hops, Hop(each.peer_id, Span(block, end))), end)
 
-    extend(wanted.start, 0.0, "")
-    return best
+    extend((), wanted.start)
+    return found
 
 
+def check_shape(chain: Sequence[Hop], candidates: Sequence[Candidate], wanted: Span) -> None:
+    edges = [wanted.start, *(hop.span.end for hop in chain)]
+    assert [hop.span.start for hop in chain] == edges[:-1] and edges[-1] == wanted.end
+    by_peer = {each.peer_id: each for each in candidates}
+    assert all(by_peer[hop.peer_id].span.covers(hop.span) for hop in chain)
+    assert all(one.peer_id != other.peer_id for one, other in itertools.pairwise(chain))
+
+
+NAMES = [f"peer-{index}" for index in range(4)]
 spans = st.tuples(st.integers(0, BLOCKS - 1), st.integers(1, BLOCKS)).filter(lambda pair: pair[0] < pair[1])
 costs = st.floats(0.001, 2.0)
-swarms = st.lists(st.tuples(spans, costs, costs), max_size=5).map(
-    lambda rows: [
-        server(f"peer-{index}", *span, rtt=rtt, step=step) for index, (span, rtt, step) in enumerate(rows)
+
+
+@st.composite
+def swarms(draw: st.DrawFn) -> list[Candidate]:
+    names = NAMES[: draw(st.integers(0, len(NAMES)))]
+    return [
+        Candidate(
+            name,
+            Span(*draw(spans)),
+            rtt=draw(costs),
+            step_seconds=draw(costs),
+            cache_tokens_free=draw(st.sampled_from([0, 100])),
+            forward_tokens_per_second=draw(st.sampled_from([0.0, 5.0, 500.0])),
+            queue_depth=draw(st.integers(0, 4)),
+            seconds_per_byte=draw(st.sampled_from([0.0, 1e-6, 1e-3])),
+            # Short, middling and longer than through the client; of servers that are not there, too.
+            rtts=draw(st.dictionaries(st.sampled_from([*NAMES, "gone"]), st.sampled_from([0.0, 0.01, 0.5, 5.0]))),
+            penalty_seconds=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        )
+        for name in names
     ]
+
+
+asks = st.builds(
+    Ask,
+    cache_tokens=st.sampled_from([0, 50]),
+    tokens=st.sampled_from([1, 64]),
+    token_bytes=st.sampled_from([0, 1024]),
+    pushed=st.booleans(),
 )
 
 
-@given(swarms, spans)
-def test_no_chain_is_cheaper_and_what_is_missing_is_named(candidates: list[Candidate], pair: tuple[int, int]) -> None:
+@settings(max_examples=300, deadline=None)
+@given(swarms(), spans, asks)
+def test_no_chain_is_cheaper_and_what_is_missing_is_named(
+    candidates: list[Candidate], pair: tuple[int, int], ask: Ask
+) -> None:
     wanted = Span(*pair)
     held = {block for each in candidates for block in range(each.span.start, each.span.end)}
     missing = tuple(block for block in range(wanted.start, wanted.end) if block not in held)
     if missing:
         with pytest.raises(NoChainError) as caught:
-            cheapest_chain(candidates, wanted)
+            cheapest_chain(candidates, wanted, **ask.arguments())
         assert caught.value.missing == missing
         assert describe_blocks(missing) in str(caught.value)
         return
-    chain = cheapest_chain(candidates, wanted)
-    edges = [wanted.start, *(hop.span.end for hop in chain)]
-    assert [hop.span.start for hop in chain] == edges[:-1] and edges[-1] == wanted.end
+    chain = cheapest_chain(candidates, wanted, **ask.arguments())
+    check_shape(chain, candidates, wanted)
+    least = min(cost(each, candidates, ask) for each in all_chains(candidates, wanted))
+    assert cost(chain, candidates, ask) == pytest.approx(least, rel=1e-12, abs=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(swarms(), asks, st.data())
+def test_no_standby_is_cheaper(candidates: list[Candidate], ask: Ask, data: st.DataObject) -> None:
+    candidates = [*candidates, server("whole", 0, BLOCKS, rtt=0.1)]
+    chain = data.draw(st.sampled_from(all_chains(candidates, ALL)))
+    index = data.draw(st.integers(0, len(chain) - 1))
+    hop = chain[index]
     by_peer = {each.peer_id: each for each in candidates}
-    assert all(by_peer[hop.peer_id].span.covers(hop.span) for hop in chain)
-    assert all(one.peer_id != other.peer_id for one, other in zip(chain, chain[1:], strict=False))
-    assert cost(chain, candidates) == pytest.approx(cheapest_by_trying_all(candidates, wanted))
+    before = by_peer[chain[index - 1].peer_id] if index else None
+    after = by_peer[chain[index + 1].peer_id] if index + 1 < len(chain) else None
+    others = [each for each in candidates if each.peer_id != hop.peer_id]
+    possible = all_chains(others, hop.span)
+    found = second_best(chain, index, candidates, **ask.arguments())
+    if found is None:
+        assert not possible
+        return
+    check_shape(found, others, hop.span)
+    least = min(cost(each, others, ask, before, after) for each in possible)
+    assert cost(found, others, ask, before, after) == pytest.approx(least, rel=1e-12, abs=1e-9)
 
 
-@given(swarms, st.randoms())
-def test_equal_views_give_equal_routes(candidates: list[Candidate], order: random.Random) -> None:
+def least_of_all_pairs(candidates: Sequence[Candidate], wanted: Span, ask: Ask) -> float:
+    """What the cheapest chain costs, by looking at every pair of servers at every block."""
+    by_peer = {each.peer_id: each for each in candidates}
+    reached: dict[str, float] = {}
+    for block in range(wanted.start, wanted.end):
+        following = {}
+        for each in candidates:
+            if block in each.span:
+                arrivals = [spent + way(by_peer[peer], each, ask.pushed) for peer, spent in reached.items()]
+                if block == wanted.start:
+                    arrivals = [way(None, each, ask.pushed)]
+                entered = min(arrivals) + work(each, 0, ask)
+                computing = work(each, 1, ask) - work(each, 0, ask)
+                following[each.peer_id] = min(entered, reached.get(each.peer_id, math.inf)) + computing
+        reached = following
+    return min(spent + by_peer[peer].rtt / 2 for peer, spent in reached.items())
+
+
+@pytest.mark.parametrize(("servers", "blocks", "measured", "swarms_tried"), [(8, 8, 4, 200), (100, 30, 40, 3)])
+def test_swarms_whose_servers_are_nearer_to_each_other_than_to_the_client(
+    servers: int, blocks: int, measured: int, swarms_tried: int
+) -> None:
+    """Here pairs decide, and most of them are passed over, which swarms of four hardly show."""
+    chance = random.Random(0)
+    wanted = Span(0, blocks)
+    decided = 0
+    for _ in range(swarms_tried):
+        candidates = [server("whole", 0, blocks, rtt=1.0, step=1.0 * blocks)]
+        for number in range(servers):
+            start = chance.randrange(blocks)
+            length = chance.randint(1, 10)
+            candidates.append(
+                replace(
+                    server(f"peer-{number}", start, min(start + length, blocks), rtt=chance.uniform(0.2, 2.0)),
+                    step_seconds=chance.uniform(0.01, 0.2) * length,
+                    rtts={
+                        f"peer-{chance.randrange(servers)}": chance.choice([0.01, 0.1, 0.5, 3.0])
+                        for _ in range(measured)
+                    },
+                )
+            )
+        pushed, relayed = Ask(pushed=True), Ask()
+        chain = cheapest_chain(candidates, wanted, pushed=True)
+        check_shape(chain, candidates, wanted)
+        least = least_of_all_pairs(candidates, wanted, pushed)
+        assert cost(chain, candidates, pushed) == pytest.approx(least, rel=1e-9)
+        through_client = cheapest_chain(candidates, wanted)
+        assert cost(through_client, candidates) == pytest.approx(least_of_all_pairs(candidates, wanted, relayed))
+        decided += chain != through_client
+    assert decided > swarms_tried / 2
+
+
+@settings(deadline=None)
+@given(swarms(), asks, st.randoms())
+def test_equal_views_give_equal_routes(candidates: list[Candidate], ask: Ask, order: random.Random) -> None:
     whole = [*candidates, server("everything", 0, BLOCKS, rtt=0.5), server("everything too", 0, BLOCKS, rtt=0.5)]
-    shuffled = list(whole)
+    shuffled = []
+    for each in whole:
+        rtts = list(each.rtts.items())
+        order.shuffle(rtts)
+        shuffled.append(replace(each, rtts=dict(rtts)))
     order.shuffle(shuffled)
-    assert cheapest_chain(whole, Span(0, BLOCKS)) == cheapest_chain(shuffled, Span(0, BLOCKS))
+    chain = cheapest_chain(whole, ALL, **ask.arguments())
+    assert chain == cheapest_chain(shuffled, ALL, **ask.arguments())
+    assert second_best(chain, 0, whole, **ask.arguments()) == second_best(chain, 0, shuffled, **ask.arguments())
+
+
+def test_of_equal_servers_the_smallest_peer_id_is_taken() -> None:
+    assert cheapest_chain([server(name, 0, 6, rtt=0.5) for name in "bca"], ALL) == (Hop("a", ALL),)
 
 
 def test_one_server_with_all_blocks_beats_two_round_trips() -> None:
     candidates = [server("a", 0, 3, rtt=1), server("b", 3, 6, rtt=1), server("c", 0, 6, rtt=1, step=2)]
-    assert cheapest_chain(candidates, Span(0, 6)) == (Hop("c", Span(0, 6)),)
+    assert cheapest_chain(candidates, ALL) == (Hop("c", ALL),)
 
 
 def test_a_part_of_a_span_costs_its_share() -> None:
     candidates = [server("slow", 0, 4, step=4.0), server("fast", 2, 6, step=0.4, rtt=0.01), server("end", 4, 6, step=9)]
-    assert cheapest_chain(candidates, Span(0, 6)) == (Hop("slow", Span(0, 2)), Hop("fast", Span(2, 6)))
+    assert cheapest_chain(candidates, ALL) == (Hop("slow", Span(0, 2)), Hop("fast", Span(2, 6)))
+
+
+def test_a_chain_may_come_back_to_a_server_it_left() -> None:
+    candidates = [server("slow", 0, 6, step=60.0), server("fast", 2, 4, step=0.1)]
+    assert [hop.peer_id for hop in cheapest_chain(candidates, ALL)] == ["slow", "fast", "slow"]
+
+
+def test_pushing_prefers_servers_near_each_other_and_the_way_back_counts() -> None:
+    start = replace(server("start", 0, 3, rtt=0.2), rtts={"neighbour": 0.01})
+    neighbour, close = server("neighbour", 3, 6, rtt=0.22), server("close", 3, 6, rtt=0.2)
+    candidates = [start, neighbour, close]
+    relayed = cheapest_chain(candidates, ALL)
+    pushed = cheapest_chain(candidates, ALL, pushed=True)
+    assert [hop.peer_id for hop in relayed] == ["start", "close"]
+    assert [hop.peer_id for hop in pushed] == ["start", "neighbour"]
+    far_tail = [start, replace(neighbour, rtt=0.7), close]
+    assert cheapest_chain(far_tail, ALL, pushed=True) == relayed
+
+
+def test_a_slower_way_between_two_servers_is_not_taken() -> None:
+    candidates = [replace(server("a", 0, 3, rtt=0.1), rtts={"b": 9.0}), server("b", 3, 6, rtt=0.1)]
+    candidates += [server("c", 3, 6, rtt=0.2)]
+    assert [hop.peer_id for hop in cheapest_chain(candidates, ALL, pushed=True)] == ["a", "b"]
+
+
+def test_a_long_prompt_and_a_single_token_take_different_servers() -> None:
+    near = replace(server("near", 0, 6, rtt=0.01, step=0.02), forward_tokens_per_second=100.0)
+    strong = replace(server("strong", 0, 6, rtt=0.2, step=0.02), forward_tokens_per_second=10_000.0)
+    assert cheapest_chain([near, strong], ALL) == (Hop("near", ALL),)
+    assert cheapest_chain([near, strong], ALL, tokens=512) == (Hop("strong", ALL),)
+
+
+def test_a_thin_line_counts_with_the_size_of_the_request() -> None:
+    thin = replace(server("thin", 0, 6, rtt=0.01), seconds_per_byte=1e-5, forward_tokens_per_second=1e6)
+    wide = replace(server("wide", 0, 6, rtt=0.2), forward_tokens_per_second=1e6)
+    assert cheapest_chain([thin, wide], ALL, token_bytes=4096) == (Hop("thin", ALL),)
+    assert cheapest_chain([thin, wide], ALL, token_bytes=4096, tokens=100) == (Hop("wide", ALL),)
+
+
+def test_a_busy_server_is_slower() -> None:
+    busy, idle = replace(server("busy", 0, 6), queue_depth=10), server("idle", 0, 6, step=2.0)
+    assert cheapest_chain([busy, idle], ALL) == (Hop("idle", ALL),)
+    assert cheapest_chain([replace(busy, queue_depth=4), idle], ALL) == (Hop("busy", ALL),)
+
+
+def test_a_server_that_failed_is_asked_only_if_nobody_else_is_left() -> None:
+    failed, slow = replace(server("failed", 0, 6), penalty_seconds=60.0), server("slow", 0, 6, step=50.0)
+    assert cheapest_chain([failed, slow], ALL) == (Hop("slow", ALL),)
+    assert cheapest_chain([failed], ALL) == (Hop("failed", ALL),)
 
 
 def test_a_full_server_is_the_last_resort() -> None:
     full, far = server("full", 0, 6, free=99), server("far", 0, 6, rtt=30.0)
-    assert cheapest_chain([full, far], Span(0, 6), cache_tokens=100) == (Hop("far", Span(0, 6)),)
-    assert cheapest_chain([full, far], Span(0, 6), cache_tokens=99) == (Hop("full", Span(0, 6)),)
-    assert cheapest_chain([full], Span(0, 6), cache_tokens=100) == (Hop("full", Span(0, 6)),)
+    assert cheapest_chain([full, far], ALL, cache_tokens=100) == (Hop("far", ALL),)
+    assert cheapest_chain([full, far], ALL, cache_tokens=99) == (Hop("full", ALL),)
+    assert cheapest_chain([full], ALL, cache_tokens=100) == (Hop("full", ALL),)
+
+
+def test_nothing_that_is_announced_is_worse_than_a_full_server() -> None:
+    awful = Candidate("awful", ALL, math.inf, math.inf, 0, 1e-300, 10**9, math.inf, {}, math.inf)
+    full = server("full", 0, 6, free=-1)
+    assert cheapest_chain([awful, full], ALL, tokens=10**6, token_bytes=10**6) == (Hop("awful", ALL),)
+
+
+def test_a_server_is_never_asked_for_a_longer_session_than_it_takes() -> None:
+    short, far = replace(server("short", 0, 6), max_session_length=1024), server("far", 0, 6, rtt=30.0)
+    assert cheapest_chain([short, far], ALL, max_length=1024) == (Hop("short", ALL),)
+    assert cheapest_chain([short, far], ALL, max_length=1025) == (Hop("far", ALL),)
+    start = server("start", 0, 4)
+    with pytest.raises(NoChainError, match=r"hold blocks 4:6 of tiny .* at most 1024 tokens, and 1025") as caught:
+        cheapest_chain([short, start], ALL, max_length=1025, model_name="tiny")
+    assert caught.value.missing == (4, 5)
+    chain = (Hop("start", Span(0, 4)), Hop("short", Span(4, 6)))
+    assert second_best(chain, 0, [short, start], max_length=1025) is None
+
+
+def test_standby_may_be_several_servers_and_never_the_one_it_stands_by_for() -> None:
+    candidates = [server("best", 0, 6, step=0.1), server("a", 0, 3), server("b", 3, 6), server("c", 1, 6, step=9.0)]
+    chain = cheapest_chain(candidates, ALL)
+    assert chain == (Hop("best", ALL),)
+    assert second_best(chain, 0, candidates) == (Hop("a", Span(0, 3)), Hop("b", Span(3, 6)))
+    assert second_best(chain, 0, candidates[:2]) is None
+
+
+def test_standby_of_a_pushed_chain_is_near_its_neighbours() -> None:
+    chain = (Hop("first", Span(0, 2)), Hop("middle", Span(2, 4)), Hop("last", Span(4, 6)))
+    candidates = [
+        replace(server("first", 0, 2, rtt=0.3), rtts={"after-first": 0.01}),
+        server("middle", 2, 4),
+        server("last", 4, 6, rtt=0.3),
+        server("after-first", 2, 4, rtt=0.2),
+        replace(server("before-last", 2, 4, rtt=0.22), rtts={"last": 0.01}),
+        server("near-client", 2, 4, rtt=0.15),
+    ]
+    by_peer = {each.peer_id: each for each in candidates}
+
+    def standby(*left_out: str, pushed: bool = True) -> str:
+        [hop] = second_best(chain, 1, [by_peer[name] for name in by_peer if name not in left_out], pushed=pushed) or ()
+        return hop.peer_id
+
+    assert standby(pushed=False) == "near-client"
+    assert standby() == "after-first"
+    assert standby("after-first") == "before-last"
+    # Of a neighbour that nobody hears of any more, the ways are those through the client.
+    assert standby("first") == "before-last"
+    assert standby("first", "last") == "near-client"
+
+
+absurd = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 5e-324, 1e-9, 0.5, 1e308])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.booleans())
+def test_absurd_announcements_do_no_harm(data: st.DataObject, pushed: bool) -> None:
+    candidates = [
+        Candidate(
+            name,
+            Span(*data.draw(spans)),
+            rtt=data.draw(absurd),
+            step_seconds=data.draw(absurd),
+            cache_tokens_free=data.draw(st.sampled_from([-(2**63), 0, 2**63])),
+            forward_tokens_per_second=data.draw(absurd),
+            queue_depth=data.draw(st.sampled_from([-5, 0, 2**40])),
+            seconds_per_byte=data.draw(absurd),
+            rtts={other: data.draw(absurd) for other in NAMES},
+            penalty_seconds=data.draw(absurd),
+            max_session_length=data.draw(st.sampled_from([None, 10**9])),
+        )
+        for name in NAMES
+    ]
+    honest = server("honest", 0, BLOCKS, rtt=0.1)
+    ask = Ask(cache_tokens=100, tokens=7, token_bytes=100, pushed=pushed)
+    chain = cheapest_chain([*candidates, honest], ALL, **ask.arguments())
+    check_shape(chain, [*candidates, honest], ALL)
+    for index, hop in enumerate(chain):
+        found = second_best(chain, index, [*candidates, honest], **ask.arguments())
+        if found is not None:
+            check_shape(found, [*candidates, honest], hop.span)
+
+
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, 1e308])
+def test_what_is_no_time_is_the_longest(nonsense: float) -> None:
+    slow = server("slow", 0, 6, step=MAX_SECONDS - 1)
+    assert cheapest_chain([server("nonsense", 0, 6, step=nonsense), slow], ALL) == (Hop("slow", ALL),)
+    assert cheapest_chain([server("nonsense", 0, 6, rtt=nonsense, step=0.0), slow], ALL) == (Hop("slow", ALL),)
+
+
+def test_nobody_computes_in_no_time() -> None:
+    boaster = server("boaster", 0, 6, rtt=1.0, step=0.0)
+    plain = server("plain", 0, 6, rtt=1.0 - 6 * MIN_BLOCK_SECONDS, step=11 * MIN_BLOCK_SECONDS)
+    assert cheapest_chain([boaster, plain], ALL) == (Hop("plain", ALL),)
 
 
 def test_nobody_at_all() -> None:
     with pytest.raises(NoChainError, match=r"blocks 0:6 of tiny \(6 blocks are needed\)"):
-        cheapest_chain([], Span(0, 6), model_name="tiny")
+        cheapest_chain([], ALL, model_name="tiny")
 
 
 @pytest.mark.parametrize(
@@ -113,4 +428,4 @@ def test_blocks_in_words(blocks: tuple[int, ...], text: str) -> None:
 
 
 def test_missing_blocks_of_overlapping_spans() -> None:
-    assert missing_blocks([Span(1, 3), Span(2, 4)], Span(0, 6)) == (0, 4, 5)
+    assert missing_blocks([Span(1, 3), Span(2, 4)], ALL) == (0, 4, 5)

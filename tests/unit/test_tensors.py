@@ -12,7 +12,13 @@ from petalnode.protocols.tensors import CODECS, DTYPES, TensorError, decode, dty
 
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 seeds = st.integers(0, 2**32 - 1)
-EXACT = {("float32", "none"), ("float16", "none"), ("bfloat16", "none"), ("float16", "float16"), ("bfloat16", "bfloat16")}
+EXACT = {
+    ("float32", "none"),
+    ("float16", "none"),
+    ("bfloat16", "none"),
+    ("float16", "float16"),
+    ("bfloat16", "bfloat16"),
+}
 
 
 def random(shape: list[int], seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:

@@ -1,0 +1,173 @@
+"""A real server that lies: its answers are spoiled between the service and the network, in a process of the tests.
+
+`install(control)` changes this process only. Each session that opens reads `control`, a JSON file such as
+{"fault": "shape", "at": 3}: the third answer on that stream is spoiled in that way, and those after it are honest.
+No such file, or no fault in it: an honest server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.swarm import swarm as swarm_module
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.framing import MessageStream, StreamClosed
+from petalnode.protocols.ids import INFERENCE
+from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
+
+Stream = MessageStream[wire.InferenceFrame]
+
+
+def install(control: Path) -> None:
+    """Makes every server that this process starts from now on a faulty one."""
+    honest = swarm_module.Swarm.set_handler
+
+    def set_handler(self: Any, protocol: str, frame_type: Any, handler: Any, **options: Any) -> None:
+        if protocol == INFERENCE:
+            handler = _spoiling(handler, control, self._config.identity)
+        honest(self, protocol, frame_type, handler, **options)
+
+    swarm_module.Swarm.set_handler = set_handler  # type: ignore[method-assign]
+
+
+def order(control: Path, fault: str = "", at: int = 1) -> None:
+    """Tells a faulty server what to do in sessions that open from now on."""
+    written = control.with_suffix(".new")
+    written.write_text(json.dumps({"fault": fault, "at": at}))
+    written.replace(control)
+
+
+def _spoiling(
+    handler: Callable[[Any], Awaitable[None]], control: Path, identity: Identity
+) -> Callable[[Stream], Awaitable[None]]:
+    async def handle(stream: Stream) -> None:
+        wanted = json.loads(control.read_text()) if control.exists() else {}
+        await handler(_Spoiled(stream, wanted.get("fault", ""), wanted.get("at", 1), identity))
+
+    return handle
+
+
+class _Spoiled:
+    """A message stream with one answer in it that is not what the service said."""
+
+    def __init__(self, stream: Stream, fault: str, at: int, identity: Identity) -> None:
+        self._stream = stream
+        self._fault = fault
+        self._at = at
+        self._identity = identity
+        self._answers = 0
+        self._previous: tuple[wire.InferenceFrame, list[bytes]] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, frame: wire.InferenceFrame, payloads: Sequence[Any] = (), *, timeout: float) -> None:
+        if frame.WhichOneof("body") != "reply":
+            await self._stream.send(frame, payloads, timeout=timeout)
+            return
+        kept = wire.InferenceFrame()
+        kept.CopyFrom(frame)
+        sent = [bytes(payload) for payload in payloads]
+        self._answers += 1
+        if self._fault and self._answers == self._at:
+            await FAULTS[self._fault](self, frame=_copy(kept), payload=sent[0], timeout=timeout)
+        else:
+            await self._stream.send(frame, payloads, timeout=timeout)
+        self._previous = (kept, sent)
+
+    # --- faults
+
+    async def garbage(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        await self._stream._raw.write(b"\xff" * 64 + os.urandom(4096))
+
+    async def half(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        """The header and half of the bytes, and then nothing for ever."""
+        frame.tensors[0].nbytes = len(payload)
+        header = frame.SerializeToString()
+        length = bytearray()
+        size = len(header)
+        while size >= 0x80:
+            length.append(size & 0x7F | 0x80)
+            size >>= 7
+        length.append(size)
+        await self._stream._raw.write(bytes(length) + header + payload[: len(payload) // 2])
+
+    async def silence(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        pass
+
+    async def reset(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        """The server has lost this session and nothing else."""
+        await self._stream.reset()
+        raise StreamClosed("the test reset the stream", self._stream.peer_id)
+
+    async def error(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        refusal = wire.Error(code=wire.ERROR_INTERNAL, message="out of memory")
+        await self._stream.send(wire.InferenceFrame(error=refusal), timeout=timeout)
+
+    async def shape(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        """All of the bytes, said to be of another shape."""
+        batch, tokens, hidden = frame.tensors[0].shape
+        frame.tensors[0].shape[:] = [batch, hidden, tokens]
+        await self._stream.send(frame, [payload], timeout=timeout)
+
+    async def fewer(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        """Half of the bytes under the right shape."""
+        frame.tensors[0].nbytes = len(payload) // 2
+        await self._stream.send(frame, [payload[: len(payload) // 2]], timeout=timeout)
+
+    async def position(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        frame.reply.position -= 1
+        await self._stream.send(frame, [payload], timeout=timeout)
+
+    async def previous(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        """The answer to the step before, once more."""
+        assert self._previous is not None, "order it for a later answer than the first"
+        await self._stream.send(self._previous[0], self._previous[1], timeout=timeout)
+
+    async def altered(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        """Other bytes than those that the receipt is for."""
+        await self._stream.send(frame, [_flipped(payload)], timeout=timeout)
+
+    async def forged(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        """Other bytes, with a receipt for them that nobody signed."""
+        spoiled = _flipped(payload)
+        frame.reply.receipt.reply_hash = sha256(spoiled)
+        await self._stream.send(frame, [spoiled], timeout=timeout)
+
+    async def stranger(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        """Other bytes, with a receipt that another key signed."""
+        await self._signed(frame, _flipped(payload), Identity.generate(), timeout)
+
+    async def nan(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
+        """Values that are no numbers, with a receipt in order."""
+        await self._signed(frame, b"\xff" * len(payload), self._identity, timeout)
+
+    async def _signed(self, frame: wire.InferenceFrame, payload: bytes, identity: Identity, timeout: float) -> None:
+        frame.reply.receipt.reply_hash = sha256(payload)
+        receipt = receipt_from_wire(frame.reply.receipt).signed(identity)
+        frame.reply.receipt.CopyFrom(receipt_to_wire(receipt))
+        await self._stream.send(frame, [payload], timeout=timeout)
+
+
+FAULTS: dict[str, Callable[..., Awaitable[None]]] = {
+    name: getattr(_Spoiled, name)
+    for name in (
+        *("garbage", "half", "silence", "reset", "error", "shape", "fewer"),
+        *("position", "previous", "altered", "forged", "stranger", "nan"),
+    )
+}
+
+
+def _copy(frame: wire.InferenceFrame) -> wire.InferenceFrame:
+    copied = wire.InferenceFrame()
+    copied.CopyFrom(frame)
+    return copied
+
+
+def _flipped(payload: bytes) -> bytes:
+    return bytes([payload[0] ^ 1]) + payload[1:]

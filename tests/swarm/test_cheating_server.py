@@ -1,0 +1,148 @@
+"""A client takes nothing from a server whose receipts are not for exactly what was sent and came back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.node.client.routing import Hop
+from petalnode.node.client.server_session import Chunk, ServerSession, SessionSpec
+from petalnode.node.errors import ServerFailed
+from petalnode.node.swarm.swarm import SwarmConfig, open_swarm
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.framing import MessageStream
+from petalnode.protocols.ids import INFERENCE, Span
+from petalnode.protocols.inference import hash_of_step, receipt_to_wire
+from tests.swarm.processes import LOOPBACK
+
+OTHER = Identity.from_seed(bytes(range(32)))
+SPEC = SessionSpec(model_version=b"m" * 32, span=Span(0, 2), batch=1, max_length=16)
+Cheat = Callable[[wire.Reply, Receipt, Identity], None]
+
+
+def signed(**changed: object) -> Cheat:
+    """Signs another statement than what happened."""
+
+    def cheat(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
+        reply.receipt.CopyFrom(receipt_to_wire(replace(receipt, **changed).signed(identity)))  # type: ignore[arg-type]
+
+    return cheat
+
+
+def unsigned(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
+    reply.receipt.signature = bytes(64)
+
+
+def signed_by_another(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
+    reply.receipt.CopyFrom(receipt_to_wire(receipt.signed(OTHER)))
+
+
+def no_receipt(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
+    reply.ClearField("receipt")
+
+
+def another_position(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
+    reply.position += 1
+
+
+def another_sequence(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
+    reply.sequence += 1
+
+
+CHEATS: dict[str, Cheat] = {
+    "no signature": unsigned,
+    "another's signature": signed_by_another,
+    "no receipt": no_receipt,
+    "another position": another_position,
+    "another sequence": another_sequence,
+    "another model": signed(model_version=b"x" * 32),
+    "other blocks": signed(span=(0, 1)),
+    "another dtype": signed(dtype="bfloat16"),
+    "another quantisation": signed(quantisation="int8"),
+    "another client": signed(client=OTHER.peer_id),
+    "another nonce": signed(nonce=b"x" * 16),
+    "another epoch": signed(session_epoch=b"x" * 16),
+    "another request": signed(request_hash=b"x" * 32),
+    "another answer": signed(reply_hash=b"x" * 32),
+    "a broken chain": signed(previous_receipt=b"x" * 32),
+    "an upstream that was none": signed(upstream_receipt=b"x" * 32),
+}
+
+
+def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStream[wire.InferenceFrame]], object]:
+    """A server whose blocks change nothing, and which cheats at its second step."""
+
+    async def handle(stream: MessageStream[wire.InferenceFrame]) -> None:
+        frame, _ = await stream.receive(timeout=10)
+        terms, epoch, previous, count = frame.open, b"e" * 16, NO_RECEIPT, 0
+        granted = wire.Granted(session_epoch=epoch, codec=terms.codec, dtype="float32", quantisation="none")
+        granted.max_step_tokens = granted.credits = 4
+        await stream.send(wire.InferenceFrame(granted=granted), timeout=10)
+        while True:
+            frame, (payload,) = await stream.receive(timeout=10)
+            step, tensor = frame.step, frame.tensors[0]
+            count += 1
+            receipt = Receipt(
+                protocol_version=1,
+                model_version=terms.model_version,
+                span=(terms.span.start, terms.span.end),
+                dtype="float32",
+                quantisation="none",
+                client=stream.peer_id,
+                nonce=terms.nonce,
+                session_epoch=epoch,
+                sequence=step.sequence,
+                request_hash=hash_of_step(step, tensor, hashlib.sha256(payload).digest()),
+                reply_hash=hashlib.sha256(payload).digest(),
+                previous_receipt=previous,
+                upstream_receipt=b"",
+                time_ms=0,
+            ).signed(identity)
+            previous = receipt.hash()
+            reply = wire.Reply(
+                sequence=step.sequence, position=step.position + tensor.shape[1], receipt=receipt_to_wire(receipt)
+            )
+            if cheat is not None and count == 2:
+                cheat(reply, receipt, identity)
+            await stream.send(wire.InferenceFrame(reply=reply, tensors=[tensor]), [payload], timeout=10)
+
+    return handle
+
+
+def talk(cheat: Cheat | None) -> None:
+    async def main() -> None:
+        identity = Identity.generate()
+        with trio.fail_after(40):
+            async with open_swarm(SwarmConfig(identity, listen=(LOOPBACK,))) as server:
+                server.set_handler(INFERENCE, wire.InferenceFrame, answering(identity, cheat))  # type: ignore[arg-type]
+                config = SwarmConfig(Identity.generate(), peers=tuple(server.addrs), serve_dht=False)
+                async with open_swarm(config) as client:
+                    stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=10)
+                    session = ServerSession(stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id)
+                    await session.open(1, None, None)
+                    chunk = Chunk(wire.Tensor(shape=[1, 1, 4], dtype="float32", codec="none", nbytes=16), bytes(16))
+                    assert (await session.exchange(chunk, 0, (), 1)).payload == bytes(16)
+                    if cheat is None:
+                        await session.exchange(chunk, 1, (), 1)
+                    else:
+                        with pytest.raises(ServerFailed) as caught:
+                            await session.exchange(chunk, 1, (), 1)
+                        assert caught.value.peer_id == server.peer_id
+                    await session.close()
+
+    trio.run(main)
+
+
+def test_an_honest_server_is_believed() -> None:
+    talk(None)
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheating_server_is_not_believed(name: str) -> None:
+    talk(CHEATS[name])

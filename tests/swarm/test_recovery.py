@@ -1,0 +1,608 @@
+"""Whatever happens to the servers of a chain, what comes out is what plain transformers says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.client.model import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.errors import NoChainError, SwarmError
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import INFERENCE
+from tests.swarm.faulty_server import FAULTS, order
+from tests.swarm.processes import Nodes, until
+from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
+
+Model = DistributedModelForCausalLM
+CACHE = ("--cache-tokens", "60000")
+POSITIONS = ("0:2", "2:4", "4:6")
+LONG = 800
+"""Tokens of a prompt that is sent in four chunks and replayed in two steps."""
+TOLERANCE = 1e-4
+
+
+def prompt(batch: int, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    options.setdefault("max_new_tokens", 8)
+    out: torch.Tensor = model.generate(ids, pad_token_id=0, do_sample=False, **options)
+    return out
+
+
+class At:
+    """A streamer of transformers that calls what is due when this many tokens have come."""
+
+    def __init__(self, due: dict[int, Callable[[], object]]) -> None:
+        self._due = due
+        self._tokens = -1  # the prompt comes first
+
+    def put(self, _: object) -> None:
+        self._tokens += 1
+        if self._tokens in self._due:
+            self._due[self._tokens]()
+
+    def end(self) -> None:
+        pass
+
+
+class Tap:
+    """Sees the answers that a client gets, at the moment they arrive, and may do something then."""
+
+    def __init__(self, model: Model) -> None:
+        self.on_answer: Callable[[str, int], object] | None = None
+        self._answers: dict[str, int] = {}
+        swarm = model._runtime.value.swarm
+        connect = swarm.new_stream
+
+        async def new_stream(peer_id: str, protocol: str, *arguments: Any, **options: Any) -> Any:
+            stream = await connect(peer_id, protocol, *arguments, **options)
+            return _TappedStream(stream, self) if protocol == INFERENCE else stream
+
+        swarm.new_stream = new_stream  # type: ignore[method-assign]
+
+    def answered(self, peer_id: str) -> None:
+        self._answers[peer_id] = count = self._answers.get(peer_id, 0) + 1
+        if self.on_answer is not None:
+            self.on_answer(peer_id, count)
+
+    @contextmanager
+    def watching(self, on_answer: Callable[[str, int], object]) -> Iterator[None]:
+        """Calls `on_answer(peer id, how many answers this peer has given)` for each."""
+        self._answers = {}
+        self.on_answer = on_answer
+        try:
+            yield
+        finally:
+            self.on_answer = None
+
+
+class _TappedStream:
+    def __init__(self, stream: Any, tap: Tap) -> None:
+        self._stream = stream
+        self._tap = tap
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def receive(self, **options: Any) -> tuple[wire.InferenceFrame, list[bytes]]:
+        frame, payloads = await self._stream.receive(**options)
+        if frame.WhichOneof("body") == "reply":
+            self._tap.answered(self._stream.peer_id)
+        return frame, payloads
+
+
+class Fleet:
+    """Three servers at each position of the chain, kept at three by starting another for each that is killed."""
+
+    def __init__(self, pool: ServerPool) -> None:
+        self._pool = pool
+        self._servers = [pool.start(blocks, *CACHE) for blocks in POSITIONS * 3]
+
+    def at(self, session: Any, position: int) -> PooledServer:
+        """The server at a position of the session's chain; negative ones count from the end."""
+        return self._pool.of(session.route[position][0])
+
+    def kill(self, server: PooledServer) -> None:
+        server.kill()
+        self._servers.remove(server)
+        self._servers.append(self._pool.start(f"{server.span[0]}:{server.span[1]}", *CACHE))
+
+    def kill_peer(self, peer_id: str) -> None:
+        self.kill(self._pool.of(peer_id))
+
+    def ready(self, model: Model) -> None:
+        """Returns once all servers are up and the client has heard of each."""
+        client = model._runtime.value
+        wanted = {server.peer_id for server in self._servers}
+
+        def heard() -> bool:
+            if wanted <= {server.peer_id for server in client.servers()}:
+                return True
+            model._runtime.call(client.refresh)
+            return False
+
+        until(heard, "the client hears of all servers")
+
+
+@pytest.fixture(scope="module")
+def folder(models: Path) -> Path:
+    return models / "tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def meeting_point(node_starter: Nodes) -> str:
+    address: str = node_starter.meeting_point().event("ready")["addrs"][0]
+    return address
+
+
+@pytest.fixture(scope="module")
+def pool(home: Path, folder: Path, meeting_point: str) -> Iterator[ServerPool]:
+    with server_pool(home / "recovery", folder, meeting_point) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Any:
+    torch.set_num_threads(1)
+    return load_whole(folder)
+
+
+class Expected:
+    """Answers of plain transformers, each computed once."""
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+        self._known: dict[str, torch.Tensor] = {}
+
+    def __call__(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        key = f"{ids.tolist()} {options}"
+        if key not in self._known:
+            self._known[key] = generate(self._whole, ids, **options)
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def expected(whole: Any) -> Expected:
+    return Expected(whole)
+
+
+@pytest.fixture(scope="module")
+def lonely(pool: ServerPool, folder: Path, node_starter: Nodes, expected: Expected) -> Iterator[Lonely]:
+    started = Lonely(pool, folder, node_starter.meeting_point().event("ready")["addrs"][0], expected)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(pool: ServerPool, lonely: Lonely) -> Fleet:
+    return Fleet(pool)
+
+
+@pytest.fixture(scope="module")
+def client(fleet: Fleet, folder: Path, meeting_point: str) -> Iterator[tuple[Model, Tap]]:
+    with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[meeting_point]) as opened:
+        yield opened, Tap(opened)
+
+
+@pytest.fixture
+def model(client: tuple[Model, Tap], fleet: Fleet) -> Model:
+    fleet.ready(client[0])
+    return client[0]
+
+
+@pytest.fixture
+def tap(client: tuple[Model, Tap]) -> Tap:
+    return client[1]
+
+
+class Lonely:
+    """A swarm in which nobody else holds what is lost. It runs beside the other tests, because it waits for long.
+
+    The only server of the last blocks is killed while two clients generate; one waits and one gives up after a while.
+    Then a server comes back.
+    """
+
+    def __init__(self, pool: ServerPool, folder: Path, peer: str, expected: Expected) -> None:
+        self.ids = prompt(1, 9)
+        self.expected = expected(self.ids, max_new_tokens=20)
+        self._pool = pool
+        self._folder = folder
+        self._peer = peer
+        self._first = pool.start("0:4", *CACHE, peer=peer)
+        self._only = pool.start("4:6", *CACHE, peer=peer)
+        self._lost = threading.Event()
+        self._threads = ThreadPoolExecutor(3)
+        self.waits: Future[torch.Tensor] = self._threads.submit(self._generate, True)
+        self.gives_up: Future[torch.Tensor] = self._threads.submit(self._generate, False)
+        self.seconds: Future[float] = self._threads.submit(self._lose)
+
+    def _generate(self, wait: bool) -> torch.Tensor:
+        for server in (self._first, self._only):
+            server.ready  # noqa: B018  (waits)
+
+        def pause() -> None:
+            assert self._lost.wait(60)
+
+        with AutoDistributedModelForCausalLM.from_pretrained(
+            self._folder, initial_peers=[self._peer], wait=wait
+        ) as model:
+            return generate(model, self.ids, max_new_tokens=20, streamer=At({8: pause}))
+
+    def _lose(self) -> float:
+        """Seconds from the loss to the error."""
+        self._only.ready  # noqa: B018
+        self._only.kill()
+        lost = monotonic()
+        self._lost.set()
+        try:
+            self.gives_up.exception(60)
+            return monotonic() - lost
+        finally:
+            self._pool.start("3:6", *CACHE, peer=self._peer)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+# --- one server dies
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_server_is_killed_while_it_takes_a_long_prompt(
+    position: int, model: Model, tap: Tap, fleet: Fleet, expected: Expected
+) -> None:
+    ids = prompt(1, LONG)
+    with model.inference_session(max_length=LONG + 8) as session:
+        killed: list[str] = []
+
+        def on_answer(peer_id: str, count: int) -> None:
+            if not killed and peer_id == session.route[position][0] and count == 2:
+                killed.append(peer_id)
+                fleet.kill_peer(peer_id)
+
+        with tap.watching(on_answer):
+            out = generate(model, ids)
+        assert killed and session.recoveries == 1
+        assert killed[0] not in [peer_id for peer_id, _ in session.route]
+    assert torch.equal(out, expected(ids))
+
+
+@pytest.mark.parametrize("token", [0, 1, 5], ids=["before the first token", "first decode", "mid decode"])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_server_is_killed(
+    position: int, token: int, model: Model, fleet: Fleet, expected: Expected
+) -> None:
+    ids = prompt(1, 40)
+    with model.inference_session(max_length=60) as session:
+        model.generate(ids, max_new_tokens=1, pad_token_id=0)  # there is a chain before the prompt is sent again
+        session.position = 0
+        session.tokens = None
+        out = generate(model, ids, streamer=At({token: lambda: fleet.kill(fleet.at(session, position))}))
+        assert session.recoveries == 1
+        assert session.position == 47
+    assert torch.equal(out, expected(ids))
+
+
+@pytest.mark.parametrize("position", [0, 2])
+def test_the_replacement_is_killed_while_the_history_is_replayed_into_it(
+    position: int, model: Model, tap: Tap, fleet: Fleet, expected: Expected
+) -> None:
+    ids = prompt(1, LONG)
+    with model.inference_session(max_length=LONG + 8) as session:
+        first: list[str] = []
+        second: list[str] = []
+
+        def on_answer(peer_id: str, count: int) -> None:
+            if first and not second and peer_id not in first:
+                second.append(peer_id)
+                fleet.kill_peer(peer_id)
+
+        def begin() -> None:
+            first.extend(peer_id for peer_id, _ in session.route)
+            fleet.kill(fleet.at(session, position))
+
+        with tap.watching(on_answer):
+            out = generate(model, ids, streamer=At({3: begin}))
+        assert second and second[0] not in [peer_id for peer_id, _ in session.route]
+        assert session.recoveries >= 1
+    assert torch.equal(out, expected(ids))
+
+
+# --- several die
+
+
+@pytest.mark.parametrize("positions", [(0, 1), (0, 2)], ids=["neighbours", "first and last"])
+def test_two_are_killed_at_once(
+    positions: Sequence[int], model: Model, fleet: Fleet, expected: Expected
+) -> None:
+    ids = prompt(1, 40)
+    with model.inference_session(max_length=60) as session:
+
+        def kill() -> None:
+            for server in [fleet.at(session, position) for position in positions]:
+                fleet.kill(server)
+
+        out = generate(model, ids, streamer=At({4: kill}))
+        assert session.recoveries == 2
+    assert torch.equal(out, expected(ids))
+
+
+def test_the_whole_chain_is_killed_one_after_another(model: Model, fleet: Fleet, expected: Expected) -> None:
+    ids = prompt(1, 12)
+    with model.inference_session(max_length=220) as session:
+
+        def killing(position: int) -> Callable[[], None]:
+            return lambda: fleet.kill(fleet.at(session, position))
+
+        due = {20: killing(0), 60: killing(1), 100: killing(-1), 140: killing(0), 141: killing(1), 190: killing(-1)}
+        out = generate(model, ids, max_new_tokens=200, streamer=At(due))
+        assert session.recoveries == len(due)
+    assert torch.equal(out, expected(ids, max_new_tokens=200))
+
+
+# --- what a session can be in the middle of
+
+
+def beams_killing(model: Model, fleet: Fleet, session: Any, token: int, position: int, **options: Any) -> torch.Tensor:
+    """Beam search, in which the server at `position` dies after `token` steps; transformers takes no streamer there."""
+    from transformers.generation.logits_process import LogitsProcessor
+
+    class Killing(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            self.calls += 1
+            if self.calls == token:
+                fleet.kill(fleet.at(session, position))
+            return scores
+
+    return generate(model, session=session, logits_processor=[Killing()], **options)
+
+
+@pytest.mark.parametrize("position", [0, 2])
+def test_beam_search_goes_on(position: int, model: Model, fleet: Fleet, expected: Expected) -> None:
+    ids = prompt(2, 11)
+    mask = torch.tensor([[1] * 11, [0] * 4 + [1] * 7])
+    options: dict[str, Any] = {"attention_mask": mask, "num_beams": 4, "max_new_tokens": 12}
+    with model.inference_session(max_length=30) as session:
+        out = beams_killing(model, fleet, session, 7, position, ids=ids, **options)
+        assert session.recoveries == 1
+    assert torch.equal(out, expected(ids, **options))
+
+
+def test_a_padded_batch_goes_on(model: Model, fleet: Fleet, expected: Expected) -> None:
+    ids = prompt(3, 11)
+    mask = torch.tensor([[1] * 11, [0] * 4 + [1] * 7, [0] * 8 + [1] * 3])
+
+    class Killing:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            self.calls += 1
+            if self.calls == 5:
+                for server in [fleet.at(session, position) for position in (0, 1)]:
+                    fleet.kill(server)
+            return scores
+
+    with model.inference_session(max_length=30) as session:
+        out = generate(model, ids, session=session, attention_mask=mask, logits_processor=[Killing()])
+        assert session.recoveries == 2
+    assert torch.equal(out, expected(ids, attention_mask=mask))
+
+
+def test_a_rollback_is_not_forgotten(model: Model, fleet: Fleet) -> None:
+    """Servers die after a rollback was carried out, and between setting the position and the next step."""
+    hidden = torch.randn(1, 30, HIDDEN, generator=torch.Generator().manual_seed(0))
+    other = torch.randn(1, 30, HIDDEN, generator=torch.Generator().manual_seed(1))
+    with model.inference_session(max_length=30) as session:
+        session.step(hidden[:, :20])
+        session.position = 7
+        session.step(other[:, 7:12])
+        fleet.kill(fleet.at(session, 1))
+        session.step(other[:, 12:15])
+        session.position = 9
+        for server in (fleet.at(session, 0), fleet.at(session, -1)):
+            fleet.kill(server)
+        out = session.step(hidden[:, 9:11])
+        assert session.position == 11 and session.recoveries == 3
+    sequence = torch.cat([hidden[:, :7], other[:, 7:9], hidden[:, 9:11]], dim=1)
+    assert (out - model.remote_blocks(sequence)[:, -2:]).abs().max() <= TOLERANCE
+
+
+def test_rows_that_changed_places_stay_there(model: Model, fleet: Fleet) -> None:
+    """A reorder behind the point that is rolled back to has moved the rows before it as well."""
+    hidden = torch.randn(3, 12, HIDDEN, generator=torch.Generator().manual_seed(0))
+    with model.inference_session(max_length=12) as session:
+        session.step(hidden[:, :4])
+        session.step(hidden[:, 4:5], reorder=(2, 0, 0))
+        session.step(hidden[:, 5:6], reorder=(1, 1, 0))
+        session.position = 3
+        fleet.kill(fleet.at(session, 1))
+        out = session.step(hidden[:, 6:8])
+        assert session.recoveries == 1
+    rows = torch.tensor([2, 0, 0])[torch.tensor([1, 1, 0])]
+    sequence = torch.cat([hidden[rows, :3], hidden[:, 6:8]], dim=1)
+    assert (out - model.remote_blocks(sequence)[:, -2:]).abs().max() <= TOLERANCE
+
+
+def test_others_with_other_boundaries_take_over(
+    pool: ServerPool, fleet: Fleet, folder: Path, meeting_point: str, expected: Expected, model: Model
+) -> None:
+    ids = prompt(1, 40)
+    whole_span = pool.start("0:6", *CACHE)
+    parts = [pool.start(blocks, *CACHE) for blocks in ("0:3", "2:4", "3:6")]
+    allowed = [server.peer_id for server in (whole_span, *parts)]
+    with (
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=[meeting_point], allowed_servers=allowed
+        ) as opened,
+        opened.inference_session(max_length=60) as session,
+    ):
+        out = generate(opened, ids, session=session, streamer=At({4: whole_span.kill}))
+        assert torch.equal(out, expected(ids))
+        blocks = [blocks for _, blocks in session.route]
+        assert blocks[0][0] == 0 and blocks[-1][1] == NUM_BLOCKS and len(blocks) >= 2
+        assert session.recoveries == 1
+    for server in parts:
+        server.kill()
+
+
+# --- frozen, and back again
+
+
+def test_frozen_servers_are_replaced(model: Model, pool: ServerPool, fleet: Fleet, expected: Expected) -> None:
+    """They hold their connections and answer nothing: once in the middle of a long prompt, once while decoding."""
+    with model.inference_session(max_length=60) as session:
+        frozen: list[PooledServer] = []
+
+        def freeze() -> None:
+            frozen.append(fleet.at(session, 1))
+            frozen[-1].freeze()
+
+        try:
+            begun = monotonic()
+            out = generate(model, prompt(1, 40), streamer=At({4: freeze}))
+            assert session.recoveries == 1
+            assert monotonic() - begun < 30
+        finally:
+            for server in frozen:
+                server.thaw()
+    assert torch.equal(out, expected(prompt(1, 40)))
+
+
+def test_a_server_that_is_frozen_while_it_takes_a_long_prompt(
+    model: Model, tap: Tap, pool: ServerPool, expected: Expected
+) -> None:
+    ids = prompt(1, LONG)
+    frozen: list[PooledServer] = []
+    with model.inference_session(max_length=LONG + 8) as session:
+
+        def on_answer(peer_id: str, count: int) -> None:
+            if not frozen and peer_id == session.route[0][0]:
+                frozen.append(pool.of(peer_id))
+                frozen[0].freeze()
+
+        try:
+            with tap.watching(on_answer):
+                out = generate(model, ids)
+        finally:
+            for server in frozen:
+                server.thaw()
+        assert frozen and session.recoveries == 1
+    assert torch.equal(out, expected(ids))
+
+
+def test_a_server_comes_back_under_its_name(
+    pool: ServerPool, fleet: Fleet, home: Path, folder: Path, meeting_point: str, expected: Expected
+) -> None:
+    """It has lost its sessions and its port, and is the only one that holds the blocks."""
+    identity = home / "comes-back.key"
+    server = pool.start("0:6", *CACHE, identity=identity)
+    ids = prompt(1, 40)
+
+    def restart() -> None:
+        server.kill()
+        pool.start("0:6", *CACHE, identity=identity)
+
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        folder, initial_peers=[meeting_point], allowed_servers=[server.peer_id]
+    ) as opened:
+        with opened.inference_session(max_length=60) as session:
+            out = generate(opened, ids, session=session, streamer=At({4: restart}))
+            assert session.recoveries == 1
+            assert session.route == [(server.peer_id, (0, 6))]
+    assert torch.equal(out, expected(ids))
+    pool.servers[-1].kill()
+
+
+# --- liars
+
+
+@pytest.fixture(scope="module")
+def liar(pool: ServerPool, home: Path) -> tuple[PooledServer, Path]:
+    """A server of 2:4 that everybody believes to be the fastest."""
+    control = home / "liar.json"
+    order(control)
+    return pool.start("2:4", *CACHE, "--throughput", "900000", fault=control), control
+
+
+@pytest.fixture(scope="module")
+def honest(pool: ServerPool) -> list[PooledServer]:
+    """Servers that are to be slower than the liar."""
+    return [pool.start(blocks, *CACHE, "--throughput", "1") for blocks in POSITIONS]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_answers_wrongly_is_replaced(
+    fault: str,
+    liar: tuple[PooledServer, Path],
+    honest: list[PooledServer],
+    folder: Path,
+    meeting_point: str,
+    expected: Expected,
+) -> None:
+    server, control = liar
+    order(control, fault, at=4)
+    ids = prompt(1, 40)
+    with (
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder,
+            initial_peers=[meeting_point],
+            allowed_servers=[each.peer_id for each in (server, *honest)],
+            request_timeout=2.0,
+        ) as opened,
+        opened.inference_session(max_length=60) as session,
+    ):
+        chain: list[Any] = []
+        out = generate(opened, ids, session=session, streamer=At({1: lambda: chain.extend(session.route)}))
+        assert chain[1][0] == server.peer_id, "the test is about this server"
+        assert session.recoveries >= 1
+        assert server.peer_id not in [peer_id for peer_id, _ in session.route]
+    assert torch.equal(out, expected(ids))
+
+
+def test_a_server_that_lost_the_session_and_is_alone_is_asked_again(
+    pool: ServerPool, home: Path, folder: Path, meeting_point: str, expected: Expected
+) -> None:
+    control = home / "forgetful.json"
+    order(control, "reset", at=4)
+    server = pool.start("0:6", *CACHE, fault=control)
+    ids = prompt(1, 40)
+    with (
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=[meeting_point], allowed_servers=[server.peer_id]
+        ) as opened,
+        opened.inference_session(max_length=60) as session,
+    ):
+        out = generate(opened, ids, session=session, streamer=At({2: lambda: order(control)}))
+        assert session.recoveries == 1
+    assert torch.equal(out, expected(ids))
+    server.kill()
+
+
+# --- nobody is left. Last in this file: they began with the first test
+
+
+def test_blocks_that_nobody_holds_any_more_are_named_in_time(lonely: Lonely) -> None:
+    with pytest.raises(NoChainError, match="4:6") as caught:
+        lonely.gives_up.result(90)
+    assert isinstance(caught.value, SwarmError)
+    assert caught.value.missing == (4, 5)
+    assert lonely.seconds.result(60) <= 31
+
+
+def test_who_waits_goes_on_when_a_server_comes(lonely: Lonely) -> None:
+    assert torch.equal(lonely.waits.result(90), lonely.expected)

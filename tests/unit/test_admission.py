@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.node.server.admission import STEP_TOKENS, Hosted, check_step, check_terms, step_tokens
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import Refusal, SessionTerms
+
+HOSTED = Hosted(b"m" * 32, "tiny", 8, Span(2, 6), 64, "float32", "none", 128)
+TERMS = SessionTerms(b"m" * 32, Span(2, 6), 100, 2, (), "none", b"n" * 16, 3, "float32")
+BAD = wire.ERROR_BAD_REQUEST
+
+
+@pytest.mark.parametrize("span", [Span(2, 6), Span(2, 3), Span(5, 6), Span(3, 5)])
+def test_a_part_of_the_span_is_taken(span: Span) -> None:
+    check_terms(replace(TERMS, span=span), HOSTED, "")
+
+
+@pytest.mark.parametrize(
+    ("terms", "adapter", "code", "says"),
+    [
+        (replace(TERMS, model_version=b"x" * 32), "", wire.ERROR_UNKNOWN_MODEL, "tiny"),
+        (replace(TERMS, span=Span(1, 6)), "", wire.ERROR_SPAN_NOT_HOSTED, "1:6"),
+        (replace(TERMS, span=Span(5, 7)), "", wire.ERROR_SPAN_NOT_HOSTED, "2:6"),
+        (replace(TERMS, codec="zip"), "", wire.ERROR_UNSUPPORTED, "zip"),
+        (replace(TERMS, dtype="int8"), "", wire.ERROR_UNSUPPORTED, "int8"),
+        (TERMS, "mine", wire.ERROR_UNSUPPORTED, "mine"),
+        (replace(TERMS, max_length=129), "", wire.ERROR_TOO_LONG, "128"),
+    ],
+)
+def test_what_this_server_cannot_hold(terms: SessionTerms, adapter: str, code: int, says: str) -> None:
+    with pytest.raises(Refusal, match=says) as caught:
+        check_terms(terms, HOSTED, adapter)
+    assert caught.value.code == code
+
+
+def tensor(*shape: int, nbytes: int | None = None, **fields: object) -> wire.Tensor:
+    size = 4
+    for each in shape:
+        size *= each
+    usual: dict[str, object] = {"shape": shape, "dtype": "float32", "codec": "none"}
+    return wire.Tensor(**usual | fields, nbytes=size if nbytes is None else nbytes)
+
+
+def check(step: wire.Step, tensors: list[wire.Tensor], terms: SessionTerms = TERMS) -> None:
+    check_step(step, tensors, terms, HOSTED, last=5, position=10, route_epoch=3)
+
+
+RIGHT = wire.Step(sequence=6, position=10, route_epoch=3)
+
+
+@pytest.mark.parametrize("position", [0, 3, 10])
+@pytest.mark.parametrize("reorder", [[], [0, 1], [1, 1]])
+def test_right_steps_pass(position: int, reorder: list[int]) -> None:
+    check(wire.Step(sequence=6, position=position, route_epoch=3, reorder=reorder), [tensor(2, 4, 64)])
+
+
+def test_the_end_of_the_session_may_be_reached_and_not_passed() -> None:
+    check(RIGHT, [tensor(2, 90, 64)])
+    with pytest.raises(Refusal, match="max_length of 100") as caught:
+        check(RIGHT, [tensor(2, 91, 64)])
+    assert caught.value.code == wire.ERROR_TOO_LONG
+
+
+@pytest.mark.parametrize(
+    ("step", "tensors"),
+    [
+        (wire.Step(sequence=5, position=10, route_epoch=3), [tensor(2, 1, 64)]),
+        (wire.Step(sequence=6, position=11, route_epoch=3), [tensor(2, 1, 64)]),
+        (wire.Step(sequence=6, position=10, route_epoch=2), [tensor(2, 1, 64)]),
+        (wire.Step(sequence=6, position=10, route_epoch=3, reorder=[0]), [tensor(2, 1, 64)]),
+        (wire.Step(sequence=6, position=10, route_epoch=3, reorder=[0, 2]), [tensor(2, 1, 64)]),
+        (RIGHT, []),
+        (RIGHT, [tensor(2, 1, 64)] * 2),
+        (RIGHT, [tensor(1, 1, 64)]),
+        (RIGHT, [tensor(2, 0, 64)]),
+        (RIGHT, [tensor(2, 1, 63)]),
+        (RIGHT, [tensor(2, 64)]),
+        (RIGHT, [tensor(2, 1, 64, dtype="float16")]),
+        (RIGHT, [tensor(2, 1, 64, codec="float16")]),
+        (RIGHT, [tensor(2, 1, 64, nbytes=511)]),
+        (RIGHT, [tensor(2, 1, 64, nbytes=2**40)]),
+        (RIGHT, [tensor(2, step_tokens(2) + 1, 64)]),
+    ],
+)
+def test_wrong_steps_are_refused(step: wire.Step, tensors: list[wire.Tensor]) -> None:
+    with pytest.raises(Refusal) as caught:
+        check(step, tensors, replace(TERMS, max_length=5000))
+    assert caught.value.code == BAD and caught.value.message
+
+
+@given(st.integers(1, 1024))
+def test_a_step_is_bounded_however_many_rows(batch: int) -> None:
+    assert step_tokens(batch) >= 1 and batch * step_tokens(batch) <= max(STEP_TOKENS, batch)
+
+
+headers = st.builds(
+    lambda shape, dtype, codec, nbytes: wire.Tensor(shape=shape, dtype=dtype, codec=codec, nbytes=nbytes),
+    st.lists(st.integers(0, 2**32 - 1), max_size=5),
+    st.sampled_from(["float32", "float16", "int4", ""]),
+    st.sampled_from(["none", "int8-block64", "zip", ""]),
+    st.integers(0, 2**64 - 1),
+)
+steps = st.builds(
+    lambda *each: wire.Step(sequence=each[0], position=each[1], reorder=each[2], route_epoch=each[3]),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+    st.lists(st.integers(0, 2**32 - 1), max_size=4),
+    st.integers(0, 2**64 - 1),
+)
+
+
+@given(steps, st.lists(headers, max_size=3))
+def test_whatever_comes_is_a_refusal_or_right(step: wire.Step, tensors: list[wire.Tensor]) -> None:
+    try:
+        check(step, tensors)
+    except Refusal:
+        return
+    (header,) = tensors
+    assert header.nbytes == 2 * header.shape[1] * 64 * 4 and step.position + header.shape[1] <= 100
