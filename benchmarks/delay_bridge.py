@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import select
@@ -82,6 +83,10 @@ def _address(host: int) -> str:
     return f"10.88.0.{host + 1}"
 
 
+def _mac(host: int) -> str:
+    return f"02:00:00:00:00:{host:02x}"
+
+
 def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     if done.returncode:
@@ -96,11 +101,18 @@ def _add_host(name: str, host: int) -> int:
     fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _TAP_NO_INFO))
     _ip("link", "set", device, "netns", namespace)
     inside = ("-n", namespace)
-    _ip(*inside, "link", "set", device, "address", f"02:00:00:00:00:{host:02x}", "txqueuelen", "10000")
+    _ip(*inside, "link", "set", device, "address", _mac(host), "txqueuelen", "10000")
     _ip(*inside, "address", "add", f"{_address(host)}/24", "dev", device)
     _ip(*inside, "link", "set", "lo", "up")
     _ip(*inside, "link", "set", device, "up")
     return tap
+
+
+def _introduce(name: str, hosts: int) -> None:
+    """Tells every host the others' MAC addresses: on a real line, asking for them does not cross the ocean."""
+    for host, other in itertools.permutations(range(hosts), 2):
+        neighbour = ("neighbour", "add", _address(other), "lladdr", _mac(other), "nud", "permanent")
+        _ip("-n", f"{name}-{host}", *neighbour, "dev", f"{name}t{host}")
 
 
 def _forward(taps: Sequence[int], one_way: float) -> None:
@@ -147,6 +159,7 @@ def main() -> None:
     try:
         for host in range(options.hosts):
             taps.append(_add_host(options.name, host))
+        _introduce(options.name, options.hosts)
         print("ready", flush=True)
         _forward(taps, options.one_way)
     except OSError as error:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import trio
 import typer
 
 from ..client.core import REFRESH_TIMEOUT, SwarmModel, identify_model, open_client
-from ..client.dialogue import Dialogue, Turn, fit
-from ..errors import BadInput, ExitCode, ModelError, PetalnodeError, SwarmError
+from ..client.dialogue import Dialogue, fit
+from ..client.saved_chat import SavedChat, held_chat
+from ..client.text import Text
+from ..errors import BadInput, ExitCode, PetalnodeError, SwarmError
 from ..models import ModelFolder, resolve
 from ..swarm.swarm import Swarm
 from .join import JoinOptions, joined, joins_swarm
 from .output import Output, ProgressBars
+from .terminal import LineReader, stopped_by_ctrl_c
 
 if TYPE_CHECKING:
     from ..client.generation import Conversation, Sampling
 
 MAX_CONTEXT = 4096
 """Tokens that a chat reserves at every server, unless the model takes fewer."""
-STOP_GRACE = 1.0
 _HELP = "/new starts over, /route shows the servers, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer."
 
 
@@ -43,6 +45,7 @@ class ChatOptions:
     show_route: bool = False
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
+    session: Path | None = None
 
 
 @joins_swarm
@@ -53,23 +56,46 @@ def chat(
     prompt: Annotated[str | None, typer.Option(help="One question, one answer. Also from a pipe.")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, max=99, help="0 always takes the likeliest token; 0.7 is usual.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Sample from the likeliest tokens of this total probability.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=99, help="0 always takes the likeliest token; 0.7 is usual.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Sample from the likeliest tokens of this total probability.")
+    ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     show_route: Annotated[bool, typer.Option(help="Say which servers answered, and how fast.")] = False,
     allow: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Use these servers only.")] = None,
     deny: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Do not use this server.")] = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Keep the conversation in this file, and go on with what it holds."),
+    ] = None,
     *,
     join: JoinOptions,
 ) -> None:
     """Talk to the model that a swarm serves."""
     options = ChatOptions(
-        prompt, system, max_new_tokens, temperature, top_p, seed, show_route, tuple(allow or ()), tuple(deny or ())
+        prompt=prompt,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        show_route=show_route,
+        allow=tuple(allow or ()),
+        deny=tuple(deny or ()),
+        session=session,
     )
-    trio.run(_chat, model, options, join)
+    if session is None:
+        trio.run(_chat, model, options, join, None)
+        return
+    if join.identity is not None:
+        raise BadInput("--session keeps the key of its conversation in its file: leave --identity out")
+    with held_chat(session) as saved:
+        trio.run(_chat, model, options, join, saved)
 
 
-async def _chat(model: str | None, options: ChatOptions, join: JoinOptions) -> None:
+async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, saved: SavedChat | None) -> None:
     output = Output(join.json)
     if not join.peers:
         raise BadInput(
@@ -77,13 +103,14 @@ async def _chat(model: str | None, options: ChatOptions, join: JoinOptions) -> N
         )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_in_thread, _import_generation)
-        async with joined(join, output, role="chat", listens=False) as (swarm, _):
+        identity = saved.identity if saved is not None else None
+        async with joined(join, output, role="chat", listens=False, identity=identity) as (swarm, _):
             if model is None:
                 model = await _served_model(swarm)
             bars = ProgressBars(output.errors)
             folder = await trio.to_thread.run_sync(lambda: resolve(model, need="client", progress=bars))
             bars.stop()
-            await chat_in(swarm, folder, options, output)
+            await chat_in(swarm, folder, options, output, saved)
 
 
 def _import_generation() -> None:
@@ -114,7 +141,9 @@ async def _served_model(swarm: Swarm) -> str:
     return names[0]
 
 
-async def chat_in(swarm: Swarm, folder: ModelFolder, options: ChatOptions, output: Output) -> None:
+async def chat_in(
+    swarm: Swarm, folder: ModelFolder, options: ChatOptions, output: Output, saved: SavedChat | None = None
+) -> None:
     """Answers the prompt, or everything that a person types, over the servers of `swarm`.
 
     Raises:
@@ -127,7 +156,7 @@ async def chat_in(swarm: Swarm, folder: ModelFolder, options: ChatOptions, outpu
     loaded: list[Any] = []
 
     def load() -> None:
-        loaded.extend((load_client(folder.path), _Text(folder)))
+        loaded.extend((load_client(folder.path), Text(folder)))
 
     identified: list[SwarmModel] = []
 
@@ -146,14 +175,17 @@ async def chat_in(swarm: Swarm, folder: ModelFolder, options: ChatOptions, outpu
         prompt = (await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)).strip()
         if not prompt:
             raise BadInput("nothing came through the pipe: there is no question")
-    if prompt is not None:
-        # One question needs no more of the servers' cache than its own length.
+    if prompt is not None and saved is None:
+        # One question needs no more of the servers' cache than its own length; a conversation will be longer.
         tokens = len(text.tokenize(_opening(options).plus("user", prompt).turns))
         context = min(context, tokens + sampling.max_new_tokens)
     async with open_client(swarm, identified[0], allowed=options.allow, blocked=options.deny) as client:
         conversation = Conversation(client, model, max_length=context, stop_tokens=text.stop_tokens)
         async with aclosing(conversation):
-            chatter = _Chatter(conversation, text, sampling, options, output)
+            if saved is not None:
+                saved = saved.check_model(client.model.version)
+                conversation.keep(saved.tokens, saved.session)
+            chatter = _Chatter(conversation, text, sampling, options, output, saved)
             if prompt is not None:
                 await chatter.answer(prompt)
             else:
@@ -164,67 +196,32 @@ def _opening(options: ChatOptions) -> Dialogue:
     return Dialogue().plus("system", options.system) if options.system else Dialogue()
 
 
-class _Text:
-    """Tokenizer and chat template of a model."""
-
-    def __init__(self, folder: ModelFolder) -> None:
-        from transformers import AutoTokenizer, GenerationConfig
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{folder.path} has no tokenizer that can be used ({error}); copy its files too") from None
-        stops: set[int] = set()
-        try:
-            configured = GenerationConfig.from_pretrained(folder.path, local_files_only=True).eos_token_id
-        except OSError:
-            configured = folder.config.get("eos_token_id")
-        for ids in (configured, self._tokenizer.eos_token_id):
-            stops.update([ids] if isinstance(ids, int) else ids or [])
-        self.stop_tokens = tuple(sorted(stops))
-
-    def tokenize(self, turns: Sequence[Turn]) -> list[int]:
-        """The prompt for the next answer. A model without a chat template gets the plain text."""
-        if not self._tokenizer.chat_template:
-            return list(self._tokenizer("\n".join(turn.content for turn in turns))["input_ids"])
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        return list(
-            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        )
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-
-    def stream(self, write: Callable[[str], object]) -> Callable[[int], None]:
-        """A function that takes tokens one by one and writes text as soon as it is whole characters."""
-        from tokenizers.decoders import DecodeStream
-
-        decoder = DecodeStream(skip_special_tokens=True)
-
-        def on_token(token: int) -> None:
-            piece = decoder.step(self._tokenizer.backend_tokenizer, token)
-            if piece:
-                write(piece)
-
-        return on_token
-
-
 class _Chatter:
     """One person at one terminal."""
 
     def __init__(
-        self, conversation: Conversation, text: _Text, sampling: Sampling, options: ChatOptions, output: Output
+        self,
+        conversation: Conversation,
+        text: Text,
+        sampling: Sampling,
+        options: ChatOptions,
+        output: Output,
+        saved: SavedChat | None,
     ) -> None:
         self._conversation = conversation
         self._text = text
         self._sampling = sampling
         self._options = options
         self._output = output
-        self._dialogue = _opening(options)
+        self._saved = saved
+        self._dialogue = saved.dialogue if saved is not None and saved.dialogue.turns else _opening(options)
 
     async def loop(self, model_name: str) -> None:
         self._output.say(f"Talking to {model_name}. {_HELP}", style="dim")
-        reader = _LineReader()
+        questions = sum(turn.role == "user" for turn in self._dialogue.turns)
+        if questions:
+            self._output.say(f"(going on after {questions} questions; /new starts over)", style="dim")
+        reader = LineReader()
         with reader:
             while True:
                 line = await reader.read("\n> ")
@@ -260,13 +257,16 @@ class _Chatter:
             said.append(token)
             write(token)
 
-        stopped = await _stopped_by_ctrl_c(
+        stopped = await stopped_by_ctrl_c(
             lambda stop: self._conversation.answer(tokens, self._sampling, on_token, stop)
         )
         seconds = time.perf_counter() - begun
         text = self._text.decode(said)
         self._dialogue = fitted.plus("assistant", text)
         recoveries = self._conversation.recoveries - recoveries
+        if self._saved is not None and self._options.session is not None:
+            self._saved = self._saved.after(self._dialogue, *self._conversation.state())
+            self._saved.save(self._options.session)
         if self._output.as_json:
             self._output.emit(
                 text=text,
@@ -277,6 +277,7 @@ class _Chatter:
                     for hop in self._conversation.route
                 ],
                 recoveries=recoveries,
+                reused=self._conversation.reused,
             )
         else:
             self._write("\n")
@@ -298,51 +299,3 @@ class _Chatter:
         hops = [f"{hop.span} at …{hop.peer_id[-8:]}" for hop in self._conversation.route]
         text = f"route: you → {' → '.join(hops)} → you" if hops else "no route yet: ask something"
         self._output.say(text, style="dim")
-
-
-async def _stopped_by_ctrl_c(function: Callable[[trio.Event], Awaitable[object]]) -> bool:
-    """Awaits `function(stop)` until it is done; Ctrl-C sets `stop`. True if that happened."""
-    stop = trio.Event()
-    async with trio.open_nursery() as nursery:
-        with trio.open_signal_receiver(signal.SIGINT) as signals:
-
-            async def watch() -> None:
-                async for _ in signals:
-                    stop.set()
-                    # A token is on its way; a long prompt or a silent server is not waited for.
-                    await trio.sleep(STOP_GRACE)
-                    nursery.cancel_scope.cancel()
-
-            nursery.start_soon(watch)
-            await function(stop)
-            nursery.cancel_scope.cancel()
-    return stop.is_set()
-
-
-class _LineReader:
-    """Reads lines in a thread, so that the node stays alive meanwhile, and leaves the terminal as it was."""
-
-    def __init__(self) -> None:
-        self._saved: list[Any] | None = None
-
-    def __enter__(self) -> None:
-        try:
-            import readline  # noqa: F401  (line editing and history for input())
-            import termios
-
-            self._saved = termios.tcgetattr(sys.stdin.fileno())
-        except (ImportError, OSError):
-            pass  # Windows, or no terminal to restore
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._saved is not None:
-            import termios
-
-            termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._saved)
-
-    async def read(self, prompt: str) -> str | None:
-        """A line, or None at the end."""
-        try:
-            return await trio.to_thread.run_sync(input, prompt, abandon_on_cancel=True)
-        except EOFError:
-            return None

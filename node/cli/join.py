@@ -102,9 +102,9 @@ def _level(name: str) -> int:
 
 @asynccontextmanager
 async def joined(
-    join: JoinOptions, output: Output, *, role: str, listens: bool
+    join: JoinOptions, output: Output, *, role: str, listens: bool, identity: Identity | None = None
 ) -> AsyncIterator[tuple[Swarm, Identity]]:
-    """The node on its swarm, with the identity of its role (a fresh one for roles that do not listen).
+    """The node on its swarm, with the identity of its role (for roles that do not listen: the one given, or a new one).
 
     Raises:
         BadInput, SwarmError, MachineError: an address is wrong, nobody answers, the port or the identity is taken.
@@ -115,7 +115,7 @@ async def joined(
                 identity = stack.enter_context(
                     held_identity(join.identity, role, platformdirs.user_data_path("petalnode", appauthor=False))
                 )
-            else:
+            elif identity is None:
                 identity = Identity.generate()
         except IdentityLocked as error:
             raise MachineError(str(error)) from error

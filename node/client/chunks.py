@@ -7,7 +7,8 @@ from typing import Final
 
 import torch
 
-from ...protocols.tensors import TensorError, decode, encode
+from ...protocols.tensor_header import TensorError
+from ...protocols.tensors import decode, encode
 from ..errors import BadInput, SwarmError
 from .server_session import Chunk
 

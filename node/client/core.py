@@ -20,7 +20,7 @@ from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
 from .routing import Candidate, Hop, cheapest_chain
 from .server_session import InferenceStream, SessionSpec
-from .session import ClientSession
+from .session import ClientSession, SavedSession
 
 REFRESH_TIMEOUT: Final = 5.0
 RTT_TIMEOUT: Final = 3.0
@@ -227,17 +227,21 @@ class SwarmClient:
             await self.swarm.refresh(model_version=self.model.version, timeout=REFRESH_TIMEOUT)
 
     @asynccontextmanager
-    async def session(self, spec: SessionSpec, *, wait: bool = False) -> AsyncIterator[ClientSession]:
+    async def session(
+        self, spec: SessionSpec, *, wait: bool = False, saved: SavedSession | None = None
+    ) -> AsyncIterator[ClientSession]:
         """Opens a session over the best servers that will have it, and closes it on the way out.
 
-        `spec.model_version` is filled in. With `wait`, a swarm that cannot serve is asked again until it can.
+        Takes up `saved` instead, if all of its servers still hold it. `spec.model_version` is filled in. With `wait`,
+        a swarm that cannot serve is asked again until it can.
 
         Raises:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
             BadInput: no server takes a session like this.
         """
         session = ClientSession(self, replace(spec, model_version=self.model.version), wait)
-        await session.open()
+        if saved is None or saved.max_length != spec.max_length or not await session.resume(saved):
+            await session.open()
         try:
             yield session
         finally:

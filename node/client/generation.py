@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import trio
@@ -22,7 +23,10 @@ from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
 from .routing import Hop
 from .server_session import Chunk, SessionSpec
-from .session import ClientSession
+from .session import ClientSession, HistoryLost, SavedSession
+
+KEEP_SECONDS: Final = 60.0
+"""How long servers keep the session of a kept conversation after its process is gone."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,9 @@ class Conversation:
     Args:
         max_length: tokens that the conversation may reach; servers reserve as many.
         stop_tokens: ids that end an answer.
+
+    Attributes:
+        reused: tokens of the last prompt that the servers held already.
     """
 
     def __init__(
@@ -87,6 +94,24 @@ class Conversation:
         self._stack = AsyncExitStack()
         self._session: ClientSession | None = None
         self._held: list[int] = []
+        self._saved: SavedSession | None = None
+        self._keep = 0.0
+        self._recovered = 0
+        self.reused = 0
+
+    def keep(self, tokens: Sequence[int], saved: SavedSession | None) -> None:
+        """Makes the conversation outlive this process: servers keep its session for `KEEP_SECONDS` after it.
+
+        `saved` is what an earlier process had, holding `tokens`: it is taken up if the servers still have it.
+        """
+        self._keep = KEEP_SECONDS
+        self._held = list(tokens) if saved is not None else []
+        self._saved = saved
+
+    def state(self) -> tuple[list[int], SavedSession | None]:
+        """What `keep` takes in the next process."""
+        saved = None if self._session is None else self._session.saved()
+        return (self._held, saved) if saved is not None else ([], None)
 
     @property
     def route(self) -> tuple[Hop, ...]:
@@ -95,11 +120,12 @@ class Conversation:
 
     @property
     def recoveries(self) -> int:
-        """Servers that were replaced in the open session."""
-        return 0 if self._session is None else self._session.recoveries
+        """Servers that were replaced so far."""
+        return self._recovered + (0 if self._session is None else self._session.recoveries)
 
     async def aclose(self) -> None:
-        """Gives the servers their cache back."""
+        """Gives the servers their cache back, or leaves it there if the conversation is kept."""
+        self._recovered = self.recoveries
         self._session = None
         self._held = []
         await self._stack.aclose()
@@ -126,6 +152,8 @@ class Conversation:
             raise BadInput(f"the prompt has {len(prompt)} tokens, and {self.max_length} is the most with an answer")
         sampler = Sampler(sampling)
         tokens = list(prompt)
+        session = await self._open()
+        self.reused = min(_common_prefix(self._held, tokens), session.position)
         limit = min(self.max_length, len(prompt) + sampling.max_new_tokens)
         while len(tokens) < limit and not (stop is not None and stop.is_set()):
             hidden = await self._advance(tokens)
@@ -138,9 +166,18 @@ class Conversation:
 
     async def _advance(self, tokens: list[int]) -> list[Chunk]:
         """Brings the session to hold all of `tokens`; returns the last output."""
+        try:
+            return await self._send(tokens)
+        except HistoryLost:
+            # Taken up from an earlier process, whose inputs are gone: the tokens make them again.
+            await self.aclose()
+            self._recovered += 1
+            return await self._send(tokens)
+
+    async def _send(self, tokens: list[int]) -> list[Chunk]:
         session = await self._open()
         # At least one token is sent, because its output is what the next one is chosen from.
-        start = min(_common_prefix(self._held, tokens), len(tokens) - 1)
+        start = min(_common_prefix(self._held, tokens), len(tokens) - 1, session.position)
         session.position = start
         del self._held[start:]
         chunks = await trio.to_thread.run_sync(self._embed, tokens[start:], start, session)
@@ -156,8 +193,11 @@ class Conversation:
                 batch=1,
                 max_length=self.max_length,
                 dtype=dtype_name(self._model.dtype),
+                keep=self._keep,
             )
-            self._session = await self._stack.enter_async_context(self._client.session(spec))
+            saved, self._saved = self._saved, None
+            opened = self._client.session(spec, saved=saved)
+            self._session = await self._stack.enter_async_context(opened)
         return self._session
 
     def _embed(self, tokens: list[int], position: int, session: ClientSession) -> list[Chunk]:

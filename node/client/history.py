@@ -33,9 +33,14 @@ class Input:
 
 
 class History:
-    """The inputs that make a server's present cache, in order."""
+    """The inputs that make a server's present cache, in order.
 
-    def __init__(self, inputs: Sequence[Input] = ()) -> None:
+    Attributes:
+        start: tokens of a row that stood in the cache before the first input that is known here.
+    """
+
+    def __init__(self, inputs: Sequence[Input] = (), start: int = 0) -> None:
+        self.start = start
         self._inputs = list(inputs)
 
     @property
@@ -54,6 +59,7 @@ class History:
         A reorder of a step that is forgotten still moved the tokens before it: it is folded into this one, which is
         exact because choosing rows and cutting them off commute.
         """
+        self.start = min(self.start, step.position)
         reorder = step.reorder
         while self._inputs and self._inputs[-1].position >= step.position:
             reorder = _composed(self._inputs.pop().reorder, reorder)

@@ -11,7 +11,8 @@ from types import TracebackType
 import torch
 
 from ...protocols.ids import Span
-from ...protocols.tensors import TensorError, dtype_name
+from ...protocols.tensor_header import TensorError
+from ...protocols.tensors import dtype_name
 from ..errors import BadInput, PetalnodeError
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient

@@ -22,7 +22,7 @@ from ...protocols.inference import (
     receipt_from_wire,
     sha256,
 )
-from ...protocols.tensors import TensorError, all_finite, wire_nbytes
+from ...protocols.tensor_header import TensorError, all_finite, wire_nbytes
 from ..errors import ServerFailed
 from .routing import Hop
 
@@ -36,7 +36,11 @@ _HASH_INLINE: Final = 64 * 1024
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """What a session is opened for. Timeouts in seconds; `push` lets servers send their outputs to each other."""
+    """What a session is opened for. Timeouts in seconds.
+
+    `push` lets servers send their outputs to each other. `keep`: when the client is lost, servers keep the session for
+    so many seconds, and closing it leaves it there.
+    """
 
     model_version: bytes
     span: Span
@@ -48,6 +52,7 @@ class SessionSpec:
     cache_wait: float = 10.0
     step_timeout: float = 60.0
     push: bool = True
+    keep: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,9 @@ class ServerSession:
         bytes_sent, bytes_received: tensor bytes between this client and the server.
     """
 
-    def __init__(self, stream: InferenceStream, hop: Hop, spec: SessionSpec, client: str) -> None:
+    def __init__(
+        self, stream: InferenceStream, hop: Hop, spec: SessionSpec, client: str, nonce: bytes | None = None
+    ) -> None:
         self.hop = hop
         self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
         self.max_step_tokens = 1
@@ -112,7 +119,7 @@ class ServerSession:
         self._stream = stream
         self._spec = spec
         self._client = client
-        self._nonce = os.urandom(NONCE_BYTES)
+        self.nonce = nonce or os.urandom(NONCE_BYTES)
         self._granted = wire.Granted()
         self._sequence = 0
         self._answered = 0
@@ -134,30 +141,56 @@ class ServerSession:
             batch=spec.batch,
             left_padding=spec.left_padding,
             codec=spec.codec,
-            nonce=self._nonce,
+            nonce=self.nonce,
             route_epoch=route_epoch,
             upstream=peer_id_to_bytes(upstream) if upstream else b"",
             downstream=peer_id_to_bytes(downstream) if downstream else b"",
             wait_ms=round(spec.cache_wait * 1000),
             activation_dtype=spec.dtype,
+            keep_ms=round(spec.keep * 1000),
         )
+        await self._ask(wire.InferenceFrame(open=message), spec.cache_wait + SEND_TIMEOUT)
+
+    async def resume(self, epoch: bytes) -> int:
+        """Takes up the session that an earlier process left there; returns how many tokens of a row it holds.
+
+        Raises:
+            ServerRefused: the server does not hold it any more.
+            ServerFailed: it does not answer, or answers nonsense.
+        """
+        message = wire.Resume(nonce=self.nonce, session_epoch=epoch)
+        granted = await self._ask(wire.InferenceFrame(resume=message), SEND_TIMEOUT)
+        if granted.session_epoch != epoch:
+            raise self._failed("it took up another session")
+        self._sequence = self._answered = granted.sequence
+        self._last_receipt = granted.last_receipt
+        return granted.position
+
+    @property
+    def epoch(self) -> bytes:
+        """The server's name of this session."""
+        return self._granted.session_epoch
+
+    async def _ask(self, question: wire.InferenceFrame, timeout: float) -> wire.Granted:
+        spec = self._spec
         try:
-            await self._stream.send(wire.InferenceFrame(open=message), timeout=SEND_TIMEOUT)
-            frame, _ = await self._stream.receive(timeout=spec.cache_wait + SEND_TIMEOUT)
+            await self._stream.send(question, timeout=SEND_TIMEOUT)
+            frame, _ = await self._stream.receive(timeout=timeout)
         except PeerError as error:
             raise self._failed(str(error)) from error
         self._raise_refusal(frame)
         if frame.WhichOneof("body") != "granted" or len(frame.granted.session_epoch) != EPOCH_BYTES:
-            raise self._failed("it answered Open with something else than Granted")
+            raise self._failed("it answered with something else than Granted")
         if frame.granted.codec != spec.codec or not frame.granted.max_step_tokens:
             raise self._failed(f"it granted codec {frame.granted.codec!r} instead of {spec.codec!r}")
         self._granted = frame.granted
         self.max_step_tokens = frame.granted.max_step_tokens
+        return frame.granted
 
     def target(self) -> wire.PushTarget:
         """Where another server pushes the next step of this session to. Takes a sequence number for it."""
         return wire.PushTarget(
-            peer_id=peer_id_to_bytes(self.hop.peer_id), nonce=self._nonce, sequence=self.next_sequence()
+            peer_id=peer_id_to_bytes(self.hop.peer_id), nonce=self.nonce, sequence=self.next_sequence()
         )
 
     def next_sequence(self) -> int:
@@ -282,7 +315,7 @@ class ServerSession:
             dtype=self._granted.dtype,
             quantisation=self._granted.quantisation,
             client=self._client,
-            nonce=self._nonce,
+            nonce=self.nonce,
             session_epoch=self._granted.session_epoch,
             sequence=step.sequence,
             request_hash=hash_of_step(step, chunk.tensor, input_hash),
@@ -310,6 +343,11 @@ class ServerSession:
                 await self._stream.close()
             except PeerError:
                 await self._stream.reset()  # the server, if it lives, learns by that
+
+    async def leave(self) -> None:
+        """Breaks the stream off without a goodbye, so that the server keeps the session for a while."""
+        with trio.CancelScope(shield=True):
+            await self._stream.reset()
 
     def _raise_refusal(self, frame: wire.InferenceFrame) -> None:
         if frame.WhichOneof("body") == "error":

@@ -39,6 +39,31 @@ STANDBY_LAG: Final = 2
 """Tokens that a standby may be behind when it is called ready: what the switch costs at most."""
 
 
+@dataclass(frozen=True)
+class SavedLink:
+    """What it takes to find a session at a server again."""
+
+    peer_id: str
+    start: int
+    end: int
+    nonce: bytes
+    epoch: bytes
+
+
+@dataclass(frozen=True)
+class SavedSession:
+    """A session that another process of the same client can take up, for as long as the servers keep it."""
+
+    links: tuple[SavedLink, ...]
+    max_length: int
+    position: int
+    route_epoch: int
+
+
+class HistoryLost(SwarmError):
+    """A server failed whose inputs this process has not seen: the session must be filled anew from its tokens."""
+
+
 class Router(Protocol):
     """What a session needs of the client that opens it."""
 
@@ -158,14 +183,56 @@ class ClientSession:
         """Tensor bytes (sent, received) between this client and each server of the present chain."""
         return tuple((link.server.bytes_sent, link.server.bytes_received) for link in self._links)
 
+    async def resume(self, saved: SavedSession) -> bool:
+        """Takes up a session that an earlier process left; false if any of its servers does not hold it any more."""
+        links: list[_Link] = []
+        positions: list[int] = []
+
+        async def resume_one(each: SavedLink) -> None:
+            hop = Hop(each.peer_id, Span(each.start, each.end))
+            server = ServerSession(await self._router.connect(hop), hop, self.spec, self._router.peer_id, each.nonce)
+            links.append(_Link(server))
+            positions.append(await server.resume(each.epoch))
+
+        try:
+            with unwrapped(SwarmError):
+                async with trio.open_nursery() as nursery:
+                    for each in saved.links:
+                        nursery.start_soon(resume_one, each)
+        except (SwarmError, ValueError):
+            await _close(links)
+            return False
+        self._links = sorted(links, key=lambda link: link.server.hop.span.start)
+        self._position = min(saved.position, *positions)
+        self._route_epoch = saved.route_epoch + 1
+        for link in self._links:
+            link.history = History(start=self._position)
+        return True
+
+    def saved(self) -> SavedSession | None:
+        """What another process needs to take this session up; None before it is open."""
+        if not self._links:
+            return None
+        links = tuple(
+            SavedLink(hop.peer_id, hop.span.start, hop.span.end, link.server.nonce, link.server.epoch)
+            for link in self._links
+            for hop in [link.server.hop]
+        )
+        return SavedSession(links, self.spec.max_length, self._position, self._route_epoch)
+
     async def close(self) -> None:
-        """Gives the servers their caches back. Never raises; takes a second at most."""
+        """Gives the servers their caches back, or leaves them there for as long as `spec.keep` says. Never raises."""
         self._closed = True
         links, self._links = self._links, []
         for link in links:
             if link.standby is not None:
                 link.standby.scope.cancel()
-        await _close(links)
+                await _close(link.standby.links)
+        if self.spec.keep:
+            for link in links:
+                await link.server.leave()
+        else:
+            await _close(links)
 
     async def step(self, chunks: Sequence[Chunk], reorder: Sequence[int] = ()) -> list[Chunk]:
         """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers.
@@ -372,6 +439,8 @@ class ClientSession:
         Raises:
             SwarmError: a server of the standby failed, or it cannot follow (rows changed places and back).
         """
+        if link.history.start:
+            raise HistoryLost("what the server held before this process started is not known here")
         wanted = link.history.needed(link.history.end)
         common = 0
         for mine, theirs in zip(standby.applied, wanted, strict=False):
@@ -420,6 +489,8 @@ class ClientSession:
         Servers that refuse or cannot be reached are left out and the rest tried; when none is left, all are asked
         again until the deadline, because servers come and go.
         """
+        if history.start:
+            raise HistoryLost(f"{because}; what it held before this process started is not known here")
         deadline = trio.current_time() + (RECOVERY_TIMEOUT if because is not None else 0.0)
         refused: dict[str, ServerFailed] = {} if because is None else {because.peer_id: because}
         spec = replace(self.spec, span=span)

@@ -8,7 +8,7 @@ from typing import Final
 from ...protocols import wire_pb2 as wire
 from ...protocols.ids import Span
 from ...protocols.inference import MAX_STEP_BYTES, Refusal, SessionTerms, bad_request
-from ...protocols.tensors import CODECS, DTYPES, TensorError, wire_nbytes
+from ...protocols.tensor_header import CODECS, ITEM_BYTES, TensorError, wire_nbytes
 
 STEP_TOKENS: Final = 2048
 """Rows times positions of one step."""
@@ -45,8 +45,8 @@ def check_terms(terms: SessionTerms, hosted: Hosted, adapter: str) -> None:
         raise Refusal(wire.ERROR_SPAN_NOT_HOSTED, f"blocks {terms.span} are wanted, {hosted.span} are here")
     if terms.codec not in CODECS:
         raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown codec {terms.codec!r}; known are {', '.join(CODECS)}")
-    if terms.dtype not in DTYPES:
-        raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown dtype {terms.dtype!r}; known are {', '.join(DTYPES)}")
+    if terms.dtype not in ITEM_BYTES:
+        raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown dtype {terms.dtype!r}; known are {', '.join(ITEM_BYTES)}")
     if adapter:
         raise Refusal(wire.ERROR_UNSUPPORTED, f"adapter {adapter!r} is not loaded here")
     if terms.max_length > hosted.max_length:

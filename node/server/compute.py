@@ -21,7 +21,8 @@ import trio
 from ...protocols import wire_pb2 as wire
 from ...protocols.ids import Span
 from ...protocols.inference import Refusal, bad_request, sha256
-from ...protocols.tensors import TensorError, decode, dtype_name, encode
+from ...protocols.tensor_header import TensorError
+from ...protocols.tensors import decode, dtype_name, encode
 from ..blocks.cache import SpanCache
 from ..blocks.span import BlockSpan
 from .batching import Waiting, next_turn

@@ -42,6 +42,7 @@ from multiaddr import Multiaddr
 from ...crypto.identity import Identity
 from ..errors import MachineError
 from .addresses import concrete, is_dialable, without_peer
+from .negotiation import OneAnswer, OneRoundTrip, question
 from .noise import BufferedNoise
 from .sockets import PromptSockets
 from .yamux import Muxer
@@ -82,19 +83,31 @@ class _NotFromLibp2p(logging.Filter):
 
 
 class StreamBytes:
-    """The bytes of one stream, for `MessageStream`: a `RawStream`."""
+    """The bytes of one stream, for `MessageStream`: a `RawStream`.
 
-    def __init__(self, stream: NetStream) -> None:
+    `asked` is the protocol that the peer was asked for and has not agreed on yet.
+    """
+
+    def __init__(self, stream: NetStream, asked: str | None = None) -> None:
         self._stream = stream
         self._muxed: Any = stream.muxed_stream
+        self._asked = asked
+        self._answer = b"" if asked is None else question(asked)  # the part of it that has not come yet
 
     async def read(self, n: int) -> bytes:
         try:
+            while self._answer:
+                part = await self._muxed.read(len(self._answer))
+                if not self._answer.startswith(part):
+                    await self.reset()
+                    raise ConnectionRefusedError(f"the peer does not speak {self._asked}")
+                self._answer = self._answer[len(part) :]
             return bytes(await self._muxed.read(n))
         except MuxedStreamEOF:
             return b""
         except MuxedStreamError as error:
-            raise ConnectionResetError(str(error)) from error
+            unsettled = f", which has not agreed on {self._asked}" if self._answer else ""
+            raise ConnectionResetError(f"{error}{unsettled}") from error
 
     async def write(self, data: bytes) -> None:
         try:
@@ -129,7 +142,10 @@ class _MuxerNegotiation(MuxerMultistream):
         self._on_lost = on_lost
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> Muxer:
-        await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
+        if conn.is_initiator:
+            await conn.write(question(YAMUX))
+            return Muxer(conn, peer_id, self._on_lost, answer=question(YAMUX))
+        await self._selector.select(conn, False, self.negotiate_timeout)
         return Muxer(conn, peer_id, self._on_lost)
 
 
@@ -148,6 +164,7 @@ class _Network(Libp2pSwarm):
         noise_key = create_noise_key_pair().private_key
         upgrader = TransportUpgrader({NOISE: BufferedNoise(key_pair, noise_key)}, {YAMUX: Yamux})
         upgrader.muxer_multistream = _MuxerNegotiation(self._muxer_lost)
+        upgrader.security_multistream._selector.multiselect_client = OneRoundTrip()
         peerstore = PeerStore()
         self_id = ID.from_pubkey(key_pair.public_key)
         peerstore.add_key_pair(self_id, key_pair)
@@ -311,16 +328,20 @@ class Host:
     async def open_stream(self, peer_id: str, protocol: str) -> StreamBytes:
         """A new stream of that protocol; connects first if necessary. The caller closes or resets it.
 
+        Does not wait for the peer's consent: if it does not speak the protocol, the first read says so.
+
         Raises:
-            ConnectionError: no connection, or the peer does not speak the protocol.
+            ConnectionError: no connection.
         """
         await self.connect(peer_id)
         try:
-            stream = await self.libp2p.new_stream(ID.from_string(peer_id), [TProtocol(protocol)])
+            stream = await self._network.new_stream(ID.from_string(peer_id))
+            assert isinstance(stream, NetStream)
+            stream.set_protocol(TProtocol(protocol))
+            await stream.muxed_stream.write(question(protocol))
         except Exception as error:  # libp2p raises many kinds
-            raise ConnectionError(f"{peer_id} did not open a stream of {protocol}: {error}") from error
-        assert isinstance(stream, NetStream)
-        return StreamBytes(stream)
+            raise ConnectionError(f"cannot open a stream of {protocol} to {peer_id}: {error}") from error
+        return StreamBytes(stream, protocol)
 
     def set_stream_handler(self, protocol: str, handler: ByteHandler) -> None:
         """`handler` gets every stream of that protocol that a peer opens; it must not raise."""
@@ -360,6 +381,8 @@ async def open_host(
         addrs_factory=lambda candidates: [*announce, *concrete(candidates)],
         disable_identify_address_discovery=True,
     )
+    libp2p.multiselect = OneAnswer(libp2p.multiselect.handlers)
+    libp2p.multiselect_client = OneRoundTrip()
     serve_stream = network.common_stream_handler
 
     async def guarded(stream: NetStream) -> None:

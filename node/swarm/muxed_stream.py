@@ -135,6 +135,11 @@ class MuxedStream(IMuxedStream):
             self._grant(len(chunk))
         self._chunks.clear()
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether `read` would return at once."""
+        return bool(self._chunks) or self.read_closed
+
     async def wait_lost(self) -> None:
         """Returns once the stream was reset or the connection is gone."""
         if self._lost_event is None:

@@ -146,11 +146,12 @@ class Swarm:
         max_payload: int = MAX_PAYLOAD,
     ) -> MessageStream[F]:
         """A stream that the caller has to close or reset. Connects first if need be, to `addrs` or to where the
-        peer announced itself.
+        peer announced itself. Does not wait for the peer's consent: one that does not speak the protocol ends the
+        stream, and the first `receive` says so.
 
         Raises:
             StreamTimeout: nothing came of it within `timeout` seconds.
-            StreamClosed: the peer cannot be reached or does not speak the protocol.
+            StreamClosed: the peer cannot be reached.
         """
         known = self._directory.addrs_of(peer_id)
         self._host.remember(peer_id, [*addrs, *known])

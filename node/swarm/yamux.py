@@ -52,9 +52,14 @@ _QUIET: Final = 0.1  # seconds; half of the least time after which TCP forgets i
 
 
 class Muxer(IMuxedConn):
-    """All streams of one connection. `on_lost` is called once, synchronously, when the connection ends."""
+    """All streams of one connection. `on_lost` is called once, synchronously, when the connection ends.
 
-    def __init__(self, conn: ISecureConn, peer_id: ID, on_lost: Callable[[Muxer], None]) -> None:
+    `answer` is what the peer sends before anything else if it speaks Yamux.
+    """
+
+    def __init__(
+        self, conn: ISecureConn, peer_id: ID, on_lost: Callable[[Muxer], None], *, answer: bytes = b""
+    ) -> None:
         assert isinstance(conn, NoiseSession)
         self.peer_id = peer_id
         self.secured_conn = conn
@@ -62,11 +67,13 @@ class Muxer(IMuxedConn):
         self.lost: str | None = None
         self.buffered = 0  # bytes that came and were not read yet
         self._on_lost = on_lost
+        self._answer = answer
         self._scope = trio.CancelScope()
         self._next_id = 1 if conn.is_initiator else 2
         self._streams: dict[int, MuxedStream] = {}
         self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](_ACCEPT_QUEUE)
         self._heard = trio.current_time()
+        self._held = b""  # frames that go with the next one
         self._large_until = 0.0  # a large message may follow until then
         self._large_put = trio.lowlevel.ParkingLot()
         self._put_lately = False
@@ -108,14 +115,23 @@ class Muxer(IMuxedConn):
     # --- writing
 
     def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> None:
-        """Sends a frame without waiting. On a dead connection it goes nowhere."""
+        """Sends a frame without waiting. On a dead connection it goes nowhere.
+
+        A frame that opens a stream goes with the next one, which is its negotiation and comes at once: the first ten
+        packets of a connection go without waiting, whatever their size, and there are many small ones then.
+        """
+        frame = HEADER.pack(0, kind, flags, stream_id, length) + data
+        if flags & (SYN | ACK) and kind == WINDOW_UPDATE:
+            self._held += frame
+            return
+        frame, self._held = self._held + frame, b""
         self._put_lately = True
         if length > _LARGE and kind == DATA:
             self._large_until = trio.current_time() + _LARGE_LASTS
             self._large_put.unpark_all()
         if self.lost is None:
             try:
-                self.secured_conn.put(HEADER.pack(0, kind, flags, stream_id, length) + data)
+                self.secured_conn.put(frame)
             except OSError as error:
                 self._lose(str(error))
 
@@ -151,7 +167,7 @@ class Muxer(IMuxedConn):
             self._lose("internal error")
 
     async def _receive_frames(self) -> None:
-        data = self.secured_conn.take_plaintext()
+        data = await self._receive_answer(self.secured_conn.take_plaintext())
         while self.lost is None:
             self._heard = trio.current_time()
             position = 0
@@ -176,6 +192,14 @@ class Muxer(IMuxedConn):
                         stream.on_lost("reset by the peer") if flags & RST else stream.on_fin()
                         self.forget_if_done(stream)
             data = data[position:] + await self.secured_conn.receive()
+
+    async def _receive_answer(self, data: bytes) -> bytes:
+        """What follows the peer's consent to speak Yamux."""
+        while len(data) < len(self._answer) and self._answer.startswith(data):
+            data += await self.secured_conn.receive()
+        if not data.startswith(self._answer):
+            raise ConnectionAbortedError("the peer does not speak Yamux")
+        return data[len(self._answer) :]
 
     async def _receive_body(
         self, stream: MuxedStream | None, data: bytes, position: int, length: int

@@ -59,7 +59,7 @@ class SharedSwarm:
 def shared_swarm(node_starter: Nodes, models: Path) -> SharedSwarm:
     peer: str = node_starter.meeting_point().event("ready")["addrs"][0]
     started = [
-        node_starter.server(models / name, blocks, "--cache-tokens", "20000", peer=peer)
+        node_starter.server(models / name, blocks, "--cache-tokens", "100000", peer=peer)
         for name, blocks in (
             ("tiny-llama", "0:2"),
             ("tiny-llama", "2:4"),

@@ -42,11 +42,16 @@ def order(control: Path, fault: str = "", at: int = 1) -> None:
     written.replace(control)
 
 
+def ordered(control: Path) -> dict[str, Any]:
+    wanted: dict[str, Any] = json.loads(control.read_text()) if control.exists() else {}
+    return wanted
+
+
 def _spoiling(
     handler: Callable[[Any], Awaitable[None]], control: Path, identity: Identity
 ) -> Callable[[Stream], Awaitable[None]]:
     async def handle(stream: Stream) -> None:
-        wanted = json.loads(control.read_text()) if control.exists() else {}
+        wanted = ordered(control)
         await handler(_Spoiled(stream, wanted.get("fault", ""), wanted.get("at", 1), identity))
 
     return handle

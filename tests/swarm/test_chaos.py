@@ -243,6 +243,9 @@ def test_nothing_is_lost_in_chaos(pool: ServerPool, models: Path) -> None:
         while monotonic() < end and not any(client.failures for client in clients):
             pause.wait(rng.uniform(*CALM))
             chaos.one_event()
+            for server in chaos.servers:
+                if server.pid not in before and server.is_ready:
+                    before |= memory([server])
             for client in clients:
                 assert not client.begun or monotonic() - client.begun < HUNG, "an answer hangs"
         chaos.calm()
@@ -270,7 +273,9 @@ def test_nothing_is_lost_in_chaos(pool: ServerPool, models: Path) -> None:
             client.model.close()
 
 
-def check_nothing_is_left(model: DistributedModelForCausalLM, servers: list[PooledServer], before: dict[int, int]) -> None:
+def check_nothing_is_left(
+    model: DistributedModelForCausalLM, servers: list[PooledServer], before: dict[int, int]
+) -> None:
     """All cache tokens are free, streams are closed, and memory is what it was."""
     client = model._runtime.value
     for server in servers:

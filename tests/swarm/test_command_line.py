@@ -229,7 +229,7 @@ def test_status_as_json_has_a_line_per_model(outcomes: Callable[[str], Outcome],
     for server in llama["servers"]:
         assert server["state"] == "online"
         assert server["throughput"] > 0
-        assert 0 <= server["cache_tokens_free"] <= 20000
+        assert 0 <= server["cache_tokens_free"] <= 100000
     (only,) = outcomes("status of one model").objects
     assert only["model"] == "tiny-gpt2"
 

@@ -123,17 +123,32 @@ class Fleet:
         self.kill(self._pool.of(peer_id))
 
     def ready(self, model: Model) -> None:
-        """Returns once all servers are up and the client has heard of each."""
-        client = model._runtime.value
-        wanted = {server.peer_id for server in self._servers}
+        heard_of(model, self._servers)
 
-        def heard() -> bool:
-            if wanted <= {server.peer_id for server in client.servers()}:
-                return True
-            model._runtime.call(client.refresh)
-            return False
 
-        until(heard, "the client hears of all servers")
+def heard_of(model: Model, servers: Sequence[PooledServer]) -> None:
+    """Returns once the servers are up and the client knows of each."""
+    client = model._runtime.value
+    wanted = {server.peer_id for server in servers}
+
+    def heard() -> bool:
+        if wanted <= {server.peer_id for server in client.servers()}:
+            return True
+        model._runtime.call(client.refresh)
+        return False
+
+    until(heard, "the client hears of all servers")
+
+
+@contextmanager
+def opened_for(servers: Sequence[PooledServer], folder: Path, peer: str, **options: Any) -> Iterator[Model]:
+    """A client that uses these servers only, and knows of them."""
+    allowed = [server.peer_id for server in servers]
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        folder, initial_peers=[peer], allowed_servers=allowed, **options
+    ) as opened:
+        heard_of(opened, servers)
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -281,9 +296,7 @@ def test_a_server_is_killed_while_it_takes_a_long_prompt(
 
 @pytest.mark.parametrize("token", [0, 1, 5], ids=["before the first token", "first decode", "mid decode"])
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_a_server_is_killed(
-    position: int, token: int, model: Model, fleet: Fleet, expected: Expected
-) -> None:
+def test_a_server_is_killed(position: int, token: int, model: Model, fleet: Fleet, expected: Expected) -> None:
     ids = prompt(1, 40)
     with model.inference_session(max_length=60) as session:
         model.generate(ids, max_new_tokens=1, pad_token_id=0)  # there is a chain before the prompt is sent again
@@ -324,9 +337,7 @@ def test_the_replacement_is_killed_while_the_history_is_replayed_into_it(
 
 
 @pytest.mark.parametrize("positions", [(0, 1), (0, 2)], ids=["neighbours", "first and last"])
-def test_two_are_killed_at_once(
-    positions: Sequence[int], model: Model, fleet: Fleet, expected: Expected
-) -> None:
+def test_two_are_killed_at_once(positions: Sequence[int], model: Model, fleet: Fleet, expected: Expected) -> None:
     ids = prompt(1, 40)
     with model.inference_session(max_length=60) as session:
 
@@ -442,13 +453,10 @@ def test_others_with_other_boundaries_take_over(
     pool: ServerPool, fleet: Fleet, folder: Path, meeting_point: str, expected: Expected, model: Model
 ) -> None:
     ids = prompt(1, 40)
-    whole_span = pool.start("0:6", *CACHE)
-    parts = [pool.start(blocks, *CACHE) for blocks in ("0:3", "2:4", "3:6")]
-    allowed = [server.peer_id for server in (whole_span, *parts)]
+    whole_span = pool.start("0:6", *CACHE, "--throughput", "900000")
+    parts = [pool.start(blocks, *CACHE, "--throughput", "1") for blocks in ("0:3", "2:4", "3:6")]
     with (
-        AutoDistributedModelForCausalLM.from_pretrained(
-            folder, initial_peers=[meeting_point], allowed_servers=allowed
-        ) as opened,
+        opened_for([whole_span, *parts], folder, meeting_point) as opened,
         opened.inference_session(max_length=60) as session,
     ):
         out = generate(opened, ids, session=session, streamer=At({4: whole_span.kill}))
@@ -517,13 +525,13 @@ def test_a_server_comes_back_under_its_name(
         server.kill()
         pool.start("0:6", *CACHE, identity=identity)
 
-    with AutoDistributedModelForCausalLM.from_pretrained(
-        folder, initial_peers=[meeting_point], allowed_servers=[server.peer_id]
-    ) as opened:
-        with opened.inference_session(max_length=60) as session:
-            out = generate(opened, ids, session=session, streamer=At({4: restart}))
-            assert session.recoveries == 1
-            assert session.route == [(server.peer_id, (0, 6))]
+    with (
+        opened_for([server], folder, meeting_point) as opened,
+        opened.inference_session(max_length=60) as session,
+    ):
+        out = generate(opened, ids, session=session, streamer=At({4: restart}))
+        assert session.recoveries == 1
+        assert session.route == [(server.peer_id, (0, 6))]
     assert torch.equal(out, expected(ids))
     pool.servers[-1].kill()
 
@@ -558,12 +566,7 @@ def test_a_server_that_answers_wrongly_is_replaced(
     order(control, fault, at=4)
     ids = prompt(1, 40)
     with (
-        AutoDistributedModelForCausalLM.from_pretrained(
-            folder,
-            initial_peers=[meeting_point],
-            allowed_servers=[each.peer_id for each in (server, *honest)],
-            request_timeout=2.0,
-        ) as opened,
+        opened_for([server, *honest], folder, meeting_point, request_timeout=2.0) as opened,
         opened.inference_session(max_length=60) as session,
     ):
         chain: list[Any] = []
@@ -582,9 +585,7 @@ def test_a_server_that_lost_the_session_and_is_alone_is_asked_again(
     server = pool.start("0:6", *CACHE, fault=control)
     ids = prompt(1, 40)
     with (
-        AutoDistributedModelForCausalLM.from_pretrained(
-            folder, initial_peers=[meeting_point], allowed_servers=[server.peer_id]
-        ) as opened,
+        opened_for([server], folder, meeting_point) as opened,
         opened.inference_session(max_length=60) as session,
     ):
         out = generate(opened, ids, session=session, streamer=At({2: lambda: order(control)}))

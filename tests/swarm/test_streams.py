@@ -171,8 +171,10 @@ def test_strangers_who_talk_nonsense_do_not_hurt_the_node(echo_node):
 def test_an_unknown_protocol_is_refused_quickly(echo_node):
     async def main() -> None:
         async with client(echo_node) as swarm:
+            stream = await swarm.new_stream(echo_node.peer_id, "/nobody/1", Frame, timeout=10)
+            await stream.send(message(b"for nobody"), [b"for nobody"], timeout=10)
             with pytest.raises(StreamClosed, match="/nobody/1"):
-                await swarm.new_stream(echo_node.peer_id, "/nobody/1", Frame, timeout=10)
+                await stream.receive(timeout=10)
             await echo_once(swarm, echo_node)
 
     trio.run(main)

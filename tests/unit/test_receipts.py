@@ -111,7 +111,7 @@ REQUEST: dict[str, object] = {
     ("name", "value"),
     [
         ("sequence", 2), ("position", 1), ("reorder", ()), ("reorder", (0, 1)), ("route_epoch", 4),
-        ("shape", (5, 2, 64)), ("targets", ()), ("targets", ((b"t" * 38, b"n" * 16, 6),)), 
+        ("shape", (5, 2, 64)), ("targets", ()), ("targets", ((b"t" * 38, b"n" * 16, 6),)),
         ("dtype", "float16"), ("codec", "float16"), ("payload_hash", b"q" * 32), ("upstream_receipt", b"u" * 32),
     ],
 )  # fmt: skip

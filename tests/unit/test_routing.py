@@ -200,7 +200,7 @@ def least_of_all_pairs(candidates: Sequence[Candidate], wanted: Span, ask: Ask) 
     return min(spent + by_peer[peer].rtt / 2 for peer, spent in reached.items())
 
 
-@pytest.mark.parametrize(("servers", "blocks", "measured", "swarms_tried"), [(8, 8, 4, 200), (100, 30, 40, 3)])
+@pytest.mark.parametrize(("servers", "blocks", "measured", "swarms_tried"), [(8, 8, 4, 400), (100, 30, 40, 3)])
 def test_swarms_whose_servers_are_nearer_to_each_other_than_to_the_client(
     servers: int, blocks: int, measured: int, swarms_tried: int
 ) -> None:
@@ -210,6 +210,7 @@ def test_swarms_whose_servers_are_nearer_to_each_other_than_to_the_client(
     decided = 0
     for _ in range(swarms_tried):
         candidates = [server("whole", 0, blocks, rtt=1.0, step=1.0 * blocks)]
+        nearest = chance.choice([0.0, 1.0])
         for number in range(servers):
             start = chance.randrange(blocks)
             length = chance.randint(1, 10)
@@ -217,10 +218,7 @@ def test_swarms_whose_servers_are_nearer_to_each_other_than_to_the_client(
                 replace(
                     server(f"peer-{number}", start, min(start + length, blocks), rtt=chance.uniform(0.2, 2.0)),
                     step_seconds=chance.uniform(0.01, 0.2) * length,
-                    rtts={
-                        f"peer-{chance.randrange(servers)}": chance.choice([0.01, 0.1, 0.5, 3.0])
-                        for _ in range(measured)
-                    },
+                    rtts={f"peer-{chance.randrange(servers)}": chance.uniform(nearest, 3.0) for _ in range(measured)},
                 )
             )
         pushed, relayed = Ask(pushed=True), Ask()
@@ -231,7 +229,7 @@ def test_swarms_whose_servers_are_nearer_to_each_other_than_to_the_client(
         through_client = cheapest_chain(candidates, wanted)
         assert cost(through_client, candidates) == pytest.approx(least_of_all_pairs(candidates, wanted, relayed))
         decided += chain != through_client
-    assert decided > swarms_tried / 2
+    assert decided > swarms_tried / 4
 
 
 @settings(deadline=None)
@@ -293,11 +291,11 @@ def test_a_long_prompt_and_a_single_token_take_different_servers() -> None:
     assert cheapest_chain([near, strong], ALL, tokens=512) == (Hop("strong", ALL),)
 
 
-def test_a_thin_line_counts_with_the_size_of_the_request() -> None:
-    thin = replace(server("thin", 0, 6, rtt=0.01), seconds_per_byte=1e-5, forward_tokens_per_second=1e6)
-    wide = replace(server("wide", 0, 6, rtt=0.2), forward_tokens_per_second=1e6)
-    assert cheapest_chain([thin, wide], ALL, token_bytes=4096) == (Hop("thin", ALL),)
-    assert cheapest_chain([thin, wide], ALL, token_bytes=4096, tokens=100) == (Hop("wide", ALL),)
+def test_a_thin_line_counts_with_the_size_of_request_and_reply() -> None:
+    thin, wide = replace(server("thin", 0, 6, rtt=0.01), seconds_per_byte=1e-5), server("wide", 0, 6, rtt=0.07)
+    thin, wide = (replace(each, forward_tokens_per_second=1e6) for each in (thin, wide))
+    assert cheapest_chain([thin, wide], ALL, token_bytes=1024) == (Hop("thin", ALL),)
+    assert cheapest_chain([thin, wide], ALL, token_bytes=1024, tokens=3) == (Hop("wide", ALL),)
 
 
 def test_a_busy_server_is_slower() -> None:
@@ -346,24 +344,25 @@ def test_standby_may_be_several_servers_and_never_the_one_it_stands_by_for() -> 
 
 
 def test_standby_of_a_pushed_chain_is_near_its_neighbours() -> None:
-    chain = (Hop("first", Span(0, 2)), Hop("middle", Span(2, 4)), Hop("last", Span(4, 6)))
+    chain = (Hop("first", Span(0, 2)), Hop("middle", Span(2, 3)), Hop("last", Span(3, 6)))
     candidates = [
-        replace(server("first", 0, 2, rtt=0.3), rtts={"after-first": 0.01}),
-        server("middle", 2, 4),
-        server("last", 4, 6, rtt=0.3),
-        server("after-first", 2, 4, rtt=0.2),
-        replace(server("before-last", 2, 4, rtt=0.22), rtts={"last": 0.01}),
-        server("near-client", 2, 4, rtt=0.15),
+        replace(server("first", 0, 3, rtt=0.3, step=3.0), rtts={"after-first": 0.01, "first": 0.0}),
+        server("middle", 2, 3),
+        server("last", 3, 6, rtt=0.3),
+        server("after-first", 2, 3, rtt=0.2),
+        replace(server("before-last", 2, 3, rtt=0.22), rtts={"last": 0.01}),
+        server("near-client", 2, 3, rtt=0.15),
     ]
-    by_peer = {each.peer_id: each for each in candidates}
 
     def standby(*left_out: str, pushed: bool = True) -> str:
-        [hop] = second_best(chain, 1, [by_peer[name] for name in by_peer if name not in left_out], pushed=pushed) or ()
+        known = [each for each in candidates if each.peer_id not in left_out]
+        [hop] = second_best(chain, 1, known, pushed=pushed) or ()
         return hop.peer_id
 
     assert standby(pushed=False) == "near-client"
     assert standby() == "after-first"
     assert standby("after-first") == "before-last"
+    assert standby("after-first", "before-last") == "near-client"  # not "first", who cannot push to itself
     # Of a neighbour that nobody hears of any more, the ways are those through the client.
     assert standby("first") == "before-last"
     assert standby("first", "last") == "near-client"

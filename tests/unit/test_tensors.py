@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.tensors import CODECS, DTYPES, TensorError, decode, dtype_name, encode, wire_nbytes
+from petalnode.protocols.tensor_header import CODECS, TensorError, all_finite, wire_nbytes
+from petalnode.protocols.tensors import DTYPES, decode, dtype_name, encode
 
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 seeds = st.integers(0, 2**32 - 1)
@@ -149,3 +150,13 @@ def test_any_bytes_are_a_tensor_or_refused(data: bytes, shape: list[int], dtype:
     else:
         with pytest.raises(TensorError):
             decode(header, data)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES.values()))
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_seen_in_the_bytes(dtype: torch.dtype, codec: str, value: float) -> None:
+    tensor = random([3, 30], 0, dtype)
+    assert all_finite(*encode(tensor, codec))
+    tensor[1, 20] = value
+    assert not all_finite(*encode(tensor, codec))

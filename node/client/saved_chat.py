@@ -1,0 +1,144 @@
+"""A conversation on disk: what was said, and the key and session with which its caches are found again."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from filelock import FileLock, Timeout
+
+from ...crypto.identity import Identity
+from ..errors import BadInput, MachineError
+from .dialogue import Dialogue, Turn
+from .session import SavedLink, SavedSession
+
+FORMAT: Final = "petalnode-chat/1"
+
+
+@dataclass(frozen=True)
+class SavedChat:
+    """`tokens` are those that the servers of `session` hold; `model_version` is None before the first answer."""
+
+    identity: Identity
+    model_version: bytes | None = None
+    dialogue: Dialogue = field(default_factory=Dialogue)
+    tokens: tuple[int, ...] = ()
+    session: SavedSession | None = None
+
+    def check_model(self, version: bytes) -> SavedChat:
+        """This chat, as one of the model of this version.
+
+        Raises:
+            BadInput: it was held with another model.
+        """
+        if self.model_version not in (None, version):
+            raise BadInput(
+                "this conversation was held with another model "
+                f"(version {(self.model_version or b'').hex()[:12]}): name that one, or another --session file"
+            )
+        return replace(self, model_version=version)
+
+    def after(self, dialogue: Dialogue, tokens: Sequence[int], session: SavedSession | None) -> SavedChat:
+        """The chat one answer later."""
+        return replace(self, dialogue=dialogue, tokens=tuple(tokens), session=session)
+
+    def save(self, path: Path) -> None:
+        """Writes the file, readable by the owner only, all of it or nothing.
+
+        Raises:
+            MachineError: it cannot be written.
+        """
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    json.dump(self._to_json(), file)
+                os.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise MachineError(f"cannot write the conversation to {path}: {error.strerror}") from error
+
+    def _to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "identity": self.identity.seed.hex(),
+            "model_version": None if self.model_version is None else self.model_version.hex(),
+            "turns": [[turn.role, turn.content] for turn in self.dialogue.turns],
+            "tokens": list(self.tokens),
+            "session": None
+            if self.session is None
+            else {
+                "max_length": self.session.max_length,
+                "position": self.session.position,
+                "route_epoch": self.session.route_epoch,
+                "links": [
+                    [link.peer_id, link.start, link.end, link.nonce.hex(), link.epoch.hex()]
+                    for link in self.session.links
+                ],
+            },
+        }
+
+    @classmethod
+    def _from_json(cls, data: dict[str, Any]) -> SavedChat:
+        if data["format"] != FORMAT:
+            raise ValueError("unknown format")
+        session = data["session"]
+        return cls(
+            identity=Identity.from_seed(bytes.fromhex(data["identity"])),
+            model_version=None if data["model_version"] is None else bytes.fromhex(data["model_version"]),
+            dialogue=Dialogue(tuple(Turn(str(role), str(content)) for role, content in data["turns"])),
+            tokens=tuple(int(token) for token in data["tokens"]),
+            session=None
+            if session is None
+            else SavedSession(
+                links=tuple(
+                    SavedLink(peer, int(start), int(end), bytes.fromhex(nonce), bytes.fromhex(epoch))
+                    for peer, start, end, nonce, epoch in session["links"]
+                ),
+                max_length=int(session["max_length"]),
+                position=int(session["position"]),
+                route_epoch=int(session["route_epoch"]),
+            ),
+        )
+
+
+@contextmanager
+def held_chat(path: Path) -> Iterator[SavedChat]:
+    """The conversation in `path`, a new one if there is no such file. No other process can hold it meanwhile.
+
+    Raises:
+        BadInput: the file is no conversation.
+        MachineError: another process holds it, or it cannot be read.
+    """
+    lock = FileLock(path.with_name(path.name + ".lock"), timeout=0)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise MachineError(f"the conversation {path} is open in another process: close that one first") from None
+    except OSError as error:
+        raise MachineError(f"cannot use {path}: {error.strerror}") from error
+    try:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            yield SavedChat(Identity.generate())
+            return
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInput(f"cannot read the conversation {path}: {error}") from None
+        try:
+            saved = SavedChat._from_json(json.loads(text))
+        except (ValueError, KeyError, TypeError):
+            raise BadInput(f"{path} is no saved conversation: give another --session file") from None
+        yield saved
+    finally:
+        lock.release()

@@ -1,0 +1,97 @@
+"""Agreeing on protocols without waiting (multistream-select, https://github.com/multiformats/multistream-select).
+
+libp2p's own waits for the answer to its greeting before it asks, and for the answer to that before it goes on: two
+round trips for the security, two for the muxer, two for every stream. An initiator that asks for one protocol only
+can send greeting and question together, and what follows right behind them: a peer that speaks the protocol answers
+with the very same bytes, one that does not sends something else, which is noticed when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import trio
+from libp2p.abc import IMultiselectCommunicator
+from libp2p.custom_types import StreamHandlerFn, TProtocol
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.exceptions import IOException
+from libp2p.network.stream.net_stream import NetStream
+from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectCommunicatorError
+from libp2p.protocol_muxer.multiselect import Multiselect
+from libp2p.protocol_muxer.multiselect_client import (
+    DEFAULT_NEGOTIATE_TIMEOUT,
+    MULTISELECT_PROTOCOL_ID,
+    MultiselectClient,
+)
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.utils import encode_delim
+
+
+def question(protocol: str) -> bytes:
+    """What asks a peer for `protocol`, and is its answer if it agrees."""
+    return encode_delim(MULTISELECT_PROTOCOL_ID.encode()) + encode_delim(protocol.encode())
+
+
+class OneRoundTrip(MultiselectClient):
+    """libp2p's initiator, which takes one round trip if it has one protocol to ask for."""
+
+    async def select_one_of(
+        self,
+        protocols: Sequence[TProtocol],
+        communicator: IMultiselectCommunicator,
+        negotiate_timeout: int = DEFAULT_NEGOTIATE_TIMEOUT,
+    ) -> TProtocol:
+        if len(protocols) != 1 or not isinstance(communicator, MultiselectCommunicator):
+            return await super().select_one_of(protocols, communicator, negotiate_timeout)
+        (protocol,) = protocols
+        with trio.move_on_after(negotiate_timeout):
+            try:
+                await communicator.read_writer.write(question(protocol))
+                answers = [await communicator.read(), await communicator.read()]
+            except (MultiselectCommunicatorError, IOException) as error:
+                raise MultiselectClientError(f"the peer went away instead of agreeing on {protocol}") from error
+            if answers != [MULTISELECT_PROTOCOL_ID, protocol]:
+                raise MultiselectClientError(f"the peer does not speak {protocol}: it answered {answers}")
+            return protocol
+        raise MultiselectClientError(f"the peer did not agree on {protocol} within {negotiate_timeout} s")
+
+
+class OneAnswer(Multiselect):
+    """libp2p's responder, which answers what came together with one packet.
+
+    A new connection may send ten packets before the first one is acknowledged, and with several streams opened at
+    once the small ones of their negotiation alone are more: what they negotiate for then waits a round trip.
+    """
+
+    async def negotiate(
+        self, communicator: IMultiselectCommunicator, negotiate_timeout: int = DEFAULT_NEGOTIATE_TIMEOUT
+    ) -> tuple[TProtocol | None, StreamHandlerFn | None]:
+        assert isinstance(communicator, MultiselectCommunicator)
+        gathering = _Gathering(communicator.read_writer)
+        agreed = await super().negotiate(gathering, negotiate_timeout)
+        await gathering.flush()
+        return agreed
+
+
+class _Gathering(MultiselectCommunicator):
+    """Keeps what it writes until it would have to wait for the peer."""
+
+    def __init__(self, stream: ReadWriteCloser) -> None:
+        super().__init__(stream)
+        self._kept = b""
+
+    async def write(self, msg_str: str) -> None:
+        self._kept += encode_delim(msg_str.encode())
+
+    async def read(self) -> str:
+        if isinstance(self.read_writer, NetStream) and not self.read_writer.muxed_stream.has_unread:
+            await self.flush()
+        return await super().read()
+
+    async def flush(self) -> None:
+        kept, self._kept = self._kept, b""
+        try:
+            if kept:
+                await self.read_writer.write(kept)
+        except IOException as error:
+            raise MultiselectCommunicatorError("the peer went away while protocols were agreed on") from error
