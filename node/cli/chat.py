@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import trio
 import typer
 
-from ..client.core import REFRESH_TIMEOUT, SwarmModel, identify_model, open_client
+from ..client.core import SwarmModel, identify_model, open_client
+from ..client.deadlines import REFRESH_TIMEOUT
 from ..client.dialogue import Dialogue, fit
 from ..client.saved_chat import SavedChat, held_chat
 from ..client.text import Text

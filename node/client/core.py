@@ -18,15 +18,14 @@ from ..errors import BadInput, ModelError, NoChainError, ServerFailed, SwarmErro
 from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_part
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
+from .deadlines import OPEN_TIMEOUT, REFRESH_TIMEOUT, RTT_LIFETIME, RTT_TIMEOUT, SUSPECT_SECONDS
 from .routing import Candidate, Hop, cheapest_chain
-from .server_session import InferenceStream, SessionSpec
+from .server_session import HopTiming, InferenceStream, SessionSpec
 from .session import ClientSession, SavedSession
 
-REFRESH_TIMEOUT: Final = 5.0
-RTT_TIMEOUT: Final = 3.0
-RTT_LIFETIME: Final = 60.0
-OPEN_TIMEOUT: Final = 10.0
-SUSPECT_SECONDS: Final = 15.0
+BANDWIDTH_BYTES: Final = 1 << 16
+"""Steps below this say more of the round trip than of the bandwidth."""
+BYTES_PER_VALUE: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 SUSPECT_PENALTY: Final = 60.0
 """A server that failed seems this many seconds farther away for so long: it is asked only if nobody else is left."""
 
@@ -117,6 +116,7 @@ class SwarmClient:
         self._blocked = frozenset(blocked)
         self._rtts: dict[str, tuple[float, float]] = {}
         self._suspects: dict[str, float] = {}
+        self._seconds_per_byte: dict[str, float] = {}
 
     @property
     def peer_id(self) -> str:
@@ -151,9 +151,15 @@ class SwarmClient:
                     Candidate(
                         server.peer_id,
                         server.span,
-                        measured[0] + (SUSPECT_PENALTY if suspect else 0.0),
-                        server.step_seconds,
-                        server.cache_tokens_free,
+                        rtt=measured[0],
+                        step_seconds=server.step_seconds,
+                        cache_tokens_free=server.cache_tokens_free,
+                        forward_tokens_per_second=server.forward_tokens_per_second,
+                        queue_depth=server.queue_depth,
+                        seconds_per_byte=self._seconds_per_byte.get(server.peer_id, 0.0),
+                        rtts=server.rtts,
+                        penalty_seconds=SUSPECT_PENALTY if suspect else 0.0,
+                        max_session_length=server.max_session_length,
                     )
                 )
         return tuple(found)
@@ -171,6 +177,15 @@ class SwarmClient:
         self._suspects[peer_id] = trio.current_time() + SUSPECT_SECONDS
         self._rtts.pop(peer_id, None)
 
+    def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
+        """Learns a server's bandwidth from what is left of a large step after its computing and its round trip."""
+        measured = self._rtts.get(timing.peer_id)
+        if nbytes < BANDWIDTH_BYTES or measured is None:
+            return
+        left = max(0.0, timing.total - timing.queue - timing.compute - measured[0]) / nbytes
+        before = self._seconds_per_byte.get(timing.peer_id, left)
+        self._seconds_per_byte[timing.peer_id] = 0.8 * before + 0.2 * left
+
     async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
         """The cheapest chain for `spec` without the `excluded` servers.
 
@@ -178,17 +193,22 @@ class SwarmClient:
             NoChainError: naming the blocks that nobody holds.
             BadInput: a session of this length is more than the servers of the model take.
         """
-        limits = {server.peer_id: server.max_session_length for server in self.servers()}
-        known = await self.candidates(excluded)
-        candidates = [each for each in known if spec.max_length <= limits.get(each.peer_id, 0)]
-        if known and not candidates:
+        candidates = await self.candidates(excluded)
+        longest = max((each.max_session_length or 0 for each in candidates), default=spec.max_length)
+        if longest < spec.max_length:
             raise BadInput(
                 f"{spec.max_length} tokens in one sequence are wanted, and the servers of {self.model.name} take "
-                f"{max(limits.values())}: ask for less"
+                f"{longest}: ask for less"
             )
         try:
             return cheapest_chain(
-                candidates, spec.span, cache_tokens=spec.batch * spec.max_length, model_name=self.model.name
+                candidates,
+                spec.span,
+                cache_tokens=spec.batch * spec.max_length,
+                max_length=spec.max_length,
+                token_bytes=spec.batch * self.model.folder.hidden_size * BYTES_PER_VALUE[spec.dtype],
+                pushed=spec.push,
+                model_name=self.model.name,
             )
         except NoChainError as error:
             raise self._explained(error, bool(candidates)) from None

@@ -2,13 +2,13 @@
 
 The client's half of the dual attention caches of Petals (NeurIPS 2023, section 3.2, algorithm 1): replaying these
 inputs into another server rebuilds the cache that was lost. Pure data; nothing here waits or computes. Memory is
-tokens x hidden size x bytes per value, for each server of the chain.
+tokens held x hidden size x bytes per value, for each server of the chain: what is rolled back is forgotten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ...protocols.wire_pb2 import Tensor
@@ -54,7 +54,7 @@ class History:
         return sum(len(each.chunk.payload) for each in self._inputs)
 
     def append(self, step: Input) -> None:
-        """Adds a step, and forgets those that its rollback made void.
+        """Adds a step, and forgets what its rollback made void.
 
         A reorder of a step that is forgotten still moved the tokens before it: it is folded into this one, which is
         exact because choosing rows and cutting them off commute.
@@ -63,6 +63,8 @@ class History:
         reorder = step.reorder
         while self._inputs and self._inputs[-1].position >= step.position:
             reorder = _composed(self._inputs.pop().reorder, reorder)
+        if self._inputs and self._inputs[-1].end > step.position:
+            self._inputs[-1] = _cut(self._inputs[-1], step.position)
         self._inputs.append(Input(step.position, reorder, step.chunk))
 
     def needed(self, position: int) -> list[Input]:
@@ -87,6 +89,22 @@ def merged(inputs: Sequence[Input], max_tokens: int) -> list[Input]:
         else:
             groups.append([each])
     return [_merge(group) for group in groups]
+
+
+def _cut(step: Input, end: int) -> Input:
+    """The part of a step before the position `end`; the whole of it if its codec cannot be taken apart."""
+    tensor = step.chunk.tensor
+    if tensor.codec not in _MERGED_CODECS:
+        return step
+    rows, tokens, hidden = tensor.shape
+    row_bytes = len(step.chunk.payload) // rows
+    kept_bytes = row_bytes // tokens * (end - step.position)
+    starts = range(0, rows * row_bytes, row_bytes)
+    payload = b"".join(step.chunk.payload[start : start + kept_bytes] for start in starts)
+    shape = [rows, end - step.position, hidden]
+    return replace(
+        step, chunk=Chunk(Tensor(shape=shape, dtype=tensor.dtype, codec=tensor.codec, nbytes=len(payload)), payload)
+    )
 
 
 def _composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:

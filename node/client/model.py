@@ -19,7 +19,8 @@ from ..errors import BadInput
 from ..models import Progress, resolve
 from ..models.progress import no_progress
 from ..swarm.swarm import SwarmConfig, open_swarm
-from .core import REFRESH_TIMEOUT, SwarmClient, identify_model, open_client
+from .core import SwarmClient, identify_model, open_client
+from .deadlines import REFRESH_TIMEOUT
 from .inference_session import InferenceSession
 from .remote import RemoteSequential
 from .runtime import TrioThread

@@ -24,12 +24,11 @@ from ...protocols.inference import (
 )
 from ...protocols.tensor_header import TensorError, all_finite, wire_nbytes
 from ..errors import ServerFailed
+from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
 from .routing import Hop
 
 InferenceStream = MessageStream[wire.InferenceFrame]
 
-SEND_TIMEOUT: Final = 30.0
-CLOSE_TIMEOUT: Final = 1.0
 _HASH_INLINE: Final = 64 * 1024
 """Payloads above this are hashed in a worker thread: 64 KiB take 30 us."""
 

@@ -19,22 +19,13 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.ids import Span
 from ...protocols.inference import pushed_step
 from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
+from .deadlines import RECOVERY_TIMEOUT, RETRY_INTERVAL, STANDBY_POLL, STANDBY_RETRY, patience
 from .history import History, Input, merged
 from .routing import Hop
 from .server_session import Answer, Chunk, HopTiming, InferenceStream, ServerRefused, ServerSession, SessionSpec
 
-RECOVERY_TIMEOUT: Final = 30.0
-"""Seconds of looking for other servers before the caller is told that the swarm cannot serve."""
-RETRY_INTERVAL: Final = 0.5
 MAX_FAILURES: Final = 8
 """Servers for the same blocks that may fail at one step, one after another."""
-SLOW_FACTOR: Final = 10.0
-SLOW_AT_LEAST: Final = 1.0
-"""A server that takes 10 times its usual step, and at least a second, is slow: a standby is prepared."""
-SLOW_AT_FIRST: Final = 15.0
-"""The same while nothing is known of its speed."""
-STANDBY_POLL: Final = 0.05
-STANDBY_RETRY: Final = 30.0
 STANDBY_LAG: Final = 2
 """Tokens that a standby may be behind when it is called ready: what the switch costs at most."""
 
@@ -79,6 +70,9 @@ class Router(Protocol):
     def suspect(self, peer_id: str) -> None:
         """Notes that a server failed."""
 
+    def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
+        """Hears of every answer, and how many bytes went both ways for it."""
+
     async def refresh(self) -> None:
         """Asks the swarm anew who is there."""
 
@@ -95,12 +89,6 @@ class _Link:
     usual: float | None = None
     standby: _Standby | None = None
     no_standby_until: float = 0.0
-
-    def patience(self, tokens: int) -> float:
-        """Seconds after which an answer to a step of so many tokens is late."""
-        if self.usual is None:
-            return SLOW_AT_FIRST
-        return max(SLOW_AT_LEAST, SLOW_FACTOR * self.usual * tokens)
 
     def note(self, tokens: int) -> None:
         taken = self.server.timing.total / tokens
@@ -301,6 +289,7 @@ class ClientSession:
                 continue
             link.history.append(replace(step, chunk=chunk))
             link.note(chunk.tokens)
+            self._router.note_transfer(link.server.timing, len(chunk.payload) + len(answer.chunk.payload))
             if link.server.draining:
                 self._prepare_standby(link)
             chunk, receipt = answer.chunk, answer.receipt_hash
@@ -333,14 +322,14 @@ class ClientSession:
             ServerFailed: there is none within the step's timeout.
             _Overtaken: the standby is ready.
         """
-        patience = min(link.patience(chunk.tokens), self.spec.step_timeout)
-        answer = await link.server.receive(asked, chunk, patience)
+        patient = min(patience(link.usual, chunk.tokens), self.spec.step_timeout)
+        answer = await link.server.receive(asked, chunk, patient)
         if answer is not None:
             return answer
         if pushed:
             before = link.server.pushed_steps
             await link.server.send(asked, chunk)
-        deadline = trio.current_time() + self.spec.step_timeout - patience
+        deadline = trio.current_time() + self.spec.step_timeout - patient
         while trio.current_time() < deadline:
             self._prepare_standby(link)
             answer = await link.server.receive(asked, chunk, STANDBY_POLL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +35,9 @@ REFRESH_TIMEOUT: Final = 5.0
 ANNOUNCE_INTERVAL: Final = 2.0
 """Free cache and queue depth change with every session; the swarm hears of it at most this often."""
 PUSH_OPEN_TIMEOUT: Final = 5.0
+RTT_TIMEOUT: Final = 3.0
+NEIGHBOUR_INTERVAL: Final = 60.0
+MAX_NEIGHBOURS: Final = 16
 STOP_GRACE: Final = 3.0
 
 
@@ -128,6 +132,7 @@ async def _serve(
             psutil.virtual_memory().available, blocks.cache_bytes_per_token
         )
         changed = trio.Event()
+        rtts: dict[str, float] = {}
         hosted = Hosted(
             model_version=announcement.model_version,
             model_name=folder.name,
@@ -162,6 +167,7 @@ async def _serve(
                 cache_tokens=tokens,
                 cache_tokens_free=service.budget.free,
                 queue_depth=compute.depth,
+                rtts=dict(rtts),
                 max_session_length=hosted.max_length,
             )
 
@@ -190,6 +196,7 @@ async def _serve(
                 await trio.sleep(ANNOUNCE_INTERVAL)
 
         nursery.start_soon(keep_announced)
+        nursery.start_soon(_measure_neighbours, swarm, announcement, rtts, on_change)
         await stop.wait()
         on_event("stopping", sessions=service.sessions)
         await _drain(service, swarm, current, options.drain_timeout)
@@ -197,6 +204,33 @@ async def _serve(
         with trio.CancelScope(shield=True), trio.move_on_after(STOP_GRACE):
             await swarm.retract()
             await compute.stop()
+
+
+async def _measure_neighbours(
+    swarm: Swarm, own: Announcement, rtts: dict[str, float], on_change: Callable[[], None]
+) -> None:
+    """Keeps `rtts` filled with the round trips to servers that may come next in a chain, for routes that push."""
+
+    async def measure(peer_id: str) -> None:
+        try:
+            rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=RTT_TIMEOUT)
+        except PeerError:
+            rtts.pop(peer_id, None)
+
+    while True:
+        servers = swarm.view.servers(own.model_version, now=time.time())
+        following = [
+            each.peer_id
+            for each in servers
+            if each.peer_id != swarm.peer_id and each.span.start <= own.span.end < each.span.end
+        ]
+        for gone in rtts.keys() - set(following):
+            del rtts[gone]
+        async with trio.open_nursery() as nursery:
+            for peer_id in random.sample(following, min(len(following), MAX_NEIGHBOURS)):
+                nursery.start_soon(measure, peer_id)
+        on_change()
+        await trio.sleep(NEIGHBOUR_INTERVAL * random.uniform(0.8, 1.2))
 
 
 async def _drain(

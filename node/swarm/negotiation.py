@@ -17,7 +17,7 @@ from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import IOException
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectCommunicatorError
-from libp2p.protocol_muxer.multiselect import Multiselect
+from libp2p.protocol_muxer.multiselect import PROTOCOL_NOT_FOUND_MSG, Multiselect
 from libp2p.protocol_muxer.multiselect_client import (
     DEFAULT_NEGOTIATE_TIMEOUT,
     MULTISELECT_PROTOCOL_ID,
@@ -74,7 +74,7 @@ class OneAnswer(Multiselect):
 
 
 class _Gathering(MultiselectCommunicator):
-    """Keeps what it writes until it would have to wait for the peer."""
+    """Keeps what it writes until it would have to wait for the peer. A refusal goes at once."""
 
     def __init__(self, stream: ReadWriteCloser) -> None:
         super().__init__(stream)
@@ -82,6 +82,8 @@ class _Gathering(MultiselectCommunicator):
 
     async def write(self, msg_str: str) -> None:
         self._kept += encode_delim(msg_str.encode())
+        if msg_str == PROTOCOL_NOT_FOUND_MSG:
+            await self.flush()
 
     async def read(self) -> str:
         if isinstance(self.read_writer, NetStream) and not self.read_writer.muxed_stream.has_unread:

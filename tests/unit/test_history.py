@@ -139,16 +139,12 @@ def test_halved_values_are_merged_row_by_row(made: Made) -> None:
     assert all(step.chunk.tensor.codec == made.codec for step in made.history.replay(MAX_LENGTH, 512))
 
 
-@settings(max_examples=100, deadline=None)
-@given(sessions())
+@settings(max_examples=200, deadline=None)
+@given(sessions(codecs=("none", "float16")))
 def test_memory_is_that_of_the_tokens_held(made: Made) -> None:
-    """Rolled back steps are forgotten; of one that was cut in the middle, the rest stays until it is overwritten."""
-    inputs = made.history.replay(MAX_LENGTH, 1)
-    assert made.history.nbytes == sum(len(step.chunk.payload) for step in inputs)
-    per_token = made.batch * HIDDEN * 4
-    assert made.history.nbytes >= made.cache.length * per_token
-    positions = [step.position for step in inputs]
-    assert positions == sorted(set(positions))
+    """What was rolled back is forgotten, also where a step was cut in the middle."""
+    per_token = made.batch * HIDDEN * WIDTHS[("float32", made.codec)]
+    assert made.history.nbytes == made.cache.length * per_token
 
 
 def test_decode_steps_become_one() -> None:
