@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -19,7 +19,7 @@ from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_p
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
 from .deadlines import OPEN_TIMEOUT, REFRESH_TIMEOUT, RTT_LIFETIME, RTT_TIMEOUT, SUSPECT_SECONDS
-from .routing import Candidate, Hop, cheapest_chain
+from .routing import Candidate, Hop, cheapest_chain, second_best
 from .server_session import HopTiming, InferenceStream, SessionSpec
 from .session import ClientSession, SavedSession
 
@@ -201,17 +201,31 @@ class SwarmClient:
                 f"{longest}: ask for less"
             )
         try:
-            return cheapest_chain(
-                candidates,
-                spec.span,
-                cache_tokens=spec.batch * spec.max_length,
-                max_length=spec.max_length,
-                token_bytes=spec.batch * self.model.folder.hidden_size * BYTES_PER_VALUE[spec.dtype],
-                pushed=spec.push,
-                model_name=self.model.name,
-            )
+            return cheapest_chain(candidates, spec.span, model_name=self.model.name, **self._demand(spec))
         except NoChainError as error:
             raise self._explained(error, bool(candidates)) from None
+
+    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
+        """The best servers for the blocks of one hop of a running session, without that hop's own.
+
+        Raises:
+            NoChainError: nobody else holds them.
+        """
+        found = second_best(route, index, await self.candidates(), **self._demand(spec))
+        if found is None:
+            blocks = route[index].span
+            raise NoChainError(f"nobody else holds blocks {blocks}", tuple(range(blocks.start, blocks.end)))
+        return found
+
+    def _demand(self, spec: SessionSpec) -> dict[str, Any]:
+        """What a session asks of a route: a decode step is what it does most."""
+        return {
+            "cache_tokens": spec.batch * spec.max_length,
+            "max_length": spec.max_length,
+            "tokens": spec.batch,
+            "token_bytes": self.model.folder.hidden_size * BYTES_PER_VALUE[spec.dtype],
+            "pushed": spec.push,
+        }
 
     def _explained(self, error: NoChainError, any_server: bool) -> NoChainError:
         models = self.swarm.view.models(now=time.time())

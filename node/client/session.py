@@ -64,6 +64,9 @@ class Router(Protocol):
     async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
         """The best chain for `spec.span` without `excluded`. Raises NoChainError, BadInput."""
 
+    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
+        """The best others for the blocks of one hop of `route`. Raises NoChainError."""
+
     async def connect(self, hop: Hop) -> InferenceStream:
         """A stream to the server of `hop`. Raises ServerFailed."""
 
@@ -410,14 +413,14 @@ class ClientSession:
         with standby.scope:
             try:
                 spec = replace(self.spec, span=link.server.hop.span)
-                route = await self._router.route(spec, [link.server.hop.peer_id])
+                route = await self._router.standby(self.spec, self.route, self._links.index(link))
                 await self._open_links(spec, route, standby.links)
                 while await self._catch_up(link, standby) > STANDBY_LAG:
                     pass
                 standby.ready = True
                 return
-            except SwarmError:
-                pass  # nobody else can; the server may be back in time
+            except (SwarmError, ValueError):
+                pass  # nobody else can, or the link has left the chain meanwhile
         link.standby = None
         link.no_standby_until = trio.current_time() + STANDBY_RETRY
         await _close(standby.links)

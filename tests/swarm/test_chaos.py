@@ -26,7 +26,7 @@ from petalnode.node.client.model import AutoDistributedModelForCausalLM, Distrib
 from petalnode.node.swarm.yamux import Muxer
 from tests.swarm.processes import Nodes, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
-from tests.tiny_models import NUM_BLOCKS, VOCABULARY, load_whole
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
 
 SECONDS = float(os.environ.get("PETALNODE_CHAOS_SECONDS", "20"))
 SEED = int(os.environ.get("PETALNODE_CHAOS_SEED", "0")) or random.randrange(1, 2**31)
@@ -234,6 +234,9 @@ def test_nothing_is_lost_in_chaos(pool: ServerPool, models: Path) -> None:
         threads = [threading.Thread(target=client.run, daemon=True) for client in clients]
         for client in clients:
             client._answer(todo[0])  # so that memory is measured when everything has been used once
+        with clients[0].model.inference_session(max_length=1) as session:
+            session.step(torch.zeros(1, 1, HIDDEN))
+            assert open_streams()[0] >= len(session.route), "open streams are not counted"
         before = memory(chaos.servers)
         own = psutil.Process().memory_info().rss
         for thread in threads:
