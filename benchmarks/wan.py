@@ -5,8 +5,9 @@
 Every server and the client is a process on a host of its own (`delay_bridge.py`), with the same round trip between
 any two. A token takes at least n round trips through the client, and n + 1 half ones when servers push to each other,
 plus the computing: what the servers report for their blocks and what the client needs for embeddings and head. `share`
-is that bound divided by the measured time. `MB` are the frames on the wire per token: from the client, between
-servers, and to the client. `open` is `from_pretrained`, `first` a session with its first token after it.
+is that bound divided by the measured time. `bytes/token` are the frames on the wire with all their headers, and what
+servers tell each other besides: from the client / between servers / to the client. `open s` is `from_pretrained`,
+`first s` a session with its first token after it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -40,22 +41,22 @@ def _root(
     pass
 
 
-def _register() -> None:
-    from .bootstrap import bootstrap
-    from .chat import chat
-    from .demo import demo
-    from .serve import serve
-    from .status import status
+_COMMANDS = ("demo", "serve", "chat", "status", "bootstrap")
 
-    for command in (demo, serve, chat, status, bootstrap):
-        app.command()(command)
+
+def _register(arguments: list[str]) -> None:
+    """Adds the command that is called, or all where none is: a server needs no chat in its memory."""
+    called = [name for name in arguments[:1] if name in _COMMANDS]
+    for name in called or _COMMANDS:
+        module = importlib.import_module(f".{name}", __package__)
+        app.command(name)(getattr(module, name))
 
 
 def main() -> NoReturn:
     """Runs the command line and exits with the codes of `ExitCode`."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    _register()
+    _register(sys.argv[1:])
     # Output that nobody reads any more (`petalnode chat | head`) is no error of ours.
     try:
         code = run(sys.argv[1:])

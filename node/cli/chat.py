@@ -153,6 +153,11 @@ async def chat_in(
     from ..blocks.client import load_client
     from ..client.generation import Conversation, Sampling
 
+    prompt = options.prompt
+    if prompt is None and not sys.stdin.isatty():
+        prompt = (await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)).strip()
+        if not prompt:
+            raise BadInput("nothing came through the pipe: there is no question")
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
     loaded: list[Any] = []
 
@@ -171,11 +176,6 @@ async def chat_in(
         nursery.start_soon(identify)
     model, text = loaded
     context = min(MAX_CONTEXT, model.max_positions or MAX_CONTEXT)
-    prompt = options.prompt
-    if prompt is None and not sys.stdin.isatty():
-        prompt = (await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)).strip()
-        if not prompt:
-            raise BadInput("nothing came through the pipe: there is no question")
     if prompt is not None and saved is None:
         # One question needs no more of the servers' cache than its own length; a conversation will be longer.
         tokens = len(text.tokenize(_opening(options).plus("user", prompt).turns))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,7 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
     config = SwarmConfig(identity=Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",), serve_dht=True)
     with tempfile.TemporaryDirectory(prefix="petalnode-demo-") as scratch:
         async with open_swarm(config) as swarm, trio.open_nursery() as nursery:
+            nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
             spans = even_spans(folder.num_blocks, servers)
             started = [
                 await nursery.start(_server, span, swarm.addrs[0], Path(scratch) / f"{index}.key", servers)
@@ -63,6 +65,13 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
             options = ChatOptions(prompt=prompt, max_new_tokens=max_new_tokens, show_route=True)
             await chat_in(swarm, folder, options, output)
             nursery.cancel_scope.cancel()
+
+
+async def _end_on_sigterm(scope: trio.CancelScope) -> None:
+    """Lets everything be cleaned up; by itself the signal would leave the scratch folder behind."""
+    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()
 
 
 def even_spans(num_blocks: int, count: int) -> list[Span]:

@@ -86,7 +86,8 @@ class _Gathering(MultiselectCommunicator):
             await self.flush()
 
     async def read(self) -> str:
-        if isinstance(self.read_writer, NetStream) and not self.read_writer.muxed_stream.has_unread:
+        more_is_here = isinstance(self.read_writer, NetStream) and self.read_writer.muxed_stream.has_unread
+        if not more_is_here:
             await self.flush()
         return await super().read()
 

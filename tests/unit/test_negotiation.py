@@ -1,0 +1,94 @@
+"""Our way of agreeing on protocols, with itself and with libp2p's."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import trio
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectError
+from libp2p.protocol_muxer.multiselect import Multiselect
+from libp2p.protocol_muxer.multiselect_client import MultiselectClient
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from trio.testing import memory_stream_pair
+
+from petalnode.node.swarm.negotiation import OneAnswer, OneRoundTrip, question
+
+
+class Pipe(ReadWriteCloser):
+    def __init__(self, stream: trio.StapledStream) -> None:
+        self.stream = stream
+        self.writes = 0
+
+    async def read(self, n: int | None = None) -> bytes:
+        return bytes(await self.stream.receive_some(n))
+
+    async def write(self, data: bytes) -> None:
+        self.writes += 1
+        await self.stream.send_all(data)
+
+    async def close(self) -> None:
+        await self.stream.aclose()
+
+    def get_remote_address(self) -> None:
+        return None
+
+
+def pipes() -> tuple[Pipe, Pipe]:
+    left, right = memory_stream_pair()
+    return Pipe(left), Pipe(right)
+
+
+@pytest.mark.parametrize(
+    ("initiator", "responder"), list(itertools.product((MultiselectClient, OneRoundTrip), (Multiselect, OneAnswer)))
+)
+def test_both_ends_agree_also_with_libp2ps(initiator, responder):
+    async def main() -> None:
+        left, right = pipes()
+        agreed = []
+
+        async def respond() -> None:
+            protocol, _ = await responder({"/a/1": None, "/b/1": None}).negotiate(MultiselectCommunicator(right), 5)
+            agreed.append(protocol)
+
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(respond)
+                agreed.append(await initiator().select_one_of(["/b/1"], MultiselectCommunicator(left), 5))
+        assert agreed == ["/b/1", "/b/1"]
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("responder", [Multiselect, OneAnswer])
+def test_a_protocol_that_nobody_speaks_is_refused_at_once(responder):
+    async def main() -> None:
+        left, right = pipes()
+
+        async def respond() -> None:
+            with pytest.raises(MultiselectError):
+                await responder({"/a/1": None}).negotiate(MultiselectCommunicator(right), 5)
+
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(respond)
+                with pytest.raises(MultiselectClientError, match="does not speak /b/1"):
+                    await OneRoundTrip().select_one_of(["/b/1"], MultiselectCommunicator(left), 5)
+                await left.close()
+
+    trio.run(main)
+
+
+def test_asking_takes_one_write_and_the_consent_is_the_question():
+    async def main() -> None:
+        left, right = pipes()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(OneAnswer({"/a/1": None}).negotiate, MultiselectCommunicator(right), 5)
+            await left.write(question("/a/1"))
+            answer = b""
+            while len(answer) < len(question("/a/1")):
+                answer += await left.read(1024)
+        assert answer == question("/a/1")
+
+    trio.run(main)
