@@ -1,9 +1,9 @@
 """petalnode: run language models over a swarm of ordinary machines, peer to peer.
 
-    from petalnode import AutoDistributedModelForCausalLM
+from petalnode import AutoDistributedModelForCausalLM
 
-    with AutoDistributedModelForCausalLM.from_pretrained("smollm2", initial_peers=[...]) as model:
-        model.generate(**inputs, max_new_tokens=20)
+with AutoDistributedModelForCausalLM.from_pretrained("smollm2", initial_peers=[...]) as model:
+    model.generate(**inputs, max_new_tokens=20)
 """
 
 from __future__ import annotations

@@ -87,9 +87,7 @@ def terms_of(message: wire.Open) -> SessionTerms:
         Refusal: ERROR_BAD_REQUEST or ERROR_UNSUPPORTED, naming the field.
     """
     if message.protocol_version != 1:
-        raise Refusal(
-            wire.ERROR_UNSUPPORTED, f"protocol version {message.protocol_version}; this node speaks 1"
-        )
+        raise Refusal(wire.ERROR_UNSUPPORTED, f"protocol version {message.protocol_version}; this node speaks 1")
     if len(message.model_version) != HASH_BYTES or len(message.nonce) != NONCE_BYTES:
         raise bad_request("model_version takes 32 bytes and nonce 16")
     try:
@@ -102,9 +100,7 @@ def terms_of(message: wire.Open) -> SessionTerms:
         raise bad_request(f"max_length {message.max_length} is not within 1 .. {MAX_LENGTH}")
     padding = tuple(message.left_padding)
     if padding and (len(padding) != message.batch or max(padding) >= message.max_length):
-        raise bad_request(
-            f"left_padding takes one number below max_length for each of the {message.batch} rows"
-        )
+        raise bad_request(f"left_padding takes one number below max_length for each of the {message.batch} rows")
     return SessionTerms(
         model_version=message.model_version,
         span=span,

@@ -27,9 +27,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 
 if sys.byteorder != "little":  # pragma: no cover - torch itself hardly runs there
-    raise ImportError(
-        "petalnode moves tensors as little-endian bytes and does not run on big-endian machines"
-    )
+    raise ImportError("petalnode moves tensors as little-endian bytes and does not run on big-endian machines")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -78,9 +76,7 @@ def decode(header: WireTensor, payload: bytes) -> torch.Tensor:
     shape = tuple(header.shape)
     expected = wire_nbytes(shape, header.dtype, header.codec)
     if len(payload) != expected or header.nbytes != expected:
-        raise TensorError(
-            f"{len(payload)} bytes came for a tensor that takes {expected} ({shape}, {header.codec})"
-        )
+        raise TensorError(f"{len(payload)} bytes came for a tensor that takes {expected} ({shape}, {header.codec})")
     dtype = DTYPES[header.dtype]
     if not expected:
         return torch.empty(shape, dtype=dtype)

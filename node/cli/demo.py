@@ -164,5 +164,3 @@ async def _stop(process: trio.Process) -> None:
 def threads_per_server(cores: int, servers: int) -> int:
     """Compute threads for each of several servers on one machine: more than there are cores slow everybody down."""
     return max(1, cores // servers)
-
-

@@ -84,9 +84,7 @@ def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
 
     parameters = [
         each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own_hints[each.name]) for each in own
-    ] + [
-        each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[each.name]) for each in fields
-    ]
+    ] + [each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[each.name]) for each in fields]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
     del wrapper.__wrapped__  # typer would look through it, at the signature without the options

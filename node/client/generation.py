@@ -84,9 +84,7 @@ class Conversation:
         reused: tokens of the last prompt that the servers held already.
     """
 
-    def __init__(
-        self, client: SwarmClient, model: ClientModel, *, max_length: int, stop_tokens: Sequence[int]
-    ) -> None:
+    def __init__(self, client: SwarmClient, model: ClientModel, *, max_length: int, stop_tokens: Sequence[int]) -> None:
         self.max_length = max_length
         self._client = client
         self._model = model

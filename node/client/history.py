@@ -139,7 +139,5 @@ def _merge(group: list[Input]) -> Input:
             parts.append(each.chunk.payload[row * size : (row + 1) * size])
     payload = b"".join(parts)
     tokens = sum(each.chunk.tokens for each in group)
-    tensor = Tensor(
-        shape=[rows, tokens, first.shape[2]], dtype=first.dtype, codec=first.codec, nbytes=len(payload)
-    )
+    tensor = Tensor(shape=[rows, tokens, first.shape[2]], dtype=first.dtype, codec=first.codec, nbytes=len(payload))
     return Input(group[0].position, group[0].reorder, Chunk(tensor, payload))

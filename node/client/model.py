@@ -229,9 +229,7 @@ class DistributedModelForCausalLM:
                 return session.step(hidden, left_padding=padding)
         session = call.cache.session
         if not isinstance(session, InferenceSession):
-            raise BadInput(
-                "a cache belongs to a session here: use generate(), or inference_session() and its step()"
-            )
+            raise BadInput("a cache belongs to a session here: use generate(), or inference_session() and its step()")
         if session.position > call.position:
             session.position = call.position
         return session.step(hidden, reorder=call.cache.take_reorder() or (), left_padding=padding)
@@ -248,4 +246,3 @@ def _shared(held: list[list[int]] | None, wanted: list[list[int]]) -> int:
                 shared = index
                 break
     return shared
-

@@ -48,9 +48,7 @@ class RemoteSequential(nn.Module):
 
     def inference_session(self, max_length: int) -> InferenceSession:
         """A session through these blocks only; see `InferenceSession`."""
-        return InferenceSession(
-            self._runtime, self.span, max_length, wait=self._wait, step_timeout=self._step_timeout
-        )
+        return InferenceSession(self._runtime, self.span, max_length, wait=self._wait, step_timeout=self._step_timeout)
 
     def forward(self, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
         """

@@ -38,9 +38,7 @@ class TrioThread(Generic[T]):
         self._nursery: trio.Nursery | None = None
         self._stop: trio.Event | None = None
         self._closed = False
-        self._thread = threading.Thread(
-            target=trio.run, args=(self._main, resource), name=name, daemon=True
-        )
+        self._thread = threading.Thread(target=trio.run, args=(self._main, resource), name=name, daemon=True)
         self._thread.start()
         try:
             self.value = self._ready.result()

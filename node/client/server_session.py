@@ -202,9 +202,7 @@ class ServerSession:
         Raises:
             ServerFailed: the server is gone, silent, refuses or cheats.
         """
-        step = wire.Step(
-            sequence=self.next_sequence(), position=position, reorder=reorder, route_epoch=route_epoch
-        )
+        step = wire.Step(sequence=self.next_sequence(), position=position, reorder=reorder, route_epoch=route_epoch)
         await self.send(step, chunk)
         answer = await self.receive(step, chunk, self._spec.step_timeout)
         if answer is None:
@@ -266,9 +264,7 @@ class ServerSession:
         self._answered = reply.sequence
         self._last_receipt = receipt.hash()
 
-    async def _checked(
-        self, reply: wire.Reply, answer: Chunk, step: wire.Step, chunk: Chunk, begun: float
-    ) -> Answer:
+    async def _checked(self, reply: wire.Reply, answer: Chunk, step: wire.Step, chunk: Chunk, begun: float) -> Answer:
         tensor, asked = answer.tensor, chunk.tensor
         if reply.sequence != step.sequence:
             raise self._failed(f"it answered step {reply.sequence}, which nobody has sent")

@@ -377,9 +377,7 @@ class ClientSession:
                         send, following = trio.open_memory_channel[Input](len(inputs))
                         nursery.start_soon(stage, links, receive, send.send_nowait, send.close)
                         receive = following
-                    nursery.start_soon(
-                        stage, stages[-1], receive, lambda step: out.append(step.chunk), lambda: None
-                    )
+                    nursery.start_soon(stage, stages[-1], receive, lambda step: out.append(step.chunk), lambda: None)
         finally:
             # Also after a failure: servers that took another's place must be closed some day, and can be used again.
             self._links = [link for links in stages for link in links]

@@ -50,9 +50,7 @@ def check_terms(terms: SessionTerms, hosted: Hosted, adapter: str) -> None:
     if adapter:
         raise Refusal(wire.ERROR_UNSUPPORTED, f"adapter {adapter!r} is not loaded here")
     if terms.max_length > hosted.max_length:
-        raise Refusal(
-            wire.ERROR_TOO_LONG, f"the model takes {hosted.max_length} tokens, not {terms.max_length}"
-        )
+        raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {hosted.max_length} tokens, not {terms.max_length}")
 
 
 def check_step(

@@ -125,9 +125,7 @@ class ComputeThread:
     ) -> ComputeSession:
         """A session with an empty cache of `batch` x `max_length` tokens for the blocks of `span`."""
         return await self.call(
-            lambda: ComputeSession(
-                self.blocks.make_cache(batch, max_length, list(left_padding) or None, span), codec
-            )
+            lambda: ComputeSession(self.blocks.make_cache(batch, max_length, list(left_padding) or None, span), codec)
         )
 
     def close(self, session: ComputeSession) -> None:

@@ -233,9 +233,7 @@ async def _measure_neighbours(
         await trio.sleep(NEIGHBOUR_INTERVAL * random.uniform(0.8, 1.2))
 
 
-async def _drain(
-    service: InferenceService, swarm: Swarm, current: Callable[[], Announcement], timeout: float
-) -> None:
+async def _drain(service: InferenceService, swarm: Swarm, current: Callable[[], Announcement], timeout: float) -> None:
     """Takes no new sessions, tells the clients of the present ones, and waits until they have moved."""
     service.draining = True
     if service.sessions:
@@ -264,9 +262,7 @@ async def _choose(
     """The folder with the weights of the span that this server takes, and the manifest that they were checked by."""
 
     def fetch(need: Any) -> ModelFolder:
-        return resolve(
-            options.model, need=need, progress=progress, revision=options.revision, offline=options.offline
-        )
+        return resolve(options.model, need=need, progress=progress, revision=options.revision, offline=options.offline)
 
     try:
         manifest = await _in_thread(lambda: compute_manifest(folder, progress))

@@ -154,9 +154,7 @@ class InferenceService:
             raise StreamClosed(f"{stream.peer_id} left while it waited for cache", stream.peer_id)
 
     async def _run(self, stream: InferenceStream, terms: SessionTerms, opened: wire.Open) -> None:
-        compute = await self.compute.open(
-            terms.batch, terms.max_length, terms.left_padding, terms.codec, terms.span
-        )
+        compute = await self.compute.open(terms.batch, terms.max_length, terms.left_padding, terms.codec, terms.span)
         keep = min(opened.keep_ms / 1000, MAX_KEEP)
         session = ServerSession(self, stream.peer_id, terms, compute, keep)
         key = (stream.peer_id, terms.nonce)
@@ -172,5 +170,3 @@ class InferenceService:
         if session is None or session.epoch != resume.session_epoch:
             raise Refusal(wire.ERROR_NOT_FOUND, "this session is not held here any more")
         await session.resume(stream)
-
-
