@@ -30,6 +30,9 @@ STANDBY_POLL: Final = 0.05
 """Between two looks whether a standby has overtaken a late server."""
 STANDBY_RETRY: Final = 30.0
 """After which a standby is tried again where none could be had."""
+PUSH_PATIENCE: Final = 2.0
+"""After which a step that a server was pushed is sent by the client too. Harmless when it was not lost: a repeated
+step is answered once."""
 
 SLOW_FACTOR: Final = 10.0
 SLOW_AT_LEAST: Final = 1.0

@@ -19,7 +19,7 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.ids import Span
 from ...protocols.inference import pushed_step
 from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
-from .deadlines import RECOVERY_TIMEOUT, RETRY_INTERVAL, STANDBY_POLL, STANDBY_RETRY, patience
+from .deadlines import PUSH_PATIENCE, RECOVERY_TIMEOUT, RETRY_INTERVAL, STANDBY_POLL, STANDBY_RETRY, patience
 from .history import History, Input, merged
 from .routing import Hop
 from .server_session import Answer, Chunk, HopTiming, InferenceStream, ServerRefused, ServerSession, SessionSpec
@@ -326,28 +326,31 @@ class ClientSession:
             _Overtaken: the standby is ready.
         """
         patient = min(patience(link.usual, chunk.tokens), self.spec.step_timeout)
-        answer = await link.server.receive(asked, chunk, patient)
+        before = link.server.pushed_steps
+        at_first = min(patient, PUSH_PATIENCE) if pushed else patient
+        answer = await link.server.receive(asked, chunk, at_first)
+        if answer is None and pushed:
+            await link.server.send(asked, chunk)
+            answer = await link.server.receive(asked, chunk, patient - at_first)
+            self._judge_push(link, before, answer)
         if answer is not None:
             return answer
-        if pushed:
-            before = link.server.pushed_steps
-            await link.server.send(asked, chunk)
         deadline = trio.current_time() + self.spec.step_timeout - patient
         while trio.current_time() < deadline:
             self._prepare_standby(link)
             answer = await link.server.receive(asked, chunk, STANDBY_POLL)
             if answer is not None:
-                if pushed and link.server.pushed_steps == before:
-                    # It never came from the server before it: these two do not reach each other.
-                    self._forbid_push(link)
+                if pushed:
+                    self._judge_push(link, before, answer)
                 return answer
             if link.standby is not None and link.standby.ready:
                 raise _Overtaken
         raise link.server.silent(self.spec.step_timeout)
 
-    def _forbid_push(self, link: _Link) -> None:
+    def _judge_push(self, link: _Link, before: int, answer: Answer | None) -> None:
+        """Ends the pushing between two servers if the second had to be sent by this client what the first had sent."""
         index = self._links.index(link)
-        if index:
+        if answer is not None and link.server.pushed_steps == before and index:
             self._no_push.add((self._links[index - 1].server.hop.peer_id, link.server.hop.peer_id))
 
     async def _pipeline(self, inputs: Sequence[Input]) -> list[Chunk]:

@@ -1,0 +1,120 @@
+"""Servers hand their outputs to each other, and the client fills in where they cannot; servers that stop are left."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.client.inference_session import InferenceSession
+from petalnode.node.client.model import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from tests.swarm.conftest import SharedSwarm
+from tests.swarm.processes import LOOPBACK, Node, Nodes, Running
+from tests.tiny_models import load_whole
+
+NEW_TOKENS = 20
+
+# A server whose neighbours' pushes go wrong: in this process only, before the real program runs.
+_DEAF = """
+import sys
+from petalnode.node.server.service import InferenceService
+
+async def swallow(self, stream):
+    while True:
+        await stream.receive(timeout=None)
+
+async def refuse(self, stream):
+    await stream.reset()
+
+InferenceService.handle_push = {"swallow": swallow, "refuse": refuse}[sys.argv.pop(1)]
+from petalnode.node.cli.app import main
+main()
+"""
+
+
+def generated(model: DistributedModelForCausalLM, session: InferenceSession, folder: Path) -> Any:
+    """Generates in `session` and checks the tokens against plain transformers; the session's inside."""
+    torch.manual_seed(3)
+    prompt = torch.randint(3, 100, (2, 9))
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    output = model.generate(prompt, session=session, **options)
+    assert torch.equal(output, load_whole(folder).generate(prompt, **options))
+    return session._session
+
+
+def open_model(folder: Path, peer: str) -> DistributedModelForCausalLM:
+    return AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[peer])
+
+
+def test_a_step_goes_from_server_to_server(shared_swarm: SharedSwarm) -> None:
+    with open_model(shared_swarm.folder, shared_swarm.peer) as model, model.inference_session(64) as session:
+        inside = generated(model, session, shared_swarm.folder)
+        inside_again = generated(model, session, shared_swarm.folder)
+        assert inside is inside_again
+        # The streams between servers are opened beside the first steps, which the client relays.
+        steps = 2 * NEW_TOKENS
+        assert inside.pushed_steps >= 2 * steps - 4
+        (first_sent, first_received), *others = inside.traffic
+        for sent, received in others:
+            assert sent <= first_sent / 2  # nearly all of its input came from the server before it
+            assert received == first_received  # while the client has a copy of every junction
+
+
+@pytest.fixture(scope="module", params=["swallow", "refuse"])
+def deaf_swarm(request: pytest.FixtureRequest, node_starter: Nodes, models: Path) -> Iterator[tuple[Node, Running]]:
+    first = node_starter.server(models / "tiny-llama", "0:3")
+    first.ready  # noqa: B018
+    deaf = node_starter.script(
+        _DEAF,
+        *(request.param, "serve", str(models / "tiny-llama"), "--blocks", "3:6", "--peer", first.address),
+        *("--listen", LOOPBACK, "--identity", str(node_starter.home / f"{request.param}.key"), "--json"),
+    )
+    deaf.event("ready")
+    yield first, deaf
+    deaf.signal(signal.SIGTERM)
+    deaf.wait()
+    first.stop()
+
+
+def test_the_client_relays_where_a_push_does_not_arrive(deaf_swarm: tuple[Node, Running], models: Path) -> None:
+    folder = models / "tiny-llama"
+    with open_model(folder, deaf_swarm[0].address) as model, model.inference_session(64) as session:
+        inside = generated(model, session, folder)
+        assert inside.pushed_steps == 0
+        assert session.recoveries == 0  # not a step was lost, and nobody was blamed for it
+
+
+def test_a_server_that_is_told_to_stop_is_left_in_order(node_starter: Nodes, models: Path) -> None:
+    folder = models / "tiny-llama"
+    leaving = node_starter.server(folder, "0:6")
+    leaving.ready  # noqa: B018
+    staying = [node_starter.server(folder, blocks, peer=leaving.address) for blocks in ("0:4", "3:6")]
+    peers = [node.peer_id for node in staying]
+    with open_model(folder, staying[0].address) as model, model.inference_session(120) as session:
+
+        async def prefer_the_one_that_will_leave() -> None:
+            model._runtime.value.suspect(peers[0])
+
+        model._runtime.call(prefer_the_one_that_will_leave)
+        prompt = torch.randint(3, 100, (1, 9))
+        first = model.generate(prompt, session=session, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+        assert [peer for peer, _ in session.route] == [leaving.peer_id]
+        leaving.signal(signal.SIGTERM)
+        leaving.event("stopping")
+        options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
+        output = model.generate(first, session=session, **options)
+        assert torch.equal(output, load_whole(folder).generate(first, **options))
+        while session.recoveries == 0:  # the standby may need longer than these tokens on a busy machine
+            session.position -= 1
+            session.tokens = output[:, : session.position].tolist()
+            again = model.generate(output[:, : session.position + 1], session=session, max_new_tokens=1)
+            assert torch.equal(again, output[:, : again.shape[1]])
+        assert [peer for peer, _ in session.route] == peers
+        assert session.recoveries == 1
+        assert leaving.wait() == 0  # it went as soon as its clients had
+    for node in staying:
+        node.stop()
