@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -61,3 +63,18 @@ class MachineError(PetalnodeError):
     """This machine cannot: port in use, memory, disk, identity locked."""
 
     exit_code = ExitCode.MACHINE_CANNOT
+
+
+@contextmanager
+def unwrapped(kind: type[Exception]) -> Iterator[None]:
+    """Raises the first error of `kind` instead of a nursery's group that holds nothing else."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        matching, others = group.split(kind)
+        if matching is None or others is not None:
+            raise
+        error: BaseException = matching
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None

@@ -9,8 +9,7 @@ from typing import Any
 
 import trio
 
-from ..client.session import unwrapped
-from ..errors import PetalnodeError
+from ..errors import PetalnodeError, unwrapped
 
 STOP_GRACE = 1.0
 

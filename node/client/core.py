@@ -20,8 +20,9 @@ from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
 from .deadlines import OPEN_TIMEOUT, REFRESH_TIMEOUT, RTT_LIFETIME, RTT_TIMEOUT, SUSPECT_SECONDS
 from .routing import Candidate, Hop, cheapest_chain, second_best
+from .saved_session import SavedSession
 from .server_session import HopTiming, InferenceStream, SessionSpec
-from .session import ClientSession, SavedSession
+from .session import ClientSession
 
 BANDWIDTH_BYTES: Final = 1 << 16
 """Steps below this say more of the round trip than of the bandwidth."""

@@ -21,9 +21,11 @@ from ..blocks.client import ClientModel
 from ..errors import BadInput
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
+from .links import HistoryLost
 from .routing import Hop
+from .saved_session import SavedSession
 from .server_session import Chunk, SessionSpec
-from .session import ClientSession, HistoryLost, SavedSession
+from .session import ClientSession
 
 KEEP_SECONDS: Final = 60.0
 """How long servers keep the session of a kept conversation after its process is gone."""

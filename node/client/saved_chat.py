@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from ...crypto.identity import Identity
 from ..errors import BadInput, MachineError
 from .dialogue import Dialogue, Turn
-from .session import SavedLink, SavedSession
+from .saved_session import SavedLink, SavedSession
 
 FORMAT: Final = "petalnode-chat/1"
 

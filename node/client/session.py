@@ -8,21 +8,23 @@ but by a standby that is prepared in the background while they still work.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
 
 import trio
 
 from ...protocols import wire_pb2 as wire
 from ...protocols.ids import Span
 from ...protocols.inference import pushed_step
-from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
+from ..errors import BadInput, NoChainError, ServerFailed, SwarmError, unwrapped
 from .deadlines import PUSH_PATIENCE, RECOVERY_TIMEOUT, RETRY_INTERVAL, STANDBY_POLL, STANDBY_RETRY, patience
-from .history import History, Input, merged
+from .history import History, Input
+from .links import HistoryLost, Link, Standby, catch_up, close_links, replay, step_limit
+from .router import Router
 from .routing import Hop
-from .server_session import Answer, Chunk, HopTiming, InferenceStream, ServerRefused, ServerSession, SessionSpec
+from .saved_session import SavedLink, SavedSession
+from .server_session import Answer, Chunk, HopTiming, ServerRefused, ServerSession, SessionSpec
 
 MAX_FAILURES: Final = 8
 """Servers for the same blocks that may fail at one step, one after another."""
@@ -30,90 +32,12 @@ STANDBY_LAG: Final = 2
 """Tokens that a standby may be behind when it is called ready: what the switch costs at most."""
 
 
-@dataclass(frozen=True)
-class SavedLink:
-    """What it takes to find a session at a server again."""
-
-    peer_id: str
-    start: int
-    end: int
-    nonce: bytes
-    epoch: bytes
-
-
-@dataclass(frozen=True)
-class SavedSession:
-    """A session that another process of the same client can take up, for as long as the servers keep it."""
-
-    links: tuple[SavedLink, ...]
-    max_length: int
-    position: int
-    route_epoch: int
-
-
-class HistoryLost(SwarmError):
-    """A server failed whose inputs this process has not seen: the session must be filled anew from its tokens."""
-
-
-class Router(Protocol):
-    """What a session needs of the client that opens it."""
-
-    @property
-    def peer_id(self) -> str: ...
-
-    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
-        """The best chain for `spec.span` without `excluded`. Raises NoChainError, BadInput."""
-
-    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
-        """The best others for the blocks of one hop of `route`. Raises NoChainError."""
-
-    async def connect(self, hop: Hop) -> InferenceStream:
-        """A stream to the server of `hop`. Raises ServerFailed."""
-
-    def suspect(self, peer_id: str) -> None:
-        """Notes that a server failed."""
-
-    def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
-        """Hears of every answer, and how many bytes went both ways for it."""
-
-    async def refresh(self) -> None:
-        """Asks the swarm anew who is there."""
-
-    def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
-        """Runs `function` in the background for as long as the client lives."""
-
-
-@dataclass(eq=False)
-class _Link:
-    """One server of the chain, and the inputs that made its cache. `usual`: seconds per token of its last answers."""
-
-    server: ServerSession
-    history: History = field(default_factory=History)
-    usual: float | None = None
-    standby: _Standby | None = None
-    no_standby_until: float = 0.0
-
-    def note(self, tokens: int) -> None:
-        taken = self.server.timing.total / tokens
-        self.usual = taken if self.usual is None else 0.8 * self.usual + 0.2 * taken
-
-
-@dataclass(eq=False)
-class _Standby:
-    """Servers that are brought to where a link is, to take its place. `applied`: the link's inputs they have."""
-
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    links: list[_Link] = field(default_factory=list)
-    applied: list[Input] = field(default_factory=list)
-    ready: bool = False
-
-
 class _Overtaken(Exception):
     """A standby was ready before the server answered."""
 
 
 class ClientSession:
-    """Hidden states in, hidden states out. One call at a time; made by `open_session`.
+    """Hidden states in, hidden states out. One call at a time; made by `SwarmClient.session`.
 
     Attributes:
         recoveries: servers that were replaced so far.
@@ -124,7 +48,7 @@ class ClientSession:
         self.recoveries = 0
         self._router = router
         self._wait = wait
-        self._links: list[_Link] = []
+        self._links: list[Link] = []
         self._position = 0
         self._route_epoch = 0
         self._torn = False
@@ -149,7 +73,7 @@ class ClientSession:
     @property
     def max_step_tokens(self) -> int:
         """Tokens of a row that one chunk may have."""
-        return min((link.server.max_step_tokens for link in self._links), default=1)
+        return step_limit(self._links)
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
@@ -176,13 +100,13 @@ class ClientSession:
 
     async def resume(self, saved: SavedSession) -> bool:
         """Takes up a session that an earlier process left; false if any of its servers does not hold it any more."""
-        links: list[_Link] = []
+        links: list[Link] = []
         positions: list[int] = []
 
         async def resume_one(each: SavedLink) -> None:
             hop = Hop(each.peer_id, Span(each.start, each.end))
             server = ServerSession(await self._router.connect(hop), hop, self.spec, self._router.peer_id, each.nonce)
-            links.append(_Link(server))
+            links.append(Link(server))
             positions.append(await server.resume(each.epoch))
 
         try:
@@ -191,7 +115,7 @@ class ClientSession:
                     for each in saved.links:
                         nursery.start_soon(resume_one, each)
         except (SwarmError, ValueError):
-            await _close(links)
+            await close_links(links)
             return False
         self._links = sorted(links, key=lambda link: link.server.hop.span.start)
         self._position = min(saved.position, *positions)
@@ -218,12 +142,12 @@ class ClientSession:
         for link in links:
             if link.standby is not None:
                 link.standby.scope.cancel()
-                await _close(link.standby.links)
+                await close_links(link.standby.links)
         if self.spec.keep:
             for link in links:
                 await link.server.leave()
         else:
-            await _close(links)
+            await close_links(links)
 
     async def step(self, chunks: Sequence[Chunk], reorder: Sequence[int] = ()) -> list[Chunk]:
         """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers.
@@ -254,14 +178,15 @@ class ClientSession:
         await self._switch_to_standbys()
         self._torn = bool(reorder)
         if len(inputs) == 1:
-            out = [await self._through(self._links, inputs[0], self.spec.push)]
+            # Rows that change places twice are wrong: no step with a reorder may be under way where we cannot see it.
+            out = [await self._through(self._links, inputs[0], self.spec.push and not reorder)]
         else:
             out = await self._pipeline(inputs)
         self._torn = False
         self._position = position
         return out
 
-    async def _through(self, links: list[_Link], step: Input, push: bool) -> Chunk:
+    async def _through(self, links: list[Link], step: Input, push: bool) -> Chunk:
         """Runs one step through `links`, replacing in that list whichever server fails.
 
         With `push` the first server is told of the others and every server hands its output to the next one itself;
@@ -284,7 +209,7 @@ class ClientSession:
                 if isinstance(error, ServerFailed):
                     failures.append(error)
                     _give_up_on_the_step(failures)
-                    links[index : index + 1] = await self._replacement(link, step.position, error)
+                    await self._replace(links, index, step.position, error)
                 elif not await self._switch(links, index):
                     continue
                 # Sequence numbers that were given out for the servers behind may be used up: ask anew.
@@ -302,7 +227,7 @@ class ClientSession:
             failures.clear()
         return chunk
 
-    def _asked(self, links: Sequence[_Link], index: int, step: Input, receipt: bytes, push: bool) -> wire.Step:
+    def _asked(self, links: Sequence[Link], index: int, step: Input, receipt: bytes, push: bool) -> wire.Step:
         targets = []
         if push:
             for before, link in zip(links[index:], links[index + 1 :], strict=False):
@@ -318,7 +243,7 @@ class ClientSession:
             targets=targets,
         )
 
-    async def _answer(self, link: _Link, asked: wire.Step, chunk: Chunk, pushed: bool) -> Answer:
+    async def _answer(self, link: Link, asked: wire.Step, chunk: Chunk, pushed: bool) -> Answer:
         """Waits for a server's answer; when it is late, sends what may have been lost and prepares a standby.
 
         Raises:
@@ -347,7 +272,7 @@ class ClientSession:
                 raise _Overtaken
         raise link.server.silent(self.spec.step_timeout)
 
-    def _judge_push(self, link: _Link, before: int, answer: Answer | None) -> None:
+    def _judge_push(self, link: Link, before: int, answer: Answer | None) -> None:
         """Ends the pushing between two servers if the second had to be sent by this client what the first had sent."""
         index = self._links.index(link)
         if answer is not None and link.server.pushed_steps == before and index:
@@ -359,7 +284,7 @@ class ClientSession:
         stages = [[link] for link in self._links]
 
         async def stage(
-            links: list[_Link],
+            links: list[Link],
             source: trio.MemoryReceiveChannel[Input],
             hand_on: Callable[[Input], object],
             done: Callable[[], object],
@@ -388,35 +313,39 @@ class ClientSession:
 
     # --- recovery
 
-    async def _replacement(self, failed: _Link, position: int, error: ServerFailed) -> list[_Link]:
-        """Other servers for the blocks of `failed`, brought to `position`.
+    async def _replace(self, links: list[Link], index: int, position: int, error: ServerFailed) -> None:
+        """Puts other servers in the place of one that failed, brought to `position`.
 
         Raises:
-            NoChainError: nobody else holds them.
+            NoChainError: nobody else holds its blocks.
         """
+        failed = links[index]
         self._router.suspect(error.peer_id)
+        if failed.standby is not None and failed.standby.ready and await self._switch(links, index):
+            return
         if failed.standby is not None:
             failed.standby.scope.cancel()
-        await _close([failed])
-        links = await self._open_chain(failed.server.hop.span, failed.history, position, because=error)
+        await close_links([failed])
+        links[index : index + 1] = await self._open_chain(
+            failed.server.hop.span, failed.history, position, because=error
+        )
         self.recoveries += 1
-        return links
 
     # --- standbys
 
-    def _prepare_standby(self, link: _Link) -> None:
+    def _prepare_standby(self, link: Link) -> None:
         """Begins to prepare other servers for the blocks of `link`, unless that is under way or was tried just now."""
         if link.standby is None and trio.current_time() >= link.no_standby_until:
-            link.standby = _Standby()
+            link.standby = Standby()
             self._router.start_soon(self._prepare, link, link.standby)
 
-    async def _prepare(self, link: _Link, standby: _Standby) -> None:
+    async def _prepare(self, link: Link, standby: Standby) -> None:
         with standby.scope:
             try:
                 spec = replace(self.spec, span=link.server.hop.span)
                 route = await self._router.standby(self.spec, self.route, self._links.index(link))
                 await self._open_links(spec, route, standby.links)
-                while await self._catch_up(link, standby) > STANDBY_LAG:
+                while await catch_up(link, standby, self._route_epoch) > STANDBY_LAG:
                     pass
                 standby.ready = True
                 return
@@ -424,29 +353,7 @@ class ClientSession:
                 pass  # nobody else can, or the link has left the chain meanwhile
         link.standby = None
         link.no_standby_until = trio.current_time() + STANDBY_RETRY
-        await _close(standby.links)
-
-    async def _catch_up(self, link: _Link, standby: _Standby) -> int:
-        """Gives the standby what the link has had and it has not; returns how many tokens that were.
-
-        Raises:
-            SwarmError: a server of the standby failed, or it cannot follow (rows changed places and back).
-        """
-        if link.history.start:
-            raise HistoryLost("what the server held before this process started is not known here")
-        wanted = link.history.needed(link.history.end)
-        common = 0
-        for mine, theirs in zip(standby.applied, wanted, strict=False):
-            if mine is not theirs:
-                break
-            common += 1
-        if any(each.reorder for each in standby.applied[common:]):
-            raise SwarmError("the standby took a reorder that was undone")
-        todo = wanted[common:]
-        for step in merged(todo, min(each.server.max_step_tokens for each in standby.links)):
-            await self._replay_step(standby.links, step)
-        standby.applied = wanted
-        return sum(each.chunk.tokens for each in todo)
+        await close_links(standby.links)
 
     async def _switch_to_standbys(self) -> None:
         index = 0
@@ -456,27 +363,29 @@ class ClientSession:
                 await self._switch(self._links, index)
             index += 1
 
-    async def _switch(self, links: list[_Link], index: int) -> bool:
+    async def _switch(self, links: list[Link], index: int) -> bool:
         """Puts the standby of a link in its place; false if the standby has failed in the last moment."""
         link = links[index]
         standby = link.standby
         assert standby is not None
         link.standby = None
         try:
-            await self._catch_up(link, standby)
-        except SwarmError:
+            await catch_up(link, standby, self._route_epoch)
+        except BaseException as error:
             link.no_standby_until = trio.current_time() + STANDBY_RETRY
-            await _close(standby.links)
+            self._router.start_soon(close_links, standby.links)
+            if not isinstance(error, SwarmError):
+                raise
             return False
         links[index : index + 1] = standby.links
         self._route_epoch += 1
         self.recoveries += 1
-        self._router.start_soon(_close, [link])
+        self._router.start_soon(close_links, [link])
         return True
 
     async def _open_chain(
         self, span: Span, history: History, position: int, because: ServerFailed | None = None
-    ) -> list[_Link]:
+    ) -> list[Link]:
         """Links for `span` that hold what `history` says, up to `position`.
 
         Servers that refuse or cannot be reached are left out and the rest tried; when none is left, all are asked
@@ -501,29 +410,29 @@ class ClientSession:
                 await trio.sleep(RETRY_INTERVAL)
                 refused, fresh = {}, False
                 continue
-            links: list[_Link] = []
+            links: list[Link] = []
             try:
                 await self._open_links(spec, route, links)
-                await self._replay(links, history, position)
+                await replay(links, history.replay(position, step_limit(links)), self._route_epoch)
             except ServerFailed as error:
-                await _close(links)
+                await close_links(links)
                 refused[error.peer_id] = error
                 self._router.suspect(error.peer_id)
             except BaseException:
-                await _close(links)
+                await close_links(links)
                 raise
             else:
                 return links
 
-    async def _open_links(self, spec: SessionSpec, route: Sequence[Hop], links: list[_Link]) -> None:
+    async def _open_links(self, spec: SessionSpec, route: Sequence[Hop], links: list[Link]) -> None:
         """Opens a session at every server of `route`, side by side. `links` has those that must be closed."""
         self._route_epoch += 1
-        opened: dict[Hop, _Link] = {}
+        opened: dict[Hop, Link] = {}
 
         async def open_one(index: int, hop: Hop) -> None:
             stream = await self._router.connect(hop)
             server = ServerSession(stream, hop, spec, self._router.peer_id)
-            opened[hop] = _Link(server)
+            opened[hop] = Link(server)
             await server.open(
                 self._route_epoch,
                 upstream=route[index - 1].peer_id if index else None,
@@ -538,18 +447,6 @@ class ClientSession:
         finally:
             links.extend(opened[hop] for hop in route if hop in opened)
 
-    async def _replay(self, links: Sequence[_Link], history: History, position: int) -> None:
-        """Rebuilds the caches of new servers from the inputs of the one that they replace."""
-        if links:
-            for step in history.replay(position, min(link.server.max_step_tokens for link in links)):
-                await self._replay_step(links, step)
-
-    async def _replay_step(self, links: Sequence[_Link], step: Input) -> None:
-        for link in links:
-            chunk = await link.server.exchange(step.chunk, step.position, step.reorder, self._route_epoch)
-            link.history.append(step)
-            step = replace(step, chunk=chunk)
-
 
 def _give_up_on_the_step(failures: Sequence[ServerFailed]) -> None:
     """
@@ -563,29 +460,7 @@ def _give_up_on_the_step(failures: Sequence[ServerFailed]) -> None:
         raise SwarmError(f"{len(failures)} servers in a row failed at one step: {failures[-1]}")
 
 
-async def _close(links: Sequence[_Link]) -> None:
-    """Ends the sessions of `links`, side by side. Never raises."""
-    async with trio.open_nursery() as nursery:
-        for link in links:
-            nursery.start_soon(link.server.close)
-
-
 def _with_refusals(error: NoChainError, refused: dict[str, ServerFailed]) -> NoChainError:
     if not refused:
         return error
     return NoChainError(f"{error}. Tried: {'; '.join(str(each) for each in refused.values())}", error.missing)
-
-
-@contextmanager
-def unwrapped(kind: type[Exception]) -> Iterator[None]:
-    """Raises the first error of `kind` instead of a nursery's group that holds nothing else."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        matching, others = group.split(kind)
-        if matching is None or others is not None:
-            raise
-        error: BaseException = matching
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None

@@ -1,0 +1,37 @@
+"""What a session needs of the client that opens it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, Protocol
+
+from .routing import Hop
+from .server_session import HopTiming, InferenceStream, SessionSpec
+
+
+class Router(Protocol):
+    """Finds servers, reaches them and hears how they do."""
+
+    @property
+    def peer_id(self) -> str: ...
+
+    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
+        """The best chain for `spec.span` without `excluded`. Raises NoChainError, BadInput."""
+
+    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
+        """The best others for the blocks of one hop of `route`. Raises NoChainError."""
+
+    async def connect(self, hop: Hop) -> InferenceStream:
+        """A stream to the server of `hop`. Raises ServerFailed."""
+
+    def suspect(self, peer_id: str) -> None:
+        """Notes that a server failed."""
+
+    def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
+        """Hears of every answer, and how many bytes went both ways for it."""
+
+    async def refresh(self) -> None:
+        """Asks the swarm anew who is there."""
+
+    def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
+        """Runs `function` in the background for as long as the client lives."""
