@@ -174,9 +174,8 @@ class SwarmClient:
             self._rtts[peer_id] = (rtt, trio.current_time())
 
     def suspect(self, peer_id: str) -> None:
-        """Notes that a server failed: others are preferred for a while, and its round trip is measured anew."""
+        """Notes that a server failed: others are preferred for a while."""
         self._suspects[peer_id] = trio.current_time() + SUSPECT_SECONDS
-        self._rtts.pop(peer_id, None)
 
     def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
         """Learns a server's bandwidth from what is left of a large step after its computing and its round trip."""

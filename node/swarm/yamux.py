@@ -37,7 +37,6 @@ from .noise import NoiseSession
 log = logging.getLogger(__name__)
 
 _MAX_STREAMS: Final = 2048  # open at once on one connection, both ways together
-_ACCEPT_QUEUE: Final = 256
 _MAX_BUFFERED: Final = 256 * 1024 * 1024  # bytes unread in all streams of a connection
 
 _IDLE: Final = 1.0  # seconds of silence after which we ask for a sign of life while streams are open
@@ -71,7 +70,7 @@ class Muxer(IMuxedConn):
         self._scope = trio.CancelScope()
         self._next_id = 1 if conn.is_initiator else 2
         self._streams: dict[int, MuxedStream] = {}
-        self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](_ACCEPT_QUEUE)
+        self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](_MAX_STREAMS)
         self._heard = trio.current_time()
         self._held = b""  # frames that go with the next one
         self._large_until = 0.0  # a large message may follow until then
