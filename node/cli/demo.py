@@ -108,6 +108,7 @@ async def _server(
     command = [
         *(sys.executable, "-m", "petalnode", "serve", DEFAULT_MODEL, "--blocks", str(span), "--peer", peer),
         *("--listen", "/ip4/127.0.0.1/tcp/0", "--identity", str(identity), "--until-eof", "--json"),
+        *("--drain-timeout", "0"),  # nobody is left to move
     ]
     ready = _Ready()
     process = await trio.lowlevel.open_process(

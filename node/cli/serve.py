@@ -16,7 +16,7 @@ from .output import Output, ProgressBars
 from .signals import StopSignal
 
 STOP_GRACE = 10.0
-"""Seconds for an orderly end once the server was ready; before that there is nothing to end in order."""
+"""Seconds for the goodbyes of a server that was ready; before that there is nothing to end in order."""
 
 
 @joins_swarm
@@ -33,6 +33,9 @@ def serve(
         str, typer.Option(metavar="auto|F", help="Decode steps per second to announce; auto measures.")
     ] = "auto",
     name: Annotated[str, typer.Option(help="A name that others see.")] = "",
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, metavar="S", help="When told to stop, give sessions so long to move elsewhere.")
+    ] = 30.0,
     until_eof: Annotated[
         bool, typer.Option("--until-eof", help="Stop when standard input ends: for programs that start servers.")
     ] = False,
@@ -49,6 +52,7 @@ def serve(
         cache_tokens=cache_tokens,
         throughput=_throughput(throughput),
         name=name,
+        drain_timeout=drain_timeout,
     )
     if blocks is not None and num_blocks is not None:
         raise BadInput("--blocks says which blocks, --num-blocks how many: give one of them")
@@ -73,7 +77,8 @@ async def _serve(options: ServerOptions, join: JoinOptions, until_eof: bool) -> 
             output.emit(event="ready", **fields)
         elif event == "stopping":
             sessions = fields["sessions"]
-            output.say(f"stopping{f' ({sessions} sessions are cut off)' if sessions else ''} ...")
+            moving = f", when {sessions} sessions have moved to other servers (again Ctrl-C: at once)"
+            output.say(f"stopping{moving if sessions else ''} ...")
             output.emit(event="stopping", **fields)
 
     async with trio.open_nursery() as nursery:
@@ -83,7 +88,7 @@ async def _serve(options: ServerOptions, join: JoinOptions, until_eof: bool) -> 
         async def enforce_stop() -> None:
             await stop.event.wait()
             if ready:
-                await trio.sleep(STOP_GRACE)
+                await trio.sleep(options.drain_timeout + STOP_GRACE)
             cancelled.cancel()
 
         nursery.start_soon(enforce_stop)

@@ -94,7 +94,9 @@ async def open_client(
 ) -> AsyncIterator[SwarmClient]:
     """A client for the length of the block. `allowed` and `blocked` are peer ids; no `allowed` allows everybody."""
     async with trio.open_nursery() as nursery:
-        yield SwarmClient(swarm, model, nursery, allowed=allowed, blocked=blocked)
+        client = SwarmClient(swarm, model, nursery, allowed=allowed, blocked=blocked)
+        nursery.start_soon(client.candidates)  # so that the first session finds the round trips measured
+        yield client
         nursery.cancel_scope.cancel()
 
 

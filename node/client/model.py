@@ -20,7 +20,6 @@ from ..models import Progress, resolve
 from ..models.progress import no_progress
 from ..swarm.swarm import SwarmConfig, open_swarm
 from .core import SwarmClient, identify_model, open_client
-from .deadlines import REFRESH_TIMEOUT
 from .inference_session import InferenceSession
 from .remote import RemoteSequential
 from .runtime import TrioThread
@@ -78,7 +77,6 @@ class AutoDistributedModelForCausalLM:
         @asynccontextmanager
         async def resource() -> AsyncIterator[SwarmClient]:
             async with open_swarm(config) as swarm:
-                await swarm.refresh(timeout=REFRESH_TIMEOUT)
                 identified = await identify_model(swarm, folder, progress)
                 async with open_client(
                     swarm, identified, allowed=allowed_servers or (), blocked=blocked_servers or ()

@@ -43,7 +43,7 @@ STOP_GRACE: Final = 3.0
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a person asked for; None means: decide. `throughput` in decode steps per second."""
+    """What a person asked for; None means: decide. `throughput` in decode steps per second, `drain_timeout` seconds."""
 
     model: str
     blocks: Span | None = None

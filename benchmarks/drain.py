@@ -1,0 +1,104 @@
+"""How long a generation stalls when one of its servers is told to stop, is killed or freezes.
+
+    python benchmarks/drain.py [--json] [--rounds 3]
+
+Real processes on loopback, one thread each: four servers hold the random Llama of 27.8M parameters twice, and one of
+those in use is ended in the middle of 120 tokens. The client moves to a standby (told to stop), recovers by replay
+(killed), or both races (frozen). The tokens are compared with plain transformers'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from chain import h512
+from local_swarm import local_swarm
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from petalnode import AutoDistributedModelForCausalLM
+
+TOKENS, END_AT = 120, 40
+SIGNALS = {"told to stop": signal.SIGTERM, "killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
+
+
+class _Clock:
+    """A transformers streamer that notes when each token comes, and acts at one of them."""
+
+    def __init__(self, act: Any) -> None:
+        self.times: list[float] = []
+        self._act = act
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+        if len(self.times) == END_AT:
+            self._act()
+
+    def end(self) -> None:
+        pass
+
+
+def run(folder: Path, how: str, expected: torch.Tensor, prompt: torch.Tensor) -> dict[str, float]:
+    """One generation; milliseconds of the usual step and of the longest after the event."""
+    with local_swarm(str(folder), [(0, 4), (4, 8), (0, 4), (4, 8)]) as servers:
+        by_peer = {server.ready["peer_id"]: server.process for server in servers}
+        with (
+            AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=servers[-1].ready["addrs"]) as model,
+            model.inference_session(prompt.shape[1] + TOKENS) as session,
+        ):
+            model.generate(prompt, session=session, max_new_tokens=2, do_sample=False, pad_token_id=0)
+            chosen = by_peer[session.route[0][0]]
+            clock = _Clock(lambda: os.kill(chosen.pid, SIGNALS[how]))
+            options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+            output = model.generate(prompt, session=session, streamer=clock, **options)
+            assert torch.equal(output, expected), "the tokens differ from plain transformers'"
+            assert session.recoveries == 1, f"{session.recoveries} servers were replaced"
+        if how == "frozen":
+            os.kill(chosen.pid, signal.SIGCONT)
+    steps = [1000 * (after - before) for before, after in itertools.pairwise(clock.times[1:])]
+    before, after = steps[: END_AT - 2], steps[END_AT - 2 :]
+    return {"usual_ms": statistics.median(before), "longest_before_ms": max(before), "longest_after_ms": max(after)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
+        folder = h512(Path(scratch) / "h512")
+        plain = AutoModelForCausalLM.from_pretrained(folder)
+        prompt = torch.randint(5, 2000, (1, 64))
+        expected = plain.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+        for how in SIGNALS:
+            rounds = [run(folder, how, expected, prompt) for _ in range(options.rounds)]
+            results[how] = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    if options.json:
+        print(json.dumps({"drain": results}))
+        return
+    table = Table(title="milliseconds of a step, medians")
+    for column in ("server", "usual", "longest before", "longest after"):
+        table.add_column(column, justify="right")
+    for how, values in results.items():
+        table.add_row(how, *(f"{value:.0f}" for value in values.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
