@@ -65,7 +65,7 @@ OPENS: dict[str, tuple[wire.ErrorCode.ValueType, dict[str, Any]]] = {
     "no length": (BAD, {"max_length": 0}),
     "longer than the model": (LONG, {"max_length": 4097}),
     "absurdly long": (BAD, {"max_length": 2**32 - 1}),
-    "more cache than there is": (FULL, {"max_length": 4096, "batch": 10}),
+    "more cache than there is": (FULL, {"max_length": 4096, "batch": 100}),
     "an unknown codec": (UNSUPPORTED, {"codec": "zip"}),
     "no codec": (UNSUPPORTED, {"codec": ""}),
     "an unknown dtype": (UNSUPPORTED, {"activation_dtype": "float64"}),
