@@ -121,6 +121,7 @@ async def _serve(
     from .cache_budget import CacheBudget
     from .compute import ComputeThread
     from .measure import measure_speed
+    from .memory import return_memory
     from .service import InferenceService
     from .session import PushStream
 
@@ -171,6 +172,7 @@ async def _serve(
                 max_session_length=hosted.max_length,
             )
 
+        await compute.call(return_memory)
         swarm.announce(current())
         on_event(
             "ready",
