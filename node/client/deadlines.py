@@ -22,6 +22,8 @@ CLOSE_TIMEOUT: Final = 1.0
 """For a goodbye to leave this machine."""
 RECOVERY_TIMEOUT: Final = 30.0
 """Of looking for other servers, before the caller is told that the swarm cannot serve."""
+REOPEN_TIMEOUT: Final = 10.0
+"""The same for a new session, when servers that should be there are not."""
 RETRY_INTERVAL: Final = 0.5
 """Between two looks."""
 SUSPECT_SECONDS: Final = 15.0

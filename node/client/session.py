@@ -18,7 +18,15 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.ids import Span
 from ...protocols.inference import pushed_step
 from ..errors import BadInput, NoChainError, ServerFailed, SwarmError, unwrapped
-from .deadlines import PUSH_PATIENCE, RECOVERY_TIMEOUT, RETRY_INTERVAL, STANDBY_POLL, STANDBY_RETRY, patience
+from .deadlines import (
+    PUSH_PATIENCE,
+    RECOVERY_TIMEOUT,
+    REOPEN_TIMEOUT,
+    RETRY_INTERVAL,
+    STANDBY_POLL,
+    STANDBY_RETRY,
+    patience,
+)
 from .history import History, Input
 from .links import HistoryLost, Link, Standby, catch_up, close_links, replay, step_limit
 from .router import Router
@@ -389,14 +397,15 @@ class ClientSession:
         """Links for `span` that hold what `history` says, up to `position`.
 
         Servers that refuse or cannot be reached are left out and the rest tried; when none is left, all are asked
-        again until the deadline, because servers come and go.
+        again until the deadline, because servers come and go. Where nobody is known who could be asked, a new session
+        does not wait.
         """
         if history.start:
             raise HistoryLost(f"{because}; what it held before this process started is not known here")
-        deadline = trio.current_time() + (RECOVERY_TIMEOUT if because is not None else 0.0)
+        begun = trio.current_time()
         refused: dict[str, ServerFailed] = {} if because is None else {because.peer_id: because}
         spec = replace(self.spec, span=span)
-        fresh = False
+        fresh = lost = False
         while True:
             try:
                 route = await self._router.route(spec, refused)
@@ -405,7 +414,9 @@ class ClientSession:
                     fresh = True
                     await self._router.refresh()
                     continue
-                if not self._wait and trio.current_time() >= deadline:
+                lost = lost or any(_is_lost(each) for each in refused.values())
+                limit = RECOVERY_TIMEOUT if because is not None else REOPEN_TIMEOUT if lost else 0.0
+                if not self._wait and trio.current_time() >= begun + limit:
                     raise _with_refusals(error, refused) from None
                 await trio.sleep(RETRY_INTERVAL)
                 refused, fresh = {}, False
@@ -458,6 +469,11 @@ def _give_up_on_the_step(failures: Sequence[ServerFailed]) -> None:
     ]
     if len(refusals) > 1 or len(failures) > MAX_FAILURES:
         raise SwarmError(f"{len(failures)} servers in a row failed at one step: {failures[-1]}")
+
+
+def _is_lost(error: ServerFailed) -> bool:
+    """Whether a server is gone or going, so that another may come to its place; others have said no, and mean it."""
+    return not isinstance(error, ServerRefused) or error.code == wire.ERROR_DRAINING
 
 
 def _with_refusals(error: NoChainError, refused: dict[str, ServerFailed]) -> NoChainError:
