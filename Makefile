@@ -6,7 +6,10 @@ BIN := $(VENV)/bin
 PROMPT ?=
 SERVERS ?= 3
 
-.PHONY: setup demo test lint types check clean
+# The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
+NAT_TOOLS := iproute2 iptables
+
+.PHONY: setup nat-tools demo test lint types check clean
 
 setup: $(VENV)/.ready
 
@@ -19,8 +22,13 @@ $(VENV)/.ready: pyproject.toml packaging/constraints.txt
 demo: setup
 	$(BIN)/petalnode demo --servers $(SERVERS) $(if $(PROMPT),--prompt "$(PROMPT)")
 
-test: setup
+test: setup nat-tools
 	$(BIN)/pytest
+
+nat-tools:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v ip && command -v iptables-restore; } >/dev/null; then \
+	  apt-get install -y -qq $(NAT_TOOLS) >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq $(NAT_TOOLS) >/dev/null; } || true; \
+	fi
 
 lint: setup
 	$(BIN)/ruff check .

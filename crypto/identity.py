@@ -7,7 +7,6 @@ peer id can check the node's signatures without asking anyone.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections.abc import Iterator
 from functools import lru_cache
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from filelock import FileLock, Timeout
 
 from .canonical import canonical
+from .private_file import write_private
 
 # Multihash code 0 (identity), length 36; then libp2p's PublicKey message: type 1 (Ed25519), 32 bytes of data.
 _PEER_ID_HEAD: Final = bytes.fromhex("002408011220")
@@ -85,19 +85,9 @@ class Identity:
         Raises:
             IdentityError: if the file cannot be written.
         """
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(_KEY_FILE_HEAD + self.seed + self._public_key)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+            write_private(path, _KEY_FILE_HEAD + self.seed + self._public_key)
         except OSError as error:
             raise IdentityError(f"cannot write the identity {path}: {error.strerror}") from error
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +12,7 @@ from typing import Any, Final
 from filelock import FileLock, Timeout
 
 from ...crypto.identity import Identity
+from ...crypto.private_file import write_private
 from ..errors import BadInput, MachineError
 from .dialogue import Dialogue, Turn
 from .saved_session import SavedLink, SavedSession
@@ -54,16 +53,8 @@ class SavedChat:
         Raises:
             MachineError: it cannot be written.
         """
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    json.dump(self._to_json(), file)
-                os.replace(temporary, path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+            write_private(path, json.dumps(self._to_json()).encode())
         except OSError as error:
             raise MachineError(f"cannot write the conversation to {path}: {error.strerror}") from error
 
