@@ -5,7 +5,8 @@ process that hands every frame on after the delay. Needs root and `ip`; the kern
         subprocess.run(network.command(0, ["ping", "-c3", network.address(1)]))
 
 The bridge process makes the namespaces and removes them when its standard input ends, so also when we are killed.
-A frame takes the delay and 0.1 ms; about 40 MB/s pass on one core.
+A frame takes the delay and 0.1 ms; about 40 MB/s pass on one core. `delay_line` is a single such line between two
+namespaces that there are already.
 """
 
 from __future__ import annotations
@@ -60,8 +61,31 @@ def delay_network(hosts: int, one_way: float) -> Iterator[DelayNetwork]:
         RuntimeError: this machine cannot do that; the text says why.
     """
     name = f"pnwan{os.getpid()}"
+    with _process(name, str(hosts), str(one_way)) as bridge:
+        yield DelayNetwork(bridge, name)
+
+
+@contextlib.contextmanager
+def delay_line(one_way: float, *ends: tuple[str, str]) -> Iterator[None]:
+    """Two Ethernet devices with a line of `one_way` seconds between them; both are gone at the block's end.
+
+    `ends` are a namespace and the name of the device to make in it, twice. The devices are down at first.
+
+    Raises:
+        RuntimeError: this machine cannot do that; the text says why.
+    """
+    name = f"pnl{os.getpid()}x{next(_lines)}"
+    with _process(name, "0", str(one_way), *(part for end in ends for part in end)):
+        yield
+
+
+_lines = itertools.count()
+
+
+@contextlib.contextmanager
+def _process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     bridge = subprocess.Popen(
-        [sys.executable, __file__, name, str(hosts), str(one_way)],
+        [sys.executable, __file__, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -73,10 +97,12 @@ def delay_network(hosts: int, one_way: float) -> Iterator[DelayNetwork]:
         if bridge.stdout.readline() != "ready\n":
             reason = bridge.stderr.read().strip() or "the bridge ended"
             raise RuntimeError(f"no network with delays (this needs root, `ip` and /dev/net/tun): {reason}")
-        yield DelayNetwork(bridge, name)
+        yield bridge
     finally:
         bridge.stdin.close()
         bridge.wait()
+        bridge.stdout.close()
+        bridge.stderr.close()
 
 
 def _address(host: int) -> str:
@@ -93,13 +119,19 @@ def _ip(*arguments: str) -> None:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
+def _add_tap(passing: str, namespace: str, device: str) -> int:
+    """Makes a device in a namespace; the file descriptor of its other side. `passing` is its name on the way."""
+    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", passing.encode(), _TAP_NO_INFO))
+    _ip("link", "set", passing, "netns", namespace, "name", device)
+    return tap
+
+
 def _add_host(name: str, host: int) -> int:
     """Makes one namespace; the file descriptor of its device. A frame's last byte of the MAC address is the host."""
     namespace, device = f"{name}-{host}", f"{name}t{host}"
     _ip("netns", "add", namespace)
-    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _TAP_NO_INFO))
-    _ip("link", "set", device, "netns", namespace)
+    tap = _add_tap(device, namespace, device)
     inside = ("-n", namespace)
     _ip(*inside, "link", "set", device, "address", _mac(host), "txqueuelen", "10000")
     _ip(*inside, "address", "add", f"{_address(host)}/24", "dev", device)
@@ -115,8 +147,11 @@ def _introduce(name: str, hosts: int) -> None:
         _ip("-n", f"{name}-{host}", *neighbour, "dev", f"{name}t{host}")
 
 
-def _forward(taps: Sequence[int], one_way: float) -> None:
-    """Hands frames on until standard input ends; a line there is answered with the counts so far."""
+def _forward(taps: Sequence[int], one_way: float, *, to_all: bool = False) -> None:
+    """Hands frames on until standard input ends; a line there is answered with the counts so far.
+
+    A frame goes to the host that its MAC address names, or to all others.
+    """
     hosts = range(len(taps))
     counts = [[0] * len(taps) for _ in hosts]
     waiting: deque[tuple[float, int, bytes]] = deque()  # one delay for all, so first in is first out
@@ -134,7 +169,7 @@ def _forward(taps: Sequence[int], one_way: float) -> None:
             with contextlib.suppress(BlockingIOError):
                 for _ in range(_BURST):
                     frame = os.read(fd, 65536)
-                    targets = hosts if frame[0] & 1 else (frame[5],)  # an odd first byte: to all
+                    targets = hosts if to_all or frame[0] & 1 else (frame[5],)  # an odd first byte: to all
                     for target in targets:
                         if target != source and target < len(taps):
                             counts[source][target] += len(frame)
@@ -151,17 +186,21 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("hosts", type=int)
     parser.add_argument("one_way", type=float)
+    parser.add_argument("ends", nargs="*", help="of a line: namespace and device, twice")
     options = parser.parse_args()
+    line = list(zip(options.ends[::2], options.ends[1::2], strict=True))
     with contextlib.suppress(OSError):
         # The delay is the same for all only if the bridge need not wait for a core.
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     taps: list[int] = []
     try:
+        for index, (namespace, device) in enumerate(line):
+            taps.append(_add_tap(f"{options.name}e{index}", namespace, device))
         for host in range(options.hosts):
             taps.append(_add_host(options.name, host))
         _introduce(options.name, options.hosts)
         print("ready", flush=True)
-        _forward(taps, options.one_way)
+        _forward(taps, options.one_way, to_all=bool(line))
     except OSError as error:
         sys.exit(str(error))
     finally:

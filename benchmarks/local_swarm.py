@@ -31,6 +31,7 @@ class ServerProcess:
                 [
                     *(*prefix, sys.executable, "-m", "petalnode", "serve", *arguments, "--json", "--until-eof"),
                     *("--listen", f"/ip4/{host}/tcp/0", "--identity", str(scratch / "key")),
+                    *("--no-mdns", "--no-remember"),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "AutoDistributedModelForCausalLM",
+    "AutoDistributedModelForSequenceClassification",
     "BadInput",
     "ModelError",
     "NoChainError",
     "PetalnodeError",
+    "PromptTuning",
     "RemoteSequential",
     "ServerFailed",
     "SwarmError",
@@ -24,8 +26,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .node.client.classification import AutoDistributedModelForSequenceClassification
     from .node.client.model import AutoDistributedModelForCausalLM
     from .node.client.remote import RemoteSequential
+    from .node.client.tuning import PromptTuning
     from .node.errors import BadInput, ModelError, NoChainError, PetalnodeError, ServerFailed, SwarmError
 
 
@@ -35,6 +39,14 @@ def __getattr__(name: str) -> Any:
         from .node.client.model import AutoDistributedModelForCausalLM
 
         return AutoDistributedModelForCausalLM
+    if name == "AutoDistributedModelForSequenceClassification":
+        from .node.client.classification import AutoDistributedModelForSequenceClassification
+
+        return AutoDistributedModelForSequenceClassification
+    if name == "PromptTuning":
+        from .node.client.tuning import PromptTuning
+
+        return PromptTuning
     if name == "RemoteSequential":
         from .node.client.remote import RemoteSequential
 

@@ -24,11 +24,12 @@ CLOCK_TOLERANCE: Final = 10.0  # seconds that the clocks of two nodes may differ
 MAX_LIFETIME: Final = 3600.0  # seconds from now to the expiry, at most
 MAX_BYTES: Final = 16 * 1024  # of a signed announcement
 MAX_BLOCKS: Final = 4096
-_MAX_ADDRS: Final = 16
+MAX_ADDRS: Final = 16
 _MAX_RTTS: Final = 64
 _MAX_ADAPTERS: Final = 64
 _MAX_TEXT: Final = 256  # characters of any one text
 _MAX_STEP_US: Final = 600 * 1_000_000
+_MAX_PLACES: Final = 2**31
 
 
 class BadAnnouncement(ValueError):
@@ -48,12 +49,29 @@ _STATES: Final = frozenset(int(state) for state in ServerState)
 
 
 @dataclass(frozen=True)
+class RelayOffer:
+    """Places for nodes that others cannot dial: how many are `free`, and how many `reservations` there are."""
+
+    free: int
+    reservations: int
+
+    def to_wire(self) -> wire.RelayOffer:
+        return wire.RelayOffer(free=min(self.free, _MAX_PLACES), reservations=min(self.reservations, _MAX_PLACES))
+
+    @classmethod
+    def of(cls, message: wire.Announcement | wire.NodeInfo) -> RelayOffer | None:
+        """The offer in a message, None if there is none."""
+        return cls(message.relay.free, message.relay.reservations) if message.HasField("relay") else None
+
+
+@dataclass(frozen=True)
 class Announcement:
     """What a server says of itself.
 
     `model_version` is 32 bytes; `span` half-open; `step_seconds` one decode step through the whole span with an
     empty queue; `forward_tokens_per_second` a long prefill; cache tokens count a row through all blocks of the
-    span; `rtts` seconds to other servers by peer id; `addrs` textual multiaddrs without /p2p. `sequence`
+    span; `rtts` seconds to other servers by peer id; `addrs` textual multiaddrs without /p2p; `relay` is set if it
+    is one that takes reservations. `sequence`
     (nanoseconds since 1970) and `expires` (seconds since 1970) are set anew each time it is published.
     """
 
@@ -78,6 +96,7 @@ class Announcement:
     software_version: str = ""
     public_name: str = ""
     max_session_length: int = 0
+    relay: RelayOffer | None = None
 
     def to_wire(self) -> wire.Announcement:
         """The message that is signed.
@@ -102,7 +121,7 @@ class Announcement:
             cache_tokens=self.cache_tokens,
             queue_depth=self.queue_depth,
             adapters=self.adapters,
-            addrs=[Multiaddr(addr).to_bytes() for addr in self.addrs[:_MAX_ADDRS]],
+            addrs=[Multiaddr(addr).to_bytes() for addr in self.addrs[:MAX_ADDRS]],
             rtts=[
                 wire.Rtt(peer_id=peer_id_to_bytes(peer), microseconds=min(round(rtt * 1e6), 2**31))
                 for peer, rtt in list(self.rtts.items())[:_MAX_RTTS]
@@ -110,6 +129,7 @@ class Announcement:
             software_version=self.software_version,
             public_name=self.public_name,
             max_session_length=self.max_session_length,
+            relay=self.relay.to_wire() if self.relay is not None else None,
         )
         _check_message(message)
         return message
@@ -226,7 +246,7 @@ def _check_message(message: wire.Announcement) -> None:
         "the span": message.span.start < message.span.end <= message.num_blocks,
         "the state": message.state in _STATES,
         "the step time": message.step_us <= _MAX_STEP_US,
-        "the number of addresses": len(message.addrs) <= _MAX_ADDRS,
+        "the number of addresses": len(message.addrs) <= MAX_ADDRS,
         "an address": all(len(addr) <= _MAX_TEXT for addr in message.addrs),
         "the number of round trip times": len(message.rtts) <= _MAX_RTTS,
         "the number of adapters": len(message.adapters) <= _MAX_ADAPTERS,
@@ -263,4 +283,5 @@ def _content(message: wire.Announcement) -> Announcement:
         software_version=message.software_version,
         public_name=message.public_name,
         max_session_length=message.max_session_length,
+        relay=RelayOffer.of(message),
     )

@@ -19,8 +19,9 @@ MAX_HEADER: Final = 64 * 1024
 MAX_PAYLOAD: Final = 64 * 1024 * 1024
 _MAX_TENSORS: Final = 64
 _MAX_VARINT: Final = 4  # bytes; a header never comes near 2**28 bytes
-# A piece fills one Yamux frame (12 bytes of header), which fills one Noise message (65519 bytes of plain text).
-_PIECE: Final = 65507
+# A piece fills one Yamux frame and Noise message, which is (30 bytes of headers and tag more) the 65507 bytes that,
+# if a relay carries them, fill one Yamux frame (12 bytes of header) and Noise message (65519) once more.
+_PIECE: Final = 65477
 _READ_SIZE: Final = 256 * 1024
 
 
@@ -48,7 +49,11 @@ F = TypeVar("F", bound=Message)
 
 
 class RawStream(Protocol):
-    """The bytes under a `MessageStream`; `node/swarm/muxed_stream.py` has the real one."""
+    """The bytes under a `MessageStream`; `node/swarm/stream_bytes.py` has the real one."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether no relay is on the way to the peer."""
 
     async def read(self, n: int) -> bytes:
         """1 to `n` bytes, or none at the end. May be cancelled without loss. Raises OSError when reset."""
@@ -96,6 +101,11 @@ class MessageStream(Generic[F]):
         self._buffer = bytearray()
         self._header: F | None = None  # parsed, its payload not all here yet
         self._broken: PeerError | None = None
+
+    @property
+    def direct(self) -> bool:
+        """Whether no relay is on the way to the peer."""
+        return self._raw.direct
 
     async def send(self, frame: F, payloads: Sequence[bytes | bytearray | memoryview] = (), *, timeout: float) -> None:
         """Sends `frame` and the bytes of its tensors; `timeout` in seconds.

@@ -10,6 +10,8 @@ INFERENCE: Final = "/petalnode/inference/1"
 PUSH: Final = "/petalnode/push/1"
 DIRECTORY: Final = "/petalnode/directory/1"
 MANIFEST: Final = "/petalnode/manifest/1"
+FORWARD: Final = "/petalnode/forward/1"
+BACKWARD: Final = "/petalnode/backward/1"
 
 
 @dataclass(frozen=True, order=True)

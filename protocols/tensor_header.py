@@ -39,7 +39,7 @@ def wire_nbytes(shape: Sequence[int], dtype: str, codec: str) -> int:
     raise TensorError(f"unknown codec {codec!r}; known are {', '.join(CODECS)}")
 
 
-def all_finite(header: WireTensor, payload: bytes) -> bool:
+def all_finite(header: WireTensor, payload: bytes | bytearray) -> bool:
     """Whether the values hold no NaN and no infinity. Quick enough for a decode step on any thread (5 us for 2 KiB)."""
     import numpy as np  # a tenth of a second, which commands without tensors do not pay
 

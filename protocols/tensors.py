@@ -67,8 +67,8 @@ def encode(tensor: torch.Tensor, codec: str) -> tuple[WireTensor, bytes]:
     return WireTensor(shape=tensor.shape, dtype=name, codec=codec, nbytes=len(payload)), payload
 
 
-def decode(header: WireTensor, payload: bytes) -> torch.Tensor:
-    """The tensor of `header.shape` and `header.dtype`, on the CPU, in memory of its own.
+def decode(header: WireTensor, payload: bytes | bytearray) -> torch.Tensor:
+    """The tensor of `header.shape` and `header.dtype`, on the CPU; it may stand in the memory of a bytearray.
 
     Raises:
         TensorError: if the bytes do not fit the header.
@@ -80,7 +80,8 @@ def decode(header: WireTensor, payload: bytes) -> torch.Tensor:
     dtype = DTYPES[header.dtype]
     if not expected:
         return torch.empty(shape, dtype=dtype)
-    data = bytearray(payload)  # torch wants memory that it may write to
+    # torch wants memory that it may write to
+    data = payload if isinstance(payload, bytearray) else bytearray(payload)
     if header.codec == "none":
         return torch.frombuffer(data, dtype=dtype).view(shape)
     if header.codec == "int8-block64":

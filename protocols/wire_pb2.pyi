@@ -47,6 +47,8 @@ class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     ERROR_DRAINING: _ErrorCode.ValueType  # 8
     ERROR_INTERNAL: _ErrorCode.ValueType  # 9
     ERROR_NOT_FOUND: _ErrorCode.ValueType  # 10
+    ERROR_NOT_ALLOWED: _ErrorCode.ValueType  # 11
+    """the server's owner has listed the clients that it serves, and this is none of them"""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper): ...
 
@@ -67,6 +69,8 @@ ERROR_BUSY: ErrorCode.ValueType  # 7
 ERROR_DRAINING: ErrorCode.ValueType  # 8
 ERROR_INTERNAL: ErrorCode.ValueType  # 9
 ERROR_NOT_FOUND: ErrorCode.ValueType  # 10
+ERROR_NOT_ALLOWED: ErrorCode.ValueType  # 11
+"""the server's owner has listed the clients that it serves, and this is none of them"""
 Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 class _ServerState:
@@ -182,6 +186,27 @@ class Rtt(google.protobuf.message.Message):
 Global___Rtt: typing_extensions.TypeAlias = Rtt
 
 @typing.final
+class RelayOffer(google.protobuf.message.Message):
+    """Places at a relay for nodes that others cannot dial."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FREE_FIELD_NUMBER: builtins.int
+    RESERVATIONS_FIELD_NUMBER: builtins.int
+    free: builtins.int
+    reservations: builtins.int
+    """places taken"""
+    def __init__(
+        self,
+        *,
+        free: builtins.int = ...,
+        reservations: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["free", b"free", "reservations", b"reservations"]) -> None: ...
+
+Global___RelayOffer: typing_extensions.TypeAlias = RelayOffer
+
+@typing.final
 class Announcement(google.protobuf.message.Message):
     """What a server says of itself. Travels inside a SignedAnnouncement only."""
 
@@ -208,6 +233,7 @@ class Announcement(google.protobuf.message.Message):
     SOFTWARE_VERSION_FIELD_NUMBER: builtins.int
     PUBLIC_NAME_FIELD_NUMBER: builtins.int
     MAX_SESSION_LENGTH_FIELD_NUMBER: builtins.int
+    RELAY_FIELD_NUMBER: builtins.int
     peer_id: builtins.bytes
     sequence: builtins.int
     """nanoseconds since 1970 when it was made; higher replaces lower"""
@@ -242,6 +268,10 @@ class Announcement(google.protobuf.message.Message):
 
     @property
     def rtts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Rtt]: ...
+    @property
+    def relay(self) -> Global___RelayOffer:
+        """unset: it relays for nobody"""
+
     def __init__(
         self,
         *,
@@ -266,9 +296,10 @@ class Announcement(google.protobuf.message.Message):
         software_version: builtins.str = ...,
         public_name: builtins.str = ...,
         max_session_length: builtins.int = ...,
+        relay: Global___RelayOffer | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["span", b"span"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "addrs", b"addrs", "cache_tokens", b"cache_tokens", "cache_tokens_free", b"cache_tokens_free", "dtype", b"dtype", "expires_ms", b"expires_ms", "forward_tokens_per_second", b"forward_tokens_per_second", "max_session_length", b"max_session_length", "model_name", b"model_name", "model_version", b"model_version", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "public_name", b"public_name", "quantisation", b"quantisation", "queue_depth", b"queue_depth", "rtts", b"rtts", "sequence", b"sequence", "software_version", b"software_version", "span", b"span", "state", b"state", "step_us", b"step_us"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["relay", b"relay", "span", b"span"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "addrs", b"addrs", "cache_tokens", b"cache_tokens", "cache_tokens_free", b"cache_tokens_free", "dtype", b"dtype", "expires_ms", b"expires_ms", "forward_tokens_per_second", b"forward_tokens_per_second", "max_session_length", b"max_session_length", "model_name", b"model_name", "model_version", b"model_version", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "public_name", b"public_name", "quantisation", b"quantisation", "queue_depth", b"queue_depth", "relay", b"relay", "rtts", b"rtts", "sequence", b"sequence", "software_version", b"software_version", "span", b"span", "state", b"state", "step_us", b"step_us"]) -> None: ...
 
 Global___Announcement: typing_extensions.TypeAlias = Announcement
 
@@ -354,6 +385,60 @@ class Ping(google.protobuf.message.Message):
 Global___Ping: typing_extensions.TypeAlias = Ping
 
 @typing.final
+class NodeQuery(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___NodeQuery: typing_extensions.TypeAlias = NodeQuery
+
+@typing.final
+class NodeInfo(google.protobuf.message.Message):
+    """What a node says of itself to a peer that asks: unlike an announcement, no one else can check it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOFTWARE_VERSION_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    REACHABILITY_FIELD_NUMBER: builtins.int
+    RELAY_FIELD_NUMBER: builtins.int
+    CIRCUITS_FIELD_NUMBER: builtins.int
+    RELAYED_BYTES_FIELD_NUMBER: builtins.int
+    TIME_MS_FIELD_NUMBER: builtins.int
+    software_version: builtins.str
+    role: builtins.str
+    """"server", "bootstrap" or "client" """
+    reachability: builtins.str
+    """a line for a person"""
+    circuits: builtins.int
+    """that it carries now"""
+    relayed_bytes: builtins.int
+    """since it started"""
+    time_ms: builtins.int
+    """its clock when it answered, milliseconds since 1970"""
+    @property
+    def relay(self) -> Global___RelayOffer:
+        """unset: it relays for nobody"""
+
+    def __init__(
+        self,
+        *,
+        software_version: builtins.str = ...,
+        role: builtins.str = ...,
+        reachability: builtins.str = ...,
+        relay: Global___RelayOffer | None = ...,
+        circuits: builtins.int = ...,
+        relayed_bytes: builtins.int = ...,
+        time_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["relay", b"relay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["circuits", b"circuits", "reachability", b"reachability", "relay", b"relay", "relayed_bytes", b"relayed_bytes", "role", b"role", "software_version", b"software_version", "time_ms", b"time_ms"]) -> None: ...
+
+Global___NodeInfo: typing_extensions.TypeAlias = NodeInfo
+
+@typing.final
 class DirectoryFrame(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -362,6 +447,8 @@ class DirectoryFrame(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     PING_FIELD_NUMBER: builtins.int
     PUBLISH_FIELD_NUMBER: builtins.int
+    NODE_QUERY_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
     @property
     def query(self) -> Global___DirectoryQuery: ...
@@ -376,6 +463,10 @@ class DirectoryFrame(google.protobuf.message.Message):
         """news of the sender itself, pushed to a peer it is connected to"""
 
     @property
+    def node_query(self) -> Global___NodeQuery: ...
+    @property
+    def node(self) -> Global___NodeInfo: ...
+    @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
     def __init__(
         self,
@@ -385,11 +476,13 @@ class DirectoryFrame(google.protobuf.message.Message):
         error: Global___Error | None = ...,
         ping: Global___Ping | None = ...,
         publish: Global___SignedAnnouncement | None = ...,
+        node_query: Global___NodeQuery | None = ...,
+        node: Global___NodeInfo | None = ...,
         tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "error", b"error", "ping", b"ping", "publish", b"publish", "query", b"query", "records", b"records"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "error", b"error", "ping", b"ping", "publish", b"publish", "query", b"query", "records", b"records", "tensors", b"tensors"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["query", "records", "error", "ping", "publish"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "error", b"error", "node", b"node", "node_query", b"node_query", "ping", b"ping", "publish", b"publish", "query", b"query", "records", b"records"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "error", b"error", "node", b"node", "node_query", b"node_query", "ping", b"ping", "publish", b"publish", "query", b"query", "records", b"records", "tensors", b"tensors"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["query", "records", "error", "ping", "publish", "node_query", "node"] | None: ...
 
 Global___DirectoryFrame: typing_extensions.TypeAlias = DirectoryFrame
 
@@ -542,21 +635,31 @@ Global___Open: typing_extensions.TypeAlias = Open
 
 @typing.final
 class Resume(google.protobuf.message.Message):
-    """Takes up a session of the same client again, on a new stream."""
+    """Takes up a session of the same client on a new stream, which takes the place of the one before, lost or not."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NONCE_FIELD_NUMBER: builtins.int
     SESSION_EPOCH_FIELD_NUMBER: builtins.int
+    ANSWERED_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     nonce: builtins.bytes
     session_epoch: builtins.bytes
+    answered: builtins.int
+    """send again, behind Granted, the replies after this sequence number that are kept"""
+    attempt: builtins.int
+    """grows from Resume to Resume, so that one which comes late takes nothing over; 0: any"""
     def __init__(
         self,
         *,
         nonce: builtins.bytes = ...,
         session_epoch: builtins.bytes = ...,
+        answered: builtins.int | None = ...,
+        attempt: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["nonce", b"nonce", "session_epoch", b"session_epoch"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_answered", b"_answered", "answered", b"answered"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_answered", b"_answered", "answered", b"answered", "attempt", b"attempt", "nonce", b"nonce", "session_epoch", b"session_epoch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_answered", b"_answered"]) -> typing.Literal["answered"] | None: ...
 
 Global___Resume: typing_extensions.TypeAlias = Resume
 
@@ -592,7 +695,7 @@ class Granted(google.protobuf.message.Message):
     position: builtins.int
     """after Resume: tokens of a row that are held"""
     sequence: builtins.int
-    """after Resume: of the last step done"""
+    """after Resume: of the last step done, whose reply comes or has come"""
     last_receipt: builtins.bytes
     """after Resume: hash of the last receipt"""
     def __init__(
@@ -896,3 +999,237 @@ class PushFrame(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["push", "error"] | None: ...
 
 Global___PushFrame: typing_extensions.TypeAlias = PushFrame
+
+@typing.final
+class WorkOpen(google.protobuf.message.Message):
+    """--- /petalnode/forward/1 and /petalnode/backward/1: batches without a cache --------------------------------------
+
+    The first message of a stream, which then carries works one after the other.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
+    SPAN_FIELD_NUMBER: builtins.int
+    CODEC_FIELD_NUMBER: builtins.int
+    ACTIVATION_DTYPE_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    protocol_version: builtins.int
+    model_version: builtins.bytes
+    codec: builtins.str
+    """of hidden states and their gradients, both ways"""
+    activation_dtype: builtins.str
+    """their dtype before the codec"""
+    nonce: builtins.bytes
+    """16 bytes chosen by the client, one per stream"""
+    @property
+    def span(self) -> Global___Span:
+        """blocks to run: all that the server holds, or a part of them"""
+
+    def __init__(
+        self,
+        *,
+        protocol_version: builtins.int = ...,
+        model_version: builtins.bytes = ...,
+        span: Global___Span | None = ...,
+        codec: builtins.str = ...,
+        activation_dtype: builtins.str = ...,
+        nonce: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["span", b"span"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["activation_dtype", b"activation_dtype", "codec", b"codec", "model_version", b"model_version", "nonce", b"nonce", "protocol_version", b"protocol_version", "span", b"span"]) -> None: ...
+
+Global___WorkOpen: typing_extensions.TypeAlias = WorkOpen
+
+@typing.final
+class WorkGranted(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_EPOCH_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    QUANTISATION_FIELD_NUMBER: builtins.int
+    CREDITS_FIELD_NUMBER: builtins.int
+    MAX_TOKENS_FIELD_NUMBER: builtins.int
+    session_epoch: builtins.bytes
+    """16 random bytes of the server"""
+    dtype: builtins.str
+    """the server computes in this"""
+    quantisation: builtins.str
+    credits: builtins.int
+    """works that may be under way at once"""
+    max_tokens: builtins.int
+    """rows times positions of one work, unless it is a single row"""
+    def __init__(
+        self,
+        *,
+        session_epoch: builtins.bytes = ...,
+        dtype: builtins.str = ...,
+        quantisation: builtins.str = ...,
+        credits: builtins.int = ...,
+        max_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["credits", b"credits", "dtype", b"dtype", "max_tokens", b"max_tokens", "quantisation", b"quantisation", "session_epoch", b"session_epoch"]) -> None: ...
+
+Global___WorkGranted: typing_extensions.TypeAlias = WorkGranted
+
+@typing.final
+class Keep(google.protobuf.message.Message):
+    """Tensors that several works use, kept until newer ones take their place or the stream ends: deep prompts, adapter weights."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """1, 2, 3 ...; the newest few are kept"""
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"prompts", or the name of an adapter's weight"""
+
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]:
+        """one for each name; their bytes follow in pieces"""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        names: collections.abc.Iterable[builtins.str] | None = ...,
+        tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["names", b"names", "number", b"number", "tensors", b"tensors"]) -> None: ...
+
+Global___Keep: typing_extensions.TypeAlias = Keep
+
+@typing.final
+class Work(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    MASK_FIELD_NUMBER: builtins.int
+    POSITIONS_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    sequence: builtins.int
+    """1, 2, 3 ..."""
+    mask: builtins.bytes
+    """a bit for each token, row by row, the highest first; empty: nothing is masked"""
+    kept: builtins.int
+    """number of the Keep that this work uses; 0: none"""
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]:
+        """hidden states; for a backward pass, the gradient of the output too. In pieces"""
+
+    @property
+    def positions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of each token, row by row; empty: each row counts from 0"""
+
+    def __init__(
+        self,
+        *,
+        sequence: builtins.int = ...,
+        tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
+        mask: builtins.bytes = ...,
+        positions: collections.abc.Iterable[builtins.int] | None = ...,
+        kept: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept", b"kept", "mask", b"mask", "positions", b"positions", "sequence", b"sequence", "tensors", b"tensors"]) -> None: ...
+
+Global___Work: typing_extensions.TypeAlias = Work
+
+@typing.final
+class WorkReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    QUEUE_US_FIELD_NUMBER: builtins.int
+    COMPUTE_US_FIELD_NUMBER: builtins.int
+    sequence: builtins.int
+    queue_us: builtins.int
+    """waited for the compute thread"""
+    compute_us: builtins.int
+    @property
+    def receipt(self) -> Global___Receipt: ...
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]:
+        """the output; or gradients of the hidden states and of every kept tensor. In pieces"""
+
+    def __init__(
+        self,
+        *,
+        sequence: builtins.int = ...,
+        receipt: Global___Receipt | None = ...,
+        tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
+        queue_us: builtins.int = ...,
+        compute_us: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["compute_us", b"compute_us", "queue_us", b"queue_us", "receipt", b"receipt", "sequence", b"sequence", "tensors", b"tensors"]) -> None: ...
+
+Global___WorkReply: typing_extensions.TypeAlias = WorkReply
+
+@typing.final
+class Piece(google.protobuf.message.Message):
+    """The next bytes of the tensors that the last Keep, Work or WorkReply named, one behind the other; raw behind the frame."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___Piece: typing_extensions.TypeAlias = Piece
+
+@typing.final
+class WorkFrame(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: builtins.int
+    GRANTED_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
+    WORK_FIELD_NUMBER: builtins.int
+    REPLY_FIELD_NUMBER: builtins.int
+    PIECE_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    CLOSE_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    @property
+    def open(self) -> Global___WorkOpen: ...
+    @property
+    def granted(self) -> Global___WorkGranted: ...
+    @property
+    def keep(self) -> Global___Keep: ...
+    @property
+    def work(self) -> Global___Work: ...
+    @property
+    def reply(self) -> Global___WorkReply: ...
+    @property
+    def piece(self) -> Global___Piece: ...
+    @property
+    def error(self) -> Global___Error: ...
+    @property
+    def close(self) -> Global___Close: ...
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def __init__(
+        self,
+        *,
+        open: Global___WorkOpen | None = ...,
+        granted: Global___WorkGranted | None = ...,
+        keep: Global___Keep | None = ...,
+        work: Global___Work | None = ...,
+        reply: Global___WorkReply | None = ...,
+        piece: Global___Piece | None = ...,
+        error: Global___Error | None = ...,
+        close: Global___Close | None = ...,
+        tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "work", b"work"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "tensors", b"tensors", "work", b"work"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "granted", "keep", "work", "reply", "piece", "error", "close"] | None: ...
+
+Global___WorkFrame: typing_extensions.TypeAlias = WorkFrame

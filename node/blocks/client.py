@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ class ClientModel:
         num_blocks: blocks of the whole model.
         hidden_size: values per token between blocks.
         dtype, device: of the weights here.
+        layer: what stands in the place of the blocks.
+        any_token: an id that is not the padding's, where only the number of tokens matters.
         max_positions: tokens that the architecture can tell apart, None if it says nothing.
     """
 
@@ -43,20 +47,21 @@ class ClientModel:
         self._decoder: PreTrainedModel = skeleton.decoder
         self._signature = inspect.signature(skeleton.decoder.forward)
         self._takes_positions = "position_ids" in self._signature.parameters
-        self._any_token = 1 if skeleton.config.pad_token_id == 0 else 0  # padding makes some models warn
+        self.any_token = 1 if skeleton.config.pad_token_id == 0 else 0  # padding makes some models warn
         self._remote: Remote | None = None
         self._here = threading.local()  # .call: of the step in progress; .instead: what runs instead of the remote
-        self._layer = RemoteBlocks(self._run_blocks, as_tuple=False)
-        skeleton.set_blocks(BlockList({0: self._layer}))
+        self.layer = RemoteBlocks(self._run_blocks, as_tuple=False)
+        skeleton.set_blocks(BlockList({0: self.layer}))
         skeleton.decoder.register_forward_pre_hook(self._note_call, with_kwargs=True)
+        self.model.get_input_embeddings().register_forward_hook(self._put_prompts)
         self._prepare_cache = self.model._prepare_cache_for_generation
         self.model._prepare_cache_for_generation = self._prepare_remote_cache
 
     def finish(self) -> None:
         """Once the weights are here: finds out in which form the decoder wants its layer's output."""
-        ids = torch.full((2, 3), self._any_token, device=self.device)
+        ids = torch.full((2, 3), self.any_token, device=self.device)
         for as_tuple in (False, True):
-            self._layer.as_tuple = as_tuple
+            self.layer.as_tuple = as_tuple
             try:
                 with torch.no_grad():
                     hidden = self._decode(ids, instead=lambda given: given)
@@ -69,6 +74,36 @@ class ClientModel:
     def bind(self, remote: Remote) -> None:
         """From now on `remote` runs the blocks. It is called in the thread that runs the model."""
         self._remote = remote
+
+    @contextmanager
+    def prompted(self, prompts: torch.Tensor, starts: torch.Tensor | None = None) -> Iterator[None]:
+        """Within it, `prompts` [prefix, embedding size] stand for some tokens of every row, in this thread.
+
+        Those are the first `prefix` ones, or those from `starts` [rows] on.
+        """
+        before = getattr(self._here, "prompts", None)
+        self._here.prompts = (prompts, starts)
+        try:
+            yield
+        finally:
+            self._here.prompts = before
+
+    @property
+    def is_prompted(self) -> bool:
+        """Whether this thread is within `prompted`."""
+        return getattr(self._here, "prompts", None) is not None
+
+    def _put_prompts(self, embeddings: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+        given = getattr(self._here, "prompts", None)
+        if given is None or self._here.call.position:
+            return embedded
+        prompts, starts = given
+        rows = prompts.to(embedded.device, embedded.dtype).expand(embedded.shape[0], -1, -1)
+        if starts is None:
+            return torch.cat([rows, embedded[:, prompts.shape[0] :]], dim=1)
+        starts = starts.repeat_interleave(embedded.shape[0] // len(starts))  # beams
+        places = starts.unsqueeze(1) + torch.arange(prompts.shape[0])
+        return embedded.scatter(1, places.to(embedded.device).unsqueeze(2).expand_as(rows), rows)
 
     @torch.no_grad()
     def embed(
@@ -97,7 +132,7 @@ class ClientModel:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [batch, tokens, vocabulary] of what left the last block, [batch, tokens, hidden size]."""
         given = hidden.to(self.device, self.dtype)
-        ids = torch.full(given.shape[:2], self._any_token, device=self.device)
+        ids = torch.full(given.shape[:2], self.any_token, device=self.device)
         self._here.instead = lambda _: given
         try:
             logits: torch.Tensor = self.model(ids, use_cache=False).logits
@@ -135,7 +170,8 @@ class ClientModel:
             raise BadInput(f"past_key_values of a swarm's model is a RemoteCache, not a {type(cache).__name__}")
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
             raise BadInput("a swarm's model takes an attention_mask of two dimensions, [batch, tokens]")
-        self._here.call = RemoteCall(cache, cache.get_seq_length() if cache is not None else 0, mask)
+        held = cache.get_seq_length() if cache is not None else 0
+        self._here.call = RemoteCall(cache, held, mask, given.get("position_ids"))
         # Without a session nothing is kept: a cache made by the model itself would count no tokens.
         return args, kwargs if cache is not None else {**kwargs, "use_cache": False}
 

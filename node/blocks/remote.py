@@ -91,11 +91,13 @@ class RemoteCall:
         cache: of the session; None for a forward pass that keeps nothing.
         position: tokens of a row that the session holds before this step.
         attention_mask: [batch, position + tokens], 0 at padding; None if nothing is padded.
+        position_ids: [batch or 1, tokens]; None counts on, padding included.
     """
 
     cache: RemoteCache | None
     position: int
     attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None = None
 
     @property
     def left_padding(self) -> tuple[int, ...] | None:
@@ -119,11 +121,18 @@ Remote = Callable[[torch.Tensor, RemoteCall], torch.Tensor]
 
 
 class RemoteBlocks(nn.Module):
-    """The one layer that stands where the blocks were."""
+    """The one layer that stands where the blocks were.
+
+    Attributes:
+        inner: the module that runs the blocks, so that what it has to learn is among the model's parameters.
+    """
+
+    inner: nn.Module | None
 
     def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], as_tuple: bool) -> None:
         super().__init__()
         self._run = run
+        self.inner = None
         self.as_tuple = as_tuple  # older decoders take `layer(...)[0]`, newer ones the tensor
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ afterwards: a configuration with fewer layers gives other layers in many archite
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,9 @@ from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging
 
+from ...protocols.ids import Span
 from ..errors import ModelError
+from .stack import strip
 from .weights import Weights
 
 _LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
@@ -83,13 +85,30 @@ class Skeleton:
     def set_blocks(self, blocks: nn.Module) -> None:
         setattr(self.decoder, self.list_name, blocks)
 
+    def keep_only(self, span: Span) -> list[nn.Module]:
+        """Takes all out of the model but the blocks of `span`, which it returns and which keep their numbers, and what
+        makes their positions and masks.
+        """
+        blocks = self.blocks[span.start : span.end]
+        strip(self.model, self.decoder_path, self.list_name)
+        self.model.all_tied_weights_keys = {}
+        self.set_blocks(BlockList(dict(zip(range(span.start, span.end), blocks, strict=True))))
+        return blocks
+
+    def parameter(self, block: int, name: str) -> str:
+        """The name in the whole model of what is called `name` in the block of this number."""
+        return f"{self._blocks_prefix}{block}.{name}"
+
     def block_of(self, parameter: str) -> int | None:
         """The number of the block that a parameter of this name belongs to, None if to none."""
-        prefix = f"{self.decoder_path}.{self.list_name}." if self.decoder_path else f"{self.list_name}."
-        if not parameter.startswith(prefix):
+        if not parameter.startswith(self._blocks_prefix):
             return None
-        number = parameter.removeprefix(prefix).partition(".")[0]
+        number = parameter.removeprefix(self._blocks_prefix).partition(".")[0]
         return int(number) if number.isdecimal() else None
+
+    @property
+    def _blocks_prefix(self) -> str:
+        return f"{self.decoder_path}.{self.list_name}." if self.decoder_path else f"{self.list_name}."
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
@@ -134,17 +153,28 @@ def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
         raise ModelError(f"{config.model_type!r} has cross-attention: petalnode serves decoder-only models")
 
 
-def fill(skeleton: Skeleton, weights: Weights, wanted: Callable[[int | None], bool], device: torch.device) -> None:
+def fill(
+    skeleton: Skeleton,
+    weights: Weights,
+    wanted: Callable[[int | None], bool],
+    device: torch.device,
+    there: Collection[str] = (),
+) -> None:
     """Loads the weights of every part for which `wanted(block number, or None outside the blocks)` is true.
 
-    Parts that are not wanted must have been taken out of the model before. A tensor that needs no conversion
-    stays memory-mapped.
+    Parts that are not wanted must have been taken out of the model before, and so must the parameters that `there`
+    names, which something else stands for. A tensor that needs no conversion stays memory-mapped. Once for a model:
+    a second time would leave its rotary frequencies undefined.
 
     Raises:
         ModelError: weights are missing, unexpected or of another shape; it names them.
     """
     model, mapping = skeleton.model, get_model_conversion_mapping(skeleton.model)
-    chosen = {name: weights.slice(key) for key, name, block in _places(skeleton, weights, mapping) if wanted(block)}
+    chosen = {
+        name: weights.slice(key)
+        for key, name, place in _places(skeleton, weights, mapping)
+        if wanted(skeleton.block_of(place)) and place not in there
+    }
     load = LoadStateDictConfig(
         dtype=skeleton.dtype,
         dtype_plan=model._get_dtype_plan(skeleton.dtype),
@@ -165,8 +195,10 @@ def fill(skeleton: Skeleton, weights: Weights, wanted: Callable[[int | None], bo
     model.eval()
 
 
-def _places(skeleton: Skeleton, weights: Weights, mapping: list[Any]) -> Iterator[tuple[str, str, int | None]]:
-    """Every key of the checkpoint that is the language model's: the key, its name there, its block."""
+def _places(skeleton: Skeleton, weights: Weights, mapping: list[Any]) -> Iterator[tuple[str, str, str]]:
+    """Every key of the checkpoint that is the language model's: the key, its name there, the parameter that it fills
+    (the first, if several).
+    """
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
     keys = weights.keys()
@@ -177,7 +209,7 @@ def _places(skeleton: Skeleton, weights: Weights, mapping: list[Any]) -> Iterato
             place, _ = rename_source_key(
                 name, renamings, converters, skeleton.model.base_model_prefix, skeleton.parameters
             )
-            yield key, name, skeleton.block_of(place)
+            yield key, name, place
 
 
 def _inner_name(key: str) -> str | None:

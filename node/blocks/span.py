@@ -12,14 +12,16 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...protocols.ids import Span
-from ..errors import BadInput, ModelError
+from ..errors import BadInput, MachineError, ModelError
+from ..models.progress import Progress, no_progress
+from ..models.quantisation import Quantisation, choose_quantisation
 from .attention import RaggedView, SessionView
 from .cache import BlockCacheSpec, SpanCache
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
 from .ragged import agrees_with_single_steps
-from .skeleton import BlockList, Skeleton, build, fill
-from .stack import BlockStack, strip
+from .skeleton import Skeleton, build, fill
+from .stack import BlockStack
 from .weights import Weights
 
 _UNBOUNDED_POSITIONS = 1 << 20  # architectures without a table or rotary range (alibi): a bound for sanity only
@@ -36,21 +38,26 @@ class BlockSpan:
         cache_bytes_per_token: attention cache of one token of one row, all blocks of the span.
         max_positions: tokens that the architecture can tell apart.
         supports_ragged: whether `decode` runs the sessions as one batch.
+        quantisation: how coarsely the weights are held.
+        stack: the blocks themselves, for passes without a cache.
+        can_backward: why these blocks give no gradients; None if they do.
     """
 
     def __init__(
         self, span: Span, num_blocks: int, stack: BlockStack, specs: Sequence[BlockCacheSpec],
-        config: PreTrainedConfig, dtype: torch.dtype, device: torch.device,
+        config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, quantisation: Quantisation,
     ) -> None:  # fmt: skip
         self.span = span
         self.num_blocks = num_blocks
         self.hidden_size = int(config.hidden_size)
         self.dtype = dtype
         self.device = device
+        self.quantisation = quantisation
         self.cache_bytes_per_token = sum(spec.values_per_token for spec in specs) * dtype.itemsize
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED_POSITIONS)
         self.supports_ragged = False
-        self._stack = stack
+        self.can_backward: str | None = None
+        self.stack = stack
         self._specs = tuple(specs)
 
     def make_cache(
@@ -102,7 +109,7 @@ class BlockSpan:
             padding = torch.tensor(cache.left_padding, device=self.device).unsqueeze(1)
             positions = (positions - padding).clamp(min=0)
             mask = (torch.arange(cache.length + tokens, device=self.device) >= padding).long()
-        output = self._stack.run(
+        output = self.stack.run(
             hidden.to(self.device, self.dtype), SessionView(cache), positions, mask, part=self._part(cache)
         )
         cache.advance(tokens)
@@ -143,7 +150,7 @@ class BlockSpan:
         each = [hidden.to(self.device, self.dtype) for hidden, _ in steps]
         together = each[0] if len(each) == 1 else torch.cat(each)
         positions = [max(cache.length - padding, 0) for cache in caches for padding in cache.left_padding]
-        output = self._stack.run(
+        output = self.stack.run(
             together,
             RaggedView(caches),
             torch.tensor(positions, device=self.device).unsqueeze(1),
@@ -170,39 +177,55 @@ class BlockSpan:
             raise ValueError(f"{hidden.shape[1]} more tokens do not fit: {cache.length} of {cache.max_length} are held")
 
 
-def load_span(folder: Path, span: Span, *, device: str = "auto", dtype: str = "auto") -> BlockSpan:
+def load_span(
+    folder: Path,
+    span: Span,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantisation: str = "none",
+    progress: Progress = no_progress,
+) -> BlockSpan:
     """Loads blocks `span` of the model in `folder`, and nothing else of it.
 
-    Weights whose dtype is not changed stay memory-mapped on CPUs.
+    Weights whose dtype is not changed stay memory-mapped on CPUs, and so do quantised ones. These are made block by
+    block when they are wanted for the first time, and kept in petalnode's cache.
 
     Args:
         device: auto, cpu, cuda, cuda:N or mps.
-        dtype: auto (the checkpoint's), float32, bfloat16 or float16.
+        dtype: auto (the checkpoint's), float32, bfloat16 or float16. Also what quantised blocks compute in.
+        quantisation: none, int8 or nf4, of the linear layers; norms, biases and routers stay as they are.
 
     Raises:
         ModelError: the folder is no model, is damaged or incomplete, or its architecture cannot be cut.
-        BadInput: the span lies outside the model; an unknown device or dtype.
-        MachineError: the device is not there.
+        BadInput: the span lies outside the model; an unknown device, dtype or quantisation.
+        MachineError: the device is not there, or holds no quantised blocks.
     """
+    quant = choose_quantisation(quantisation)
     config = read_config(folder)
     target = choose_device(device)
+    if quant != "none" and target.type not in ("cpu", "cuda"):
+        raise MachineError(f"--quant {quant} needs a CPU or a CUDA device, not {target.type}: add --device cpu")
     skeleton = build(config, choose_dtype(dtype, config))
     num_blocks = skeleton.num_blocks
     if span.end > num_blocks:
         raise BadInput(f"{folder} has blocks 0:{num_blocks}, so {span} cannot be served")
     with Weights(folder, num_blocks) as weights:
         windows = _windows(skeleton, span)
-        blocks = skeleton.blocks[span.start : span.end]
-        strip(skeleton.model, skeleton.decoder_path, skeleton.list_name)
-        skeleton.model.all_tied_weights_keys = {}
-        skeleton.set_blocks(BlockList(dict(zip(range(span.start, span.end), blocks, strict=True))))
+        blocks = skeleton.keep_only(span)
         _renumber(blocks, span.start)
-        fill(skeleton, weights, lambda block: block is not None and block in span, target)
+        there: set[str] = set()
+        if quant != "none":
+            from .quantised_blocks import Quantiser
+
+            quantiser = Quantiser(folder, weights, skeleton, target, quant, progress)
+            there = quantiser.replace(span, dict(zip(range(span.start, span.end), blocks, strict=True)))
+        fill(skeleton, weights, lambda block: block is not None and block in span, target, there)
     use_dots(blocks)
     _cut_config(skeleton.config, span, num_blocks)
     stack = BlockStack(skeleton.decoder, blocks)
     specs = _cache_specs(stack, skeleton, windows, target)
-    loaded = BlockSpan(span, num_blocks, stack, specs, skeleton.config, skeleton.dtype, target)
+    loaded = BlockSpan(span, num_blocks, stack, specs, skeleton.config, skeleton.dtype, target, quant)
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.
     chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
     loaded.supports_ragged = not chunked and not stack.depends_on_length and agrees_with_single_steps(loaded)

@@ -46,6 +46,9 @@ class BlockStack:
     """Runs hidden states through `blocks` by calling the decoder that owns them.
 
     Not thread-safe.
+
+    Attributes:
+        blocks: the modules, in their order.
     """
 
     def __init__(self, decoder: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
@@ -53,7 +56,7 @@ class BlockStack:
         self._takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
         self._implementation = decoder.config._attn_implementation
         self._rotaries = _growing_rotaries(decoder)
-        self._blocks = tuple(blocks)
+        self.blocks = tuple(blocks)
         self._as_tuple = False
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
@@ -68,10 +71,14 @@ class BlockStack:
         """
         return any(kind in ("dynamic", "longrope") for kind in _rotary_kinds(self._decoder.config))
 
+    def weight_storages(self) -> set[int]:
+        """Where the memory of the weights begins: what autograd keeps of them it does not copy."""
+        return {weight.untyped_storage().data_ptr() for block in self.blocks for weight in block.parameters()}
+
     def run(
         self,
         hidden: torch.Tensor,
-        cache: Cache,
+        cache: Cache | None,
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
@@ -81,6 +88,7 @@ class BlockStack:
         """What the last block makes of `hidden` [rows, tokens, hidden size].
 
         Args:
+            cache: None keeps nothing, and lets gradients through.
             position_ids: int64 [rows or 1, tokens].
             attention_mask: bool or int [rows, tokens held + new], 0 where there is padding.
             ragged: `cache` hands out one entry per session; one token per row.
@@ -94,7 +102,7 @@ class BlockStack:
         if ragged:
             config._attn_implementation = RAGGED
         # Idle blocks stay in the list, because decoders count per-layer settings by their place in it.
-        idle = [] if part is None else [block for index, block in enumerate(self._blocks) if index not in part]
+        idle = [] if part is None else [block for index, block in enumerate(self.blocks) if index not in part]
         for block in idle:
             block.forward = self._hand_on
         try:
@@ -102,7 +110,7 @@ class BlockStack:
                 inputs_embeds=hidden,
                 attention_mask=attention_mask,
                 past_key_values=cache,
-                use_cache=True,
+                use_cache=cache is not None,
                 **arguments,
             )
             output = self._output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import ModelError
 from ..models.checkpoint import Checkpoint
+from ..models.digests import part_digests
+from ..models.parts import Part
+from ..models.progress import Progress
 
 
 class Weights:
@@ -43,11 +47,23 @@ class Weights:
                 raise ModelError(f"{stored.file} cannot be read ({error}). Copy or download it again.") from error
         return self._files[name].get_slice(key)
 
+    def digests(self, blocks: Iterable[int], progress: Progress) -> Mapping[Part, bytes]:
+        """What identifies the weights of each block; read once and remembered."""
+        return part_digests(self._checkpoint, blocks, progress)
+
+    def nbytes(self, block: int) -> int:
+        """Bytes of the block's tensors in the files."""
+        return sum(tensor.nbytes for tensor in self._checkpoint.tensors(block))
+
+    def release(self) -> None:
+        """Closes the files until they are needed again, and so gives back the memory of what was read of them."""
+        self._files.clear()
+        self._open.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._files.clear()
-        self._open.close()
+        self.release()

@@ -41,15 +41,15 @@ def _root(
     pass
 
 
-_COMMANDS = ("demo", "serve", "chat", "status", "bootstrap")
+_COMMANDS = ("demo", "serve", "chat", "status", "bootstrap", "doctor", "swarm-key", "plan")
 
 
 def _register(arguments: list[str]) -> None:
     """Adds the command that is called, or all where none is: a server needs no chat in its memory."""
     called = [name for name in arguments[:1] if name in _COMMANDS]
     for name in called or _COMMANDS:
-        module = importlib.import_module(f".{name}", __package__)
-        app.command(name)(getattr(module, name))
+        function = name.replace("-", "_")
+        app.command(name)(getattr(importlib.import_module(f".{function}", __package__), function))
 
 
 def main() -> NoReturn:

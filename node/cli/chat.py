@@ -98,14 +98,12 @@ def chat(
 
 async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, saved: SavedChat | None) -> None:
     output = Output(join.json)
-    if not join.peers:
-        raise BadInput(
-            "which swarm? Give --peer MULTIADDR (every server prints its own), or try `petalnode demo` for a local one"
-        )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_in_thread, _import_generation)
         identity = saved.identity if saved is not None else None
         async with joined(join, output, role="chat", listens=False, identity=identity) as (swarm, _):
+            if join.identity is not None:
+                output.errors.print(f"the peer id of this client is {swarm.peer_id}", style="dim", markup=False)
             if model is None:
                 model = await _served_model(swarm)
             bars = ProgressBars(output.errors)

@@ -109,6 +109,7 @@ async def _server(
         *(sys.executable, "-m", "petalnode", "serve", DEFAULT_MODEL, "--blocks", str(span), "--peer", peer),
         *("--listen", "/ip4/127.0.0.1/tcp/0", "--identity", str(identity), "--until-eof", "--json"),
         *("--drain-timeout", "0"),  # nobody is left to move
+        *("--no-mdns", "--no-remember", "--relay", "off"),
     ]
     ready = _Ready()
     process = await trio.lowlevel.open_process(

@@ -18,12 +18,21 @@ import typer
 
 from ...crypto.canonical import digest
 from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity
-from ..errors import BadInput, MachineError
+from ...crypto.swarm_key import SwarmKeyError, load_swarm_key
+from ..errors import BadInput, MachineError, SwarmError
+from ..reach.limits import RelayLimits
+from ..swarm.remembered import memory_file
 from ..swarm.swarm import Swarm, SwarmConfig, open_swarm
 from .output import Output
+from .rates import parse_rate
 
 PEERS_VARIABLE = "PETALNODE_PEERS"
+MDNS_VARIABLE = "PETALNODE_MDNS"
+REMEMBER_VARIABLE = "PETALNODE_REMEMBER"
 _FIRST_PORT, _PORTS = 20000, 20000
+_HOW_TO_JOIN = (
+    "Give --peer MULTIADDR (every server prints its own), or try `petalnode demo` for a swarm on this machine"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,13 @@ class JoinOptions:
             help=f"A node to join through, /ip4/../tcp/../p2p/..; repeatable. Also {PEERS_VARIABLE}, comma-separated.",
         ),
     ] = None
-    new_swarm: Annotated[bool, typer.Option("--new-swarm", help="Join nobody: start a swarm of your own.")] = False
+    new_swarm: Annotated[
+        bool, typer.Option("--new-swarm", help="Join nobody, whoever is remembered or near: start a swarm of your own.")
+    ] = False
+    swarm_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The key of a private swarm (`petalnode swarm-key` makes one)."),
+    ] = None
     identity: Annotated[
         Path | None, typer.Option(metavar="FILE", help="This node's key; made if missing. Default: one per role.")
     ] = None
@@ -50,6 +65,26 @@ class JoinOptions:
     announce: Annotated[
         list[str] | None,
         typer.Option(metavar="MULTIADDR", help="Tell others to dial this (a forwarded port); repeatable."),
+    ] = None
+    relay: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|off|MULTIADDR",
+            help="Through whom others reach this node if they cannot dial it: any public node, none, or this one.",
+        ),
+    ] = "auto"
+    mdns: Annotated[
+        bool, typer.Option("--mdns/--no-mdns", envvar=MDNS_VARIABLE, help="Find nodes of this local network.")
+    ] = True
+    remember: Annotated[
+        bool,
+        typer.Option("--remember/--no-remember", envvar=REMEMBER_VARIABLE, help="Find peers of earlier runs."),
+    ] = True
+    max_upload: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Send no more than this per second, such as 10MB.")
+    ] = None
+    max_download: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Receive no more than this per second, such as 10MB.")
     ] = None
     log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "warning"
     json: Annotated[bool, typer.Option("--json", help="One JSON object per line on standard output.")] = False
@@ -67,6 +102,55 @@ class JoinOptions:
             return ()
         given = self.peer or os.environ.get(PEERS_VARIABLE, "").split(",")
         return tuple(address.strip() for address in given if address.strip())
+
+    @property
+    def psk(self) -> str | None:
+        """The private swarm's key, 64 hexadecimal digits; None for the public swarm.
+
+        Raises:
+            BadInput: the file cannot be read, or is no swarm key.
+        """
+        try:
+            return None if self.swarm_key is None else load_swarm_key(self.swarm_key)
+        except SwarmKeyError as error:
+            raise BadInput(str(error)) from error
+
+    @property
+    def searches(self) -> bool:
+        """Whether a swarm can be found without a peer's address."""
+        return not self.new_swarm and (self.mdns or self.remember)
+
+    @property
+    def places(self) -> str:
+        """Where that is looked for, for a person."""
+        ways = {"peers of earlier runs": self.remember, "nodes on this network": self.mdns}
+        return " and ".join(way for way, open_ in ways.items() if open_)
+
+    def config(self, identity: Identity, *, listens: bool, data_dir: Path, relay_limits: RelayLimits) -> SwarmConfig:
+        """What the options say, for a node with this identity, which listens or is a client.
+
+        Raises:
+            BadInput: an option makes no sense.
+        """
+        peers, psk = self.peers, self.psk
+        if not listens and not peers and not self.searches:
+            raise BadInput(f"which swarm? {_HOW_TO_JOIN}")
+        listen = tuple(self.listen or ())
+        return SwarmConfig(
+            identity=identity,
+            listen=listen or ((f"/ip4/0.0.0.0/tcp/{kept_port(identity)}",) if listens else ()),
+            announce=tuple(self.announce or ()),
+            peers=peers,
+            psk=psk,
+            serve_dht=listens,
+            relay=self.relay,
+            relay_limits=relay_limits,
+            # A client that is told of a peer needs no other.
+            mdns=self.mdns and not self.new_swarm and (listens or not peers),
+            remembered=memory_file(data_dir, psk) if self.remember and not self.new_swarm else None,
+            max_upload=parse_rate(self.max_upload, "--max-upload"),
+            max_download=parse_rate(self.max_download, "--max-download"),
+        )
 
 
 def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
@@ -100,34 +184,38 @@ def _level(name: str) -> int:
 
 @asynccontextmanager
 async def joined(
-    join: JoinOptions, output: Output, *, role: str, listens: bool, identity: Identity | None = None
+    join: JoinOptions,
+    output: Output,
+    *,
+    role: str,
+    listens: bool,
+    identity: Identity | None = None,
+    relay_limits: RelayLimits | None = None,
 ) -> AsyncIterator[tuple[Swarm, Identity]]:
     """The node on its swarm, with the identity of its role (for roles that do not listen: the one given, or a new one).
+
+    A node that does not listen is of no use alone, so for it somebody has to answer.
 
     Raises:
         BadInput, SwarmError, MachineError: an address is wrong, nobody answers, the port or the identity is taken.
     """
+    data_dir = platformdirs.user_data_path("petalnode", appauthor=False)
     with ExitStack() as stack:
         try:
             if listens or join.identity is not None:
-                identity = stack.enter_context(
-                    held_identity(join.identity, role, platformdirs.user_data_path("petalnode", appauthor=False))
-                )
+                identity = stack.enter_context(held_identity(join.identity, role, data_dir))
             elif identity is None:
                 identity = Identity.generate()
         except IdentityLocked as error:
             raise MachineError(str(error)) from error
         except IdentityError as error:
             raise BadInput(str(error)) from error
-        listen = tuple(join.listen or ())
-        config = SwarmConfig(
-            identity=identity,
-            listen=listen or ((f"/ip4/0.0.0.0/tcp/{kept_port(identity)}",) if listens else ()),
-            announce=tuple(join.announce or ()),
-            peers=join.peers,
-            serve_dht=listens,
-        )
-        async with _opened(config, fallback=listens and not listen) as swarm:
+        config = join.config(identity, listens=listens, data_dir=data_dir, relay_limits=relay_limits or RelayLimits())
+        if not join.peers and join.searches:
+            output.errors.print(f"looking for a swarm: {join.places} ...", style="dim", markup=False)
+        async with _opened(config, fallback=listens and not join.listen) as swarm:
+            if not listens and swarm.joined is None:
+                raise SwarmError(f"no swarm was found, looking for {join.places}. {_HOW_TO_JOIN}")
             yield swarm, identity
 
 

@@ -7,13 +7,18 @@ from typing import Annotated, Any
 import trio
 import typer
 
+from ...crypto.identity import peer_id_to_bytes
 from ...protocols.ids import Span
 from ..errors import BadInput
+from ..models.quantisation import choose_quantisation
 from ..models.sources import DEFAULT_MODEL
+from ..reach.limits import RelayLimits
 from ..server.server import ServerOptions, run_server
 from .join import JoinOptions, joined, joins_swarm
 from .output import Output, ProgressBars
+from .relay_options import RelayCircuits, RelayRate, RelayReservations, relay_limits
 from .signals import StopSignal
+from .whereabouts import how_joined, how_joined_json, join_by, tell_reachability
 
 STOP_GRACE = 10.0
 """Seconds for the goodbyes of a server that was ready; before that there is nothing to end in order."""
@@ -26,6 +31,9 @@ def serve(
     num_blocks: Annotated[int | None, typer.Option(help="Host this many, those most in need.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")] = "auto",
+    quant: Annotated[
+        str, typer.Option(metavar="none|int8|nf4", help="How coarsely to hold the weights, in less memory.")
+    ] = "none",
     cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Attention cache, in tokens through all blocks here.")
     ] = None,
@@ -36,6 +44,13 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0, metavar="S", help="When told to stop, give sessions so long to move elsewhere.")
     ] = 30.0,
+    relay_reservations: RelayReservations = None,
+    relay_circuits: RelayCircuits = None,
+    relay_rate: RelayRate = None,
+    allow_client: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PEER", help="Serve only this client (`chat --identity FILE` prints its id); repeatable."),
+    ] = None,
     until_eof: Annotated[
         bool, typer.Option("--until-eof", help="Stop when standard input ends: for programs that start servers.")
     ] = False,
@@ -49,17 +64,20 @@ def serve(
         num_blocks=num_blocks,
         device=device,
         dtype=dtype,
+        quant=choose_quantisation(quant),
         cache_tokens=cache_tokens,
         throughput=_throughput(throughput),
         name=name,
         drain_timeout=drain_timeout,
+        allow_clients=_clients(allow_client),
     )
     if blocks is not None and num_blocks is not None:
         raise BadInput("--blocks says which blocks, --num-blocks how many: give one of them")
-    trio.run(_serve, options, join, until_eof)
+    limits = relay_limits(relay_reservations, relay_circuits, relay_rate)
+    trio.run(_serve, options, join, limits, until_eof)
 
 
-async def _serve(options: ServerOptions, join: JoinOptions, until_eof: bool) -> None:
+async def _serve(options: ServerOptions, join: JoinOptions, limits: RelayLimits, until_eof: bool) -> None:
     output = Output(join.json)
     bars = ProgressBars(output.console)
     stop = StopSignal()
@@ -73,8 +91,10 @@ async def _serve(options: ServerOptions, join: JoinOptions, until_eof: bool) -> 
         elif event == "ready":
             ready = True
             bars.stop()
-            _say_ready(output, fields)
-            output.emit(event="ready", **fields)
+            _say_ready(output, join, fields)
+            output.emit(event="ready", **fields, joined=how_joined_json(swarm.joined))
+            commands = [f"petalnode {command} {fields['model']}" for command in ("serve", "chat")]
+            nursery.start_soon(tell_reachability, swarm, join, output, commands)
         elif event == "stopping":
             sessions = fields["sessions"]
             moving = f", when {sessions} sessions have moved to other servers (again Ctrl-C: at once)"
@@ -95,29 +115,31 @@ async def _serve(options: ServerOptions, join: JoinOptions, until_eof: bool) -> 
         if until_eof:
             nursery.start_soon(stop.watch_stdin)
         with cancelled:
-            async with joined(join, output, role="serve", listens=True) as (swarm, identity):
-                if join.peers:
-                    output.say(f"joined the swarm of {', '.join(join.peers)}")
-                else:
-                    output.say("no --peer was given: starting a swarm of its own")
+            async with joined(join, output, role="serve", listens=True, relay_limits=limits) as (swarm, identity):
+                output.say(how_joined(join, swarm.joined))
                 await run_server(swarm, identity, options, on_event, bars, stop.event)
         nursery.cancel_scope.cancel()
     raise typer.Exit(stop.exit_code)
 
 
-def _say_ready(output: Output, fields: dict[str, Any]) -> None:
+def _say_ready(output: Output, join: JoinOptions, fields: dict[str, Any]) -> None:
     start, end = fields["blocks"]
     output.say(
         f"ready after {fields['seconds']:.1f} s: blocks {start}:{end} of {fields['num_blocks']} of {fields['model']}, "
-        f"{fields['dtype']} on {fields['device']}, {fields['throughput']:.1f} steps/s, "
+        f"{_held(fields)} on {fields['device']}, {fields['throughput']:.1f} steps/s, "
         f"{fields['cache_tokens']} cache tokens"
     )
     if fields["addrs"]:
-        address = fields["addrs"][0]
-        output.say(f"to serve with it:  petalnode serve {fields['model']} --peer {address}")
-        output.say(f"to talk to it:     petalnode chat {fields['model']} --peer {address}")
+        how = join_by(join, fields["addrs"][0])
+        output.say(f"to serve with it:  petalnode serve {fields['model']} {how}")
+        output.say(f"to talk to it:     petalnode chat {fields['model']} {how}")
         for other in fields["addrs"][1:]:
             output.say(f"also reachable at: {other}")
+
+
+def _held(fields: dict[str, Any]) -> str:
+    quantisation, dtype = fields["quantisation"], str(fields["dtype"])
+    return dtype if quantisation == "none" else f"{quantisation} weights in {dtype}"
 
 
 def _span(text: str | None) -> Span | None:
@@ -127,6 +149,17 @@ def _span(text: str | None) -> Span | None:
         return Span.parse(text)
     except ValueError as error:
         raise BadInput(f"--blocks {text}: {error}") from None
+
+
+def _clients(peers: list[str] | None) -> tuple[str, ...]:
+    for peer in peers or ():
+        try:
+            peer_id_to_bytes(peer)
+        except ValueError:
+            raise BadInput(
+                f"--allow-client {peer}: this is no peer id; `petalnode chat --identity FILE` prints that of a client"
+            ) from None
+    return tuple(peers or ())
 
 
 def _throughput(text: str) -> float | None:

@@ -13,9 +13,10 @@ from rich.text import Text
 
 from ...protocols.announcement import Announcement, ServerState
 from ..client.routing import describe_blocks
-from ..errors import BadInput, SwarmError
+from ..errors import SwarmError
 from .join import JoinOptions, joined, joins_swarm
 from .output import Output
+from .relays import known_relays, relay_lines
 
 _BAR_WIDTH = 60
 
@@ -32,8 +33,6 @@ def status(
 
 async def _status(model: str | None, join: JoinOptions) -> None:
     output = Output(join.json)
-    if not join.peers:
-        raise BadInput("whose status? Give --peer MULTIADDR (every server prints its own when it starts)")
     async with joined(join, output, role="status", listens=False) as (swarm, _):
         view = await swarm.refresh(timeout=5)
         models = {
@@ -44,15 +43,21 @@ async def _status(model: str | None, join: JoinOptions) -> None:
         if not models:
             which = "any model" if model is None else model
             raise SwarmError(f"nobody in this swarm serves {which} (yet)")
+        relays = await known_relays(swarm)
         for version, (name, num_blocks) in sorted(models.items(), key=lambda item: item[1]):
             servers = sorted(view.servers(version, now=time.time()), key=lambda each: (each.span, each.peer_id))
             coverage = coverage_of(servers, num_blocks)
-            output.emit(**_as_json(name, version, num_blocks, servers, coverage))
+            output.emit(
+                **_as_json(name, version, num_blocks, servers, coverage), relays=[each.as_json() for each in relays]
+            )
             if not join.json:
                 output.console.print(_table(name, version, num_blocks, servers))
                 missing = [block for block, count in enumerate(coverage) if not count]
                 if missing:
                     output.say(f"nobody serves {describe_blocks(missing)}: no answers until somebody does", style="red")
+        if not join.json:
+            for line in relay_lines(relays):
+                output.say(line)
 
 
 def coverage_of(servers: Sequence[Announcement], num_blocks: int) -> list[int]:

@@ -23,6 +23,7 @@ from .routing import Candidate, Hop, cheapest_chain, second_best
 from .saved_session import SavedSession
 from .server_session import HopTiming, InferenceStream, SessionSpec
 from .session import ClientSession
+from .work_pool import WorkPool
 
 BANDWIDTH_BYTES: Final = 1 << 16
 """Steps below this say more of the round trip than of the bandwidth."""
@@ -101,7 +102,7 @@ async def open_client(
 
 
 class SwarmClient:
-    """Opens sessions of one model; made by `open_client`."""
+    """Opens sessions of one model, and runs batches without a cache (`works`); made by `open_client`."""
 
     def __init__(
         self,
@@ -120,6 +121,7 @@ class SwarmClient:
         self._rtts: dict[str, tuple[float, float]] = {}
         self._suspects: dict[str, float] = {}
         self._seconds_per_byte: dict[str, float] = {}
+        self.works = WorkPool(self)
 
     @property
     def peer_id(self) -> str:
@@ -175,9 +177,9 @@ class SwarmClient:
         else:
             self._rtts[peer_id] = (rtt, trio.current_time())
 
-    def suspect(self, peer_id: str) -> None:
-        """Notes that a server failed: others are preferred for a while."""
-        self._suspects[peer_id] = trio.current_time() + SUSPECT_SECONDS
+    def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
+        """Notes that a server failed or said no: others are preferred for so long."""
+        self._suspects[peer_id] = max(self._suspects.get(peer_id, 0.0), trio.current_time() + seconds)
 
     def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
         """Learns a server's bandwidth from what is left of a large step after its computing and its round trip."""
@@ -205,7 +207,7 @@ class SwarmClient:
         try:
             return cheapest_chain(candidates, spec.span, model_name=self.model.name, **self._demand(spec))
         except NoChainError as error:
-            raise self._explained(error, bool(candidates)) from None
+            raise self.explained(error, bool(candidates)) from None
 
     async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
         """The best servers for the blocks of one hop of a running session, without that hop's own.
@@ -229,7 +231,8 @@ class SwarmClient:
             "pushed": spec.push,
         }
 
-    def _explained(self, error: NoChainError, any_server: bool) -> NoChainError:
+    def explained(self, error: NoChainError, any_server: bool) -> NoChainError:
+        """The same error, or a better one if the swarm serves other models only."""
         models = self.swarm.view.models(now=time.time())
         others = {name for version, (name, _) in models.items() if version != self.model.version}
         if any_server or not others:
@@ -240,18 +243,24 @@ class SwarmClient:
             error.missing,
         )
 
-    async def connect(self, hop: Hop) -> InferenceStream:
-        """A stream to the server of `hop`.
+    async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
+        """A stream to the server of `hop`; with `direct`, only on a connection that there is, without a relay.
 
         Raises:
             ServerFailed: it cannot be reached.
         """
         try:
-            return await self.swarm.new_stream(hop.peer_id, INFERENCE, wire.InferenceFrame, timeout=OPEN_TIMEOUT)
+            return await self.swarm.new_stream(
+                hop.peer_id, INFERENCE, wire.InferenceFrame, timeout=OPEN_TIMEOUT, direct=direct
+            )
         except PeerError as error:
             raise ServerFailed(
                 f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}", hop.peer_id
             ) from error
+
+    def watch_direct(self, peer_id: str) -> trio.Event:
+        """Set when there is a connection to this peer without a relay."""
+        return self.swarm.watch_direct(peer_id)
 
     def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
         """Runs `function` in the background for as long as the client lives."""

@@ -11,7 +11,7 @@ from typing import Final
 REFRESH_TIMEOUT: Final = 5.0
 """For peers to say which servers they know."""
 RTT_TIMEOUT: Final = 3.0
-"""For an answer to a ping. Who takes longer is no server for a chain."""
+"""For an answer to a ping, connection included. Who takes longer is no server for a chain."""
 RTT_LIFETIME: Final = 60.0
 """After which a round trip is measured anew before a route is made."""
 OPEN_TIMEOUT: Final = 10.0
@@ -28,25 +28,61 @@ RETRY_INTERVAL: Final = 0.5
 """Between two looks."""
 SUSPECT_SECONDS: Final = 15.0
 """For which a server that failed is a last resort only."""
+PATH_KEEP: Final = 15.0
+"""For which servers are asked to keep a session whose stream was lost. Whoever needs the cache gets it before."""
+KEEP_GRACE: Final = 5.0
+"""By which a server may notice a loss later than the client."""
+MOVE_TIMEOUT: Final = 3.0
+"""For a session to change to another stream between two steps, while the old one lives."""
+MOVE_RETRY: Final = 20.0
+"""After which that is tried again where it has failed."""
+NOT_ALLOWED_SECONDS: Final = 600.0
+"""For which a server whose owner has not listed this client is a last resort only."""
 STANDBY_POLL: Final = 0.05
 """Between two looks whether a standby has overtaken a late server."""
 STANDBY_RETRY: Final = 30.0
 """After which a standby is tried again where none could be had."""
 PUSH_PATIENCE: Final = 2.0
-"""After which a step that a server was pushed is sent by the client too. Harmless when it was not lost: a repeated
+"""At least, until a step that a server was pushed is sent by the client too. Harmless when it was not lost: a repeated
 step is answered once."""
+PUSH_RETRY: Final = 60.0
+"""After which two servers between which a push was lost may push again."""
 
 SLOW_FACTOR: Final = 10.0
 SLOW_AT_LEAST: Final = 1.0
 SLOW_AT_FIRST: Final = 15.0
+POOR_BYTES_PER_SECOND: Final = 1 << 19
+"""Of a line through a busy relay, where none was measured."""
 
 
-def patience(usual: float | None, tokens: int) -> float:
+def patience(usual: float | None, tokens: int, nbytes: int, round_trip: float) -> float:
     """Seconds after which the answer to a step of `tokens` positions is late, and a standby is prepared.
 
-    Ten times what the server usually takes (`usual`, seconds per position), but at least a second; 15 s while nothing
-    is known of its speed.
+    Ten times what such a step usually takes, but at least a second: `round_trip`, and `usual` for each position beyond
+    that (both in seconds). While nothing is known of the server's speed, 15 s and what `nbytes` take there and back on
+    a poor line.
     """
     if usual is None:
-        return SLOW_AT_FIRST
-    return max(SLOW_AT_LEAST, SLOW_FACTOR * usual * tokens)
+        return SLOW_AT_FIRST + 2 * nbytes / POOR_BYTES_PER_SECOND
+    return max(SLOW_AT_LEAST, SLOW_FACTOR * (round_trip + usual * tokens))
+
+
+def push_patience(round_trip: float, nbytes: int) -> float:
+    """Seconds after which a step of `nbytes` that one server should have pushed to the next is taken for lost.
+
+    The client does not know the way between the servers, and makes room for one that is a few times as long as its own
+    to the second of them (`round_trip`, in seconds).
+    """
+    return PUSH_PATIENCE + 4 * min(round_trip, 1.0) + nbytes / POOR_BYTES_PER_SECOND
+
+
+WORK_FACTOR: Final = 10.0
+WORK_AT_LEAST: Final = 60.0
+
+
+def work_patience(usual: float) -> float:
+    """Seconds for the answer to one micro-batch that should take `usual` seconds there.
+
+    Chats and other clients' micro-batches go before it, so a long time says little: ten times that, and a minute.
+    """
+    return WORK_AT_LEAST + WORK_FACTOR * usual

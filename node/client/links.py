@@ -1,4 +1,4 @@
-"""The links of a session's chain: one server each, with the inputs that made its cache, and perhaps a standby."""
+"""The links of a session's chain: one server each, with the inputs that made its cache, a tether, perhaps a standby."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import trio
 
-from ..errors import SwarmError
+from ..errors import ServerFailed, SwarmError, unwrapped
 from .history import History, Input, merged
-from .server_session import ServerSession
+from .router import Router
+from .routing import Hop
+from .server_session import ServerSession, SessionSpec
+from .tether import Tether
 
 
 class HistoryLost(SwarmError):
@@ -18,16 +21,20 @@ class HistoryLost(SwarmError):
 
 @dataclass(eq=False)
 class Link:
-    """One server of the chain, and the inputs that made its cache. `usual`: seconds per token of its last answers."""
+    """One server of the chain, and the inputs that made its cache.
+
+    `usual`: seconds that its last answers took per token, beyond the round trip. `tether`: once it is in the chain.
+    """
 
     server: ServerSession
     history: History = field(default_factory=History)
     usual: float | None = None
     standby: Standby | None = None
+    tether: Tether | None = None
     no_standby_until: float = 0.0
 
     def note(self, tokens: int) -> None:
-        taken = self.server.timing.total / tokens
+        taken = max(0.0, self.server.timing.total - self.server.round_trip) / tokens
         self.usual = taken if self.usual is None else 0.8 * self.usual + 0.2 * taken
 
 
@@ -81,8 +88,47 @@ async def catch_up(link: Link, standby: Standby, route_epoch: int) -> int:
     return sum(each.chunk.tokens for each in todo)
 
 
+async def open_links(
+    router: Router, spec: SessionSpec, route: Sequence[Hop], route_epoch: int, links: list[Link]
+) -> None:
+    """Opens a session at every server of `route`, side by side. `links` then has those that must be closed.
+
+    Raises:
+        ServerFailed: one of them cannot be reached or refuses.
+    """
+    opened: dict[Hop, Link] = {}
+
+    async def open_one(index: int, hop: Hop) -> None:
+        stream = await router.connect(hop)
+        server = ServerSession(stream, hop, spec, router.peer_id)
+        opened[hop] = Link(server)
+        await server.open(
+            route_epoch,
+            upstream=route[index - 1].peer_id if index else None,
+            downstream=route[index + 1].peer_id if spec.push and index + 1 < len(route) else None,
+        )
+
+    try:
+        with unwrapped(ServerFailed):
+            async with trio.open_nursery() as nursery:
+                for index, hop in enumerate(route):
+                    nursery.start_soon(open_one, index, hop)
+    finally:
+        links.extend(opened[hop] for hop in route if hop in opened)
+
+
 async def close_links(links: Sequence[Link]) -> None:
     """Ends the sessions of `links`, side by side. Never raises."""
     async with trio.open_nursery() as nursery:
         for link in links:
+            if link.tether is not None:
+                link.tether.cancel()
             nursery.start_soon(link.server.close)
+
+
+async def leave_links(links: Sequence[Link]) -> None:
+    """Leaves the sessions of `links` at their servers. Never raises."""
+    for link in links:
+        if link.tether is not None:
+            link.tether.cancel()
+        await link.server.leave()

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import nn
 
-from ...crypto.identity import Identity
 from ...protocols.ids import Span
-from ..blocks.client import ClientModel, load_client
 from ..blocks.remote import RemoteCache, RemoteCall
 from ..errors import BadInput
-from ..models import Progress, resolve
+from ..models import Progress
 from ..models.progress import no_progress
-from ..swarm.swarm import SwarmConfig, open_swarm
-from .core import SwarmClient, identify_model, open_client
+from .connected import Opened, open_model
 from .inference_session import InferenceSession
-from .remote import RemoteSequential
-from .runtime import TrioThread
+from .remote import RemoteSequential, Surroundings, around_here, surroundings
 
 DEFAULT_GENERATED_LENGTH = 20
 """What transformers generates when nobody says how much."""
@@ -40,6 +37,7 @@ class AutoDistributedModelForCausalLM:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         revision: str | None = None,
+        swarm_key: str | os.PathLike[str] | None = None,
         allowed_servers: Collection[str] | None = None,
         blocked_servers: Collection[str] | None = None,
         request_timeout: float | None = None,
@@ -53,6 +51,7 @@ class AutoDistributedModelForCausalLM:
             initial_peers: multiaddrs of nodes to join through; by default PETALNODE_PEERS, comma-separated.
             dtype: of the local part and of what travels; "auto" is the checkpoint's.
             device: of the local part; None is the CPU.
+            swarm_key: of a private swarm: its file, or its 64 hexadecimal digits.
             allowed_servers, blocked_servers: peer ids to use only, or never.
             request_timeout: seconds that a server may take for one step.
             wait: while no chain of servers covers the model, wait for one instead of raising.
@@ -62,67 +61,62 @@ class AutoDistributedModelForCausalLM:
             BadInput: an argument that makes no sense, such as a peer address with a typo.
             SwarmError: no peer answers.
         """
-        peers = initial_peers
-        if peers is None:
-            peers = [each for each in os.environ.get("PETALNODE_PEERS", "").split(",") if each.strip()]
-        if isinstance(peers, str):
-            raise BadInput("initial_peers takes a list of multiaddrs, not one string")
-        if not peers:
-            raise BadInput("which swarm? Give initial_peers=[...] or set PETALNODE_PEERS")
-        folder = resolve(model, need="client", progress=progress, revision=revision)
-        dtype_text = str(dtype).removeprefix("torch.")
-        local = load_client(folder.path, device="cpu" if device is None else str(device), dtype=dtype_text)
-        config = SwarmConfig(identity=Identity.generate(), listen=(), peers=tuple(peers), serve_dht=False)
-
-        @asynccontextmanager
-        async def resource() -> AsyncIterator[SwarmClient]:
-            async with open_swarm(config) as swarm:
-                identified = await identify_model(swarm, folder, progress)
-                async with open_client(
-                    swarm, identified, allowed=allowed_servers or (), blocked=blocked_servers or ()
-                ) as client:
-                    yield client
-
-        runtime = TrioThread(resource)
-        return DistributedModelForCausalLM(
-            local, runtime, folder.num_blocks, wait=wait, request_timeout=request_timeout, path=folder.path
+        opened = open_model(
+            model,
+            initial_peers=initial_peers,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            swarm_key=swarm_key,
+            allowed_servers=allowed_servers,
+            blocked_servers=blocked_servers,
+            progress=progress,
         )
+        return DistributedModelForCausalLM(opened, wait=wait, request_timeout=request_timeout)
 
 
-class DistributedModelForCausalLM:
-    """A causal language model with its blocks in the swarm.
+class DistributedModel:
+    """A model of transformers with its blocks in the swarm: what all kinds of them share.
 
-    `generate`, calling it, `config` and everything else behave as in transformers: what this class does not define
-    is the local transformers model's (`transformers_model`), which holds embeddings, final norm and head. A context
-    manager; a process that forgets to close it exits cleanly all the same.
+    Calling it, `config`, `parameters` and everything else behave as in transformers: what this class does not define is
+    the local transformers model's (`transformers_model`), which holds all but the blocks. Gradients go back through the
+    swarm; nothing has them at first, so set `requires_grad_()` on what you train. The servers' blocks never change and
+    have no dropout. A context manager; a process that forgets to close it exits cleanly all the same.
+
+    Attributes:
+        remote_blocks: all blocks. Another module may be put in their place, which takes and returns hidden states:
+            `model.remote_blocks = nn.Sequential(blocks[:10], MyAdapter(), blocks[10:])`. Its parameters are among the
+            model's then.
+        num_blocks, hidden_size: of the whole model.
+        any_token: a token id that is not the padding's.
+        labels_are_tokens: whether `labels` has an entry for each of `input_ids`.
     """
 
+    labels_are_tokens = False
+
     def __init__(
-        self,
-        local: ClientModel,
-        runtime: TrioThread[SwarmClient],
-        num_blocks: int,
-        *,
-        wait: bool,
-        request_timeout: float | None,
-        path: Path,
+        self, opened: Opened, transformers_model: Any, *, wait: bool = False, request_timeout: float | None = None
     ) -> None:
-        self.transformers_model = local.model
-        self.remote_blocks = RemoteSequential(runtime, Span(0, num_blocks), wait=wait, step_timeout=request_timeout)
-        self.path = path
-        self._local = local
-        self._runtime = runtime
+        self.transformers_model = transformers_model
+        self.path = opened.path
+        self.num_blocks = opened.local.num_blocks
+        self.hidden_size = opened.local.hidden_size
+        self.any_token = opened.local.any_token
+        self._local = opened.local
+        self._runtime = opened.runtime
         self._wait = wait
         self._request_timeout = request_timeout
-        self._active: list[InferenceSession] = []
-        local.bind(self._run_blocks)
+        blocks = Span(0, opened.local.num_blocks)
+        self._blocks = RemoteSequential(self._runtime, blocks, wait=wait, step_timeout=request_timeout)
+        self._local.layer.inner = self._blocks
+        self._local.bind(self._run_blocks)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "transformers_model" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.transformers_model, name)
 
-    def __enter__(self) -> DistributedModelForCausalLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -134,11 +128,70 @@ class DistributedModelForCausalLM:
         """Closes all sessions and leaves the swarm. Safe to call twice."""
         self._runtime.close()
 
+    @property
+    def remote_blocks(self) -> Any:
+        return self._local.layer.inner
+
+    @remote_blocks.setter
+    def remote_blocks(self, blocks: nn.Module) -> None:
+        self._local.layer.inner = blocks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' forward, without a cache unless `past_key_values` or `use_cache=True` is given.
+
+        Batches may be padded at either side.
+        """
+        if kwargs.get("past_key_values") is None:
+            kwargs.setdefault("use_cache", False)
+        return self.transformers_model(*args, **kwargs)
+
+    @contextmanager
+    def prompted(
+        self, prompts: torch.Tensor, deep: torch.Tensor | None = None, *, starts: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """Within it, soft prompts stand in the place of some tokens of every row, in this thread.
+
+        Args:
+            prompts: [prefix, embedding size], in place of what the embeddings make of the first `prefix` tokens.
+            deep: [blocks, prefix, hidden], added to the first positions of what enters each block.
+            starts: [rows], the first token of each row that the prompts stand for; None is the first of all.
+        """
+        around = Surroundings(prompts=None if deep is None else deep.unsqueeze(1))
+        with self._local.prompted(prompts, starts), surroundings(around):
+            yield
+
+    def _run_blocks(self, hidden: torch.Tensor, call: RemoteCall) -> torch.Tensor:
+        """What stands in the local model instead of its blocks."""
+        if call.cache is not None:
+            return self._run_in_session(hidden, call, call.cache)
+        with surroundings(replace(around_here(), mask=call.attention_mask, positions=call.position_ids)):
+            output: torch.Tensor = self.remote_blocks(hidden)
+        return output
+
+    def _run_in_session(self, hidden: torch.Tensor, call: RemoteCall, cache: RemoteCache) -> torch.Tensor:
+        raise BadInput("this model keeps no cache: call it with use_cache=False")
+
+
+class DistributedModelForCausalLM(DistributedModel):
+    """A causal language model with its blocks in the swarm; see `DistributedModel`.
+
+    `generate` and calling it with `labels` behave as in transformers.
+    """
+
+    labels_are_tokens = True
+
+    def __init__(self, opened: Opened, *, wait: bool = False, request_timeout: float | None = None) -> None:
+        super().__init__(opened, opened.local.model, wait=wait, request_timeout=request_timeout)
+        self._active: list[InferenceSession] = []
+
     def inference_session(self, max_length: int) -> InferenceSession:
         """A session for up to `max_length` tokens a row. Within `with`, `generate` uses it by itself."""
         session = InferenceSession(
             self._runtime,
-            self.remote_blocks.span,
+            self._blocks.span,
             max_length,
             wait=self._wait,
             step_timeout=self._request_timeout,
@@ -156,15 +209,6 @@ class DistributedModelForCausalLM:
         if session in self._active:
             self._active.remove(session)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' forward, without a cache unless `past_key_values` or `use_cache=True` is given."""
-        if kwargs.get("past_key_values") is None:
-            kwargs.setdefault("use_cache", False)
-        return self.transformers_model(*args, **kwargs)
-
     @torch.no_grad()
     def generate(
         self, inputs: torch.Tensor | None = None, *, session: InferenceSession | None = None, **kwargs: Any
@@ -180,12 +224,20 @@ class DistributedModelForCausalLM:
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         if input_ids is None or input_ids.dim() != 2 or not input_ids.numel():
             raise BadInput("generate needs input_ids of shape [batch, tokens], with at least one token")
-        session = session or self.active_session
+        if kwargs.get("use_cache") is False:
+            return self.transformers_model.generate(input_ids, **kwargs)
+        if self.remote_blocks is not self._blocks:
+            raise BadInput(
+                "a session runs through the servers' blocks only, not through the modules that were put between them: "
+                "generate with use_cache=False"
+            )
+        # What stands for the first tokens of a row under prompts is not in their ids: no session may go on from it.
+        session = session or (None if self._local.is_prompted else self.active_session)
         if session is None:
             length = self._total_length(input_ids.shape[1], kwargs)
             with InferenceSession(
                 self._runtime,
-                self.remote_blocks.span,
+                self._blocks.span,
                 length,
                 wait=self._wait,
                 step_timeout=self._request_timeout,
@@ -217,20 +269,16 @@ class DistributedModelForCausalLM:
         total = kwargs.get("max_length") or getattr(config, "max_length", None)
         return max(int(total) if total else prompt + DEFAULT_GENERATED_LENGTH, prompt + 1)
 
-    def _run_blocks(self, hidden: torch.Tensor, call: RemoteCall) -> torch.Tensor:
-        """What stands in the local model instead of its blocks."""
+    def _run_in_session(self, hidden: torch.Tensor, call: RemoteCall, cache: RemoteCache) -> torch.Tensor:
         padding = call.left_padding or ()
         if padding and max(padding) >= call.position + hidden.shape[1]:
             raise BadInput("a row of the attention mask hides all of its tokens")
-        if call.cache is None:
-            with self.remote_blocks.inference_session(hidden.shape[1]) as session:
-                return session.step(hidden, left_padding=padding)
-        session = call.cache.session
+        session = cache.session
         if not isinstance(session, InferenceSession):
             raise BadInput("a cache belongs to a session here: use generate(), or inference_session() and its step()")
         if session.position > call.position:
             session.position = call.position
-        return session.step(hidden, reorder=call.cache.take_reorder() or (), left_padding=padding)
+        return session.step(hidden, reorder=cache.take_reorder() or (), left_padding=padding)
 
 
 def _shared(held: list[list[int]] | None, wanted: list[list[int]]) -> int:

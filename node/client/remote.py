@@ -2,23 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ...protocols.ids import Span
-from ..errors import BadInput
+from .autograd import RemotePass
 from .core import SwarmClient
 from .inference_session import InferenceSession
 from .runtime import TrioThread
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What the blocks of a model get beside hidden states; `prompts` are for all blocks of the model."""
+
+    mask: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    prompts: torch.Tensor | None = None
+
+
+_NOTHING = Surroundings()
+_AROUND: ContextVar[Surroundings] = ContextVar("surroundings", default=_NOTHING)
+
+
+def around_here() -> Surroundings:
+    """Those of the innermost `surroundings` that this thread is in."""
+    return _AROUND.get()
+
+
+@contextmanager
+def surroundings(around: Surroundings) -> Iterator[None]:
+    """Within it, remote blocks that are called in this thread without a mask of their own take this one."""
+    token = _AROUND.set(around)
+    try:
+        yield
+    finally:
+        _AROUND.reset(token)
+
+
 class RemoteSequential(nn.Module):
-    """Transformer blocks of a model that servers of the swarm hold; `blocks[3:7]` is a part of them.
+    """Transformer blocks of a model that servers of the swarm hold.
 
     Called with hidden states [batch, tokens, hidden], it returns what the blocks make of them, without keeping any
-    cache: the first token of each row is its first position.
+    cache: the first token of each row is its first position. Gradients go back through it to the hidden states and to
+    deep prompts; the blocks themselves have no parameters here and never change.
+
+    `blocks[3:7]` is a part of them, and iterating gives them one by one: what is between two blocks can be looked at
+    and changed, and a module of your own may stand there:
+
+        hidden = blocks[:10](hidden)
+        hidden = hidden + my_adapter(hidden)
+        hidden = blocks[10:](hidden)
+
+    A model runs with such a module if it is put in the place of its blocks:
+    `model.remote_blocks = nn.Sequential(blocks[:10], MyAdapter(), blocks[10:])`.
     """
 
     def __init__(
@@ -43,6 +85,9 @@ class RemoteSequential(nn.Module):
             span = Span(blocks.start, blocks.stop)
         return RemoteSequential(self._runtime, span, wait=self._wait, step_timeout=self._step_timeout)
 
+    def __iter__(self) -> Iterator[RemoteSequential]:
+        return (self[index] for index in range(len(self)))
+
     def extra_repr(self) -> str:
         return f"blocks {self.span}"
 
@@ -50,16 +95,38 @@ class RemoteSequential(nn.Module):
         """A session through these blocks only; see `InferenceSession`."""
         return InferenceSession(self._runtime, self.span, max_length, wait=self._wait, step_timeout=self._step_timeout)
 
-    def forward(self, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        prompts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """
         Args:
-            hidden: float [batch, tokens, hidden].
+            hidden: float [batch, tokens, hidden]; float32, float16 or bfloat16, any device.
+            attention_mask: [batch or 1, tokens], 0 at tokens that nothing attends to, wherever they are.
+            position_ids: [batch or 1, tokens]; by default each row counts from 0, padding included, as the models of
+                transformers do when they are called.
+            prompts: deep prompts, float [len(self), 1 or batch, prefix, hidden]: those of a block are added to the
+                first `prefix` positions of what enters it (Petals, NeurIPS 2023, appendix G).
+
+        Returns:
+            The same shape, dtype and device as `hidden`.
 
         Raises:
-            BadInput: a shape that is not that, or gradients are wanted.
-            SwarmError: no chain covers the blocks, or a server failed.
+            BadInput: a shape, dtype or value that cannot be sent.
+            SwarmError: no chain covers the blocks, or several servers failed.
         """
-        if hidden.dim() != 3:
-            raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
-        with self.inference_session(hidden.shape[1]) as session:
-            return session.step(hidden)
+        around = _AROUND.get()
+        if prompts is None and around.prompts is not None:
+            prompts = around.prompts[self.span.start : self.span.end]
+        run = RemotePass(
+            self._runtime,
+            self.span,
+            around.mask if attention_mask is None else attention_mask,
+            around.positions if position_ids is None else position_ids,
+            timeout=self._step_timeout,
+            wait=self._wait,
+        )
+        return run(hidden, prompts)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
 
+import trio
+
+from .deadlines import SUSPECT_SECONDS
 from .routing import Hop
 from .server_session import HopTiming, InferenceStream, SessionSpec
 
@@ -21,11 +24,14 @@ class Router(Protocol):
     async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
         """The best others for the blocks of one hop of `route`. Raises NoChainError."""
 
-    async def connect(self, hop: Hop) -> InferenceStream:
-        """A stream to the server of `hop`. Raises ServerFailed."""
+    async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
+        """A stream to the server of `hop`, with `direct` only on a connection without a relay. Raises ServerFailed."""
 
-    def suspect(self, peer_id: str) -> None:
-        """Notes that a server failed."""
+    def watch_direct(self, peer_id: str) -> trio.Event:
+        """Set when there is a connection to this peer without a relay."""
+
+    def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
+        """Notes that a server failed or said no: for so long it is asked only if nobody else is left."""
 
     def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
         """Hears of every answer, and how many bytes went both ways for it."""

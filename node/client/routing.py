@@ -3,7 +3,8 @@
 Petals (NeurIPS 2023, section 3.2) routes a session over the shortest path in a graph of servers and replans with D*
 Lite. Here the whole path is computed anew each time, exactly, in a few milliseconds: docs/routing.md.
 
-**Cost** of one request, in seconds. A message takes half a round trip. A chain c -> s1 -> s2 -> c costs
+**Cost** of one request, in seconds, with what one server takes as in planning/cost.py. A message takes half a round
+trip. A chain c -> s1 -> s2 -> c costs
 
     half(s1) + work(s1) + way(s1, s2) + work(s2) + half(s2)
 
@@ -26,7 +27,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as chained
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Final
 
 import numpy as np
@@ -34,14 +35,9 @@ from numpy.typing import NDArray
 
 from ...protocols.ids import Span
 from ..errors import NoChainError
+from ..planning import cost
+from ..planning.cost import bounded, one_way
 
-MAX_SECONDS: Final = 600.0
-"""No single time is taken for longer (NaN neither), nor for less than zero: others announce what they like."""
-MIN_BLOCK_SECONDS: Final = 1e-5
-"""No server is believed to compute a block in less."""
-MAX_QUEUE_DEPTH: Final = 1000
-LOAD_PER_WAITING: Final = 0.2
-"""Each waiting step makes a step so much longer: measured 0.1 to 0.24 with 3 to 15 others, run as one ragged batch."""
 NO_ROOM_SECONDS: Final = 1e7
 """Penalty of a server without cache: more than any chain of 4,096 blocks costs with the bounds above."""
 
@@ -138,12 +134,32 @@ def second_best(
     arriving = leaving = graph.half
     # The neighbour's own half of a way is the same for all, so it is left out.
     if hop_index > 0 and (before := by_peer.get(chain[hop_index - 1].peer_id)):
-        measured = _one_way([_measured(before, each) for each in servers])
-        arriving = np.minimum(graph.half, measured - _bounded([before.rtt]) / 2)
+        measured = one_way([_measured(before, each) for each in servers])
+        arriving = np.minimum(graph.half, measured - bounded([before.rtt]) / 2)
     if hop_index + 1 < len(chain) and (after := by_peer.get(chain[hop_index + 1].peer_id)):
-        measured = _one_way([_measured(each, after) for each in servers])
-        leaving = np.minimum(graph.half, measured - _bounded([after.rtt]) / 2)
+        measured = one_way([_measured(each, after) for each in servers])
+        leaving = np.minimum(graph.half, measured - bounded([after.rtt]) / 2)
     return _shortest(servers, wanted, graph, _measured_pairs(servers, graph), arriving, leaving)
+
+
+def chain_seconds(
+    chain: Sequence[Hop],
+    candidates: Sequence[Candidate],
+    *,
+    cache_tokens: int = 0,
+    tokens: int = 1,
+    token_bytes: int = 0,
+    pushed: bool = False,
+) -> float:
+    """What a request over `chain` is expected to take, as `cheapest_chain` reckons; all of its peers are candidates."""
+    by_peer = {each.peer_id: each for each in candidates}
+    servers = [by_peer[hop.peer_id] for hop in chain]
+    graph = _graph(servers, Span(chain[0].span.start, chain[-1].span.end), cache_tokens, tokens, token_bytes)
+    ways = graph.half[:-1] + graph.half[1:]
+    if pushed:
+        ways = np.minimum(ways, one_way([_measured(one, other) for one, other in pairwise(servers)]))
+    computing = graph.block @ np.array([len(hop.span) for hop in chain], float) + graph.hop.sum()
+    return float(graph.half[0] + computing + ways.sum() + graph.half[-1])
 
 
 @dataclass(frozen=True)
@@ -170,38 +186,26 @@ def _usable(candidates: Sequence[Candidate], wanted: Span, max_length: int) -> l
 
 
 def _graph(servers: Sequence[Candidate], wanted: Span, cache_tokens: int, tokens: int, token_bytes: int) -> _Graph:
-    length = np.array([len(each.span) for each in servers], float)
-    step = _bounded([each.step_seconds for each in servers])
-    speed = np.array([each.forward_tokens_per_second for each in servers], float)
-    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        prefill = np.where(speed > 0, tokens / speed, tokens * step)
-    waiting = np.clip(np.array([each.queue_depth for each in servers], float), 0, MAX_QUEUE_DEPTH)
-    compute = _bounded(_bounded(np.maximum(step, prefill)) * (1 + LOAD_PER_WAITING * waiting))
-    in_and_out = _bounded(2 * tokens * token_bytes * _bounded([each.seconds_per_byte for each in servers]))
+    computing = cost.span_seconds(
+        [each.step_seconds for each in servers],
+        [each.forward_tokens_per_second for each in servers],
+        [each.queue_depth for each in servers],
+        tokens,
+    )
+    in_and_out = cost.transfer_seconds(tokens, token_bytes, [each.seconds_per_byte for each in servers])
     full = np.array([each.cache_tokens_free < cache_tokens for each in servers], float)
     return _Graph(
         start=np.array([max(each.span.start, wanted.start) for each in servers], np.intp),
         end=np.array([min(each.span.end, wanted.end) for each in servers], np.intp),
-        half=_bounded([each.rtt for each in servers]) / 2,
-        hop=in_and_out + _bounded([each.penalty_seconds for each in servers]) + NO_ROOM_SECONDS * full,
-        block=np.maximum(compute / length, MIN_BLOCK_SECONDS),
+        half=bounded([each.rtt for each in servers]) / 2,
+        hop=in_and_out + bounded([each.penalty_seconds for each in servers]) + NO_ROOM_SECONDS * full,
+        block=cost.block_seconds(computing, [len(each.span) for each in servers]),
     )
-
-
-def _bounded(seconds: Sequence[float] | _Floats) -> _Floats:
-    """Times within 0 .. MAX_SECONDS; what is no number is the longest."""
-    return np.nan_to_num(np.clip(np.asarray(seconds, float), 0.0, MAX_SECONDS), nan=MAX_SECONDS)
 
 
 def _measured(sender: Candidate, receiver: Candidate) -> float:
     """Their round trip, NaN if it is not known. Nobody pushes to itself."""
     return math.nan if sender.peer_id == receiver.peer_id else sender.rtts.get(receiver.peer_id, math.nan)
-
-
-def _one_way(round_trips: Sequence[float] | _Floats) -> _Floats:
-    """Half of round trips between servers; what is no number was not measured, so it is infinite."""
-    values = np.asarray(round_trips, float)
-    return np.where(np.isfinite(values), np.clip(values, 0.0, MAX_SECONDS) / 2, np.inf)
 
 
 @dataclass(frozen=True)
@@ -229,7 +233,7 @@ def _measured_pairs(servers: Sequence[Candidate], graph: _Graph) -> _Pairs | Non
     index = {each.peer_id: number for number, each in enumerate(servers)}
     names = chained.from_iterable(each.rtts for each in servers)
     receiver = np.fromiter(map(index.get, names, repeat(-1)), np.intp, total)  # -1: not usable
-    seconds = _one_way(np.fromiter(chained.from_iterable(each.rtts.values() for each in servers), float, total))
+    seconds = one_way(np.fromiter(chained.from_iterable(each.rtts.values() for each in servers), float, total))
     seconds -= graph.half[receiver]
     sender = np.repeat(np.arange(len(servers)), measured)
     earliest = np.maximum(graph.start[sender] + 1, graph.start[receiver])

@@ -1,4 +1,4 @@
-"""The client's end of one stream to one server: sequence numbers, receipts, deadlines."""
+"""The client's end of one session at one server: sequence numbers, receipts, deadlines, one stream after another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import trio
 from ...crypto.identity import peer_id_to_bytes
 from ...crypto.receipts import NO_RECEIPT, Receipt
 from ...protocols import wire_pb2 as wire
-from ...protocols.framing import MessageStream, PeerError
+from ...protocols.framing import MessageStream, PeerError, ProtocolError
 from ...protocols.ids import PROTOCOL_VERSION, Span
 from ...protocols.inference import (
     EPOCH_BYTES,
@@ -24,7 +24,7 @@ from ...protocols.inference import (
 )
 from ...protocols.tensor_header import TensorError, all_finite, wire_nbytes
 from ..errors import ServerFailed
-from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
+from .deadlines import CLOSE_TIMEOUT, PATH_KEEP, SEND_TIMEOUT
 from .routing import Hop
 
 InferenceStream = MessageStream[wire.InferenceFrame]
@@ -37,8 +37,8 @@ _HASH_INLINE: Final = 64 * 1024
 class SessionSpec:
     """What a session is opened for. Timeouts in seconds.
 
-    `push` lets servers send their outputs to each other. `keep`: when the client is lost, servers keep the session for
-    so many seconds, and closing it leaves it there.
+    `push` lets servers send their outputs to each other. `keep`: closing the session leaves it at the servers for so
+    many seconds. (When only a stream is lost they keep it for a while in any case.)
     """
 
     model_version: bytes
@@ -94,12 +94,19 @@ class ServerRefused(ServerFailed):
         self.code = code
 
 
+class StreamLost(ServerFailed):
+    """The stream to a server has ended or nothing comes on it: the server's fault, or that of the way there."""
+
+
 class ServerSession:
-    """One granted session at one server.
+    """One granted session at one server, on one stream after another.
 
     Calls may be cancelled: an answer that nobody waits for any more is skipped when the next one is read.
 
     Attributes:
+        round_trip: seconds to the server and back, the least that was seen.
+        generation: grows with every stream that takes the place of another.
+        held: the sequence number of the last step that the server had done when the stream was changed.
         draining: the server has said that it will stop.
         pushed_steps: how many steps came to it from the server before it.
         bytes_sent, bytes_received: tensor bytes between this client and the server.
@@ -115,6 +122,9 @@ class ServerSession:
         self.pushed_steps = 0
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.round_trip = float("inf")
+        self.generation = 0
+        self.held = 0
         self._stream = stream
         self._spec = spec
         self._client = client
@@ -123,6 +133,8 @@ class ServerSession:
         self._sequence = 0
         self._answered = 0
         self._last_receipt = NO_RECEIPT
+        self._sent: tuple[int, InferenceStream] | None = None  # the last step that was sent, and on what
+        self._attempt = 0
 
     async def open(self, route_epoch: int, upstream: str | None, downstream: str | None) -> None:
         """Opens the session; the neighbours in the chain are told, so that streams between them can be made ready.
@@ -146,9 +158,9 @@ class ServerSession:
             downstream=peer_id_to_bytes(downstream) if downstream else b"",
             wait_ms=round(spec.cache_wait * 1000),
             activation_dtype=spec.dtype,
-            keep_ms=round(spec.keep * 1000),
+            keep_ms=round(max(spec.keep, PATH_KEEP) * 1000),
         )
-        await self._ask(wire.InferenceFrame(open=message), spec.cache_wait + SEND_TIMEOUT)
+        self._granted = await self._ask(self._stream, wire.InferenceFrame(open=message), spec.cache_wait + SEND_TIMEOUT)
 
     async def resume(self, epoch: bytes) -> int:
         """Takes up the session that an earlier process left there; returns how many tokens of a row it holds.
@@ -158,31 +170,80 @@ class ServerSession:
             ServerFailed: it does not answer, or answers nonsense.
         """
         message = wire.Resume(nonce=self.nonce, session_epoch=epoch)
-        granted = await self._ask(wire.InferenceFrame(resume=message), SEND_TIMEOUT)
+        granted = await self._ask(self._stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
         if granted.session_epoch != epoch:
             raise self._failed("it took up another session")
+        self._granted = granted
         self._sequence = self._answered = granted.sequence
         self._last_receipt = granted.last_receipt
         return granted.position
+
+    async def take_up(self, stream: InferenceStream) -> None:
+        """Goes on with the session on another stream, and ends the one before; on failure it is the other way round.
+
+        Answers that were lost with the old stream come again on the new one. A step that the server has not got
+        (`held` is below its number) has to be sent again.
+
+        Raises:
+            StreamLost: nothing came of it.
+            ServerRefused: the server does not hold the session any more.
+            ServerFailed: it does not go on where it was.
+        """
+        self._attempt += 1
+        message = wire.Resume(
+            nonce=self.nonce, session_epoch=self.epoch, answered=self._answered, attempt=self._attempt
+        )
+        try:
+            granted = await self._ask(stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
+            if granted.session_epoch != self.epoch or not self._answered <= granted.sequence <= self._sequence:
+                raise self._failed("it took up another session, or at another step")
+            if granted.sequence == self._answered and granted.last_receipt != self._last_receipt:
+                raise self._failed("its receipts do not follow each other")
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await stream.reset()
+            raise
+        before, self._stream = self._stream, stream
+        self.held = granted.sequence
+        self.generation += 1
+        await before.reset()
 
     @property
     def epoch(self) -> bytes:
         """The server's name of this session."""
         return self._granted.session_epoch
 
-    async def _ask(self, question: wire.InferenceFrame, timeout: float) -> wire.Granted:
+    @property
+    def kept(self) -> float:
+        """Seconds for which the server keeps the session when its stream is lost."""
+        return self._granted.keep_ms / 1000
+
+    @property
+    def direct(self) -> bool:
+        """Whether no relay is on the way to the server."""
+        return self._stream.direct
+
+    def uses(self, stream: InferenceStream) -> bool:
+        return self._stream is stream
+
+    async def wait_lost(self) -> None:
+        """Returns once the present stream was reset or its connection is gone."""
+        await self._stream.wait_lost()
+
+    async def _ask(self, stream: InferenceStream, question: wire.InferenceFrame, timeout: float) -> wire.Granted:
         spec = self._spec
+        begun = trio.current_time()
         try:
-            await self._stream.send(question, timeout=SEND_TIMEOUT)
-            frame, _ = await self._stream.receive(timeout=timeout)
+            await stream.send(question, timeout=SEND_TIMEOUT)
+            frame, _ = await stream.receive(timeout=timeout)
         except PeerError as error:
-            raise self._failed(str(error)) from error
+            raise self._lost(error) from error
+        self.round_trip = min(self.round_trip, trio.current_time() - begun)
         self._raise_refusal(frame)
         if frame.WhichOneof("body") != "granted" or len(frame.granted.session_epoch) != EPOCH_BYTES:
             raise self._failed("it answered with something else than Granted")
         if frame.granted.codec != spec.codec or not frame.granted.max_step_tokens:
             raise self._failed(f"it granted codec {frame.granted.codec!r} instead of {spec.codec!r}")
-        self._granted = frame.granted
         self.max_step_tokens = frame.granted.max_step_tokens
         return frame.granted
 
@@ -212,23 +273,27 @@ class ServerSession:
     async def send(self, step: wire.Step, chunk: Chunk) -> None:
         """
         Raises:
-            ServerFailed: the server is gone or does not read.
+            StreamLost: the server is gone or does not read.
         """
+        self._sent = step.sequence, self._stream
         try:
             await self._stream.send(
                 wire.InferenceFrame(step=step, tensors=[chunk.tensor]), [chunk.payload], timeout=SEND_TIMEOUT
             )
         except PeerError as error:
-            raise self._failed(str(error)) from error
+            raise self._lost(error) from error
         self.bytes_sent += len(chunk.payload)
 
     async def receive(self, step: wire.Step, chunk: Chunk, timeout: float) -> Answer | None:
         """The answer to `step`, which took `chunk`, whoever sent it; None if it did not come within `timeout` seconds.
 
         Raises:
-            ServerFailed: the server is gone, refuses or cheats.
+            StreamLost: the stream has ended, or another one has taken its place without the step.
+            ServerFailed: the server refuses or cheats.
         """
         begun = trio.current_time()
+        if self._sent is not None and self._sent[0] == step.sequence > self.held and not self.uses(self._sent[1]):
+            raise StreamLost(f"{self._name} lost step {step.sequence} with a stream", self.hop.peer_id)
         while True:
             received = None
             # Only the read may be cut off: what was read must be checked and counted.
@@ -236,7 +301,7 @@ class ServerSession:
                 try:
                     received = await self._stream.receive(timeout=None)
                 except PeerError as error:
-                    raise self._failed(str(error)) from error
+                    raise self._lost(error) from error
             if received is None:
                 return None
             frame, payloads = received
@@ -347,11 +412,17 @@ class ServerSession:
     def _raise_refusal(self, frame: wire.InferenceFrame) -> None:
         if frame.WhichOneof("body") == "error":
             refusal = Refusal.from_wire(frame.error)
-            raise ServerRefused(
-                f"server {self.hop.peer_id} (blocks {self.hop.span}) refused: {refusal.message}",
-                self.hop.peer_id,
-                refusal.code,
-            )
+            raise ServerRefused(f"{self._name} refused: {refusal.message}", self.hop.peer_id, refusal.code)
+
+    @property
+    def _name(self) -> str:
+        return f"server {self.hop.peer_id} (blocks {self.hop.span})"
+
+    def _lost(self, error: PeerError) -> ServerFailed:
+        """What an error of the stream says of the server: nonsense is its own fault, the rest may be the way's."""
+        if isinstance(error, ProtocolError):
+            return self._failed(str(error))
+        return StreamLost(f"{self._name} failed: {error}", self.hop.peer_id)
 
     def _failed(self, what: str) -> ServerFailed:
-        return ServerFailed(f"server {self.hop.peer_id} (blocks {self.hop.span}) failed: {what}", self.hop.peer_id)
+        return ServerFailed(f"{self._name} failed: {what}", self.hop.peer_id)

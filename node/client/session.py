@@ -3,7 +3,8 @@
 Fault-tolerant generation of Petals (NeurIPS 2023, section 3.2, algorithms 1 and 2): the client keeps the inputs of
 every junction (`history`), and when a server fails it routes the blocks that are missing over others, replays the
 inputs into them and goes on at the same position. Servers that are slow or about to stop are replaced in the same way,
-but by a standby that is prepared in the background while they still work.
+but by a standby that is prepared in the background while they still work. Where only the way to a server has failed, or
+a better one is found, a tether takes the session up on another stream.
 """
 
 from __future__ import annotations
@@ -15,27 +16,20 @@ from typing import Final
 import trio
 
 from ...protocols import wire_pb2 as wire
-from ...protocols.ids import Span
 from ...protocols.inference import pushed_step
-from ..errors import BadInput, NoChainError, ServerFailed, SwarmError, unwrapped
-from .deadlines import (
-    PUSH_PATIENCE,
-    RECOVERY_TIMEOUT,
-    REOPEN_TIMEOUT,
-    RETRY_INTERVAL,
-    STANDBY_POLL,
-    STANDBY_RETRY,
-    patience,
-)
+from ..errors import BadInput, ServerFailed, SwarmError, unwrapped
+from .deadlines import PUSH_RETRY, STANDBY_POLL, STANDBY_RETRY, patience, push_patience
 from .history import History, Input
-from .links import HistoryLost, Link, Standby, catch_up, close_links, replay, step_limit
+from .links import Link, Standby, catch_up, close_links, leave_links, open_links, step_limit
+from .opening import RouteEpoch, open_chain
+from .path_loss import Loss, after_loss
+from .refusals import give_up_on_the_step
 from .router import Router
 from .routing import Hop
-from .saved_session import SavedLink, SavedSession
-from .server_session import Answer, Chunk, HopTiming, ServerRefused, ServerSession, SessionSpec
+from .saved_session import SavedSession, resumed_links, saved_session
+from .server_session import Answer, Chunk, HopTiming, SessionSpec, StreamLost
+from .tether import PathChanges, Tether
 
-MAX_FAILURES: Final = 8
-"""Servers for the same blocks that may fail at one step, one after another."""
 STANDBY_LAG: Final = 2
 """Tokens that a standby may be behind when it is called ready: what the switch costs at most."""
 
@@ -49,19 +43,22 @@ class ClientSession:
 
     Attributes:
         recoveries: servers that were replaced so far.
+        paths: how often a server's session went on over another stream instead.
     """
 
     def __init__(self, router: Router, spec: SessionSpec, wait: bool) -> None:
         self.spec = spec
         self.recoveries = 0
+        self.paths = PathChanges()
         self._router = router
         self._wait = wait
         self._links: list[Link] = []
         self._position = 0
-        self._route_epoch = 0
+        self._epoch = RouteEpoch()
         self._torn = False
         self._closed = False
-        self._no_push: set[tuple[str, str]] = set()
+        self._no_push: dict[tuple[str, str], float] = {}  # until when
+        self._between_steps = trio.Lock()
 
     @property
     def route(self) -> tuple[Hop, ...]:
@@ -94,7 +91,7 @@ class ClientSession:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
             BadInput: no server takes a session like this.
         """
-        self._links = await self._open_chain(self.spec.span, History(), 0)
+        self._links = await open_chain(self._router, self.spec, self._epoch, History(), 0, wait=self._wait)
 
     @property
     def pushed_steps(self) -> int:
@@ -108,40 +105,18 @@ class ClientSession:
 
     async def resume(self, saved: SavedSession) -> bool:
         """Takes up a session that an earlier process left; false if any of its servers does not hold it any more."""
-        links: list[Link] = []
-        positions: list[int] = []
-
-        async def resume_one(each: SavedLink) -> None:
-            hop = Hop(each.peer_id, Span(each.start, each.end))
-            server = ServerSession(await self._router.connect(hop), hop, self.spec, self._router.peer_id, each.nonce)
-            links.append(Link(server))
-            positions.append(await server.resume(each.epoch))
-
-        try:
-            with unwrapped(SwarmError):
-                async with trio.open_nursery() as nursery:
-                    for each in saved.links:
-                        nursery.start_soon(resume_one, each)
-        except (SwarmError, ValueError):
-            await close_links(links)
+        resumed = await resumed_links(self._router, self.spec, saved)
+        if resumed is None:
             return False
-        self._links = sorted(links, key=lambda link: link.server.hop.span.start)
-        self._position = min(saved.position, *positions)
-        self._route_epoch = saved.route_epoch + 1
-        for link in self._links:
-            link.history = History(start=self._position)
+        self._links, self._position = resumed
+        self._epoch = RouteEpoch(saved.route_epoch + 1)
         return True
 
     def saved(self) -> SavedSession | None:
         """What another process needs to take this session up; None before it is open."""
         if not self._links:
             return None
-        links = tuple(
-            SavedLink(hop.peer_id, hop.span.start, hop.span.end, link.server.nonce, link.server.epoch)
-            for link in self._links
-            for hop in [link.server.hop]
-        )
-        return SavedSession(links, self.spec.max_length, self._position, self._route_epoch)
+        return saved_session(self._links, self.spec.max_length, self._position, self._epoch.value)
 
     async def close(self) -> None:
         """Gives the servers their caches back, or leaves them there for as long as `spec.keep` says. Never raises."""
@@ -151,11 +126,7 @@ class ClientSession:
             if link.standby is not None:
                 link.standby.scope.cancel()
                 await close_links(link.standby.links)
-        if self.spec.keep:
-            for link in links:
-                await link.server.leave()
-        else:
-            await close_links(links)
+        await (leave_links(links) if self.spec.keep else close_links(links))
 
     async def step(self, chunks: Sequence[Chunk], reorder: Sequence[int] = ()) -> list[Chunk]:
         """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers.
@@ -183,15 +154,18 @@ class ClientSession:
         for chunk in chunks:
             inputs.append(Input(position, first, chunk))
             position, first = position + chunk.tokens, ()
-        await self._switch_to_standbys()
-        self._torn = bool(reorder)
-        if len(inputs) == 1:
-            # Rows that change places twice are wrong: no step with a reorder may be under way where we cannot see it.
-            out = [await self._through(self._links, inputs[0], self.spec.push and not reorder)]
-        else:
-            out = await self._pipeline(inputs)
-        self._torn = False
-        self._position = position
+        async with self._between_steps:
+            await self._switch_to_standbys()
+            for link in self._links:
+                self._tethered(link)
+            self._torn = bool(reorder)
+            if len(inputs) == 1:
+                # Rows that change places twice are wrong: no step with a reorder may be where we cannot see it.
+                out = [await self._through(self._links, inputs[0], self.spec.push and not reorder)]
+            else:
+                out = await self._pipeline(inputs)
+            self._torn = False
+            self._position = position
         return out
 
     async def _through(self, links: list[Link], step: Input, push: bool) -> Chunk:
@@ -205,10 +179,12 @@ class ClientSession:
         on_its_way = False
         receipt = b""
         failures: list[ServerFailed] = []  # of servers for the blocks at `index`, at this step
+        losses = 0  # streams to the server at `index` that have ended at this step
         while index < len(links):
             link = links[index]
             if asked is None:
                 asked = self._asked(links, index, step, receipt, push)
+            generation = link.server.generation
             try:
                 if not on_its_way:
                     await link.server.send(asked, chunk)
@@ -216,22 +192,32 @@ class ClientSession:
             except (ServerFailed, _Overtaken) as error:
                 if isinstance(error, ServerFailed):
                     failures.append(error)
-                    _give_up_on_the_step(failures)
+                    give_up_on_the_step(failures)
+                if isinstance(error, StreamLost):
+                    losses += 1
+                    if await self._rejoined(links, index, step.position, error, losses, generation):
+                        # What it had done is answered once more; what it never got is sent again.
+                        on_its_way = link.server.held >= asked.sequence
+                        continue
+                elif isinstance(error, ServerFailed):
                     await self._replace(links, index, step.position, error)
                 elif not await self._switch(links, index):
                     continue
+                losses = 0
                 # Sequence numbers that were given out for the servers behind may be used up: ask anew.
                 asked, on_its_way = None, False
                 continue
             link.history.append(replace(step, chunk=chunk))
-            link.note(chunk.tokens)
-            self._router.note_transfer(link.server.timing, len(chunk.payload) + len(answer.chunk.payload))
+            if not losses:  # what a loss took says nothing of the server
+                link.note(chunk.tokens)
+                self._router.note_transfer(link.server.timing, len(chunk.payload) + len(answer.chunk.payload))
             if link.server.draining:
                 self._prepare_standby(link)
             chunk, receipt = answer.chunk, answer.receipt_hash
             asked = pushed_step(asked, receipt) if asked.targets else None
             on_its_way = answer.handed_on and asked is not None
             index += 1
+            losses = 0
             failures.clear()
         return chunk
 
@@ -239,14 +225,15 @@ class ClientSession:
         targets = []
         if push:
             for before, link in zip(links[index:], links[index + 1 :], strict=False):
-                if (before.server.hop.peer_id, link.server.hop.peer_id) in self._no_push:
+                pair = (before.server.hop.peer_id, link.server.hop.peer_id)
+                if self._no_push.get(pair, 0.0) > trio.current_time():
                     break
                 targets.append(link.server.target())
         return wire.Step(
             sequence=links[index].server.next_sequence(),
             position=step.position,
             reorder=step.reorder,
-            route_epoch=self._route_epoch,
+            route_epoch=self._epoch.value,
             previous_receipt=receipt,
             targets=targets,
         )
@@ -258,9 +245,10 @@ class ClientSession:
             ServerFailed: there is none within the step's timeout.
             _Overtaken: the standby is ready.
         """
-        patient = min(patience(link.usual, chunk.tokens), self.spec.step_timeout)
+        nbytes, round_trip = len(chunk.payload), link.server.round_trip
+        patient = min(patience(link.usual, chunk.tokens, nbytes, round_trip), self.spec.step_timeout)
         before = link.server.pushed_steps
-        at_first = min(patient, PUSH_PATIENCE) if pushed else patient
+        at_first = min(patient, push_patience(round_trip, nbytes)) if pushed else patient
         answer = await link.server.receive(asked, chunk, at_first)
         if answer is None and pushed:
             await link.server.send(asked, chunk)
@@ -281,10 +269,11 @@ class ClientSession:
         raise link.server.silent(self.spec.step_timeout)
 
     def _judge_push(self, link: Link, before: int, answer: Answer | None) -> None:
-        """Ends the pushing between two servers if the second had to be sent by this client what the first had sent."""
+        """Ends the pushing between two servers for a while if this client had to send the second what the first had."""
         index = self._links.index(link)
         if answer is not None and link.server.pushed_steps == before and index:
-            self._no_push.add((self._links[index - 1].server.hop.peer_id, link.server.hop.peer_id))
+            pair = (self._links[index - 1].server.hop.peer_id, link.server.hop.peer_id)
+            self._no_push[pair] = trio.current_time() + PUSH_RETRY
 
     async def _pipeline(self, inputs: Sequence[Input]) -> list[Chunk]:
         """Runs many steps at once, each server on another one."""
@@ -321,6 +310,64 @@ class ClientSession:
 
     # --- recovery
 
+    def _tethered(self, link: Link) -> Tether:
+        """The link's tether, which is made when the link is first used in the chain."""
+        if link.tether is None:
+            link.tether = Tether(self._router, link.server, self._between_steps, self.paths)
+            self._router.start_soon(link.tether.run)
+        return link.tether
+
+    async def _rejoined(
+        self, links: list[Link], index: int, position: int, error: StreamLost, losses: int, generation: int
+    ) -> bool:
+        """Whether a session whose stream was lost goes on at its server; if not, others have taken its place.
+
+        Both are tried side by side, and what is ready first goes on.
+
+        Raises:
+            SwarmError: neither was possible.
+        """
+        link, server = links[index], links[index].server
+        tether = self._tethered(link)
+        back = server.generation != generation  # in the background, before this step noticed
+        if not back:
+            tether.report_lost()
+        standby_ready = link.standby is not None and link.standby.ready
+        plan = after_loss(Loss(server.kept, tether.gone, tether.attempts, losses, standby_ready, server.round_trip))
+        if not plan.rejoin:
+            await self._replace(links, index, position, error)
+            return False
+        if back:
+            return True
+        replaced = False
+        failure: SwarmError | BadInput | None = None
+        async with trio.open_nursery() as nursery:
+
+            async def come_back() -> None:
+                nonlocal back
+                if await tether.settled():
+                    back = True
+                    nursery.cancel_scope.cancel()
+
+            async def take_others() -> None:
+                nonlocal replaced, failure
+                with trio.move_on_after(plan.replace_after):
+                    await tether.failed()
+                try:
+                    await self._replace(links, index, position, error)
+                except (SwarmError, BadInput) as raised:
+                    failure = raised
+                else:
+                    replaced = True
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(come_back)
+            nursery.start_soon(take_others)
+        if not (replaced or back):
+            assert failure is not None
+            raise failure
+        return not replaced
+
     async def _replace(self, links: list[Link], index: int, position: int, error: ServerFailed) -> None:
         """Puts other servers in the place of one that failed, brought to `position`.
 
@@ -333,10 +380,19 @@ class ClientSession:
             return
         if failed.standby is not None:
             failed.standby.scope.cancel()
-        await close_links([failed])
-        links[index : index + 1] = await self._open_chain(
-            failed.server.hop.span, failed.history, position, because=error
+        if not isinstance(error, StreamLost):
+            await close_links([failed])
+        links[index : index + 1] = await open_chain(
+            self._router,
+            replace(self.spec, span=failed.server.hop.span),
+            self._epoch,
+            failed.history,
+            position,
+            wait=self._wait,
+            because=error,
+            may_return=lambda: failed.tether is not None and failed.tether.may_return,
         )
+        self._router.start_soon(close_links, [failed])
         self.recoveries += 1
 
     # --- standbys
@@ -352,8 +408,8 @@ class ClientSession:
             try:
                 spec = replace(self.spec, span=link.server.hop.span)
                 route = await self._router.standby(self.spec, self.route, self._links.index(link))
-                await self._open_links(spec, route, standby.links)
-                while await catch_up(link, standby, self._route_epoch) > STANDBY_LAG:
+                await open_links(self._router, spec, route, self._epoch.next(), standby.links)
+                while await catch_up(link, standby, self._epoch.value) > STANDBY_LAG:
                     pass
                 standby.ready = True
                 return
@@ -378,7 +434,7 @@ class ClientSession:
         assert standby is not None
         link.standby = None
         try:
-            await catch_up(link, standby, self._route_epoch)
+            await catch_up(link, standby, self._epoch.value)
         except BaseException as error:
             link.no_standby_until = trio.current_time() + STANDBY_RETRY
             self._router.start_soon(close_links, standby.links)
@@ -386,97 +442,7 @@ class ClientSession:
                 raise
             return False
         links[index : index + 1] = standby.links
-        self._route_epoch += 1
+        self._epoch.next()
         self.recoveries += 1
         self._router.start_soon(close_links, [link])
         return True
-
-    async def _open_chain(
-        self, span: Span, history: History, position: int, because: ServerFailed | None = None
-    ) -> list[Link]:
-        """Links for `span` that hold what `history` says, up to `position`.
-
-        Servers that refuse or cannot be reached are left out and the rest tried; when none is left, all are asked
-        again until the deadline, because servers come and go. Where nobody is known who could be asked, a new session
-        does not wait.
-        """
-        if history.start:
-            raise HistoryLost(f"{because}; what it held before this process started is not known here")
-        begun = trio.current_time()
-        refused: dict[str, ServerFailed] = {} if because is None else {because.peer_id: because}
-        spec = replace(self.spec, span=span)
-        fresh = lost = False
-        while True:
-            try:
-                route = await self._router.route(spec, refused)
-            except NoChainError as error:
-                if not fresh:  # what this node has heard may be old
-                    fresh = True
-                    await self._router.refresh()
-                    continue
-                lost = lost or any(_is_lost(each) for each in refused.values())
-                limit = RECOVERY_TIMEOUT if because is not None else REOPEN_TIMEOUT if lost else 0.0
-                if not self._wait and trio.current_time() >= begun + limit:
-                    raise _with_refusals(error, refused) from None
-                await trio.sleep(RETRY_INTERVAL)
-                refused, fresh = {}, False
-                continue
-            links: list[Link] = []
-            try:
-                await self._open_links(spec, route, links)
-                await replay(links, history.replay(position, step_limit(links)), self._route_epoch)
-            except ServerFailed as error:
-                await close_links(links)
-                refused[error.peer_id] = error
-                self._router.suspect(error.peer_id)
-            except BaseException:
-                await close_links(links)
-                raise
-            else:
-                return links
-
-    async def _open_links(self, spec: SessionSpec, route: Sequence[Hop], links: list[Link]) -> None:
-        """Opens a session at every server of `route`, side by side. `links` has those that must be closed."""
-        self._route_epoch += 1
-        opened: dict[Hop, Link] = {}
-
-        async def open_one(index: int, hop: Hop) -> None:
-            stream = await self._router.connect(hop)
-            server = ServerSession(stream, hop, spec, self._router.peer_id)
-            opened[hop] = Link(server)
-            await server.open(
-                self._route_epoch,
-                upstream=route[index - 1].peer_id if index else None,
-                downstream=route[index + 1].peer_id if spec.push and index + 1 < len(route) else None,
-            )
-
-        try:
-            with unwrapped(ServerFailed):
-                async with trio.open_nursery() as nursery:
-                    for index, hop in enumerate(route):
-                        nursery.start_soon(open_one, index, hop)
-        finally:
-            links.extend(opened[hop] for hop in route if hop in opened)
-
-
-def _give_up_on_the_step(failures: Sequence[ServerFailed]) -> None:
-    """
-    Raises:
-        SwarmError: when it is the step that is at fault, not the servers.
-    """
-    refusals = [
-        error for error in failures if isinstance(error, ServerRefused) and error.code == wire.ERROR_BAD_REQUEST
-    ]
-    if len(refusals) > 1 or len(failures) > MAX_FAILURES:
-        raise SwarmError(f"{len(failures)} servers in a row failed at one step: {failures[-1]}")
-
-
-def _is_lost(error: ServerFailed) -> bool:
-    """Whether a server is gone or going, so that another may come to its place; others have said no, and mean it."""
-    return not isinstance(error, ServerRefused) or error.code == wire.ERROR_DRAINING
-
-
-def _with_refusals(error: NoChainError, refused: dict[str, ServerFailed]) -> NoChainError:
-    if not refused:
-        return error
-    return NoChainError(f"{error}. Tried: {'; '.join(str(each) for each in refused.values())}", error.missing)

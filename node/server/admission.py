@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,24 +30,46 @@ class Hosted:
     max_length: int
 
 
+def check_hosted(model_version: bytes, span: Span, codec: str, dtype: str, hosted: Hosted) -> None:
+    """Whether these blocks are here, and such tensors can be read.
+
+    Raises:
+        Refusal: with the code and a sentence for the client.
+    """
+    if model_version != hosted.model_version:
+        raise Refusal(
+            wire.ERROR_UNKNOWN_MODEL,
+            f"this server holds {hosted.model_name} version {hosted.model_version.hex()[:12]}, "
+            f"not version {model_version.hex()[:12]}",
+        )
+    if not hosted.span.covers(span):
+        raise Refusal(wire.ERROR_SPAN_NOT_HOSTED, f"blocks {span} are wanted, {hosted.span} are here")
+    if codec not in CODECS:
+        raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown codec {codec!r}; known are {', '.join(CODECS)}")
+    if dtype not in ITEM_BYTES:
+        raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+
+
+def check_client(peer_id: str, allowed: Collection[str]) -> None:
+    """Whether this client may use the server; no `allowed` allows everybody.
+
+    Raises:
+        Refusal: ERROR_NOT_ALLOWED.
+    """
+    if allowed and peer_id not in allowed:
+        raise Refusal(
+            wire.ERROR_NOT_ALLOWED,
+            f"it serves only the clients that its owner has listed with --allow-client, and {peer_id} is none of them",
+        )
+
+
 def check_terms(terms: SessionTerms, hosted: Hosted, adapter: str) -> None:
     """Whether this server can hold such a session at all.
 
     Raises:
         Refusal: with the code and a sentence for the client.
     """
-    if terms.model_version != hosted.model_version:
-        raise Refusal(
-            wire.ERROR_UNKNOWN_MODEL,
-            f"this server holds {hosted.model_name} version {hosted.model_version.hex()[:12]}, "
-            f"not version {terms.model_version.hex()[:12]}",
-        )
-    if not hosted.span.covers(terms.span):
-        raise Refusal(wire.ERROR_SPAN_NOT_HOSTED, f"blocks {terms.span} are wanted, {hosted.span} are here")
-    if terms.codec not in CODECS:
-        raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown codec {terms.codec!r}; known are {', '.join(CODECS)}")
-    if terms.dtype not in ITEM_BYTES:
-        raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown dtype {terms.dtype!r}; known are {', '.join(ITEM_BYTES)}")
+    check_hosted(terms.model_version, terms.span, terms.codec, terms.dtype, hosted)
     if adapter:
         raise Refusal(wire.ERROR_UNSUPPORTED, f"adapter {adapter!r} is not loaded here")
     if terms.max_length > hosted.max_length:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
@@ -22,15 +23,18 @@ class CacheBudget:
     """Tokens of one sequence through all blocks of the server; sessions reserve batch x max_length of them.
 
     Reservations are granted strictly first come, first served: a large one is not overtaken for ever by small ones.
+    What is held only in case that somebody comes back may be lent: whoever needs the room takes it.
     """
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self._used = 0
         self._waiting: deque[_Waiter] = deque()
+        self._loans: dict[Loan, int] = {}  # the oldest first
 
     @property
     def free(self) -> int:
+        """Tokens that nobody holds. What is lent counts as held."""
         return self.tokens - self._used
 
     @property
@@ -45,7 +49,7 @@ class CacheBudget:
         """
         if tokens > self.tokens:
             raise CacheFull(f"{tokens} cache tokens are wanted, this server has {self.tokens} in all")
-        if self._waiting or tokens > self.free:
+        if self._waiting or not self._make_room(tokens):
             await self._wait(tokens, timeout)
         else:
             self._used += tokens
@@ -54,6 +58,26 @@ class CacheBudget:
         """Gives back what `acquire` took."""
         self._used -= tokens
         self._grant()
+
+    def lend(self, tokens: int, on_taken: Callable[[], None]) -> Loan:
+        """Offers what `acquire` took to whoever needs it. `on_taken` is called when it is taken, perhaps at once;
+        it must not be released then."""
+        loan = Loan(self, on_taken)
+        self._loans[loan] = tokens
+        self._grant()
+        return loan
+
+    def _make_room(self, tokens: int) -> bool:
+        """Whether so many are free now; takes what is lent, the oldest first, if that is enough."""
+        if tokens > self.free + sum(self._loans.values()):
+            return False
+        while tokens > self.free:
+            loan, lent = next(iter(self._loans.items()))
+            del self._loans[loan]
+            self._used -= lent
+            loan.taken = True
+            loan.on_taken()
+        return True
 
     async def _wait(self, tokens: int, timeout: float) -> None:
         waiter = _Waiter(tokens)
@@ -77,7 +101,21 @@ class CacheBudget:
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiting and self._waiting[0].tokens <= self.free:
+        while self._waiting and self._make_room(self._waiting[0].tokens):
             waiter = self._waiting.popleft()
             self._used += waiter.tokens
             waiter.granted.set()
+
+
+class Loan:
+    """Room of a `CacheBudget` that may be taken. `taken` says whether it was."""
+
+    def __init__(self, budget: CacheBudget, on_taken: Callable[[], None]) -> None:
+        self.taken = False
+        self.on_taken = on_taken
+        self._budget = budget
+
+    def recall(self) -> bool:
+        """Ends the offer; false if it was taken already. Safe to call twice."""
+        self._budget._loans.pop(self, None)
+        return not self.taken

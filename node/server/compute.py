@@ -3,6 +3,9 @@
 Bytes in, bytes out: steps arrive from the trio thread as they stood on the wire and leave the same way, hashed, so that
 the trio thread never computes and the thread may one day become a process. What runs next is decided by
 `batching.next_turn`. The queue is bounded by its callers: a session has at most one step in it.
+
+Passes of whole batches (training) run one after the other when no step waits, and pause after each block: so a step
+waits for one block of one batch at most, and a pass for as long as there are steps.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import trio
@@ -24,6 +28,7 @@ from ...protocols.inference import Refusal, bad_request, sha256
 from ...protocols.tensor_header import TensorError
 from ...protocols.tensors import decode, dtype_name, encode
 from ..blocks.cache import SpanCache
+from ..blocks.passes import Passing
 from ..blocks.span import BlockSpan
 from .batching import Waiting, next_turn
 
@@ -95,19 +100,36 @@ class _Call(_Pending):
     function: Callable[[], object] = field(kw_only=True)
 
 
+@dataclass
+class _Pass(_Pending):
+    passing: Passing[Any] = field(kw_only=True)
+    abandoned: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Passed(Generic[T]):
+    """What a pass ended with. `queue_seconds` includes the time it gave way to steps."""
+
+    value: T
+    queue_seconds: float
+    compute_seconds: float
+
+
 class ComputeThread:
     """Runs steps of many sessions on one device. Start it inside trio; `stop` ends the thread."""
 
     def __init__(self, blocks: BlockSpan) -> None:
         self.blocks = blocks
-        self._queue: SimpleQueue[_Step | _Call | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Step | _Call | _Pass | None] = SimpleQueue()
+        self._passes: deque[_Pass] = deque()
         self._token: trio.lowlevel.TrioToken | None = None
         self._thread = threading.Thread(target=self._run, name="petalnode-compute", daemon=True)
         self._depth = 0
 
     @property
     def depth(self) -> int:
-        """Steps and calls that wait or run."""
+        """Steps and calls that wait or run. Passes are none of it: nobody waits for more than a block of one."""
         return self._depth
 
     def start(self) -> None:
@@ -155,8 +177,22 @@ class ComputeThread:
         assert isinstance(pending.value, StepOutput)
         return pending.value
 
-    async def _submit(self, pending: _Step | _Call) -> None:
-        self._depth += 1
+    async def run_pass(self, passing: Passing[T]) -> Passed[T]:
+        """Runs `passing` to its end, whenever no step waits. If cancelled, it ends at its next pause.
+
+        Raises:
+            Refusal: ERROR_BUSY if memory runs out, ERROR_INTERNAL if the blocks fail.
+        """
+        pending = _Pass(passing=passing)
+        try:
+            await self._submit(pending)
+        except trio.Cancelled:
+            pending.abandoned = True
+            raise
+        return pending.value  # type: ignore[return-value]
+
+    async def _submit(self, pending: _Step | _Call | _Pass) -> None:
+        self._depth += not isinstance(pending, _Pass)
         self._queue.put(pending)
         await pending.done.wait()
         if pending.error is not None:
@@ -169,7 +205,7 @@ class ComputeThread:
         assert self._token is not None
 
         def wake() -> None:
-            self._depth -= 1
+            self._depth -= not isinstance(pending, _Pass)
             pending.done.set()
 
         try:
@@ -181,26 +217,61 @@ class ComputeThread:
         steps: list[_Step] = []
         while True:
             try:
-                item = self._queue.get() if not steps else self._queue.get_nowait()
+                item = self._queue.get_nowait() if steps or self._passes else self._queue.get()
                 while True:
                     if item is None:
                         return
                     if isinstance(item, _Call):
                         self._run_call(item)
-                    elif self._unpack(item):
+                    elif isinstance(item, _Pass):
+                        self._passes.append(item)
+                    elif not self._ended(item) and self._unpack(item):
                         steps.append(item)
                     item = self._queue.get_nowait()
             except Empty:
                 pass
-            steps = [step for step in steps if not step.session.closed]
+            steps = [step for step in steps if not self._ended(step)]
             if steps:
                 steps = self._run_turn(steps)
+            elif self._passes:
+                self._continue_pass()
 
     def _run_call(self, call: _Call) -> None:
         try:
             self._finish(call, call.function())
         except Exception as error:
             self._finish(call, None, error)
+
+    def _continue_pass(self) -> None:
+        """Runs the first pass that somebody still wants to its next pause, or ends it."""
+        running = self._passes[0]
+        if running.abandoned:
+            self._passes.popleft().passing.close()
+            return
+        begun = time.perf_counter()
+        done: Passed[Any] | None = None
+        refusal: Refusal | None = None
+        try:
+            next(running.passing)
+            running.seconds += time.perf_counter() - begun
+            return
+        except StopIteration as end:
+            now = time.perf_counter()
+            seconds = running.seconds + now - begun
+            done = Passed(end.value, now - running.arrived - seconds, seconds)
+        except (torch.OutOfMemoryError, MemoryError):
+            refusal = Refusal(wire.ERROR_BUSY, "the server's memory does not hold this pass; send fewer tokens at once")
+        except Exception:
+            logger.exception("a pass failed in the blocks")
+            refusal = Refusal(wire.ERROR_INTERNAL, "the server failed on this pass; try it on another server")
+        self._passes.popleft()
+        self._finish(running, done, refusal)
+
+    def _ended(self, step: _Step) -> bool:
+        """Whether the step's session was closed meanwhile; whoever waits for the step is told."""
+        if step.session.closed:
+            self._finish(step, None, Refusal(wire.ERROR_NOT_FOUND, "the session has ended"))
+        return step.session.closed
 
     def _unpack(self, step: _Step) -> bool:
         """Bytes to tensor, and the cache to where the step starts. Answers the step itself if that fails."""

@@ -17,16 +17,20 @@ from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
-from ...protocols.ids import INFERENCE, PUSH, Span
+from ...protocols.ids import BACKWARD, FORWARD, INFERENCE, PUSH, Span
 from ...protocols.inference import MAX_STEP_BYTES
+from ...protocols.training import MAX_HEADER as MAX_WORK_HEADER
+from ...protocols.training import PIECE_BYTES
 from ..errors import BadInput, ModelError, SwarmError
 from ..models import Checkpoint, Manifest, ModelFolder, compute_manifest, resolve, verify_part
 from ..models.progress import Progress
+from ..models.quantisation import Quantisation, held_bytes
 from ..swarm.swarm import Swarm
 from .placement import Held, blocks_that_fit, cache_tokens_that_fit, most_needed
 
 if TYPE_CHECKING:
     from ..blocks.span import BlockSpan
+    from .pushes import PushStream
     from .service import InferenceService
 
 T = TypeVar("T")
@@ -43,19 +47,24 @@ STOP_GRACE: Final = 3.0
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a person asked for; None means: decide. `throughput` in decode steps per second, `drain_timeout` seconds."""
+    """What a person asked for; None means: decide. `throughput` in decode steps per second, `drain_timeout` seconds.
+
+    `allow_clients` are the peer ids that may use this server; none lets everybody.
+    """
 
     model: str
     blocks: Span | None = None
     num_blocks: int | None = None
     device: str = "auto"
     dtype: str = "auto"
+    quant: Quantisation = "none"
     cache_tokens: int | None = None
     throughput: float | None = None
     name: str = ""
     revision: str | None = None
     offline: bool = False
     drain_timeout: float = 30.0
+    allow_clients: tuple[str, ...] = ()
 
 
 OnEvent = Callable[..., None]
@@ -100,7 +109,7 @@ async def run_server(
         swarm.announce(announcement)
         on_event("status", text=f"loading blocks {span} of {folder.num_blocks} of {folder.name}")
         await imported.wait()
-        blocks = await _load(folder.path, span, options)
+        blocks = await _load(folder.path, span, options, progress)
         await _serve(swarm, identity, options, on_event, folder, announcement, blocks, started, stop, nursery)
         nursery.cancel_scope.cancel()
 
@@ -123,7 +132,7 @@ async def _serve(
     from .measure import measure_speed
     from .memory import return_memory
     from .service import InferenceService
-    from .session import PushStream
+    from .training import TrainingService
 
     compute = ComputeThread(blocks)
     compute.start()
@@ -141,21 +150,29 @@ async def _serve(
             span=announcement.span,
             hidden_size=blocks.hidden_size,
             dtype=str(blocks.dtype).removeprefix("torch."),
-            quantisation="none",
+            quantisation=blocks.quantisation,
             max_length=blocks.max_positions,
         )
 
         def on_change() -> None:
             changed.set()
 
-        async def open_push(peer_id: str) -> PushStream:
-            return await swarm.new_stream(
-                peer_id, PUSH, wire.PushFrame, timeout=PUSH_OPEN_TIMEOUT, max_payload=MAX_STEP_BYTES
-            )
-
-        service = InferenceService(hosted, compute, CacheBudget(tokens), identity, open_push, on_change)
+        service = InferenceService(
+            hosted,
+            compute,
+            CacheBudget(tokens),
+            identity,
+            _Neighbours(swarm, announcement.model_version),
+            on_change,
+            options.allow_clients,
+        )
         swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle, max_payload=MAX_STEP_BYTES)
         swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, max_payload=MAX_STEP_BYTES)
+        training = TrainingService(hosted, compute, identity, blocks.can_backward, options.allow_clients)
+        for protocol, handler in ((FORWARD, training.handle_forward), (BACKWARD, training.handle_backward)):
+            swarm.set_handler(
+                protocol, wire.WorkFrame, handler, max_header=MAX_WORK_HEADER, max_payload=PIECE_BYTES
+            )
         step_seconds = 1 / options.throughput if options.throughput else speed.step_seconds
 
         def current() -> Announcement:
@@ -183,6 +200,7 @@ async def _serve(
             num_blocks=folder.num_blocks,
             model_version=announcement.model_version.hex(),
             dtype=hosted.dtype,
+            quantisation=hosted.quantisation,
             device=str(blocks.device),
             cache_tokens=tokens,
             throughput=round(1 / step_seconds, 2),
@@ -200,12 +218,34 @@ async def _serve(
         nursery.start_soon(keep_announced)
         nursery.start_soon(_measure_neighbours, swarm, announcement, rtts, on_change)
         await stop.wait()
+        training.draining = True
         on_event("stopping", sessions=service.sessions)
         await _drain(service, swarm, current, options.drain_timeout)
+        with trio.move_on_after(options.drain_timeout):
+            await training.wait_idle()
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(STOP_GRACE):
             await swarm.retract()
             await compute.stop()
+
+
+class _Neighbours:
+    """Reaches the servers to which this one pushes."""
+
+    def __init__(self, swarm: Swarm, model_version: bytes) -> None:
+        self._swarm = swarm
+        self._model_version = model_version
+
+    async def open_push(self, peer_id: str, *, direct: bool = False) -> PushStream:
+        if not self._swarm.is_connected(peer_id) and peer_id not in self._swarm.view.records:
+            with suppress(SwarmError):  # the client has heard of a server that we have not
+                await self._swarm.refresh(model_version=self._model_version, timeout=REFRESH_TIMEOUT)
+        return await self._swarm.new_stream(
+            peer_id, PUSH, wire.PushFrame, timeout=PUSH_OPEN_TIMEOUT, max_payload=MAX_STEP_BYTES, direct=direct
+        )
+
+    def watch_direct(self, peer_id: str) -> trio.Event:
+        return self._swarm.watch_direct(peer_id)
 
 
 async def _measure_neighbours(
@@ -305,8 +345,11 @@ def _most_needed(swarm: Swarm, folder: ModelFolder, version: bytes, options: Ser
     count = options.num_blocks
     if count is None:
         tensors = Checkpoint(folder.path, folder.num_blocks).tensors(0)
-        block_bytes = sum(tensor.nbytes for tensor in tensors)
-        count = blocks_that_fit(psutil.virtual_memory().available, block_bytes, folder.num_blocks)
+        block_bytes = sum(held_bytes(options.quant, tensor.shape, tensor.nbytes) for tensor in tensors)
+        # While a block is quantised it is there as it was, too.
+        at_once = 0 if options.quant == "none" else sum(tensor.nbytes for tensor in tensors)
+        free = max(0, psutil.virtual_memory().available - at_once)
+        count = blocks_that_fit(free, block_bytes, folder.num_blocks)
     return most_needed(held, folder.num_blocks, count)
 
 
@@ -324,13 +367,18 @@ def _announcement(
         state=ServerState.JOINING,
         software_version=__version__,
         public_name=options.name,
+        quantisation=options.quant,
     )
 
 
-async def _load(path: Path, span: Span, options: ServerOptions) -> BlockSpan:
+async def _load(path: Path, span: Span, options: ServerOptions, progress: Progress) -> BlockSpan:
     from ..blocks.span import load_span
 
-    return await _in_thread(lambda: load_span(path, span, device=options.device, dtype=options.dtype))
+    return await _in_thread(
+        lambda: load_span(
+            path, span, device=options.device, dtype=options.dtype, quantisation=options.quant, progress=progress
+        )
+    )
 
 
 def _import_blocks() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import trio
@@ -11,23 +11,23 @@ from ...crypto.identity import Identity, peer_id_from_bytes
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import PeerError, StreamClosed
 from ...protocols.inference import Refusal, SessionTerms, bad_request, terms_of
-from .admission import Hosted, check_terms
+from .admission import Hosted, check_client, check_terms
 from .cache_budget import CacheBudget, CacheFull
 from .compute import ComputeThread
-from .session import IDLE_TIMEOUT, SEND_TIMEOUT, InferenceStream, PushStream, ServerSession
+from .pushes import Neighbours, PushStream
+from .session import IDLE_TIMEOUT, SEND_TIMEOUT, InferenceStream, ServerSession, not_held
 
 OPEN_TIMEOUT: Final = 10.0
 MAX_WAIT: Final = 60.0
 MAX_KEEP: Final = 120.0
-"""Seconds that a session may ask to be kept when its client is lost."""
+"""Seconds that a session may ask to be kept when its client is lost. Its cache goes to whoever needs it before that."""
 MAX_SESSIONS: Final = 512
-
-OpenPush = Callable[[str], Awaitable[PushStream]]
-"""Opens a push stream to a peer; raises PeerError."""
 
 
 class InferenceService:
     """Serves sessions of one hosted span. `on_change` is called when free cache or queue depth have changed.
+
+    `allowed_clients`: the peer ids that get sessions; none lets everybody.
 
     Attributes:
         draining: set it and new sessions are refused and present clients told to leave.
@@ -39,18 +39,20 @@ class InferenceService:
         compute: ComputeThread,
         budget: CacheBudget,
         identity: Identity,
-        open_push: OpenPush,
+        neighbours: Neighbours,
         on_change: Callable[[], None] = lambda: None,
+        allowed_clients: Collection[str] = (),
     ) -> None:
         self.hosted = hosted
         self.budget = budget
         self.compute = compute
         self.identity = identity
-        self.open_push = open_push
+        self.neighbours = neighbours
         self.draining = False
         self.sessions = 0
         self._by_key: dict[tuple[str, bytes], ServerSession] = {}
         self._on_change = on_change
+        self._allowed_clients = frozenset(allowed_clients)
         self._idle = trio.Event()
 
     async def wait_idle(self) -> None:
@@ -93,12 +95,13 @@ class InferenceService:
         except ValueError:
             session = None
         if session is None:
-            raise Refusal(wire.ERROR_NOT_FOUND, "there is no such session here")
+            raise not_held()
         return session
 
     async def _serve(self, stream: InferenceStream, frame: wire.InferenceFrame) -> None:
         if frame.WhichOneof("body") != "open":
             raise bad_request("a session begins with Open")
+        check_client(stream.peer_id, self._allowed_clients)
         terms = terms_of(frame.open)
         check_terms(terms, self.hosted, frame.open.adapter)
         if self.draining:
@@ -110,11 +113,13 @@ class InferenceService:
         self.sessions += 1
         try:
             await self._acquire(stream, terms.cache_tokens, min(frame.open.wait_ms / 1000, MAX_WAIT))
+            evicted = False
             try:
                 self._on_change()
-                await self._run(stream, terms, frame.open)
+                evicted = await self._run(stream, terms, frame.open)
             finally:
-                self.budget.release(terms.cache_tokens)
+                if not evicted:
+                    self.budget.release(terms.cache_tokens)
         finally:
             self.sessions -= 1
             if not self.sessions:
@@ -153,7 +158,8 @@ class InferenceService:
                 self.budget.release(tokens)
             raise StreamClosed(f"{stream.peer_id} left while it waited for cache", stream.peer_id)
 
-    async def _run(self, stream: InferenceStream, terms: SessionTerms, opened: wire.Open) -> None:
+    async def _run(self, stream: InferenceStream, terms: SessionTerms, opened: wire.Open) -> bool:
+        """Serves one session to its end; whether its cache was taken while it waited for its client."""
         compute = await self.compute.open(terms.batch, terms.max_length, terms.left_padding, terms.codec, terms.span)
         keep = min(opened.keep_ms / 1000, MAX_KEEP)
         session = ServerSession(self, stream.peer_id, terms, compute, keep)
@@ -163,10 +169,12 @@ class InferenceService:
             await session.run(stream, opened.downstream)
         finally:
             del self._by_key[key]
-            self.compute.close(compute)
+            if not session.evicted:
+                self.compute.close(compute)
+        return session.evicted
 
     async def _resume(self, stream: InferenceStream, resume: wire.Resume) -> None:
         session = self._by_key.get((stream.peer_id, resume.nonce))
-        if session is None or session.epoch != resume.session_epoch:
-            raise Refusal(wire.ERROR_NOT_FOUND, "this session is not held here any more")
-        await session.resume(stream)
+        if session is None:
+            raise not_held()
+        await session.resume(stream, resume)

@@ -1,20 +1,21 @@
 """One granted session of a server: takes steps from its client or pushed by the server before it, has them computed,
-answers with receipts, and pushes the output on."""
+answers with receipts, and pushes the output on. It may outlive the stream that it came with."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ...crypto.identity import peer_id_from_bytes, peer_id_to_bytes
+from ...crypto.identity import peer_id_to_bytes
 from ...crypto.receipts import NO_RECEIPT, Receipt
 from ...protocols import wire_pb2 as wire
-from ...protocols.framing import MessageStream, PeerError
+from ...protocols.framing import MessageStream, PeerError, StreamClosed, StreamTimeout
 from ...protocols.ids import PROTOCOL_VERSION
 from ...protocols.inference import (
     EPOCH_BYTES,
@@ -28,19 +29,18 @@ from ...protocols.inference import (
     sha256,
 )
 from .admission import check_step, step_tokens
+from .cache_budget import Loan
 from .compute import ComputeSession, StepInput, StepOutput
+from .pushes import Pushes
 
 if TYPE_CHECKING:
     from .service import InferenceService
 
 InferenceStream = MessageStream[wire.InferenceFrame]
-PushStream = MessageStream[wire.PushFrame]
 
 IDLE_TIMEOUT: Final = 1800.0
 """A session that asks nothing for this long gives its cache back; a dead connection is noticed far sooner."""
 SEND_TIMEOUT: Final = 30.0
-PUSH_TIMEOUT: Final = 1.0
-"""A next server that does not read for so long gets no more pushes: the client relays to it instead."""
 CREDITS: Final = 4
 
 
@@ -55,13 +55,20 @@ class _SentReply:
 class ServerSession:
     """Holds one session's place in the cache and its chain of receipts.
 
-    Steps come from two sides, the client's stream and pushes, and are taken one at a time in order of arrival.
+    Steps come from two sides, the client's stream and pushes, and are taken one at a time in order of arrival. When the
+    stream is lost the session waits for its client to take it up on another one, unless somebody needs the cache. A
+    client may also take it up while the stream still lives, to move it: replies that were lost with the old stream are
+    sent again on the new one, those that come later go there, and no step is taken from the old one any more.
+
+    Attributes:
+        evicted: its cache was taken while it waited, and is freed.
     """
 
     def __init__(
         self, service: InferenceService, client: str, terms: SessionTerms, compute: ComputeSession, keep: float
     ) -> None:
         self.epoch = os.urandom(EPOCH_BYTES)
+        self.evicted = False
         self._service = service
         self._client = client
         self._terms = terms
@@ -69,15 +76,18 @@ class ServerSession:
         self._keep = keep
         self._stream: InferenceStream | None = None
         self._lock = trio.Lock()
+        self._replying = trio.Lock()  # replies leave in their order, behind Granted
         self._sequence = 0
         self._position = 0
         self._route_epoch = terms.route_epoch
         self._last_receipt = NO_RECEIPT
         self._replies: deque[_SentReply] = deque(maxlen=CREDITS)
-        self._attending = 0  # streams that took the session up again
+        self._loan: Loan | None = None
+        self._attempt = 0
+        self._resuming = 0
         self._over = False
         self._changed = trio.Event()
-        self._pushes: _Pushes | None = None
+        self._pushes: Pushes | None = None
 
     async def run(self, stream: InferenceStream, downstream: bytes) -> None:
         """Serves the session until its client closes it, or is lost and does not come back in time.
@@ -88,56 +98,129 @@ class ServerSession:
         """
         ended: Refusal | PeerError | None = None
         async with trio.open_nursery() as nursery:
-            self._pushes = _Pushes(self._service, nursery)
+            self._pushes = Pushes(self._service.neighbours, nursery)
             if downstream:
                 self._pushes.prepare(downstream)
             try:
+                await self._greet(stream)
                 await self._attend(stream)
-            except Refusal as refusal:
-                ended = refusal
-            except PeerError as error:
-                if self._keep:
-                    await self._wait_for_client()
-                else:
-                    ended = error
+            except (Refusal, PeerError) as error:
+                ended = error
+            await self._wait_until_over()
             await self._pushes.close()
             nursery.cancel_scope.cancel()
         if ended is not None:
             raise ended
 
-    async def resume(self, stream: InferenceStream) -> None:
-        """Serves the session on another stream of the same client, which takes the place of the one before."""
-        self._attending += 1
-        self._notify()
-        try:
-            if self._stream is not None:
-                await self._stream.reset()
-            async with self._lock:  # a step of the old stream may still be computing
-                pass
-            await self._attend(stream)
-            self._over = True
-        finally:
-            self._attending -= 1
-            self._notify()
+    async def resume(self, stream: InferenceStream, resume: wire.Resume) -> None:
+        """Serves the session on another stream of the same client, which takes the place of the one before.
 
-    async def _wait_for_client(self) -> None:
+        Raises:
+            Refusal: the session is over or a later attempt came first, or the client broke the protocol.
+            PeerError: the client is lost.
+        """
+        if self._over or resume.session_epoch != self.epoch:
+            raise not_held()
+        if resume.attempt and resume.attempt <= self._attempt:
+            raise bad_request(f"attempt {resume.attempt} came after attempt {self._attempt}")
+        self._attempt = resume.attempt
+        if self._loan is not None:
+            self._loan.recall()
+        self._resuming += 1
+        before, self._stream = self._stream, None
+        try:
+            if before is not None:
+                await before.reset()  # no reply must be stuck there
+            await self._attach(stream, resume.answered if resume.HasField("answered") else None)
+        finally:
+            self._resuming -= 1
+            self._notify()
+        await self._attend(stream)
+
+    async def _greet(self, stream: InferenceStream) -> None:
+        try:
+            await self._attach(stream, None)
+        except PeerError:
+            self._over = True  # nobody knows the session's epoch, so nobody can take it up
+            raise
+
+    async def _wait_until_over(self) -> None:
+        """While there is no stream the cache is on loan: a client that comes back finds the session if nobody has
+        needed the room, and not for ever."""
         while not self._over:
-            if self._attending:
-                await self._changed.wait()
+            changed = self._changed
+            if self._stream is not None or self._resuming:
+                await changed.wait()
                 continue
+            self._loan = loan = self._service.budget.lend(self._terms.cache_tokens, self._evict)
             with trio.move_on_after(self._keep) as scope:
-                await self._changed.wait()
-            if scope.cancelled_caught:
-                return
+                await changed.wait()
+            loan.recall()
+            if scope.cancelled_caught and self._stream is None and not self._resuming:
+                self._over = True
+
+    def _evict(self) -> None:
+        self.evicted = self._over = True
+        self._service.compute.close(self._compute)  # before the cache of whoever takes the room is made
+        self._notify()
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 
+    async def _attach(self, stream: InferenceStream, answered: int | None) -> None:
+        """Makes `stream` the one on which replies leave, beginning with those behind the sequence number `answered`."""
+        async with self._replying:
+            if self._over:
+                raise not_held()
+            before, self._stream = self._stream, stream
+            self._notify()
+            try:
+                if before is not None:
+                    await before.reset()
+                # A step may be computing: its reply waits for us, and comes behind these.
+                missing = [sent for sent in self._replies if answered is not None and sent.sequence > answered]
+                await stream.send(wire.InferenceFrame(granted=self._granted()), timeout=SEND_TIMEOUT)
+                for sent in missing:
+                    await stream.send(sent.frame, [sent.payload], timeout=SEND_TIMEOUT)
+            except BaseException:
+                self._detach(stream)
+                raise
+
+    def _detach(self, stream: InferenceStream) -> None:
+        if self._stream is stream:
+            self._stream = None
+            self._notify()
+
     async def _attend(self, stream: InferenceStream) -> None:
-        self._stream = stream
+        """Takes steps from `stream`, until it ends or another one takes its place.
+
+        The session is over when the client has closed it or broken the protocol, and when the client is lost and the
+        session is not to be kept.
+        """
+        try:
+            await self._listen(stream)
+            self._over = True
+        except (StreamClosed, StreamTimeout):
+            if self._stream is stream and not self._keep:
+                self._over = True
+                raise
+        except PeerError:
+            self._over = self._over or self._stream is stream
+            raise
+        except Refusal as refusal:
+            self._over = True
+            if self._stream is not None and self._stream is not stream:  # where the client listens now
+                with suppress(PeerError):
+                    await self._stream.send(wire.InferenceFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
+            raise
+        finally:
+            self._detach(stream)
+            self._notify()
+
+    def _granted(self) -> wire.Granted:
         hosted = self._service.hosted
-        granted = wire.Granted(
+        return wire.Granted(
             session_epoch=self.epoch,
             cache_tokens=self._terms.cache_tokens,
             codec=self._terms.codec,
@@ -150,9 +233,13 @@ class ServerSession:
             sequence=self._sequence,
             last_receipt=self._last_receipt,
         )
-        await stream.send(wire.InferenceFrame(granted=granted), timeout=SEND_TIMEOUT)
+
+    async def _listen(self, stream: InferenceStream) -> None:
+        """Takes steps from `stream` until the client closes the session there."""
         while True:
             frame, payloads = await stream.receive(timeout=IDLE_TIMEOUT)
+            if self._stream is not stream:
+                raise StreamClosed("the client has gone on with another stream", stream.peer_id)
             body = frame.WhichOneof("body")
             if body == "close":
                 return
@@ -175,6 +262,8 @@ class ServerSession:
 
     async def _take(self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: _Upstream | None) -> None:
         async with self._lock:
+            if self._over:
+                raise not_held()
             if step.sequence <= self._sequence:
                 await self._repeat(step, tensor, payload, upstream is not None)
                 return
@@ -227,12 +316,14 @@ class ServerSession:
         await self._reply(frame, output.payload)
 
     async def _reply(self, frame: wire.InferenceFrame, payload: bytes) -> None:
-        try:
-            assert self._stream is not None
-            await self._stream.send(frame, [payload], timeout=SEND_TIMEOUT)
-        except PeerError:
-            # Noticed by whoever reads the stream; a pusher must not suffer for it.
-            pass
+        async with self._replying:
+            if self._stream is None:
+                return  # sent when the client is back
+            try:
+                await self._stream.send(frame, [payload], timeout=SEND_TIMEOUT)
+            except PeerError:
+                # Noticed by whoever reads the stream; a pusher must not suffer for it.
+                pass
 
     async def _repeat(self, step: wire.Step, tensor: wire.Tensor, payload: bytes, pushed: bool) -> None:
         request = hash_of_step(step, tensor, await trio.to_thread.run_sync(sha256, payload))
@@ -290,50 +381,5 @@ class _Upstream:
             raise bad_request("the pusher's receipt is not for what it pushed")
 
 
-class _Pushes:
-    """Streams from one session to the servers that come after it. Opened in the background: a step never waits."""
-
-    def __init__(self, service: InferenceService, nursery: trio.Nursery) -> None:
-        self._service = service
-        self._nursery = nursery
-        self._streams: dict[bytes, PushStream | None] = {}
-
-    def prepare(self, peer: bytes) -> None:
-        """Begins to open a stream to `peer`, unless one is open, or was tried in vain, already."""
-        if peer not in self._streams and len(self._streams) < 8:
-            self._streams[peer] = None
-            self._nursery.start_soon(self._open, peer)
-
-    async def _open(self, peer: bytes) -> None:
-        try:
-            stream = await self._service.open_push(peer_id_from_bytes(peer))
-        except (PeerError, ValueError):
-            return  # the client relays
-        self._streams[peer] = stream
-        try:
-            # The next server says something only if it does not want the pushes.
-            await stream.receive(timeout=None)
-        except PeerError:
-            pass
-        self._streams[peer] = None
-        await stream.reset()
-
-    async def send(self, peer: bytes, push: wire.Push, output: StepOutput) -> bool:
-        """Whether the push is on its way; if not, the client has to relay."""
-        stream = self._streams.get(peer)
-        if stream is None:
-            self.prepare(peer)
-            return False
-        try:
-            await stream.send(
-                wire.PushFrame(push=push, tensors=[output.tensor]), [output.payload], timeout=PUSH_TIMEOUT
-            )
-        except PeerError:
-            self._streams[peer] = None
-            return False
-        return True
-
-    async def close(self) -> None:
-        for stream in self._streams.values():
-            if stream is not None:
-                await stream.close()
+def not_held() -> Refusal:
+    return Refusal(wire.ERROR_NOT_FOUND, "this session is not held here (any more)")

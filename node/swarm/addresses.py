@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import Any, Final
 
 import psutil
 from multiaddr import Multiaddr
@@ -13,27 +17,37 @@ from multiaddr.exceptions import Error as MultiaddrError
 from ...crypto.identity import peer_id_to_bytes
 from ..errors import BadInput
 
-_HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
-_EXAMPLE = "/ip4/203.0.113.7/tcp/31330/p2p/12D3KooW..."
+_FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
+_HOSTS: Final = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
+_EXAMPLE: Final = "/ip4/203.0.113.7/tcp/31330/p2p/12D3KooW..."
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """What a circuit address says of its relay: the peer id, and where it is (a multiaddr without /p2p)."""
+
+    relay_id: str
+    relay_addr: Multiaddr
 
 
 def parse_peer(text: str) -> tuple[str, str]:
-    """Splits the address of a peer into its peer id and the address without it.
+    """Splits the address of a peer, direct or through a relay, into its peer id and the address without it.
 
     Raises:
         BadInput: with the address, what is wrong with it, and what one looks like.
     """
     addr = _parse(text)
-    values = _values(addr)
-    peer_id = values.get("p2p")
+    peer_id = _last_peer(addr)
     if peer_id is None:
         raise BadInput(f"the peer address {text!r} lacks the peer's id: it looks like {_EXAMPLE}")
-    try:
-        peer_id_to_bytes(peer_id)
-    except ValueError as error:
-        raise BadInput(f"the peer address {text!r} has a peer id that cannot be used: {error}") from error
     bare = without_peer(addr)
-    _check_tcp(text, bare)
+    circuit = circuit_of(bare)
+    for each in (peer_id, circuit.relay_id if circuit else peer_id):
+        try:
+            peer_id_to_bytes(each)
+        except ValueError as error:
+            raise BadInput(f"the peer address {text!r} has a peer id that cannot be used: {error}") from error
+    _check_tcp(text, circuit.relay_addr if circuit else bare)
     return peer_id, str(bare)
 
 
@@ -75,23 +89,101 @@ def _is_unspecified(addr: Multiaddr) -> bool:
     return any(value in ("0.0.0.0", "::") for value in _values(addr).values())
 
 
+def _last_peer(addr: Multiaddr) -> str | None:
+    parts = list(addr.items())
+    return parts[-1][1] if parts and parts[-1][0].name == "p2p" else None
+
+
 def without_peer(addr: Multiaddr) -> Multiaddr:
-    """The address without its /p2p part."""
-    peer_id = _values(addr).get("p2p")
+    """The address without the peer id at its end. A circuit address keeps its relay's."""
+    peer_id = _last_peer(addr)
     return addr if peer_id is None else addr.decapsulate(Multiaddr(f"/p2p/{peer_id}"))
 
 
+def _is_peer_id(text: str) -> bool:
+    try:
+        peer_id_to_bytes(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_circuit(addr: Multiaddr) -> bool:
+    """Whether the address leads through a relay."""
+    return any(protocol.name == "p2p-circuit" for protocol in addr.protocols())
+
+
+def circuit_of(addr: Multiaddr) -> Circuit | None:
+    """The relay of an address <relay's address>/p2p/<relay>/p2p-circuit[/p2p/<peer>]; None if it is no such address."""
+    names = [protocol.name for protocol in addr.protocols()]
+    if names[-1:] == ["p2p"]:
+        names.pop()
+    if len(names) != 4 or names[2:] != ["p2p", "p2p-circuit"]:
+        return None
+    (host, host_value), (port, port_value), (_, relay_id), *_ = addr.items()
+    return Circuit(relay_id, Multiaddr(f"/{host.name}/{host_value}/{port.name}/{port_value}"))
+
+
+def circuit_address(relay_addr: Multiaddr, relay_id: str) -> Multiaddr:
+    """Under which a peer with a reservation at this relay is reached; its own /p2p is still missing."""
+    return Multiaddr(f"{without_peer(relay_addr)}/p2p/{relay_id}/p2p-circuit")
+
+
 def is_dialable(addr: Multiaddr) -> bool:
-    """Whether an address that a peer gave can be dialed at all: plain TCP to a real host and port."""
-    values = _values(addr)
-    names = [protocol.name for protocol in addr.protocols() if protocol.name != "p2p"]
+    """Whether an address that a peer gave can be dialed at all: plain TCP to a real host and port, or a relay's."""
+    bare = without_peer(addr)
+    if is_circuit(bare):
+        circuit = circuit_of(bare)
+        return circuit is not None and _is_peer_id(circuit.relay_id) and is_dialable(circuit.relay_addr)
+    names = [protocol.name for protocol in bare.protocols()]
     return (
         len(names) == 2
         and names[0] in _HOSTS
         and names[1] == "tcp"
-        and values.get("tcp") != "0"
-        and not _is_unspecified(addr)
+        and _values(bare).get("tcp") != "0"
+        and not _is_unspecified(bare)
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def dialable(text: str) -> Multiaddr | None:
+    """An address that a peer gave, without the peer id at its end; None if it is of no use."""
+    try:
+        addr = Multiaddr(text)
+        return without_peer(addr) if is_dialable(addr) else None
+    except (MultiaddrError, ValueError):
+        return None
+
+
+def port_of(addr: Multiaddr) -> tuple[socket.AddressFamily, int]:
+    """The family and the TCP port of an IP address."""
+    values = _values(addr)
+    return socket.AF_INET6 if "ip6" in values else socket.AF_INET, int(values["tcp"])
+
+
+def ip_of(addr: Multiaddr) -> IPv4Address | IPv6Address | None:
+    """The IP address that is dialed, of the relay if it is a circuit address; None for a name."""
+    (protocol, value), *_ = addr.items()
+    return ipaddress.ip_address(value) if protocol.name in ("ip4", "ip6") else None
+
+
+def is_public(addr: Multiaddr) -> bool:
+    """Whether the address is one of the internet's, neither private nor of this machine only; names count as such."""
+    host = ip_of(addr)
+    return host is None or (host.is_global and not host.is_multicast)
+
+
+def own_networks() -> list[IPv4Network | IPv6Network]:
+    """The networks that this machine has an interface in, loopback included."""
+    return [
+        ipaddress.ip_network(f"{entry.address}/{_prefix_length(entry.netmask)}", strict=False)
+        for entry in _interface_entries()
+        if entry.netmask
+    ]
+
+
+def _prefix_length(netmask: str) -> int:
+    return int(ipaddress.ip_address(netmask)).bit_count()
 
 
 def concrete(listening: Iterable[Multiaddr]) -> list[Multiaddr]:
@@ -113,13 +205,16 @@ def concrete(listening: Iterable[Multiaddr]) -> list[Multiaddr]:
 
 def _interface_addresses(family: str) -> Sequence[str]:
     kind = socket.AF_INET6 if family == "ip6" else socket.AF_INET
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    hosts = [
-        ipaddress.ip_address(entry.address)
-        for name, entries in psutil.net_if_addrs().items()
-        if name in up
-        for entry in entries
-        if entry.family == kind and "%" not in entry.address
-    ]
+    hosts = [ipaddress.ip_address(entry.address) for entry in _interface_entries() if entry.family == kind]
     others = [str(host) for host in hosts if not host.is_loopback and not host.is_link_local]
-    return others or [str(host) for host in hosts if host.is_loopback]
+    # Two machines on one cable have nothing but link-local addresses.
+    own = others or [str(host) for host in hosts if host.is_link_local and host.version == 4]
+    return own or [str(host) for host in hosts if host.is_loopback]
+
+
+def _interface_entries() -> Iterator[Any]:
+    """psutil's entries of all IP addresses of the interfaces that are up."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    for name, entries in psutil.net_if_addrs().items():
+        if name in up:
+            yield from (each for each in entries if each.family in _FAMILIES and "%" not in each.address)

@@ -16,6 +16,7 @@ from ...crypto.identity import Identity
 from ...protocols import directory as protocol
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import (
+    MAX_ADDRS,
     Announcement,
     BadAnnouncement,
     ServerState,
@@ -24,6 +25,7 @@ from ...protocols.announcement import (
     open_signed,
     sign_announcement,
 )
+from ...protocols.directory import NodeInfo
 from ...protocols.framing import MessageStream, PeerError, ProtocolError, StreamTimeout
 from ..errors import SwarmError
 from .addresses import without_peer
@@ -52,6 +54,7 @@ _TABLE_ROUND: Final = 60.0  # seconds between two looks for strangers
 _PROVIDE_ROUND: Final = 300.0
 _RESTART_PAUSE: Final = 5.0
 _IDLE_STREAM: Final = 60.0  # seconds
+_MAX_MET: Final = 256  # peers found otherwise whose addresses we keep
 _PINGS: Final = 4  # of a measurement of a round trip
 _FAR: Final = 0.02  # seconds of a round trip in which the few milliseconds that opening a stream takes are lost
 _BURST: Final = 300  # frames at once from one stream, and
@@ -85,18 +88,20 @@ class Directory:
         for peer_id, addr in bootstrap:
             if peer_id != identity.peer_id:
                 self._bootstrap.setdefault(peer_id, []).append(addr)
+        self._met: dict[str, tuple[str, ...]] = {}
         self._changed = trio.Event()
-        self._own: Announcement | None = None
+        self.about: Callable[[], NodeInfo] = lambda: NodeInfo("client")  # what this node answers about itself
+        self._own: Announcement | None = None  # as it was given: without addresses, it follows the host's
         self._own_record: SignedAnnouncement | None = None
         self._own_changed = trio.Event()
 
     # --- the view
 
     def addrs_of(self, peer_id: str) -> list[str]:
-        """Where a peer may be dialed, as far as announcements and our configuration say."""
+        """Where a peer may be dialed, as far as announcements, our configuration and meetings say."""
         record = self.view.records.get(peer_id)
         announced = list(record.content.addrs) if record is not None else []
-        return announced + self._bootstrap.get(peer_id, [])
+        return [*announced, *self._bootstrap.get(peer_id, ()), *self._met.get(peer_id, ())]
 
     def _merge(self, records: Iterable[SignedAnnouncement]) -> None:
         merged = self.view.merge(records, time.time())
@@ -149,7 +154,11 @@ class Directory:
                 raise ProtocolError(f"{peer_id} published the announcement of another peer", peer_id)
             self._merge([record])
             return None
-        refusal = wire.Error(code=wire.ERROR_BAD_REQUEST, message="a directory answers query, ping and publish")
+        if kind == "node_query":
+            return self.about().to_frame()
+        refusal = wire.Error(
+            code=wire.ERROR_BAD_REQUEST, message="a directory answers query, ping, publish, node_query"
+        )
         return wire.DirectoryFrame(error=refusal)
 
     # --- asking
@@ -171,6 +180,26 @@ class Directory:
             await self._dht.add_peer(peer_id, self.addrs_of(peer_id))
             return
         raise StreamTimeout(f"{peer_id} did not answer within {timeout:g} s", peer_id)
+
+    async def meet(self, peer_id: str, addrs: Sequence[str], *, timeout: float) -> None:
+        """Gets to know a peer that was found otherwise, at these addresses: each learns what the other knows of itself.
+
+        Raises:
+            PeerError: as `pull`.
+        """
+        held = self._met.pop(peer_id, ())
+        self._met[peer_id] = tuple(addrs)
+        try:
+            await self.pull(peer_id, timeout=timeout)
+        except BaseException:
+            self._met.pop(peer_id, None)
+            if held:
+                self._met[peer_id] = held
+            raise
+        while len(self._met) > _MAX_MET:
+            del self._met[next(iter(self._met))]
+        if self._own is not None and self._own_record is not None:
+            await self._tell(peer_id, self._own_record)
 
     async def _pull_pages(
         self, stream: MessageStream[wire.DirectoryFrame], model_version: bytes, timeout: float
@@ -279,19 +308,58 @@ class Directory:
                 break
         return best
 
+    async def ask_node(self, peer_id: str, *, timeout: float) -> NodeInfo:
+        """What a peer says of itself.
+
+        Raises:
+            PeerError: it cannot be reached, did not answer within `timeout` seconds, or does not know the question.
+        """
+        with trio.move_on_after(timeout):
+            stream = await self._open_stream(peer_id, timeout)
+            try:
+                await stream.send(wire.DirectoryFrame(node_query=wire.NodeQuery()), timeout=timeout)
+                reply, _ = await stream.receive(timeout=timeout)
+                if reply.WhichOneof("body") != "node":
+                    raise ProtocolError(f"{peer_id} does not say what it is", peer_id)
+            except BaseException:
+                await stream.reset()
+                raise
+            await stream.close()
+            return NodeInfo.of(reply.node)
+        raise StreamTimeout(f"{peer_id} did not answer within {timeout:g} s", peer_id)
+
     # --- announcing
 
+    @property
+    def announces(self) -> bool:
+        """Whether this node is a server."""
+        return self._own is not None
+
     def announce(self, announcement: Announcement) -> None:
-        addrs = announcement.addrs or tuple(str(without_peer(Multiaddr(addr))) for addr in self._host.addrs())
-        self._own = replace(announcement, addrs=addrs)
+        self._own = announcement
         self._sign()
+        self._tell_of_change()
+
+    def addrs_changed(self) -> None:
+        """Announces anew at once, if the host's addresses or what it offers as a relay are other than announced."""
+        if self._own is not None and self._own_record is not None:
+            said, now = self._own_record.content, self._completed(self._own)
+            if said.addrs != now.addrs or (said.relay is None) != (now.relay is None):
+                self._own = replace(self._own)  # another one, hence news
+                self._tell_of_change()
+
+    def _tell_of_change(self) -> None:
         self._own_changed.set()
         self._own_changed = trio.Event()
+
+    def _completed(self, own: Announcement) -> Announcement:
+        addrs = own.addrs or tuple(str(without_peer(Multiaddr(addr))) for addr in self._host.addrs())[:MAX_ADDRS]
+        return replace(own, addrs=addrs, relay=self.about().relay)
 
     def _sign(self) -> SignedAnnouncement:
         assert self._own is not None
         after = self._own_record.content.sequence if self._own_record is not None else 0
-        fresh = freshened(self._own, now=time.time(), lifetime=self._ttl, after=after)
+        fresh = freshened(self._completed(self._own), now=time.time(), lifetime=self._ttl, after=after)
         self._own_record = sign_announcement(self._identity, fresh)
         self._merge([self._own_record])
         return self._own_record
@@ -311,19 +379,18 @@ class Directory:
 
     async def _push(self, record: SignedAnnouncement, count: int) -> None:
         """Tells many peers of the own announcement, side by side."""
-
-        async def tell(peer_id: str) -> None:
-            try:
-                with trio.fail_after(_PUSH_DEADLINE):
-                    stream = await self._open_stream(peer_id, _PUSH_DEADLINE)
-                    await stream.send(wire.DirectoryFrame(publish=record.to_wire()), timeout=_PUSH_DEADLINE)
-                    await stream.close()
-            except (PeerError, trio.TooSlowError) as error:
-                log.debug("could not tell %s: %s", peer_id, error)
-
         async with trio.open_nursery() as nursery:
             for peer_id in self._peers_to_ask(count):
-                nursery.start_soon(tell, peer_id)
+                nursery.start_soon(self._tell, peer_id, record)
+
+    async def _tell(self, peer_id: str, record: SignedAnnouncement) -> None:
+        try:
+            with trio.fail_after(_PUSH_DEADLINE):
+                stream = await self._open_stream(peer_id, _PUSH_DEADLINE)
+                await stream.send(wire.DirectoryFrame(publish=record.to_wire()), timeout=_PUSH_DEADLINE)
+                await stream.close()
+        except (PeerError, trio.TooSlowError) as error:
+            log.debug("could not tell %s: %s", peer_id, error)
 
     # --- the background
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -19,14 +20,15 @@ HEADER: Final = struct.Struct("!BBHII")  # version, type, flags, stream id, leng
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
 SYN, ACK, FIN, RST = 1, 2, 4, 8
 INITIAL_WINDOW: Final = 256 * 1024  # by the specification
-WINDOW: Final = 4 * 1024 * 1024  # what we grant: 40 MB/s at a round trip of 100 ms
+WINDOW: Final = 4 * 1024 * 1024  # what we grant to most: 40 MB/s at a round trip of 100 ms
+_SMALL: Final = 32 * 1024  # bytes: a token's hidden state, which does not wait behind large data
 MAX_DATA: Final = MAX_PLAINTEXT - HEADER.size  # a frame fills one Noise message
 
 
 class MuxedStream(IMuxedStream):
     """One stream. One task may read and one may write at a time."""
 
-    def __init__(self, muxed_conn: Muxer, stream_id: int) -> None:
+    def __init__(self, muxed_conn: Muxer, stream_id: int, window: int = INITIAL_WINDOW) -> None:
         self.muxed_conn = muxed_conn
         self.stream_id = stream_id
         self.read_closed = False  # the peer sends nothing more
@@ -35,12 +37,14 @@ class MuxedStream(IMuxedStream):
         self.discarding = False  # nobody will read any more
         self.closed_at = 0.0
         self.send_window = INITIAL_WINDOW
-        self._granted = WINDOW  # what the peer may still send
+        self._window = window  # what the peer may send beyond what was read
+        self._granted = window  # what the peer may still send
         self._consumed = 0  # read since the last grant
         self._chunks: deque[bytes] = deque()
         self._readers = trio.lowlevel.ParkingLot()
         self._writers = trio.lowlevel.ParkingLot()
         self._lost_event: trio.Event | None = None
+        self._divert: Callable[[bytes], bool] | None = None
 
     async def read(self, n: int | None = None) -> bytes:
         """1 to `n` bytes as soon as there are any. Cancelled, nothing is lost.
@@ -63,13 +67,28 @@ class MuxedStream(IMuxedStream):
         self._grant(len(chunk))
         return chunk
 
+    def divert(self, take: Callable[[bytes], bool]) -> None:
+        """Offers what comes to `take` first, as long as nothing waits for `read`; it says whether it took it.
+
+        For who hands bytes on: a reader in a task of its own costs a turn of trio's loop. It must not raise.
+        """
+        self._divert = take
+
     def _grant(self, consumed: int) -> None:
         self._consumed += consumed
         self.muxed_conn.buffered -= consumed
-        if self._consumed >= WINDOW // 2 and not self.read_closed and self.lost is None:
+        if self._consumed >= self._window // 2 and not self.read_closed and self.lost is None:
             self._granted += self._consumed
             self.muxed_conn.put(WINDOW_UPDATE, 0, self.stream_id, self._consumed)
             self._consumed = 0
+
+    def widen(self, window: int = WINDOW) -> None:
+        """Lets the peer send as much beyond what was read. Until then it is little, for who knows what it wants."""
+        more = window - self._window
+        if more > 0 and not self.read_closed and self.lost is None:
+            self._window = window
+            self._granted += more
+            self.muxed_conn.put(WINDOW_UPDATE, 0, self.stream_id, more)
 
     async def write(self, data: bytes) -> None:
         """Writes all of `data`; waits for the peer's window and for the socket.
@@ -81,16 +100,22 @@ class MuxedStream(IMuxedStream):
             MuxedStreamReset: the stream was reset, or the connection is gone.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
+        upload = self.muxed_conn.upload
+        largest = self.muxed_conn.max_data
+        if upload is not None:
+            largest = min(largest, upload.turn_size)
         start = 0
         while start < len(data):
             await self.muxed_conn.wait_room()
             while self.send_window == 0 and self.lost is None and not self.write_closed:
                 await self._writers.park()
+            if upload is not None:
+                await upload.turn(self.muxed_conn, urgent=len(data) <= _SMALL)
             if self.lost is not None:
                 raise MuxedStreamReset(self.lost)
             if self.write_closed:
                 raise MuxedStreamClosed("the stream is closed for writing")
-            size = min(self.send_window, MAX_DATA, len(data) - start)
+            size = min(self.send_window, largest, len(data) - start)
             self.send_window -= size
             self.muxed_conn.put(DATA, 0, self.stream_id, size, data[start : start + size])
             start += size
@@ -105,7 +130,10 @@ class MuxedStream(IMuxedStream):
         if self.write_closed:
             raise MuxedStreamClosed("the stream is closed for writing")
         size = len(data)
-        if size > min(self.send_window, MAX_DATA) or not self.muxed_conn.has_room:
+        if size > min(self.send_window, self.muxed_conn.max_data) or not self.muxed_conn.has_room:
+            return False
+        upload = self.muxed_conn.upload
+        if upload is not None and not upload.is_free(urgent=size <= _SMALL):
             return False
         self.send_window -= size
         self.muxed_conn.put(DATA, 0, self.stream_id, size, data)
@@ -157,7 +185,11 @@ class MuxedStream(IMuxedStream):
 
     def on_data(self, data: bytes) -> None:
         self.muxed_conn.buffered += len(data)
-        if self.discarding or self.lost is not None:
+        if (
+            self.discarding
+            or self.lost is not None
+            or (self._divert is not None and not self._chunks and self._divert(data))
+        ):
             self._grant(len(data))
         else:
             self._chunks.append(data)

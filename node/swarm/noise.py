@@ -7,17 +7,13 @@ and the bytes on the wire are libp2p's; only the transport of messages after the
 
 from __future__ import annotations
 
-import os
-import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import trio
 from libp2p.abc import ConnectionType, IRawConnection, ISecureConn
-from libp2p.io.exceptions import ConnectionClosedError, IOException
-from libp2p.io.trio import TrioTCPStream
-from libp2p.network.connection.exceptions import RawConnError
-from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.peer.id import ID
 from libp2p.security.base_session import BaseSession
 from libp2p.security.noise.io import NoiseTransportReadWriter
@@ -26,8 +22,9 @@ from libp2p.security.secure_session import SecureSession
 from multiaddr import Multiaddr
 from noise.exceptions import NoiseInvalidMessage  # type: ignore[import-untyped]
 
+from .private import Introduction
+
 MAX_PLAINTEXT: Final = 65535 - 16
-_READ_SIZE: Final = 256 * 1024
 # What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little.
 _OUT_LIMIT: Final = 256 * 1024
 # Answers to pings and the like do not wait; a peer that has so many of them unread is no peer.
@@ -63,11 +60,12 @@ class NoiseSession(BaseSession):
         )
         assert isinstance(session.conn, NoiseTransportReadWriter)
         self._cipher = session.conn.noise_state
-        self._conn = conn
-        self._socket: trio.SocketStream | None = None  # None: only through `_conn` (a private swarm's cipher)
-        if type(conn) is RawConnection and isinstance(conn.stream, TrioTCPStream):
-            self._socket = conn.stream.stream
-            _tune(self._socket)
+        assert isinstance(conn, Introduction)
+        self._wire = conn.wire
+        self._veil = conn.veil
+        self.path = conn.wire.path
+        self.local_host = conn.wire.local_host
+        self.upload = conn.wire.upload
         self._incoming = bytearray()
         self._plaintext = b""  # decrypted, not yet taken by `read`
         self._outgoing: deque[bytes] = deque()
@@ -79,47 +77,58 @@ class NoiseSession(BaseSession):
 
     # --- reading
 
-    async def receive(self) -> bytes:
-        """The plaintext of the next Noise message. Cancelled, nothing is lost.
+    def unseal(self, data: bytes) -> list[bytes]:
+        """The plaintexts of the messages that are complete with these bytes of the wire.
+
+        Raises:
+            OSError: the connection was tampered with.
+        """
+        if self._veil is not None:
+            data = self._veil.open(data)
+        incoming = self._incoming
+        incoming += data
+        plaintexts = []
+        start = 0
+        with memoryview(incoming) as view:
+            while len(view) - start >= 2:
+                end = start + 2 + int.from_bytes(view[start : start + 2], "big")
+                if len(view) < end:
+                    break
+                message = bytes(view[start + 2 : end])
+                start = end
+                try:
+                    plaintexts.append(bytes(self._cipher.decrypt(message)))
+                except NoiseInvalidMessage as error:
+                    raise ConnectionAbortedError("a message failed its authentication") from error
+        del incoming[:start]
+        return plaintexts
+
+    async def receive(self) -> list[bytes]:
+        """The next plaintexts, one or more. Cancelled, nothing is lost.
 
         Raises:
             OSError: the connection has ended or was tampered with.
         """
         while True:
-            if len(self._incoming) >= 2:
-                end = 2 + int.from_bytes(self._incoming[:2], "big")
-                if len(self._incoming) >= end:
-                    with memoryview(self._incoming) as view:
-                        message = bytes(view[2:end])
-                    del self._incoming[:end]
-                    try:
-                        return bytes(self._cipher.decrypt(message))
-                    except NoiseInvalidMessage as error:
-                        raise ConnectionAbortedError("a message failed its authentication") from error
-            self._incoming += await self._read_raw()
+            data = await self._wire.receive()
+            if not data:
+                raise ConnectionResetError("the peer closed the connection")
+            if plaintexts := self.unseal(data):
+                return plaintexts
 
-    async def _read_raw(self) -> bytes:
-        try:
-            if self._socket is not None:
-                data: bytes = bytes(await self._socket.receive_some(_READ_SIZE))
-            else:
-                data = await self._conn.read(_READ_SIZE)
-        except (trio.BrokenResourceError, trio.ClosedResourceError, IOException, RawConnError) as error:
-            raise ConnectionResetError("the connection is gone") from error
-        if not data:
-            raise ConnectionResetError("the peer closed the connection")
-        return data
+    def divert(self, take: Callable[[bytes], None]) -> None:
+        """Hands what comes to `take` at once where that is possible; the rest still comes by `receive`."""
+        self._wire.divert(take)
 
     async def read(self, n: int | None = None) -> bytes:
         """Exactly `n` bytes, for libp2p's negotiation of the muxer."""
-        if n is None:
-            return await self.receive()
         try:
-            while len(self._plaintext) < n:
-                self._plaintext += await self.receive()
+            while len(self._plaintext) < (1 if n is None else n):
+                self._plaintext += b"".join(await self.receive())
         except OSError as error:
             raise ConnectionClosedError(str(error)) from error
-        data, self._plaintext = self._plaintext[:n], self._plaintext[n:]
+        end = len(self._plaintext) if n is None else n
+        data, self._plaintext = self._plaintext[:end], self._plaintext[end:]
         return data
 
     def take_plaintext(self) -> bytes:
@@ -142,21 +151,21 @@ class NoiseSession(BaseSession):
             raise ConnectionResetError("the connection is closed")
         if self._outgoing_bytes > _OUT_HARD_LIMIT:
             raise ConnectionAbortedError("the peer asks for more than it reads")
+        if self.upload is not None:
+            self.upload.spend(len(data))
         for start in range(0, len(data), MAX_PLAINTEXT):
             part = data if len(data) <= MAX_PLAINTEXT else data[start : start + MAX_PLAINTEXT]
             sealed = self._cipher.encrypt(part)
             self._put_raw(len(sealed).to_bytes(2, "big") + sealed)
 
     def _put_raw(self, message: bytes) -> None:
-        if not self._outgoing and self._socket is not None and os.name == "posix":
-            # Straight to the socket: waiting for one's turn in trio's loop costs more than sending.
-            try:
-                sent = os.write(self._socket.socket.fileno(), message)
-            except BlockingIOError:
-                sent = 0
-            if sent == len(message):
+        if self._veil is not None:
+            message = self._veil.seal(message)
+        if not self._outgoing:
+            taken = self._wire.send_nowait(message)
+            if taken == len(message):
                 return
-            message = message[sent:]
+            message = message[taken:]
         self._outgoing.append(message)
         self._outgoing_bytes += len(message)
         self._pump_wakes.unpark_all()
@@ -195,13 +204,7 @@ class NoiseSession(BaseSession):
 
     async def _send_raw(self, message: bytes) -> None:
         with trio.move_on_after(_STALL_LIMIT):
-            try:
-                if self._socket is not None:
-                    await self._socket.send_all(message)
-                else:
-                    await self._conn.write(message)
-            except (trio.BrokenResourceError, trio.ClosedResourceError, IOException, RawConnError) as error:
-                raise ConnectionResetError("the connection is gone") from error
+            await self._wire.send(message)
             return
         raise ConnectionAbortedError(f"the peer took nothing for {_STALL_LIMIT:g} s")
 
@@ -229,22 +232,18 @@ class NoiseSession(BaseSession):
             self._closed = True
             for lot in (self._pump_wakes, self._room, self._sent):
                 lot.unpark_all()
-            with trio.CancelScope(shield=True):
-                await self._conn.close()
+            await self._wire.close()
+
+    @property
+    def keeps_window(self) -> bool:
+        """Whether it is TCP itself that would forget its window in a pause; under a circuit, others see to that."""
+        return self._wire.is_socket
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        address: tuple[str, int] | None = self._conn.get_remote_address()
-        return address
+        return self._wire.get_remote_address()
 
     def get_transport_addresses(self) -> list[Multiaddr]:
-        return [] if self._socket is None else self._conn.get_transport_addresses()
+        return self._wire.get_transport_addresses()
 
     def get_connection_type(self) -> ConnectionType:
-        return ConnectionType.DIRECT if self._socket is None else self._conn.get_connection_type()
-
-
-def _tune(stream: trio.SocketStream) -> None:
-    """No Nagle (trio sets that too), and little unsent data in the kernel, where nothing can overtake it."""
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _OUT_LIMIT)
+        return self._wire.get_connection_type()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
+import pathlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import trio
 from google.protobuf.message import DecodeError, Message
 
 from ...crypto.identity import Identity
+from ...crypto.swarm_key import SwarmKeyError, check_swarm_key
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement
+from ...protocols.directory import NodeInfo
 from ...protocols.framing import (
     MAX_HEADER,
     MAX_PAYLOAD,
@@ -27,10 +29,16 @@ from ...protocols.ids import DIRECTORY, MANIFEST
 from ...protocols.manifest import MAX_HEADER as MAX_MANIFEST
 from ...protocols.manifest import answer_manifests, ask_manifest
 from ..errors import BadInput, SwarmError
+from ..reach.limits import RelayLimits
+from ..reach.reach import Reach, ReachConfig
+from ..reach.reachability import Reachability
 from .addresses import parse_own, parse_peer
 from .dht import Dht, open_dht
 from .directory import Directory
-from .host import Host, StreamBytes, open_host
+from .discovery import Discovery, Joined
+from .host import Host, open_host
+from .paths import Path
+from .stream_bytes import StreamBytes
 from .view import SwarmView
 
 log = logging.getLogger(__name__)
@@ -49,7 +57,11 @@ class SwarmConfig:
 
     `listen` and `announce` are multiaddrs without /p2p (no `listen`: a pure client, which nobody can dial and
     which does not serve the table); `peers` those to join by, with /p2p; `psk` the 64 hexadecimal digits of a
-    private swarm's key. `announcement_ttl` is in seconds.
+    private swarm's key. `announcement_ttl` is in seconds. `relay` says where a node that others cannot dial keeps a
+    place for them to reach it: "auto" (any public node that offers one), "off", or the multiaddr of the one relay to
+    use; `relay_limits` are those of this node where it relays for others. `mdns` finds, and is found by, nodes of the
+    same local network; `remembered` is the file with the peers of earlier runs. `max_upload` and `max_download` are
+    bytes per second over all connections, None without a limit.
     """
 
     identity: Identity
@@ -60,6 +72,12 @@ class SwarmConfig:
     serve_dht: bool = True
     announcement_ttl: float = DEFAULT_TTL
     bootstrap_deadline: float = _BOOTSTRAP_DEADLINE
+    relay: str = "auto"
+    relay_limits: RelayLimits = field(default_factory=RelayLimits)
+    mdns: bool = False
+    remembered: pathlib.Path | None = None
+    max_upload: int | None = None
+    max_download: int | None = None
 
 
 class Swarm:
@@ -71,6 +89,8 @@ class Swarm:
         self._nursery = nursery
         self._manifests: dict[bytes, wire.Manifest] = {}
         self._lost: dict[str, trio.Event] = {}
+        self._direct: dict[str, trio.Event] = {}
+        host.on_connected(self._on_connected)
         self._told: set[tuple[str, type]] = set()
         bootstrap = [parse_peer(peer) for peer in config.peers]
         self._directory = Directory(
@@ -80,6 +100,18 @@ class Swarm:
             dht=dht,
             open_stream=self._open_directory,
             bootstrap=bootstrap,
+        )
+        reach = ReachConfig(bool(config.listen), config.announce, config.peers, config.relay, config.relay_limits)
+        self._reach = Reach(host, self._directory, nursery, reach)
+        self._discovery = Discovery(
+            host,
+            self._directory,
+            nursery,
+            peers=bootstrap,
+            memory=config.remembered,
+            mdns=config.mdns,
+            listen=config.listen,
+            psk=config.psk,
         )
         self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=self._directory.max_header)
         self.set_handler(MANIFEST, wire.ManifestFrame, self._serve_manifests, max_header=MAX_MANIFEST)
@@ -144,10 +176,11 @@ class Swarm:
         timeout: float,
         max_header: int = MAX_HEADER,
         max_payload: int = MAX_PAYLOAD,
+        direct: bool = False,
     ) -> MessageStream[F]:
         """A stream that the caller has to close or reset. Connects first if need be, to `addrs` or to where the
         peer announced itself. Does not wait for the peer's consent: one that does not speak the protocol ends the
-        stream, and the first `receive` says so.
+        stream, and the first `receive` says so. With `direct`, only on a connection without a relay that there is.
 
         Raises:
             StreamTimeout: nothing came of it within `timeout` seconds.
@@ -157,7 +190,7 @@ class Swarm:
         self._host.remember(peer_id, [*addrs, *known])
         with trio.move_on_after(timeout):
             try:
-                raw = await self._host.open_stream(peer_id, protocol)
+                raw = await self._host.open_stream(peer_id, protocol, direct=direct)
             except ConnectionError as error:
                 raise StreamClosed(str(error), peer_id) from error
             return MessageStream(raw, frame_type, peer_id, max_header=max_header, max_payload=max_payload)
@@ -193,17 +226,64 @@ class Swarm:
         else:
             await stream.close()
 
+    def connected(self) -> list[str]:
+        """The ids of the peers that there is a connection to."""
+        return self._host.connected()
+
     def is_connected(self, peer_id: str) -> bool:
         return self._host.is_connected(peer_id)
+
+    def neighbours(self) -> list[str]:
+        """The peers that there is a connection to."""
+        return self._host.connected()
 
     def watch_peer(self, peer_id: str) -> trio.Event:
         """An event that is set when the last connection to this peer ends (a frozen peer's within 5 s)."""
         return self._lost.setdefault(peer_id, trio.Event())
 
+    def is_direct(self, peer_id: str) -> bool:
+        """Whether there is a connection to this peer that needs no relay."""
+        return self._host.is_direct(peer_id)
+
+    def watch_direct(self, peer_id: str) -> trio.Event:
+        """An event that is set as soon as there is a connection to this peer that needs no relay."""
+        event = self._direct.setdefault(peer_id, trio.Event())
+        if self.is_direct(peer_id):
+            event.set()
+            del self._direct[peer_id]
+        return event
+
+    def _on_connected(self, peer_id: str, path: Path) -> None:
+        event = self._direct.pop(peer_id, None) if path.direct else None
+        if event is not None:
+            event.set()
+
     def _on_lost(self, peer_id: str) -> None:
         event = self._lost.pop(peer_id, None)
         if event is not None:
             event.set()
+
+    # --- reachability
+
+    @property
+    def reachability(self) -> Reachability:
+        """How others reach this node, as far as is known by now."""
+        return self._reach.reachability
+
+    async def wait_reachability_changed(self) -> None:
+        await self._reach.wait_changed()
+
+    def about(self) -> NodeInfo:
+        """What this node says of itself to a peer that asks: its role, its reachability, what it relays."""
+        return self._reach.about()
+
+    async def ask_node(self, peer_id: str, *, timeout: float) -> NodeInfo:
+        """What a peer says of itself. Nobody vouches for that.
+
+        Raises:
+            PeerError: it cannot be reached, did not answer within `timeout` seconds, or does not know the question.
+        """
+        return await self._directory.ask_node(peer_id, timeout=timeout)
 
     # --- announcements
 
@@ -287,8 +367,12 @@ class Swarm:
     # --- life
 
     async def join(self) -> None:
-        """Meets the peers to join by. Called by `open_swarm`."""
+        """Meets the peers to join by, or looks for a swarm. Called by `open_swarm`."""
+        self._reach.start()
         if not self._config.peers:
+            self._discovery.start()
+            if self._discovery.searches:
+                await self._discovery.search()
             return
         try:
             await self.refresh(timeout=self._config.bootstrap_deadline)
@@ -297,21 +381,38 @@ class Swarm:
                 f"{error}. Check the addresses, and that these peers run; "
                 "those of a private swarm answer only who has its key."
             ) from error
+        named = [parse_peer(peer)[0] for peer in self._config.peers]
+        self._discovery.met("peers", next(filter(self._host.is_connected, named), named[0]))
+        # Not before: those who were named have to answer, whoever else does.
+        self._discovery.start()
+
+    @property
+    def joined(self) -> Joined | None:
+        """How this node came into its swarm; None as long as it has met nobody."""
+        return self._discovery.joined
 
     def start(self) -> None:
         """Starts what runs beside. Called by `open_swarm`."""
         self._nursery.start_soon(self._directory.run)
+        self._discovery.start_returning()
 
 
 def _checked(config: SwarmConfig) -> dict[str, Any]:
-    if config.psk is not None and not re.fullmatch("[0-9a-fA-F]{64}", config.psk):
-        raise BadInput("a swarm key is 64 hexadecimal digits; make one with `petalnode swarm-key`")
+    if config.psk is not None:
+        try:
+            check_swarm_key(config.psk)
+        except SwarmKeyError as error:
+            raise BadInput(str(error)) from error
     for peer in config.peers:
         parse_peer(peer)
+    if config.relay not in ("auto", "off"):
+        parse_peer(config.relay)
     return {
         "listen": [parse_own(addr, "listen") for addr in config.listen],
         "announce": [parse_own(addr, "announce") for addr in config.announce],
         "psk": config.psk,
+        "max_upload": config.max_upload,
+        "max_download": config.max_download,
     }
 
 

@@ -8,8 +8,9 @@ straight to the socket; a peer from which nothing comes is asked for a sign of l
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
 import trio
@@ -18,6 +19,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from multiaddr import Multiaddr
 
+from .bandwidth import Throttle
 from .muxed_stream import (
     ACK,
     DATA,
@@ -25,6 +27,7 @@ from .muxed_stream import (
     GO_AWAY,
     HEADER,
     INITIAL_WINDOW,
+    MAX_DATA,
     PING,
     RST,
     SYN,
@@ -45,6 +48,8 @@ _PATIENCE: Final = 3.0  # seconds for the answer
 _PATIENCE_STUFFED: Final = 10.0  # our question may be stuck behind much data on a slow line
 _LINGER: Final = 30.0  # seconds that a stream closed by us waits for the peer's close
 
+_SEALING: Final = HEADER.size + 18  # bytes that Yamux and Noise add: sealed, it shall fill a frame of the circuit
+
 _LARGE: Final = 12 * 1024  # bytes; about what TCP sends in its first round trip (ten packets, RFC 6928)
 _LARGE_LASTS: Final = 5.0  # seconds after a large message in which another one is expected
 _QUIET: Final = 0.1  # seconds; half of the least time after which TCP forgets its window
@@ -62,16 +67,23 @@ class Muxer(IMuxedConn):
         assert isinstance(conn, NoiseSession)
         self.peer_id = peer_id
         self.secured_conn = conn
+        self.path = conn.path
+        self.max_data = MAX_DATA if conn.path.direct else MAX_DATA - _SEALING
         self.event_started = trio.Event()
         self.lost: str | None = None
         self.buffered = 0  # bytes that came and were not read yet
         self._on_lost = on_lost
-        self._answer = answer
+        self._answer = answer  # the part of it that has not come yet
+        self._rest = b""  # the beginning of a frame's header
+        self._body = 0  # bytes that the current frame still brings
+        self._body_of: MuxedStream | None = None
+        self._body_flags = 0
         self._scope = trio.CancelScope()
         self._next_id = 1 if conn.is_initiator else 2
         self._streams: dict[int, MuxedStream] = {}
         self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](_MAX_STREAMS)
         self._heard = trio.current_time()
+        self._suspected = False
         self._held = b""  # frames that go with the next one
         self._large_until = 0.0  # a large message may follow until then
         self._large_put = trio.lowlevel.ParkingLot()
@@ -79,8 +91,8 @@ class Muxer(IMuxedConn):
 
     # --- streams
 
-    async def open_stream(self) -> MuxedStream:
-        """A new stream. The peer may still refuse it.
+    async def open_stream(self, window: int = WINDOW) -> MuxedStream:
+        """A new stream, on which the peer may send `window` bytes that we have not read. It may still refuse it.
 
         Raises:
             MuxedConnUnavailable: the connection is gone, or too many streams are open on it.
@@ -90,10 +102,10 @@ class Muxer(IMuxedConn):
             raise MuxedConnUnavailable(self.lost)
         if len(self._streams) >= _MAX_STREAMS:
             raise MuxedConnUnavailable(f"{len(self._streams)} streams are open on this connection")
-        stream = MuxedStream(self, self._next_id)
+        stream = MuxedStream(self, self._next_id, window)
         self._next_id += 2
         self._streams[stream.stream_id] = stream
-        self.put(WINDOW_UPDATE, SYN, stream.stream_id, WINDOW - INITIAL_WINDOW)
+        self.put(WINDOW_UPDATE, SYN, stream.stream_id, window - INITIAL_WINDOW)
         return stream
 
     async def accept_stream(self) -> MuxedStream:
@@ -141,6 +153,11 @@ class Muxer(IMuxedConn):
     async def wait_room(self) -> None:
         await self.secured_conn.wait_room()
 
+    @property
+    def upload(self) -> Throttle | None:
+        """Where large data have to wait for their turn."""
+        return self.secured_conn.upload
+
     # --- reading
 
     async def start(self) -> None:
@@ -157,8 +174,13 @@ class Muxer(IMuxedConn):
 
     async def _run_part(self, part: Callable[[], Awaitable[None]]) -> None:
         """When a part of the connection ends, all of it ends."""
-        try:
+        with self._guard():
             await part()
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self._lose(str(error))
         except Exception:
@@ -166,58 +188,76 @@ class Muxer(IMuxedConn):
             self._lose("internal error")
 
     async def _receive_frames(self) -> None:
-        data = await self._receive_answer(self.secured_conn.take_plaintext())
+        self._feed(self.secured_conn.take_plaintext())
+        self.secured_conn.divert(self._take)
         while self.lost is None:
-            self._heard = trio.current_time()
-            position = 0
-            while len(data) - position >= HEADER.size:
-                version, kind, flags, stream_id, length = HEADER.unpack_from(data, position)
-                position += HEADER.size
-                if version != 0 or kind > GO_AWAY:
-                    raise ConnectionAbortedError("the peer sent a frame that is no Yamux frame")
-                if kind == PING:
-                    if flags & SYN:
-                        self.put(PING, ACK, 0, length)
-                elif kind == GO_AWAY:
-                    raise ConnectionAbortedError("the peer closed the connection")
-                else:
-                    stream = self._stream_of(kind, flags, stream_id)
-                    if kind == WINDOW_UPDATE:
-                        if stream is not None:
-                            stream.on_window(length)
-                    else:
-                        data, position = await self._receive_body(stream, data, position, length)
-                    if stream is not None and flags & (FIN | RST):
-                        stream.on_lost("reset by the peer") if flags & RST else stream.on_fin()
-                        self.forget_if_done(stream)
-            data = data[position:] + await self.secured_conn.receive()
+            for data in await self.secured_conn.receive():
+                self._feed(data)
 
-    async def _receive_answer(self, data: bytes) -> bytes:
-        """What follows the peer's consent to speak Yamux."""
-        while len(data) < len(self._answer) and self._answer.startswith(data):
-            data += await self.secured_conn.receive()
-        if not data.startswith(self._answer):
+    def _take(self, sealed: bytes) -> None:
+        """What comes through a circuit, in the task that reads the connection below."""
+        if self.lost is None:
+            with self._guard():
+                for data in self.secured_conn.unseal(sealed):
+                    self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        """Does what the peer says."""
+        self._heard = trio.current_time()
+        if self._answer:
+            data = self._without_answer(data)
+        data, self._rest = self._rest + data, b""
+        position = 0
+        while self.lost is None:
+            if self._body:
+                part = data[position : position + self._body]
+                position += len(part)
+                self._body -= len(part)
+                if self._body_of is not None and part:
+                    self._body_of.on_data(part)
+                if self._body:
+                    return
+                self._end_frame(self._body_of, self._body_flags)
+            if len(data) - position < HEADER.size:
+                self._rest = data[position:]
+                return
+            version, kind, flags, stream_id, length = HEADER.unpack_from(data, position)
+            position += HEADER.size
+            if version != 0 or kind > GO_AWAY:
+                raise ConnectionAbortedError("the peer sent a frame that is no Yamux frame")
+            if kind == PING:
+                if flags & SYN:
+                    self.put(PING, ACK, 0, length)
+            elif kind == GO_AWAY:
+                raise ConnectionAbortedError("the peer closed the connection")
+            else:
+                stream = self._stream_of(kind, flags, stream_id)
+                if kind == DATA and length:
+                    self._check_room(stream, length)
+                    self._body, self._body_of, self._body_flags = length, stream, flags
+                    continue
+                if kind == WINDOW_UPDATE and stream is not None:
+                    stream.on_window(length)
+                self._end_frame(stream, flags)
+
+    def _without_answer(self, data: bytes) -> bytes:
+        """What follows the peer's consent to speak Yamux, or the part of that which has come."""
+        part = data[: len(self._answer)]
+        if not self._answer.startswith(part):
             raise ConnectionAbortedError("the peer does not speak Yamux")
-        return data[len(self._answer) :]
+        self._answer = self._answer[len(part) :]
+        return data[len(part) :]
 
-    async def _receive_body(
-        self, stream: MuxedStream | None, data: bytes, position: int, length: int
-    ) -> tuple[bytes, int]:
-        """Hands `length` bytes to the stream as they come; returns where the next frame starts."""
+    def _check_room(self, stream: MuxedStream | None, length: int) -> None:
         if stream is not None and not stream.on_size(length):
             raise ConnectionAbortedError("the peer sent more than it was granted")
         if self.buffered + length > _MAX_BUFFERED:
             raise ConnectionAbortedError("the peer sent too much that nobody reads")
-        while length > 0:
-            if position == len(data):
-                data, position = await self.secured_conn.receive(), 0
-                self._heard = trio.current_time()
-            part = data[position : position + length]
-            position += len(part)
-            length -= len(part)
-            if stream is not None and part:
-                stream.on_data(part)
-        return data, position
+
+    def _end_frame(self, stream: MuxedStream | None, flags: int) -> None:
+        if stream is not None and flags & (FIN | RST):
+            stream.on_lost("reset by the peer") if flags & RST else stream.on_fin()
+            self.forget_if_done(stream)
 
     def _stream_of(self, kind: int, flags: int, stream_id: int) -> MuxedStream | None:
         """The stream that a frame belongs to, opened if the frame opens it; None if it has gone already."""
@@ -233,10 +273,14 @@ class Muxer(IMuxedConn):
                 pass
             else:
                 self._streams[stream_id] = stream
-                self.put(WINDOW_UPDATE, ACK, stream_id, WINDOW - INITIAL_WINDOW)
+                self.put(WINDOW_UPDATE, ACK, stream_id, 0)
                 return stream
         self.put(WINDOW_UPDATE, RST, stream_id, 0)
         return None
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
 
     # --- the end
 
@@ -251,10 +295,11 @@ class Muxer(IMuxedConn):
                 if stream.discarding and now - stream.closed_at > _LINGER:
                     await stream.reset()
             silent_until = self._heard + (_IDLE if self._streams else _IDLE_WITHOUT_STREAMS)
-            if now < silent_until:
+            if now < silent_until and not self._suspected:
                 # In short sleeps, since a stream may be opened meanwhile.
                 await trio.sleep(min(silent_until - now, _IDLE))
                 continue
+            self._suspected = False
             self.put(PING, SYN, 0, 0)
             asked = trio.current_time()
             while self._heard < asked:
@@ -272,13 +317,17 @@ class Muxer(IMuxedConn):
         After a silence of one retransmission timeout, a round trip and at least 200 ms, TCP starts anew with ten
         packets (RFC 5681, section 4.1), and the next hidden state of 16 KiB takes two round trips instead of one.
         """
-        while self.lost is None:
+        while self.lost is None and self.secured_conn.keeps_window:
             if trio.current_time() > self._large_until:
                 await self._large_put.park()
             self._put_lately = False
             await trio.sleep(_QUIET)
             if not self._put_lately:
                 self.put(PING, SYN, 0, 0)
+
+    def suspect(self) -> None:
+        """Asks the peer for a sign of life soon, however short it has been silent."""
+        self._suspected = True
 
     def _lose(self, why: str) -> None:
         """Ends the connection at once; `start` closes the socket."""

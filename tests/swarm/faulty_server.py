@@ -16,7 +16,7 @@ from typing import Any
 from petalnode.crypto.identity import Identity
 from petalnode.node.swarm import swarm as swarm_module
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.framing import MessageStream, StreamClosed
+from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError
 from petalnode.protocols.ids import INFERENCE
 from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
 
@@ -85,6 +85,14 @@ class _Spoiled:
             await self._stream.send(frame, payloads, timeout=timeout)
         self._previous = (kept, sent)
 
+    async def receive(self, **options: Any) -> tuple[wire.InferenceFrame, list[bytes]]:
+        try:
+            return await self._stream.receive(**options)
+        except PeerError as error:
+            if self._fault == "reset":  # a stream that only ends leaves a session that may be taken up again
+                raise ProtocolError("the test lost the session", error.peer_id) from error
+            raise
+
     # --- faults
 
     async def garbage(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
@@ -108,7 +116,7 @@ class _Spoiled:
     async def reset(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
         """The server has lost this session and nothing else."""
         await self._stream.reset()
-        raise StreamClosed("the test reset the stream", self._stream.peer_id)
+        raise ProtocolError("the test lost the session", self._stream.peer_id)
 
     async def error(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
         refusal = wire.Error(code=wire.ERROR_INTERNAL, message="out of memory")

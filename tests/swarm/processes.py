@@ -32,6 +32,9 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
         "XDG_CACHE_HOME": str(home / "cache"),
         "PETALNODE_CACHE": str(home / "cache" / "petalnode"),
         "HF_HUB_OFFLINE": "1",
+        # Swarms of one machine, or of one test and the next, shall not find each other.
+        "PETALNODE_MDNS": "0",
+        "PETALNODE_REMEMBER": "0",
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
         "PYTHONUNBUFFERED": "1",
@@ -60,11 +63,16 @@ class Outcome:
 
 
 def petalnode(
-    *arguments: str, env: Mapping[str, str], cwd: Path | None = None, given: str = "", timeout: float = 120
+    *arguments: str,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    given: str = "",
+    timeout: float = 120,
+    prefix: Sequence[str] = (),
 ) -> Outcome:
-    """Runs one command to its end, with `given` on its standard input."""
+    """Runs one command to its end, with `given` on its standard input. `prefix` comes before the command line."""
     done = subprocess.run(
-        [sys.executable, "-m", "petalnode", *arguments],
+        [*prefix, sys.executable, "-m", "petalnode", *arguments],
         input=given,
         capture_output=True,
         text=True,
@@ -179,8 +187,10 @@ class Running:
 class Node(Running):
     """A `petalnode` command that runs until it is told to stop; `ready` is its ready event."""
 
-    def __init__(self, *arguments: str, env: Mapping[str, str], cwd: Path | None = None) -> None:
-        super().__init__([sys.executable, "-m", "petalnode", *arguments], env, cwd)
+    def __init__(
+        self, *arguments: str, env: Mapping[str, str], cwd: Path | None = None, prefix: Sequence[str] = ()
+    ) -> None:
+        super().__init__([*prefix, sys.executable, "-m", "petalnode", *arguments], env, cwd)
         self._ready: dict[str, Any] | None = None
 
     @property

@@ -48,6 +48,7 @@ MISTAKES = {
     "no blocks": Case("serve {llama} --num-blocks 0 {new}", "bad input", "num-blocks"),
     "both kinds of blocks": Case("serve {llama} --num-blocks 2 --blocks 0:2 {new}", "bad input", "give one"),
     "a throughput that is none": Case("serve {llama} --throughput fast {new}", "bad input", "fast"),
+    "a quantisation that is none": Case("serve {llama} --quant int4 {new}", "bad input", "none, int8 .* or nf4"),
     "no cache": Case("serve {llama} --cache-tokens 0 {new}", "bad input", "cache-tokens"),
     "a peer with a typo": Case("serve {llama} --peer {typo} --listen {loopback}", "bad input", "tpc"),
     "a peer without an id": Case("status --peer /ip4/127.0.0.1/tcp/31330", "bad input", "p2p"),
@@ -66,6 +67,14 @@ MISTAKES = {
     "a log level that is none": Case("serve {llama} {new} --log-level nonsense", "bad input", "nonsense"),
     "status of no swarm": Case("status", "bad input", "--peer"),
     "chat with no swarm": Case("chat --prompt hi", "bad input", "--peer"),
+    "chat where nobody is known": Case(
+        "chat --prompt hi", "swarm cannot", "no swarm was found.*--peer", env={"PETALNODE_REMEMBER": "1"}
+    ),
+    "a swarm key that is none": Case(
+        "status --peer {nobody} --swarm-key {llama}/config.json", "bad input", "config.json is no swarm key"
+    ),
+    "a swarm key over a file": Case("swarm-key {llama}/config.json", "bad input", "config.json is there already"),
+    "a relay that is none": Case("bootstrap {new} --relay somewhere", "bad input", "somewhere"),
     "status of a swarm without models": Case("status --peer {meeting}", "swarm cannot", "any model"),
     "status of a model that is not there": Case("status gpt-9 --peer {shared}", "swarm cannot", "gpt-9"),
     "chat in a swarm without models": Case("chat --prompt hi --peer {meeting}", "swarm cannot", "serves a model"),

@@ -196,12 +196,13 @@ def test_a_session_of_a_slice_runs_through_these_blocks_only(model: Model) -> No
     assert (out - model.remote_blocks[1:5](hidden)).abs().max() <= LOGITS
 
 
-def test_gradients_are_refused_clearly(model: Model) -> None:
+def test_a_session_refuses_gradients_clearly(model: Model) -> None:
     hidden = torch.randn(1, 4, HIDDEN, requires_grad=True)
-    with pytest.raises(PetalnodeError, match="gradient"):
-        model.remote_blocks(hidden)
-    with torch.no_grad():
-        assert model.remote_blocks(hidden).shape == hidden.shape
+    with model.inference_session(max_length=4) as session:
+        with pytest.raises(PetalnodeError, match="gradient"):
+            session.step(hidden)
+        with torch.no_grad():
+            assert session.step(hidden).shape == hidden.shape
 
 
 @pytest.mark.parametrize(

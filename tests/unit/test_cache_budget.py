@@ -118,6 +118,65 @@ def test_a_grant_in_the_instant_of_the_cancellation_is_given_back() -> None:
     run(main)
 
 
+def test_what_is_lent_goes_to_whoever_needs_it_the_oldest_first() -> None:
+    async def main() -> None:
+        budget = CacheBudget(100)
+        taken: list[str] = []
+        for name, tokens in (("first", 30), ("second", 20), ("third", 10)):
+            await budget.acquire(tokens, 0)
+            budget.lend(tokens, lambda name=name: taken.append(name))  # type: ignore[misc]
+        await budget.acquire(40, 0)
+        assert taken == [] and budget.free == 0  # what nobody holds is given first
+        await budget.acquire(35, 0)
+        assert taken == ["first", "second"] and budget.free == 15
+        budget.release(75)
+        assert budget.free == 90
+
+    run(main)
+
+
+def test_what_is_lent_is_kept_where_taking_it_would_not_do() -> None:
+    async def main() -> None:
+        budget = CacheBudget(100)
+        await budget.acquire(60, 0)
+        await budget.acquire(40, 0)
+        loan = budget.lend(40, lambda: None)
+        with pytest.raises(CacheFull):
+            await budget.acquire(41, 3)
+        assert not loan.taken and loan.recall()
+
+    run(main)
+
+
+def test_what_was_called_back_is_not_taken() -> None:
+    async def main() -> None:
+        budget = CacheBudget(100)
+        await budget.acquire(100, 0)
+        loan = budget.lend(100, lambda: None)
+        assert loan.recall() and loan.recall()
+        with pytest.raises(CacheFull):
+            await budget.acquire(1, 0)
+        loan = budget.lend(100, lambda: None)
+        await budget.acquire(1, 0)
+        assert loan.taken and not loan.recall()
+        assert budget.free == 99
+
+    run(main)
+
+
+def test_who_waits_already_gets_what_is_lent_at_once() -> None:
+    async def main() -> None:
+        budget = CacheBudget(100)
+        await budget.acquire(100, 0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(budget.acquire, 30, 1000)
+            await trio.testing.wait_all_tasks_blocked()
+            assert budget.lend(100, lambda: None).taken
+        assert budget.free == 70
+
+    run(main)
+
+
 def test_any_order_of_taking_waiting_and_leaving_adds_up() -> None:
     async def main() -> None:
         budget = CacheBudget(64)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -9,10 +10,26 @@ import typer
 from typer.testing import CliRunner
 
 from petalnode.crypto.identity import Identity
+from petalnode.crypto.swarm_key import load_swarm_key, make_swarm_key
 from petalnode.node.cli.demo import even_spans, threads_per_server
 from petalnode.node.cli.join import JoinOptions, joins_swarm, kept_port
+from petalnode.node.cli.relay_options import relay_limits
+from petalnode.node.cli.whereabouts import how_joined, join_by
 from petalnode.node.errors import BadInput
+from petalnode.node.reach.limits import RelayLimits
+from petalnode.node.swarm.discovery import Joined
+from petalnode.node.swarm.swarm import SwarmConfig
 from petalnode.protocols.ids import Span
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PETALNODE_PEERS", "PETALNODE_MDNS", "PETALNODE_REMEMBER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def config(options: JoinOptions, folder: Path, *, listens: bool = True) -> SwarmConfig:
+    return options.config(Identity.generate(), listens=listens, data_dir=folder, relay_limits=RelayLimits())
 
 
 def test_peers_come_from_the_options_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +44,69 @@ def test_peers_come_from_the_options_or_the_environment(monkeypatch: pytest.Monk
 def test_a_new_swarm_joins_nobody() -> None:
     with pytest.raises(BadInput, match="--new-swarm"):
         JoinOptions(new_swarm=True, peer=["/c"]).peers  # noqa: B018
+
+
+def test_a_new_swarm_knows_nobody(tmp_path: Path) -> None:
+    asked = config(JoinOptions(), tmp_path)
+    assert asked.mdns and asked.remembered is not None
+    new = config(JoinOptions(new_swarm=True), tmp_path)
+    assert not new.mdns and new.remembered is None
+
+
+def test_a_private_swarm_has_a_key_and_a_memory_of_its_own(tmp_path: Path) -> None:
+    make_swarm_key(tmp_path / "swarm.key")
+    private, public = config(JoinOptions(swarm_key=tmp_path / "swarm.key"), tmp_path), config(JoinOptions(), tmp_path)
+    assert private.psk == load_swarm_key(tmp_path / "swarm.key") and public.psk is None
+    assert private.remembered != public.remembered
+    with pytest.raises(BadInput, match="nothing"):
+        config(JoinOptions(swarm_key=tmp_path / "nothing"), tmp_path)
+
+
+def test_a_client_has_to_be_able_to_find_a_swarm(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--peer"):
+        config(JoinOptions(mdns=False, remember=False), tmp_path, listens=False)
+    assert config(JoinOptions(mdns=False, remember=False, peer=["/c"]), tmp_path, listens=False).peers == ("/c",)
+    assert config(JoinOptions(remember=False), tmp_path, listens=False).mdns
+    # One that is told of a peer looks for no other.
+    assert not config(JoinOptions(peer=["/c"]), tmp_path, listens=False).mdns
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("10MB", 10_000_000), ("500kB", 500_000), ("1.5 MiB/s", 1572864), ("20000", 20000), ("1GB", 10**9)],
+)
+def test_speeds_are_bytes_per_second(text: str, rate: int, tmp_path: Path) -> None:
+    limited = config(JoinOptions(max_upload=text, max_download=text), tmp_path)
+    assert limited.max_upload == limited.max_download == rate
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("fast", "10MB"), ("10Mb", "bits"), ("10 Mbit", "10MB"), ("-1MB", "10MB"), ("0", "at least")]
+)
+def test_what_is_no_speed(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=f"--max-upload {text}.*{said}"):
+        config(JoinOptions(max_upload=text), tmp_path)
+
+
+def test_an_operator_raises_and_lowers_what_is_relayed() -> None:
+    assert relay_limits(None, None, None) == RelayLimits()
+    limits = relay_limits(7, 0, "1MB")
+    assert (limits.reservations, limits.circuits, limits.bytes_per_second) == (7, 0, 1_000_000)
+    with pytest.raises(BadInput, match="--relay-rate"):
+        relay_limits(None, None, "much")
+
+
+def test_others_join_by_a_command_that_works() -> None:
+    address = "/ip4/11.1.1.1/tcp/1/p2p/12D3KooWX"
+    assert join_by(JoinOptions(), address) == f"--peer {address}"
+    assert join_by(JoinOptions(swarm_key=Path("a.key")), address) == f"--peer {address} --swarm-key a.key"
+
+
+def test_a_node_says_how_it_joined() -> None:
+    near = Joined("neighbours", "12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrcDMWFXQV")
+    assert "…cDMWFXQV, found on this network" in how_joined(JoinOptions(), near)
+    assert "starting a swarm" in how_joined(JoinOptions(), None)
+    assert "joined the swarm of /c" in how_joined(JoinOptions(peer=["/c"]), near)
 
 
 def test_a_command_gets_the_shared_options() -> None:

@@ -11,18 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.client.routing import (
-    LOAD_PER_WAITING,
-    MAX_SECONDS,
-    MIN_BLOCK_SECONDS,
     NO_ROOM_SECONDS,
     Candidate,
     Hop,
+    chain_seconds,
     cheapest_chain,
     describe_blocks,
     missing_blocks,
     second_best,
 )
 from petalnode.node.errors import NoChainError
+from petalnode.node.planning.cost import LOAD_PER_WAITING, MAX_SECONDS, MIN_BLOCK_SECONDS
 from petalnode.protocols.ids import Span
 
 BLOCKS = 6
@@ -159,6 +158,7 @@ def test_no_chain_is_cheaper_and_what_is_missing_is_named(
     check_shape(chain, candidates, wanted)
     least = min(cost(each, candidates, ask) for each in all_chains(candidates, wanted))
     assert cost(chain, candidates, ask) == pytest.approx(least, rel=1e-12, abs=1e-9)
+    assert chain_seconds(chain, candidates, **ask.arguments()) == pytest.approx(least, rel=1e-12, abs=1e-9)
 
 
 @settings(max_examples=200, deadline=None)

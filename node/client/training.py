@@ -1,0 +1,211 @@
+"""Batches through the swarm and back: forward and backward passes over chains of servers, any of which may die.
+
+Fine-tuning of Petals (NeurIPS 2023, section 3.4): servers keep nothing between two passes, so what failed is simply
+done again elsewhere. The client keeps what entered every server of a chain (its junctions); a backward pass gives each
+server its own input back with the gradient, from the last to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import trio
+
+from ...protocols import wire_pb2 as wire
+from ...protocols.ids import BACKWARD, FORWARD, Span
+from ..errors import ServerFailed, SwarmError, unwrapped
+from .chains import Chain
+from .routing import Hop
+from .server_session import ServerRefused
+from .work_pool import WorkPool
+from .work_stream import KeptTensors, Packed, Task, WorkSpec
+
+T = TypeVar("T")
+
+MAX_FAILURES: Final = 8
+"""Servers for the same blocks that may fail at one micro-batch, one after another."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows of a batch, as they travel. `mask` and `positions` are those of a `Work`."""
+
+    rows: slice
+    hidden: Packed
+    mask: bytes = b""
+    positions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PassSpec:
+    """What a batch goes through.
+
+    `kept` gives what servers of these blocks shall keep for these rows, or for all rows if not `kept_by_row`; it is
+    called in a worker thread. `timeout` is of one micro-batch at one server, in seconds; None goes by its speed.
+    """
+
+    span: Span
+    works: WorkSpec
+    kept: Callable[[Span, slice], KeptTensors] | None = None
+    kept_by_row: bool = False
+    timeout: float | None = None
+    wait: bool = False
+
+
+@dataclass(frozen=True)
+class Junction:
+    """A server that a micro-batch went through, and what entered it."""
+
+    hop: Hop
+    entered: Packed
+
+
+@dataclass(frozen=True)
+class PartGradients:
+    """Of one micro-batch: with respect to what entered the first block, and to what servers kept, by their blocks."""
+
+    hidden: Packed
+    kept: tuple[tuple[Span, tuple[Packed, ...]], ...]
+
+
+@dataclass
+class BatchPass:
+    """One batch on its way forward, and perhaps back.
+
+    Attributes:
+        chains: for each micro-batch the servers that it was planned for.
+        junctions: for each micro-batch the servers that it went through, once it did.
+        repeated: parts that were done again on another server.
+    """
+
+    pool: WorkPool
+    spec: PassSpec
+    parts: Sequence[MicroBatch]
+    chains: Sequence[Chain]
+    junctions: list[list[Junction]] = field(default_factory=list)
+    repeated: int = 0
+    _kept: dict[tuple[int, int, int, int], KeptTensors] = field(default_factory=dict)
+
+    async def forward(self) -> list[Packed]:
+        """What the blocks make of each micro-batch.
+
+        Raises:
+            NoChainError: servers failed, and no others hold their blocks.
+            SwarmError: several servers refused the same thing.
+        """
+        self.junctions = [[] for _ in self.parts]
+
+        async def one(index: int) -> Packed:
+            return await self._along(index, self.chains[index], self.parts[index].hidden, self.junctions[index])
+
+        return await _each(len(self.parts), one)
+
+    async def backward(self, gradients: Sequence[Packed]) -> list[PartGradients]:
+        """
+        Args:
+            gradients: for each micro-batch, with respect to what `forward` returned for it.
+
+        Raises:
+            NoChainError, SwarmError: as `forward`.
+        """
+
+        async def one(index: int) -> PartGradients:
+            kept: list[tuple[Span, tuple[Packed, ...]]] = []
+            gradient = gradients[index]
+            for junction in reversed(self.junctions[index]):
+                gradient = await self._back(index, junction, gradient, kept)
+            return PartGradients(gradient, tuple(kept))
+
+        return await _each(len(self.parts), one)
+
+    async def _along(self, index: int, chain: Chain, chunk: Packed, junctions: list[Junction]) -> Packed:
+        """Takes a micro-batch through `chain`, and others in the place of servers that fail."""
+        hops = list(chain)
+        failures: list[ServerFailed] = []
+        while hops:
+            hop = hops[0]
+            try:
+                [output] = await self._run(FORWARD, hop, index, (chunk,))
+            except ServerFailed as error:
+                hops[:1] = await self._instead(hop.span, error, failures)
+                continue
+            junctions.append(Junction(hop, chunk))
+            chunk = output
+            failures.clear()
+            del hops[0]
+        return chunk
+
+    async def _back(
+        self, index: int, junction: Junction, gradient: Packed, kept: list[tuple[Span, tuple[Packed, ...]]]
+    ) -> Packed:
+        """Takes a gradient back through the blocks of one junction, wherever they are now."""
+        hop = junction.hop
+        failures: list[ServerFailed] = []
+        while True:
+            try:
+                hidden, *others = await self._run(BACKWARD, hop, index, (junction.entered, gradient))
+            except ServerFailed as error:
+                chain = await self._instead(hop.span, error, failures, backward=True)
+            else:
+                if others:
+                    kept.append((hop.span, tuple(others)))
+                return hidden
+            if len(chain) > 1:
+                # Other boundaries: what enters the servers behind the first must be made first.
+                junctions: list[Junction] = []
+                entered = await self._along(index, chain[:-1], junction.entered, junctions)
+                for each in reversed([*junctions, Junction(chain[-1], entered)]):
+                    gradient = await self._back(index, each, gradient, kept)
+                return gradient
+            hop = chain[0]
+
+    async def _run(self, protocol: str, hop: Hop, index: int, chunks: tuple[Packed, ...]) -> list[Packed]:
+        part = self.parts[index]
+        task = Task(chunks, part.mask, part.positions, await self._kept_for(hop.span, part.rows))
+        return await self.pool.run(protocol, hop, self.spec.works, task, self.spec.timeout)
+
+    async def _kept_for(self, span: Span, rows: slice) -> KeptTensors | None:
+        if self.spec.kept is None:
+            return None
+        rows = rows if self.spec.kept_by_row else slice(0, 0)
+        key = (span.start, span.end, rows.start, rows.stop)
+        if key not in self._kept:
+            self._kept[key] = await trio.to_thread.run_sync(self.spec.kept, span, rows)
+        return self._kept[key]
+
+    async def _instead(
+        self, span: Span, error: ServerFailed, failures: list[ServerFailed], *, backward: bool = False
+    ) -> Chain:
+        """Servers for `span` in the place of one that failed.
+
+        Raises:
+            NoChainError: nobody else holds these blocks.
+            SwarmError: it is the batch that is at fault, not the servers.
+        """
+        failures.append(error)
+        refusals = [
+            each
+            for each in failures
+            if isinstance(each, ServerRefused) and each.code in (wire.ERROR_BAD_REQUEST, wire.ERROR_TOO_LONG)
+        ]
+        if len(refusals) > 1 or len(failures) > MAX_FAILURES:
+            raise SwarmError(f"{len(failures)} servers in a row failed at one micro-batch: {error}")
+        self.repeated += 1
+        by_peer = {each.peer_id: each for each in failures}
+        return await self.pool.instead(span, by_peer, backward=backward, wait=self.spec.wait)
+
+
+async def _each(count: int, one: Callable[[int], Awaitable[T]]) -> list[T]:
+    """Runs `one` for 0 .. count-1 side by side; streams and servers let them in one by one."""
+    results: dict[int, T] = {}
+
+    async def run(index: int) -> None:
+        results[index] = await one(index)
+
+    with unwrapped(SwarmError):
+        async with trio.open_nursery() as nursery:
+            for index in range(count):
+                nursery.start_soon(run, index)
+    return [results[index] for index in range(count)]

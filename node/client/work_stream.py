@@ -1,0 +1,297 @@
+"""The client's end of one stream of works at one server: sequence numbers, credits, receipts, deadlines."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import trio
+
+from ...crypto.receipts import NO_RECEIPT
+from ...protocols import wire_pb2 as wire
+from ...protocols.framing import PeerError
+from ...protocols.ids import BACKWARD, PROTOCOL_VERSION
+from ...protocols.inference import EPOCH_BYTES, NONCE_BYTES, Refusal, receipt_from_wire
+from ...protocols.tensor_header import all_finite
+from ...protocols.training import (
+    KEPT_SETS,
+    NOTHING_KEPT,
+    WorkStream,
+    hash_of_keep,
+    hash_of_payloads,
+    hash_of_work,
+    receive_pieces,
+    send_in_pieces,
+)
+from ..errors import ServerFailed
+from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
+from .routing import Hop
+from .server_session import HopTiming, ServerRefused
+
+MAX_CREDITS: Final = 64
+"""No more works are under way at one server, whatever it grants."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor as it stands on the wire."""
+
+    tensor: wire.Tensor
+    payload: bytes | bytearray
+
+
+@dataclass(frozen=True)
+class WorkSpec:
+    """What a stream of works is opened for, whoever the server is."""
+
+    model_version: bytes
+    codec: str = "none"
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class KeptTensors:
+    """Tensors that a server keeps for several works. `hash` names them."""
+
+    names: tuple[str, ...]
+    chunks: tuple[Packed, ...]
+    hash: bytes
+
+    @classmethod
+    def of(cls, names: Sequence[str], chunks: Sequence[Packed]) -> KeptTensors:
+        """Hashes the bytes: off the trio thread."""
+        keep = wire.Keep(names=names, tensors=[chunk.tensor for chunk in chunks])
+        return cls(tuple(names), tuple(chunks), hash_of_keep(keep, hash_of_payloads(each.payload for each in chunks)))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One work: `chunks` are the hidden states and, for a backward pass, the gradient of what came of them."""
+
+    chunks: tuple[Packed, ...]
+    mask: bytes = b""
+    positions: tuple[int, ...] = ()
+    kept: KeptTensors | None = None
+
+
+class StreamBroken(Exception):
+    """Another work has failed, or was cut off, on this stream; that says nothing of this one."""
+
+
+class ServerWorks:
+    """One stream of works of one kind at one server. Several tasks may `run` works on it.
+
+    Once a call has failed or was cancelled the stream is of no use: `broken`.
+    """
+
+    def __init__(self, stream: WorkStream, hop: Hop, spec: WorkSpec, client: str, protocol: str) -> None:
+        self.hop = hop
+        self.protocol = protocol
+        self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
+        self.broken = False
+        self._stream = stream
+        self._spec = spec
+        self._client = client
+        self._nonce = os.urandom(NONCE_BYTES)
+        self._granted = wire.WorkGranted()
+        self._credits = trio.Semaphore(0)
+        self._sending = trio.Lock()
+        self._receiving = trio.Lock()
+        self._sequence = 0
+        self._last_receipt = NO_RECEIPT
+        self._kept: OrderedDict[bytes, int] = OrderedDict()
+        self._kept_number = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows times positions of one work, unless it is a single row."""
+        return self._granted.max_tokens
+
+    async def open(self) -> None:
+        """
+        Raises:
+            ServerRefused: the server will not, and says why.
+            ServerFailed: it does not answer, or answers nonsense.
+        """
+        message = wire.WorkOpen(
+            protocol_version=PROTOCOL_VERSION,
+            model_version=self._spec.model_version,
+            span=wire.Span(start=self.hop.span.start, end=self.hop.span.end),
+            codec=self._spec.codec,
+            activation_dtype=self._spec.dtype,
+            nonce=self._nonce,
+        )
+        self.broken = True
+        try:
+            await self._stream.send(wire.WorkFrame(open=message), timeout=SEND_TIMEOUT)
+            frame, _ = await self._stream.receive(timeout=SEND_TIMEOUT)
+            self._raise_refusal(frame)
+            granted = frame.granted
+            if frame.WhichOneof("body") != "granted" or len(granted.session_epoch) != EPOCH_BYTES:
+                raise self._failed("it answered with something else than WorkGranted")
+            if not granted.credits or not granted.max_tokens:
+                raise self._failed("it granted nothing")
+            self.broken = False
+        except PeerError as error:
+            raise self._failed(str(error)) from error
+        finally:
+            if self.broken:
+                with trio.CancelScope(shield=True):
+                    await self._stream.reset()
+        self._granted = granted
+        self._credits = trio.Semaphore(min(granted.credits, MAX_CREDITS))
+
+    async def run(self, task: Task, timeout: float) -> list[Packed]:
+        """Sends one work and returns the checked tensors of its reply.
+
+        `timeout` counts from the reply to the work before this one, or from when this one was sent.
+
+        Raises:
+            ServerFailed: the server is gone, silent, refuses or cheats.
+            StreamBroken: another call has failed.
+        """
+        async with self._credits:
+            done = False
+            try:
+                async with self._sending:
+                    self._check_whole()
+                    work = await self._send(task, timeout)
+                # Locks are handed on in order, so answers are awaited in the order of their works.
+                async with self._receiving:
+                    self._check_whole()
+                    begun = trio.current_time()
+                    reply, payloads = await self._receive(work, task, timeout)
+                    seconds = trio.current_time() - begun
+                    self.timing = HopTiming(self.hop.peer_id, seconds, reply.queue_us / 1e6, reply.compute_us / 1e6)
+                    previous, self._last_receipt = self._last_receipt, self._hash_of_receipt(reply)
+                chunks = [Packed(tensor, payload) for tensor, payload in zip(reply.tensors, payloads, strict=True)]
+                await trio.to_thread.run_sync(self._check, reply, work, task, chunks, previous)
+                done = True
+                return chunks
+            except PeerError as error:
+                self._check_whole()
+                raise self._failed(str(error)) from error
+            except Refusal as refusal:
+                raise self._refused(refusal) from None
+            finally:
+                if not done and not self.broken:
+                    self.broken = True
+                    with trio.CancelScope(shield=True):
+                        await self._stream.reset()
+
+    def _check_whole(self) -> None:
+        if self.broken:
+            raise StreamBroken
+
+    async def _send(self, task: Task, timeout: float) -> wire.Work:
+        number = 0
+        if task.kept is not None:
+            number = self._kept.get(task.kept.hash) or await self._keep(task.kept, timeout)
+        self._sequence += 1
+        work = wire.Work(
+            sequence=self._sequence,
+            tensors=[chunk.tensor for chunk in task.chunks],
+            mask=task.mask,
+            positions=task.positions,
+            kept=number,
+        )
+        await send_in_pieces(
+            self._stream, wire.WorkFrame(work=work), [chunk.payload for chunk in task.chunks], timeout=timeout
+        )
+        return work
+
+    async def _keep(self, kept: KeptTensors, timeout: float) -> int:
+        self._kept_number += 1
+        keep = wire.Keep(number=self._kept_number, names=kept.names, tensors=[chunk.tensor for chunk in kept.chunks])
+        await send_in_pieces(
+            self._stream, wire.WorkFrame(keep=keep), [chunk.payload for chunk in kept.chunks], timeout=timeout
+        )
+        self._kept[kept.hash] = self._kept_number
+        if len(self._kept) > KEPT_SETS:
+            self._kept.popitem(last=False)
+        return self._kept_number
+
+    async def _receive(self, work: wire.Work, task: Task, timeout: float) -> tuple[wire.WorkReply, list[bytearray]]:
+        frame, _ = await self._stream.receive(timeout=timeout)
+        self._raise_refusal(frame)
+        reply = frame.reply
+        if frame.WhichOneof("body") != "reply" or reply.sequence != work.sequence:
+            raise self._failed("it answered a work with something else than its reply")
+        wanted = [task.chunks[0].tensor]
+        if self.protocol == BACKWARD and task.kept is not None:
+            wanted += [chunk.tensor for chunk in task.kept.chunks]
+        if list(reply.tensors) != wanted:
+            raise self._failed("it answered tensors of another form than were asked for")
+        return reply, await receive_pieces(self._stream, [each.nbytes for each in wanted], timeout=timeout)
+
+    def _check(
+        self, reply: wire.WorkReply, work: wire.Work, task: Task, answers: Sequence[Packed], previous: bytes
+    ) -> None:
+        """Checks that the receipt is this server's, and for exactly what was sent and came back.
+
+        Raises:
+            ServerFailed: if it is not; nothing of this server can be used then.
+        """
+        if not all(all_finite(chunk.tensor, chunk.payload) for chunk in answers):
+            raise self._failed("it answered NaN or infinity")
+        receipt = receipt_from_wire(reply.receipt)
+        expected = replace(
+            receipt,
+            protocol_version=PROTOCOL_VERSION,
+            model_version=self._spec.model_version,
+            span=(self.hop.span.start, self.hop.span.end),
+            dtype=self._granted.dtype,
+            quantisation=self._granted.quantisation,
+            client=self._client,
+            nonce=self._nonce,
+            session_epoch=self._granted.session_epoch,
+            sequence=work.sequence,
+            request_hash=hash_of_work(
+                self.protocol,
+                work,
+                hash_of_payloads(chunk.payload for chunk in task.chunks),
+                task.kept.hash if task.kept else NOTHING_KEPT,
+            ),
+            reply_hash=hash_of_payloads(chunk.payload for chunk in answers),
+            previous_receipt=previous,
+            upstream_receipt=b"",
+        )
+        if receipt != expected:
+            raise self._failed("its receipt is for something else than what was sent and came back")
+        if not receipt.is_signed_by(self.hop.peer_id):
+            raise self._failed("its receipt is not signed by its key")
+
+    def _hash_of_receipt(self, reply: wire.WorkReply) -> bytes:
+        try:
+            return receipt_from_wire(reply.receipt).hash()
+        except ValueError as error:
+            raise self._failed(f"its receipt cannot be read: {error}") from None
+
+    async def close(self) -> None:
+        """Says goodbye, so that what the server keeps is free at once. Never raises."""
+        with trio.CancelScope(shield=True):
+            if self.broken:
+                return
+            self.broken = True
+            try:
+                await self._stream.send(wire.WorkFrame(close=wire.Close()), timeout=CLOSE_TIMEOUT)
+                await self._stream.close()
+            except PeerError:
+                await self._stream.reset()
+
+    def _raise_refusal(self, frame: wire.WorkFrame) -> None:
+        if frame.WhichOneof("body") == "error":
+            raise self._refused(Refusal.from_wire(frame.error))
+
+    def _refused(self, refusal: Refusal) -> ServerRefused:
+        return ServerRefused(
+            f"server {self.hop.peer_id} (blocks {self.hop.span}) refused: {refusal.message}",
+            self.hop.peer_id,
+            refusal.code,
+        )
+
+    def _failed(self, what: str) -> ServerFailed:
+        return ServerFailed(f"server {self.hop.peer_id} (blocks {self.hop.span}) failed: {what}", self.hop.peer_id)

@@ -1,0 +1,39 @@
+"""How coarsely a server may hold its weights: the names, and how much room each takes."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeAlias, get_args
+
+from ..errors import BadInput
+
+Quantisation: TypeAlias = Literal["none", "int8", "nf4"]
+QUANTISATIONS: Final[tuple[Quantisation, ...]] = get_args(Quantisation)
+
+NF4_BLOCK: Final = 64
+"""Weights that share a scale (QLoRA, Dettmers et al. 2023, section 3)."""
+_BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / NF4_BLOCK}
+
+
+def choose_quantisation(text: str) -> Quantisation:
+    """
+    Raises:
+        BadInput: it is none of the names.
+    """
+    if text not in QUANTISATIONS:
+        raise BadInput(
+            f"--quant {text}: give none, int8 (a quarter of float32's memory, almost the same answers) or nf4 (an "
+            "eighth, answers differ somewhat)"
+        )
+    return text
+
+
+def held_bytes(quantisation: Quantisation, shape: tuple[int, ...], nbytes: int) -> int:
+    """What a server needs for a tensor of a block that has `nbytes` in the checkpoint; about, and in time for choosing
+    how many blocks to take. Matrices and stacks of matrices shrink, vectors do not.
+    """
+    if quantisation == "none" or len(shape) < 2:
+        return nbytes
+    count = 1
+    for size in shape:
+        count *= size
+    return int(count * _BYTES[quantisation])

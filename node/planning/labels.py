@@ -1,0 +1,217 @@
+"""The search for the cheapest cycle: labels, all paths of one length at a time, the dearest cut off by a bound.
+
+A label is a path from a root through machines that are all filled to their capacity. Of labels with the same machines
+and the same last one only the cheapest counts (Held and Karp, 1962); and one whose path and whose relaxed walk back to
+the root together cost no less than the best cycle so far is dropped. What is left is often few. Where it is more than
+`width`, only the most promising are kept, and then the search proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cycle import Floats, Ints
+from .relaxation import Bound, Machines
+
+MAX_MACHINES: Final = 64
+"""A label's machines are the bits of one word."""
+TOLERANCE: Final = 1e-12
+"""Seconds by which one cycle has to be better than another."""
+
+_PAIRS_AT_ONCE: Final = 100_000
+"""Labels times machines that are looked at before it is asked again whether the time is over."""
+
+_Words = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The cheapest cycle found so far, its machines in order; `seconds` infinite if there is none."""
+
+    machines: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """Paths, in arrays of one length. `cost` has the prices of the root's bound in it, `ways` is without computing."""
+
+    root: Ints  # which root of the bound
+    last: Ints
+    passed: _Words
+    room: Ints
+    cost: Floats
+    ways: Floats
+    rate: Ints  # of the slowest machine
+    path: Ints  # [L, length]
+
+    def __len__(self) -> int:
+        return len(self.root)
+
+    def chosen(self, which: Ints) -> _Labels:
+        return _Labels(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+
+
+def _joined(parts: Sequence[_Labels]) -> _Labels:
+    if len(parts) == 1:
+        return parts[0]
+    return _Labels(*(np.concatenate([getattr(part, name) for part in parts]) for name in _Labels.__dataclass_fields__))
+
+
+def search(
+    machines: Machines, bound: Bound, best: Found, width: int, is_over: Callable[[], bool]
+) -> tuple[Found, bool]:
+    """The best cycle that was found through one of the roots of `bound`, or `best`; and whether nothing was cut.
+
+    If nothing was, no cycle of these roots is better.
+    """
+    labels = _from_roots(machines, bound)
+    best, least = _closed(machines, bound, labels, bound.least.copy(), best)
+    labels = labels.chosen(np.flatnonzero(least < best.seconds - TOLERANCE))
+    whole = True
+    while len(labels):
+        parts = []
+        for rows in np.array_split(np.arange(len(labels)), 1 + len(labels) * len(machines.capacity) // _PAIRS_AT_ONCE):
+            if is_over():
+                return best, False
+            parts.append(_extended(machines, bound, labels.chosen(rows), best))
+        labels, least = _joined([part for part, _ in parts]), np.concatenate([each for _, each in parts])
+        kept = np.flatnonzero(~_redundant(machines, labels))
+        labels, least = labels.chosen(kept), least[kept]
+        best, least = _closed(machines, bound, labels, least, best)
+        kept = np.flatnonzero(least < best.seconds - TOLERANCE)
+        kept = kept[_undominated(labels.chosen(kept))]
+        if len(kept) > width:
+            kept = kept[_most_promising(machines, labels.chosen(kept), least[kept], width)]
+            whole = False
+        labels = labels.chosen(kept)
+    return best, whole
+
+
+def _from_roots(machines: Machines, bound: Bound) -> _Labels:
+    roots = bound.roots
+    computing = machines.capacity[roots.root] * machines.seconds[roots.root]
+    return _Labels(
+        root=np.arange(len(roots)),
+        last=roots.root,
+        passed=np.uint64(1) << roots.root.astype(np.uint64),
+        room=machines.capacity[roots.root],
+        cost=computing - roots.prices.sum(1),
+        ways=np.zeros(len(roots)),
+        rate=machines.rate[roots.root],
+        path=roots.root[:, None],
+    )
+
+
+def _extended(machines: Machines, bound: Bound, labels: _Labels, best: Found) -> tuple[_Labels, Floats]:
+    """Every label by every machine that may still bring a better cycle, and the least that such a cycle costs."""
+    bits = np.uint64(1) << np.arange(len(machines.capacity), dtype=np.uint64)
+    free = bound.roots.allowed[labels.root] & ((labels.passed[:, None] & bits) == 0)
+    old, new = np.nonzero(free)
+    root, last = labels.root[old], labels.last[old]
+    way = machines.way[last, new]
+    room = labels.room[old] + machines.capacity[new]
+    rate = np.maximum(labels.rate[old], machines.rate[new])
+    computing = machines.capacity[new] * machines.seconds[new]
+    cost = labels.cost[old] + way + computing + bound.roots.prices[root, new]
+    to_do = machines.blocks - room
+    on = _way_on(bound, rate, np.maximum(to_do, 0), root, new, last)
+    least = cost + on + np.minimum(to_do, 0) * machines.give_back[rate]
+    kept = np.flatnonzero(least < best.seconds - TOLERANCE)
+    old, new = old[kept], new[kept]
+    extended = _Labels(
+        root=root[kept],
+        last=new,
+        passed=labels.passed[old] | bits[new],
+        room=room[kept],
+        cost=cost[kept],
+        ways=labels.ways[old] + way[kept],
+        rate=rate[kept],
+        path=np.concatenate([labels.path[old], new[:, None]], axis=1),
+    )
+    return extended, least[kept]
+
+
+def _way_on(bound: Bound, rate: Ints, to_do: Ints | int, root: Ints, here: Ints, before: Ints) -> Floats:
+    """What is left at least, from `here` to the root, without turning back to `before`."""
+    _, amounts, roots, size = bound.on.shape
+    at = ((rate * amounts + to_do) * roots + root) * size + here
+    turns = bound.following.ravel().take(at) == before
+    on = bound.on.ravel().take(at)
+    on[turns] = bound.otherwise.ravel().take(at[turns])
+    return on
+
+
+def _closed(machines: Machines, bound: Bound, labels: _Labels, least: Floats, best: Found) -> tuple[Found, Floats]:
+    """The best of these labels as cycles, or `best`; and `least`, higher for those that have room for all blocks."""
+    full = np.flatnonzero(labels.room >= machines.blocks)
+    if not full.size:
+        return best, least
+    passed = (labels.passed[full, None] >> np.arange(len(machines.capacity), dtype=np.uint64)) & np.uint64(1)
+    blocks, left = split(machines, passed.astype(np.intp))
+    spent = labels.ways[full] + np.where(left < 0, np.inf, blocks @ machines.seconds)
+    number, last = labels.root[full], labels.last[full]
+    whole = spent + machines.way[last, labels.path[full, 0]]
+    at = int(whole.argmin())
+    if whole[at] < best.seconds - TOLERANCE:
+        best = Found(tuple(labels.path[full[at]].tolist()), float(whole[at]))
+    # What others compute instead is taken off the slowest machine that has more than one block.
+    slowest = len(machines.capacity) - 1 - (blocks > 1)[:, ::-1].argmax(1)
+    before = labels.path[full, -2] if labels.path.shape[1] > 1 else last
+    on = _way_on(bound, machines.rate[slowest], 0, number, last, before)
+    prices = bound.roots.prices[number]
+    paid = (prices * (passed - np.float64(1))).sum(1)
+    least = least.copy()
+    least[full] = np.maximum(least[full], spent + paid + on)
+    return best, least
+
+
+def split(machines: Machines, passed: Ints) -> tuple[Ints, Ints]:
+    """How the machines of each row [L, N] share the blocks in the least time; and what they have no room for [L],
+    negative where there are more machines than blocks."""
+    once = passed * np.minimum(machines.capacity, 1)
+    left = machines.blocks - once.sum(1)
+    more = passed * machines.capacity - once
+    filled = np.minimum(np.cumsum(more, axis=1), left[:, None])  # machines are in order of speed
+    blocks = once + np.diff(filled, axis=1, prepend=0)
+    return blocks, np.where(left < 0, left, machines.blocks - blocks.sum(1))
+
+
+def _redundant(machines: Machines, labels: _Labels) -> NDArray[np.bool_]:
+    """Labels that are no dearer without some machine on the way: the others have room enough, none of them is slower,
+    and the way past it is no longer. However a cycle goes on from there, it is no dearer without that machine."""
+    found = np.zeros(len(labels), bool)
+    roomy = np.flatnonzero(labels.room > machines.blocks)
+    spare, path = labels.room[roomy] - machines.blocks, labels.path[roomy]
+    slowest = machines.seconds[path.max(1, initial=0)]  # machines are in order of speed
+    for before, here, after in zip(path.T, path.T[1:], path.T[2:], strict=False):
+        fits = (machines.capacity[here] <= spare) & (machines.seconds[here] == slowest)
+        detour = machines.way[before, here] + machines.way[here, after] - machines.way[before, after]
+        found[roomy] |= fits & (detour >= 0)
+    return found
+
+
+def _undominated(labels: _Labels) -> Ints:
+    """The cheapest label of each set of machines with each last one."""
+    order = np.lexsort((labels.cost, labels.last, labels.passed))
+    passed, last = labels.passed[order], labels.last[order]
+    first = np.ones(len(order), bool)
+    first[1:] = (passed[1:] != passed[:-1]) | (last[1:] != last[:-1])
+    return order[first]
+
+
+def _most_promising(machines: Machines, labels: _Labels, least: Floats, width: int) -> Ints:
+    """Not simply those of the lowest bound, which are much alike: first the best by last machine and room, then the
+    second-best of each, and so on."""
+    kind = (labels.root * len(machines.capacity) + labels.last) * (labels.room.max() + 1) + labels.room
+    order = np.lexsort((least, kind))
+    number = np.arange(len(order))
+    begins = np.ones(len(order), bool)
+    begins[1:] = kind[order[1:]] != kind[order[:-1]]
+    rank = number - np.maximum.accumulate(np.where(begins, number, 0))
+    return order[np.lexsort((least[order], rank))[:width]]

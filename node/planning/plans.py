@@ -1,0 +1,140 @@
+"""Plans for a fleet: for the least time per token, and for the most tokens a second; and what to expect of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...protocols.ids import Span
+from ..client.routing import Candidate, chain_seconds, cheapest_chain
+from .cycle import Floats
+from .fastest import fastest_cycle
+from .fleet import Fleet
+from .throughput import most_throughput
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A machine of the fleet by its number, and the blocks that it should serve."""
+
+    machine: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`placed` in order of the blocks. `seconds` is the time per token of one client alone over `route`, its own part
+    included; `tokens_per_second` what many clients get together, one step of each at a time.
+
+    No placement takes less than `least_seconds` (0: not known), and none gives more than `most_tokens_per_second`
+    (None: not asked).
+    """
+
+    placed: tuple[Placed, ...]
+    route: tuple[Placed, ...]
+    seconds: float
+    tokens_per_second: float
+    least_seconds: float = 0.0
+    most_tokens_per_second: float | None = None
+
+    @property
+    def proved(self) -> bool:
+        """Whether no placement is known to take less time, up to a rounding."""
+        return self.seconds <= self.least_seconds * (1 + 1e-9)
+
+
+def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0) -> Plan:
+    """The chain of least time per token; machines that make it no faster are left out.
+
+    Raises:
+        SwarmError: the machines cannot hold the model.
+    """
+    schedule = fastest_cycle(fleet.problem(num_blocks), seconds=seconds)
+    placed, at = [], 0
+    for machine, count in zip(schedule.machines, schedule.blocks, strict=True):
+        if count:
+            placed.append(Placed(machine, Span(at, at + count)))
+            at += count
+    found = expected(fleet, placed, num_blocks)
+    return Plan(
+        tuple(placed),
+        found.route,
+        found.seconds,
+        found.tokens_per_second,
+        least_seconds=min(schedule.bound + fleet.client_seconds, found.seconds),
+    )
+
+
+def busiest_plan(fleet: Fleet, num_blocks: int) -> Plan:
+    """The placement of all machines with the most tokens a second.
+
+    Raises:
+        SwarmError: the machines cannot hold the model.
+    """
+    capacity = np.array([machine.blocks for machine in fleet.machines], np.intp)
+    coverage = most_throughput(capacity, fleet.block_seconds(), num_blocks)
+    placed = [Placed(machine, span) for machine, span in enumerate(coverage.spans) if span is not None]
+    placed.sort(key=lambda each: (each.span, each.machine))
+    found = expected(fleet, placed, num_blocks)
+    return Plan(
+        tuple(placed),
+        found.route,
+        found.seconds,
+        found.tokens_per_second,
+        most_tokens_per_second=coverage.bound,
+    )
+
+
+def present_plan(fleet: Fleet, num_blocks: int) -> Plan:
+    """What the fleet serves now.
+
+    Raises:
+        NoChainError: it does not serve all blocks.
+    """
+    spans = ((number, machine.span) for number, machine in enumerate(fleet.machines))
+    placed = [Placed(number, span) for number, span in spans if span is not None]
+    placed.sort(key=lambda each: (each.span, each.machine))
+    return expected(fleet, placed, num_blocks)
+
+
+def expected(fleet: Fleet, placed: Sequence[Placed], num_blocks: int) -> Plan:
+    """What to expect of machines placed so: the route that the client's own router takes, and its time per token.
+
+    Raises:
+        NoChainError: a block that nobody holds.
+    """
+    times = fleet.block_seconds()
+    load = np.zeros(num_blocks)
+    for each in placed:
+        load[each.span.start : each.span.end] += 1 / (times[each.machine] * len(each.span))
+    if fleet.client_rtts is not None:
+        seconds, route = _routed(fleet, placed, num_blocks, fleet.client_rtts)
+    else:
+        # The client sits beside the machine with the first block where that is best.
+        firsts = [each.machine for each in placed if each.span.start == 0]
+        own = [np.where(np.arange(len(times)) == first, 0.0, fleet.rtts[first]) for first in firsts]
+        seconds, route = min((_routed(fleet, placed, num_blocks, rtts) for rtts in own), key=lambda found: found[0])
+    return Plan(tuple(placed), route, seconds + fleet.client_seconds, float(load.min()))
+
+
+def _routed(
+    fleet: Fleet, placed: Sequence[Placed], num_blocks: int, client_rtts: Floats
+) -> tuple[float, tuple[Placed, ...]]:
+    """The cheapest route over what was placed, with pushes between machines, and its seconds per token."""
+    times = fleet.block_seconds()
+    names = {str(each.machine): each.machine for each in placed}
+    candidates = [
+        Candidate(
+            str(each.machine),
+            each.span,
+            rtt=float(client_rtts[each.machine]),
+            step_seconds=float(times[each.machine] * len(each.span)),
+            cache_tokens_free=0,
+            rtts={name: float(fleet.rtts[each.machine, other]) for name, other in names.items()},
+        )
+        for each in placed
+    ]
+    chain = cheapest_chain(candidates, Span(0, num_blocks), pushed=True)
+    return chain_seconds(chain, candidates, pushed=True), tuple(Placed(names[hop.peer_id], hop.span) for hop in chain)

@@ -1,0 +1,110 @@
+"""Asks the router for a port by UPnP: most home routers give one to whoever asks.
+
+miniupnpc talks to the router, blocking, in a thread that nobody waits for. Discovery without a router that answers
+takes some seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Final
+
+import trio
+
+from .endpoint import Endpoint, plain_ip
+
+log = logging.getLogger(__name__)
+
+_DISCOVERY: Final = 2000  # milliseconds that routers have to answer
+_LEASE: Final = 3600  # seconds; some routers know only mappings without an end
+_RENEW: Final = _LEASE / 2
+_RETRY: Final = 900.0  # seconds after which a router is looked for again
+_DEADLINE: Final = 30.0  # seconds for all questions to the router
+_UNMAP: Final = 3.0
+_OTHER_PORTS: Final = 3  # tried if the router has given ours to somebody else
+_NAME: Final = "petalnode"
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A port that the router forwards to us, until it is unmapped or its lease ends."""
+
+    external: Endpoint
+    internal: Endpoint
+
+
+class Upnp:
+    """Keeps the port mapped while `run` runs, and unmaps it when that is cancelled.
+
+    `mapping` is the mapping now; `changed` is set, and replaced, whenever it changes.
+    """
+
+    def __init__(self) -> None:
+        self.mapping: Mapping | None = None
+        self.changed = trio.Event()
+
+    async def run(self, port: int) -> None:
+        """Maps `port` of this machine, if there is a router that does it, and renews that."""
+        try:
+            while True:
+                self._set(await self._ask_router(port))
+                await trio.sleep(_RENEW if self.mapping else _RETRY)
+        finally:
+            await self._unmap()
+
+    async def _ask_router(self, port: int) -> Mapping | None:
+        external_port = self.mapping.external.port if self.mapping else port
+        with trio.move_on_after(_DEADLINE):
+            try:
+                return await trio.to_thread.run_sync(_map, port, external_port, abandon_on_cancel=True)
+            except Exception as error:  # miniupnpc raises plain ones
+                log.info("no port by UPnP: %s", error)
+        return None
+
+    async def _unmap(self) -> None:
+        if self.mapping is not None:
+            with trio.CancelScope(deadline=trio.current_time() + _UNMAP, shield=True):
+                await trio.to_thread.run_sync(_unmap, self.mapping, abandon_on_cancel=True)
+            self._set(None)
+
+    def _set(self, mapping: Mapping | None) -> None:
+        if mapping != self.mapping:
+            self.mapping = mapping
+            self.changed.set()
+            self.changed = trio.Event()
+
+
+def _router() -> Any:
+    """Blocks. Raises Exception if there is none."""
+    import miniupnpc  # here, since most nodes never need it
+
+    router = miniupnpc.UPnP()
+    router.discoverdelay = _DISCOVERY
+    if router.discover() == 0:
+        raise LookupError("no router answers")
+    router.selectigd()
+    return router
+
+
+def _map(port: int, external_port: int) -> Mapping:
+    """Blocks. Raises Exception, with the router's reason, if it does not."""
+    router = _router()
+    ip = plain_ip(router.externalipaddress())
+    reason: Exception | None = None
+    for candidate in range(external_port, min(external_port + _OTHER_PORTS, 65536)):
+        for lease in (_LEASE, 0):
+            try:
+                router.addportmapping(candidate, "TCP", router.lanaddr, port, _NAME, "", lease)
+                return Mapping(Endpoint(ip, candidate), Endpoint(plain_ip(router.lanaddr), port))
+            except Exception as error:
+                reason = error
+    raise reason or ValueError("no port")
+
+
+def _unmap(mapping: Mapping) -> None:
+    """Blocks. What the router does not undo now, it does when the lease ends."""
+    try:
+        _router().deleteportmapping(mapping.external.port, "TCP")
+    except Exception as error:
+        log.info("the port stays mapped for a while: %s", error)

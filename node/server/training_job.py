@@ -1,0 +1,116 @@
+"""What a work is for the threads that compute: bytes to tensors, a pass, tensors to bytes.
+
+Hashing and unpacking run in worker threads, the pass on the compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...protocols import wire_pb2 as wire
+from ...protocols.inference import bad_request
+from ...protocols.tensor_header import TensorError
+from ...protocols.tensors import DTYPES, decode, encode
+from ...protocols.training import NOTHING_KEPT, PROMPTS, WorkTerms, hash_of_keep, hash_of_payloads, hash_of_work
+from ..blocks.passes import Batch, Passes, Passing
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tensors that works of a stream may name, by their names there."""
+
+    keep: wire.Keep
+    tensors: dict[str, torch.Tensor]
+    hash: bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """A work, ready to be computed. `gradient` is None in a forward pass."""
+
+    work: wire.Work
+    batch: Batch
+    gradient: torch.Tensor | None
+    kept: Kept | None
+    request_hash: bytes
+
+
+@dataclass(frozen=True)
+class Result:
+    """A reply's tensors as they go out."""
+
+    tensors: list[wire.Tensor]
+    payloads: list[bytes]
+    hash: bytes
+
+
+def unpack_keep(keep: wire.Keep, payloads: Sequence[bytearray]) -> Kept:
+    """
+    Raises:
+        Refusal: values that are not finite.
+    """
+    described = hash_of_keep(keep, hash_of_payloads(payloads))
+    tensors = {
+        name: _finite(tensor, payload, f"the tensor {name!r}")
+        for name, tensor, payload in zip(keep.names, keep.tensors, payloads, strict=True)
+    }
+    return Kept(keep, tensors, described)
+
+
+def unpack_work(
+    protocol: str, terms: WorkTerms, work: wire.Work, payloads: Sequence[bytearray], kept: Kept | None
+) -> Job:
+    """A checked work with its bytes, which it takes over.
+
+    Raises:
+        Refusal: values that are not finite.
+    """
+    request = hash_of_work(protocol, work, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
+    hidden = _finite(work.tensors[0], payloads[0], "the hidden states")
+    gradient = _finite(work.tensors[1], payloads[1], "the gradient") if len(payloads) > 1 else None
+    rows, tokens = hidden.shape[:2]
+    mask = positions = None
+    if work.mask:
+        bits = torch.frombuffer(bytearray(work.mask), dtype=torch.uint8)
+        each = bits.unsqueeze(1).bitwise_right_shift(torch.arange(7, -1, -1, dtype=torch.uint8)) & 1
+        mask = each.view(-1)[: rows * tokens].view(rows, tokens).bool()
+    if work.positions:
+        positions = torch.tensor(work.positions, dtype=torch.long).view(rows, tokens)
+    prompts = kept.tensors.get(PROMPTS) if kept else None
+    return Job(work, Batch(terms.span, hidden, mask, positions, prompts), gradient, kept, request)
+
+
+def passing(job: Job, passes: Passes) -> Passing[list[torch.Tensor]]:
+    """The pass, which ends with the reply's tensors on the CPU, in the dtypes that were asked for."""
+    if job.gradient is None:
+        results = [(yield from passes.forward(job.batch))]
+        described = job.work.tensors[:1]
+    else:
+        gradients = yield from passes.backward(job.batch, job.gradient)
+        results = [gradients.hidden]
+        described = job.work.tensors[:1]
+        if job.kept is not None and gradients.prompts is not None:
+            results.append(gradients.prompts)
+            described = [*described, *job.kept.keep.tensors]
+    return [result.to("cpu", DTYPES[each.dtype]) for result, each in zip(results, described, strict=True)]
+
+
+def pack(job: Job, results: Sequence[torch.Tensor]) -> Result:
+    """The reply, under the codecs that the work came with."""
+    described = [*job.work.tensors[:1], *(job.kept.keep.tensors if job.kept else ())]
+    packed = [encode(result, each.codec) for result, each in zip(results, described, strict=False)]
+    payloads = [payload for _, payload in packed]
+    return Result([tensor for tensor, _ in packed], payloads, hash_of_payloads(payloads))
+
+
+def _finite(header: wire.Tensor, payload: bytearray, what: str) -> torch.Tensor:
+    try:
+        tensor = decode(header, payload)
+    except TensorError as error:
+        raise bad_request(str(error)) from None
+    if not torch.isfinite(tensor).all():
+        raise bad_request(f"{what} hold NaN or infinity" if what.endswith("s") else f"{what} holds NaN or infinity")
+    return tensor

@@ -1,0 +1,242 @@
+"""One stream of works at a server: reads ahead, has them computed one behind the other, answers with receipts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+import trio
+
+from ...crypto.receipts import NO_RECEIPT, Receipt
+from ...protocols import wire_pb2 as wire
+from ...protocols.framing import PeerError, StreamTimeout
+from ...protocols.ids import BACKWARD, PROTOCOL_VERSION
+from ...protocols.inference import EPOCH_BYTES, Refusal, bad_request, receipt_to_wire
+from ...protocols.training import (
+    KEPT_SETS,
+    MICRO_BATCH_TOKENS,
+    WorkStream,
+    WorkTerms,
+    raw_bytes,
+    receive_pieces,
+    send_in_pieces,
+)
+from ..errors import unwrapped
+from .cache_budget import CacheBudget, CacheFull
+from .compute import Passed
+from .training_checks import check_keep, check_work, work_bytes
+from .training_job import Job, Kept, Result, pack, passing, unpack_keep, unpack_work
+
+if TYPE_CHECKING:
+    from .training import TrainingService
+
+CREDITS: Final = 4
+IDLE_TIMEOUT: Final = 60.0
+"""A stream that asks for nothing so long is ended; its client opens another."""
+PIECE_TIMEOUT: Final = 30.0
+MEMORY_WAIT: Final = 20.0
+"""How long a work waits for others to give memory back."""
+
+
+@dataclass(frozen=True)
+class _Done:
+    job: Job
+    passed: Passed[list[torch.Tensor]]
+    nbytes: int
+
+
+class TrainingStream:
+    """Serves one stream that was granted.
+
+    Three tasks hand works on to each other: one reads, one computes, one answers. An error of any of them goes the same
+    way, so that the answers before it are not lost.
+    """
+
+    def __init__(self, service: TrainingService, stream: WorkStream, terms: WorkTerms, protocol: str) -> None:
+        self._service = service
+        self._stream = stream
+        self._terms = terms
+        self._protocol = protocol
+        self._epoch = os.urandom(EPOCH_BYTES)
+        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self._kept_number = 0
+        self._sequence = 0
+        self._under_way = 0  # works that count against the credits
+        self._unanswered = 0
+        self._last_receipt = NO_RECEIPT
+        self._held: dict[CacheBudget, int] = {service.budget: 0, service.kept_budget: 0}
+
+    async def run(self) -> None:
+        """Serves until the client closes, leaves, breaks the protocol or says nothing for long.
+
+        Raises:
+            PeerError: the client is gone.
+        """
+        hosted = self._service.hosted
+        granted = wire.WorkGranted(
+            session_epoch=self._epoch,
+            dtype=hosted.dtype,
+            quantisation=hosted.quantisation,
+            credits=CREDITS,
+            max_tokens=MICRO_BATCH_TOKENS,
+        )
+        await self._stream.send(wire.WorkFrame(granted=granted), timeout=PIECE_TIMEOUT)
+        try:
+            with unwrapped(PeerError):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._watch, nursery.cancel_scope)
+                    to_compute, computing = trio.open_memory_channel[tuple[Job, int] | Refusal](CREDITS)
+                    to_answer, answering = trio.open_memory_channel[_Done | Refusal](CREDITS)
+                    nursery.start_soon(self._read, to_compute)
+                    nursery.start_soon(self._compute, computing, to_answer)
+                    await self._answer(answering)
+                    nursery.cancel_scope.cancel()
+        finally:
+            self._service.note(-self._unanswered)
+            for budget, nbytes in self._held.items():
+                budget.release(nbytes)
+
+    async def _watch(self, scope: trio.CancelScope) -> None:
+        """Works of a client that is gone are given up at once."""
+        await self._stream.wait_lost()
+        scope.cancel()
+
+    async def _read(self, works: trio.MemorySendChannel[tuple[Job, int] | Refusal]) -> None:
+        async with works:
+            try:
+                while True:
+                    try:
+                        frame, _ = await self._stream.receive(timeout=IDLE_TIMEOUT)
+                    except StreamTimeout:
+                        if self._under_way:
+                            continue
+                        return
+                    body = frame.WhichOneof("body")
+                    if body == "close":
+                        return
+                    if self._service.draining:
+                        raise Refusal(wire.ERROR_DRAINING, "this server is about to stop")
+                    if body == "keep":
+                        await self._keep(frame.keep)
+                    elif body == "work":
+                        await works.send(await self._work(frame.work))
+                    else:
+                        raise bad_request(f"a stream of works takes Keep, Work or Close, not {body}")
+            except Refusal as refusal:
+                with suppress(trio.BrokenResourceError):
+                    await works.send(refusal)
+            except trio.BrokenResourceError:
+                pass  # a pass has failed: nobody takes works any more, and the answering task ends the stream
+
+    async def _keep(self, keep: wire.Keep) -> None:
+        check_keep(keep, self._terms, self._service.hosted, last=self._kept_number)
+        if len(self._kept) == KEPT_SETS:
+            _, oldest = self._kept.popitem(last=False)
+            self._give_back(self._service.kept_budget, raw_bytes(oldest.keep.tensors))
+        await self._take(self._service.kept_budget, raw_bytes(keep.tensors))
+        payloads = await receive_pieces(self._stream, [each.nbytes for each in keep.tensors], timeout=PIECE_TIMEOUT)
+        self._kept_number = keep.number
+        self._kept[keep.number] = await trio.to_thread.run_sync(unpack_keep, keep, payloads)
+
+    async def _work(self, work: wire.Work) -> tuple[Job, int]:
+        check_work(
+            work,
+            self._terms,
+            self._service.hosted,
+            {number: kept.keep for number, kept in self._kept.items()},
+            backward=self._protocol == BACKWARD,
+            last=self._sequence,
+            max_tokens=MICRO_BATCH_TOKENS,
+        )
+        if self._under_way >= CREDITS:
+            raise Refusal(wire.ERROR_BUSY, f"{CREDITS} works may be under way at once, not more")
+        kept = self._kept.get(work.kept)
+        nbytes = work_bytes(work, kept.keep if kept else None)
+        self._sequence = work.sequence
+        self._under_way += 1
+        self._unanswered += 1
+        self._service.note(1)
+        await self._take(self._service.budget, nbytes)
+        payloads = await receive_pieces(self._stream, [each.nbytes for each in work.tensors], timeout=PIECE_TIMEOUT)
+        job = await trio.to_thread.run_sync(unpack_work, self._protocol, self._terms, work, payloads, kept)
+        return job, nbytes
+
+    async def _take(self, budget: CacheBudget, nbytes: int) -> None:
+        try:
+            await budget.acquire(nbytes, MEMORY_WAIT)
+        except CacheFull:
+            if nbytes > budget.tokens:
+                raise Refusal(
+                    wire.ERROR_TOO_LONG,
+                    f"{nbytes >> 20} MiB are wanted and the server has {budget.tokens >> 20} MiB: send less at once",
+                ) from None
+            raise Refusal(wire.ERROR_BUSY, "the server's memory for training is taken by others") from None
+        self._held[budget] += nbytes
+
+    def _give_back(self, budget: CacheBudget, nbytes: int) -> None:
+        self._held[budget] -= nbytes
+        budget.release(nbytes)
+
+    async def _compute(
+        self,
+        works: trio.MemoryReceiveChannel[tuple[Job, int] | Refusal],
+        answers: trio.MemorySendChannel[_Done | Refusal],
+    ) -> None:
+        async with works, answers:
+            async for item in works:
+                if isinstance(item, Refusal):
+                    await answers.send(item)
+                    return
+                job, nbytes = item
+                try:
+                    passed = await self._service.compute.run_pass(passing(job, self._service.passes))
+                except Refusal as refusal:
+                    await answers.send(refusal)
+                    return
+                await answers.send(_Done(job, passed, nbytes))
+
+    async def _answer(self, answers: trio.MemoryReceiveChannel[_Done | Refusal]) -> None:
+        async for done in answers:
+            if isinstance(done, Refusal):
+                await self._stream.send(wire.WorkFrame(error=done.to_wire()), timeout=PIECE_TIMEOUT)
+                return
+            result = await trio.to_thread.run_sync(pack, done.job, done.passed.value)
+            reply = wire.WorkReply(
+                sequence=done.job.work.sequence,
+                receipt=receipt_to_wire(self._receipt(done.job, result)),
+                tensors=result.tensors,
+                queue_us=round(done.passed.queue_seconds * 1e6),
+                compute_us=round(done.passed.compute_seconds * 1e6),
+            )
+            # Before the last byte is out, because the client may send the next work at once.
+            self._under_way -= 1
+            await send_in_pieces(self._stream, wire.WorkFrame(reply=reply), result.payloads, timeout=PIECE_TIMEOUT)
+            self._give_back(self._service.budget, done.nbytes)
+            self._unanswered -= 1
+            self._service.note(-1)
+
+    def _receipt(self, job: Job, result: Result) -> Receipt:
+        hosted = self._service.hosted
+        receipt = Receipt(
+            protocol_version=PROTOCOL_VERSION,
+            model_version=hosted.model_version,
+            span=(self._terms.span.start, self._terms.span.end),
+            dtype=hosted.dtype,
+            quantisation=hosted.quantisation,
+            client=self._stream.peer_id,
+            nonce=self._terms.nonce,
+            session_epoch=self._epoch,
+            sequence=job.work.sequence,
+            request_hash=job.request_hash,
+            reply_hash=result.hash,
+            previous_receipt=self._last_receipt,
+            upstream_receipt=b"",
+            time_ms=time.time_ns() // 1_000_000,
+        ).signed(self._service.identity)
+        self._last_receipt = receipt.hash()
+        return receipt

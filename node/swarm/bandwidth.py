@@ -1,0 +1,153 @@
+"""Limits in bytes per second that are shared fairly: a token bucket, and who may take from it next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+_BURST: Final = 0.25  # seconds' worth of bytes that may go at once after a pause
+_DEBT: Final = 0.25  # seconds' worth that urgent bytes may go ahead of their time
+_STARVING: Final = 0.25  # seconds for which urgent bytes may keep all others waiting
+_TURN: Final = 0.05  # seconds' worth that one turn should take, so that nobody waits long for the others
+_LEAST_TURN: Final = 4096  # bytes
+_MOST_TURN: Final = 256 * 1024
+
+
+def tokens_at(tokens: float, seconds: float, rate: float) -> float:
+    """What a bucket of `tokens` bytes (fewer than none: some went ahead of their time) has after so many seconds, with
+    `rate` bytes per second flowing in up to the burst that is allowed."""
+    return min(rate * _BURST, tokens + seconds * rate)
+
+
+def wait_for_turn(tokens: float, rate: float, *, urgent: bool) -> float:
+    """Seconds until something may go, however large it is: what is taken beyond the tokens, later turns wait out."""
+    least = -rate * _DEBT if urgent else 0.0
+    return 0.0 if tokens > least - 1.0 else (least - tokens) / rate
+
+
+def turn_size(rate: float) -> int:
+    """How many bytes should go at most in one turn."""
+    return int(min(max(rate * _TURN, _LEAST_TURN), _MOST_TURN))
+
+
+class _Waiter:
+    __slots__ = ("is_next",)
+
+    def __init__(self) -> None:
+        self.is_next = trio.Event()
+
+
+class Throttle:
+    """A limit of `rate` bytes per second for whoever asks here before it sends or reads.
+
+    Those who wait are served in turns, one for each key; urgent ones before all others, as long as these get something.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.turn_size = turn_size(rate)
+        self._rate = rate
+        self._tokens = rate * _BURST
+        self._at = trio.current_time()
+        self._urgent: deque[_Waiter] = deque()
+        self._others: OrderedDict[Hashable, deque[_Waiter]] = OrderedDict()
+        self._others_served = 0.0  # when one of the others had its turn, or the first of them began to wait
+
+    def spend(self, size: int) -> None:
+        """Says that `size` bytes went, in turn or not."""
+        self._refill()
+        self._tokens -= size
+
+    def is_free(self, *, urgent: bool = False) -> bool:
+        """Whether `turn` would return at once."""
+        if self._urgent or self._wait(urgent) > 0.0:
+            return False
+        return not self._others or (urgent and not self._others_starve())
+
+    async def turn(self, key: Hashable, *, urgent: bool = False) -> None:
+        """Returns when it is this key's turn; what goes then has to be told to `spend` before the next await."""
+        if self.is_free(urgent=urgent):
+            return
+        if not self._others:
+            self._others_served = trio.current_time()
+        waiter = _Waiter()
+        queue = self._urgent if urgent else self._others.setdefault(key, deque())
+        queue.append(waiter)
+        try:
+            await self._wait_in_line(waiter, urgent)
+        finally:
+            queue.remove(waiter)
+            if not urgent:
+                del self._others[key]
+                if queue:
+                    self._others[key] = queue  # behind the others
+            self._wake_next()
+        if not urgent:
+            self._others_served = trio.current_time()
+
+    async def _wait_in_line(self, waiter: _Waiter, urgent: bool) -> None:
+        while True:
+            if self._next() is not waiter:
+                self._wake_next()
+                waiter.is_next = trio.Event()
+                await waiter.is_next.wait()
+            elif (seconds := self._wait(urgent)) > 0.0:
+                await trio.sleep(seconds)
+            else:
+                return
+
+    def _next(self) -> _Waiter | None:
+        if self._urgent and not self._others_starve():
+            return self._urgent[0]
+        return next(iter(self._others.values()))[0] if self._others else None
+
+    def _wake_next(self) -> None:
+        following = self._next()
+        if following is not None:
+            following.is_next.set()
+
+    def _others_starve(self) -> bool:
+        return bool(self._others) and trio.current_time() - self._others_served > _STARVING
+
+    def _wait(self, urgent: bool) -> float:
+        self._refill()
+        return wait_for_turn(self._tokens, self._rate, urgent=urgent)
+
+    def _refill(self) -> None:
+        now = trio.current_time()
+        self._tokens = tokens_at(self._tokens, now - self._at, self._rate)
+        self._at = now
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """The limits of a node over all its connections; None is without limit."""
+
+    upload: Throttle | None = None
+    download: Throttle | None = None
+
+    @classmethod
+    def of(cls, max_upload: int | None, max_download: int | None) -> Bandwidth:
+        """Both in bytes per second."""
+        return cls(
+            None if max_upload is None else Throttle(max_upload),
+            None if max_download is None else Throttle(max_download),
+        )
+
+
+class Recent:
+    """How many bytes went lately: half of them are forgotten in half a second."""
+
+    def __init__(self) -> None:
+        self._bytes = 0.0
+        self._at = trio.current_time()
+
+    def add(self, size: int) -> None:
+        self._bytes = self.bytes() + size
+        self._at = trio.current_time()
+
+    def bytes(self) -> float:
+        return self._bytes * 0.5 ** ((trio.current_time() - self._at) / 0.5)

@@ -1,0 +1,306 @@
+"""How a node finds its swarm: by peers it is told of, peers of earlier runs, and neighbours; and finds it again."""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import trio
+from multiaddr import Multiaddr
+
+from ...protocols.framing import PeerError
+from .addresses import ip_of, without_peer
+from .directory import Directory
+from .host import Host
+from .mdns import run_mdns, service_name
+from .remembered import Memory, in_order
+
+log = logging.getLogger(__name__)
+
+_MEETING: Final = 6.0  # seconds that a peer has to answer
+_AT_ONCE: Final = 8  # peers tried side by side
+_NEIGHBOURS_ANSWER: Final = 2.0  # seconds after which the silence of a local network is an answer
+_SEARCH: Final = 12.0  # seconds after which a search is given up, whatever still seems to be on its way
+_MAX_NEIGHBOURS: Final = 64
+_FIRST_PAUSE: Final = 0.5  # seconds between two tries to come back; each is longer by half, up to
+_LONGEST_PAUSE: Final = 60.0
+_LOOK: Final = 5.0  # seconds between two looks whether there is still somebody
+_FIRST_NOTE: Final = 5.0  # seconds until the peers met are written down, and then every
+_NOTES: Final = 60.0
+
+Way = Literal["peers", "remembered", "neighbours"]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How a node came into its swarm: through a peer that it was told of, one of an earlier run, or a neighbour."""
+
+    way: Way
+    peer_id: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A peer that may be there, at these addresses (without /p2p)."""
+
+    way: Way
+    peer_id: str
+    addrs: tuple[str, ...]
+
+
+def pause_before(attempt: int) -> float:
+    """Seconds to wait before trying for the `attempt`th time (from 1) to come back into the swarm."""
+    return min(_FIRST_PAUSE * 1.5 ** min(attempt - 1, 20), _LONGEST_PAUSE)
+
+
+def is_local(listen: Iterable[str]) -> bool:
+    """Whether a node that listens there is for this machine only: its neighbours have no business with it."""
+    hosts = [ip_of(Multiaddr(addr)) for addr in listen]
+    return bool(hosts) and all(host is not None and host.is_loopback for host in hosts)
+
+
+class Discovery:
+    """The looking for peers of one node.
+
+    Args:
+        peers: those to join by, as (peer id, address), tried for ever.
+        memory: the file of peers of earlier runs, if there is one.
+        mdns: whether to look for neighbours, and to be seen by them.
+        listen: where this node listens; nowhere, for a client.
+        psk: the private swarm's key.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        directory: Directory,
+        nursery: trio.Nursery,
+        *,
+        peers: Sequence[tuple[str, str]],
+        memory: Path | None,
+        mdns: bool,
+        listen: Sequence[str],
+        psk: str | None,
+    ) -> None:
+        self._host = host
+        self._directory = directory
+        self._nursery = nursery
+        self._peers = [Candidate("peers", peer_id, (addr,)) for peer_id, addr in peers]
+        self._memory = None if memory is None else Memory(memory)
+        self._service = service_name(psk) if mdns and not is_local(listen) else None
+        self._listens = bool(listen)
+        self._neighbours: dict[str, Candidate] = {}
+        self._neighbours_asked = trio.Event()
+        self._calling: set[str] = set()
+        self._called = trio.Event()
+        self._failed: set[str] = set()  # of those remembered, since the last note
+        self._stir = trio.Event()
+        self._met = trio.Event()
+        self.joined: Joined | None = None
+
+    @property
+    def searches(self) -> bool:
+        """Whether there is any way to find a swarm without being told of a peer."""
+        return self._memory is not None or self._service is not None
+
+    def start(self) -> None:
+        """Starts what goes on for as long as the node runs. Comes after the meeting with those who were named."""
+        if self._service is not None:
+            addrs, found = self._host.addrs, self._on_neighbour
+            self._nursery.start_soon(run_mdns, self._service, addrs, found, self._neighbours_asked)
+        if self._memory is not None:
+            self._nursery.start_soon(self._note_forever, self._memory)
+        if self._peers and self._listens:
+            # Two parts of a swarm that have lost sight of each other meet in the nodes that remember both.
+            self._nursery.start_soon(self._greet_remembered)
+
+    def start_returning(self) -> None:
+        """From now on, comes back whenever there is nobody left."""
+        self._host.on_lost(lambda _: self._stir.set())
+        self._nursery.start_soon(self._return_forever)
+
+    async def search(self) -> Joined | None:
+        """Joins the swarm of the first remembered peer or neighbour that answers; None if nobody does."""
+        with trio.move_on_after(_SEARCH):
+            async with trio.open_nursery() as nursery:
+
+                async def look() -> None:
+                    async with trio.open_nursery() as ways:
+                        ways.start_soon(self._try_remembered)
+                        ways.start_soon(self._hear_neighbours)
+                    nursery.cancel_scope.cancel()
+
+                nursery.start_soon(look)
+                await self._met.wait()
+                nursery.cancel_scope.cancel()
+        return self.joined
+
+    async def _try_remembered(self) -> None:
+        await self._try(await self._remembered())
+
+    async def _hear_neighbours(self) -> None:
+        """Returns when those who are there have had their time to answer, and to be called on."""
+        if self._service is not None:
+            await self._neighbours_asked.wait()
+            await trio.sleep(_NEIGHBOURS_ANSWER)
+            while self._calling:
+                await self._called.wait()
+
+    # --- meeting
+
+    async def _meet(self, candidate: Candidate) -> bool:
+        """Whether this peer is there, and from now on known."""
+        try:
+            await self._directory.meet(candidate.peer_id, candidate.addrs, timeout=_MEETING)
+        except PeerError as error:
+            log.debug("%s (%s) was not met: %s", candidate.peer_id, candidate.way, error)
+            if candidate.way == "remembered":
+                self._failed.add(candidate.peer_id)
+            return False
+        except Exception:  # an error of ours must not take the node down, which may be serving sessions
+            log.exception("%s could not be met", candidate.peer_id)
+            return False
+        self.met(candidate.way, candidate.peer_id)
+        return True
+
+    def met(self, way: Way, peer_id: str) -> None:
+        if self.joined is None:
+            self.joined = Joined(way, peer_id)
+        self._met.set()
+
+    async def _try(self, candidates: Sequence[Candidate]) -> bool:
+        """Calls on these peers, some at a time; returns whether one answered, as soon as one did."""
+        found = False
+        waiting = iter(candidates)
+
+        async def work() -> None:
+            nonlocal found
+            for candidate in waiting:
+                if await self._meet(candidate):
+                    found = True
+                    nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(min(_AT_ONCE, len(candidates))):
+                nursery.start_soon(work)
+        return found
+
+    async def _remembered(self) -> list[Candidate]:
+        if self._memory is None:
+            return []
+        known = await trio.to_thread.run_sync(self._memory.load, abandon_on_cancel=True)
+        return [
+            Candidate("remembered", each.peer_id, each.addrs)
+            for each in in_order(known)
+            if each.peer_id != self._host.peer_id
+        ]
+
+    async def _greet_remembered(self) -> None:
+        for candidate in (await self._remembered())[:_AT_ONCE]:
+            if not self._host.is_connected(candidate.peer_id):
+                self._nursery.start_soon(self._meet, candidate)
+
+    # --- neighbours
+
+    def _on_neighbour(self, peer_id: str, addrs: Sequence[str]) -> None:
+        if peer_id == self._host.peer_id:
+            return
+        self._neighbours.pop(peer_id, None)
+        self._neighbours[peer_id] = candidate = Candidate("neighbours", peer_id, tuple(addrs))
+        if len(self._neighbours) > _MAX_NEIGHBOURS:
+            del self._neighbours[next(iter(self._neighbours))]
+        # A client needs one way into the swarm only.
+        wanted = self._listens or self._is_alone()
+        if wanted and peer_id not in self._calling and not self._host.is_connected(peer_id):
+            self._nursery.start_soon(self._call_on, candidate)
+
+    async def _call_on(self, neighbour: Candidate) -> None:
+        if len(self._calling) >= _AT_ONCE:
+            return  # a crowded network; most of them will hear of us from the others
+        self._calling.add(neighbour.peer_id)
+        try:
+            await self._meet(neighbour)
+        finally:
+            self._calling.discard(neighbour.peer_id)
+            self._called.set()
+            self._called = trio.Event()
+
+    # --- coming back
+
+    def _is_alone(self) -> bool:
+        """Whether there is no connection to anybody who takes part; a stranger who happened by does not count."""
+        return not any(self._directory.addrs_of(peer_id) for peer_id in self._host.connected())
+
+    async def _return_forever(self) -> None:
+        attempt = 0
+        while True:
+            if not self._is_alone():
+                with trio.move_on_after(_LOOK) as quiet:
+                    await self._stir.wait()
+                self._stir = trio.Event()
+                if quiet.cancelled_caught:
+                    attempt = 0  # not for company that ends at once
+                continue
+            attempt += 1
+            if attempt > 1:
+                await trio.sleep(pause_before(attempt - 1) * random.uniform(0.8, 1.2))
+            await self._try(self._all(await self._remembered()))
+
+    def _all(self, remembered: Sequence[Candidate]) -> list[Candidate]:
+        """Everybody to try, each peer once with all its addresses, those that we were told of first."""
+        found: dict[str, Candidate] = {}
+        for each in (*self._peers, *self._neighbours.values(), *remembered):
+            held = found.get(each.peer_id)
+            if held is not None:
+                each = Candidate(held.way, each.peer_id, tuple(dict.fromkeys((*held.addrs, *each.addrs))))
+            found[each.peer_id] = each
+        found.pop(self._host.peer_id, None)
+        return list(found.values())
+
+    # --- remembering
+
+    async def _note_forever(self, memory: Memory) -> None:
+        pause = _FIRST_NOTE
+        try:
+            while True:
+                await self._note(memory)
+                await trio.sleep(pause)
+                pause = _NOTES
+        finally:
+            with trio.CancelScope(deadline=trio.current_time() + 1.0, shield=True):
+                await self._note(memory)
+
+    async def _note(self, memory: Memory) -> None:
+        met, own = self._met_now(), self._own_entry()
+        failed: frozenset[str] = frozenset()
+        if met:  # else it may be this machine that has no network
+            failed = frozenset(self._failed)
+            self._failed.clear()
+        if met or own:
+            await trio.to_thread.run_sync(memory.update, met | own, failed, time.time(), abandon_on_cancel=True)
+
+    def _own_entry(self) -> dict[str, list[str]]:
+        """This node itself, for the person's other nodes on this machine, which may have no network at all."""
+        if not self._listens:
+            return {}
+        loopback = {socket.AF_INET: "/ip4/127.0.0.1", socket.AF_INET6: "/ip6/::1"}
+        here = [f"{loopback[family]}/tcp/{port}" for family, port in self._host.listen_ports()]
+        others = [str(without_peer(Multiaddr(addr))) for addr in self._host.addrs()]
+        return {self._host.peer_id: list(dict.fromkeys([*here, *others]))}
+
+    def _met_now(self) -> dict[str, list[str]]:
+        """The peers that we are connected to and that could be dialed another time, with where; what worked first."""
+        met: dict[str, list[str]] = {}
+        for peer_id in self._host.connected():
+            paths = sorted(self._host.paths(peer_id), key=lambda path: not path.direct)
+            worked = [path.remote_addr for path in paths if path.remote_addr is not None and not path.inbound]
+            addrs = list(dict.fromkeys([*worked, *self._directory.addrs_of(peer_id)]))
+            if addrs:
+                met[peer_id] = addrs
+        return met

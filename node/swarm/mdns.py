@@ -1,0 +1,240 @@
+"""Nodes of the same local network, found by multicast DNS with no configuration and no internet.
+
+As in the libp2p specification (discovery/mdns.md), a node is a service instance with a random name whose TXT record
+holds its addresses, `dnsaddr=/ip4/../tcp/../p2p/..` each. The service has a name of our own, so that we do not call
+on every libp2p node of an office; that of a private swarm ends in some digits of its key's hash. The library,
+zeroconf, lives in threads of its own: trio waits for them in worker threads, and hears of names by a bounded queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+from multiaddr import Multiaddr
+
+from ...crypto.canonical import digest
+from ..errors import BadInput
+from .addresses import concrete, ip_of, is_circuit, own_networks, parse_peer, port_of
+
+if TYPE_CHECKING:
+    from zeroconf import ServiceInfo
+
+log = logging.getLogger(__name__)
+
+_TICK: Final = 10.0  # seconds between two looks at this machine's addresses
+_RETRY: Final = 30.0  # seconds until it is tried again where it did not work
+_READ: Final = 2.0  # seconds for the record of one name
+_READERS: Final = 4  # names looked up side by side
+_MAX_NAMES: Final = 64  # waiting to be looked up
+_MAX_ADDRS: Final = 8  # announced, and taken from one record
+_MAX_TEXT: Final = 255  # bytes of one string in a TXT record
+_CLOSING: Final = 2.0
+
+Found = Callable[[str, Sequence[str]], None]
+
+
+def service_name(psk: str | None) -> str:
+    """The DNS name under which the nodes of one swarm are found: the public one, or the private one of this key."""
+    secret = "" if psk is None else "-" + digest("petalnode/mdns/1", bytes.fromhex(psk)).hex()[:5]
+    return f"_petalnode{secret}._udp.local."
+
+
+def announceable(addrs: Iterable[str]) -> list[str]:
+    """Of a node's addresses those that its neighbours can dial: of the networks that this machine is in itself."""
+    networks = own_networks()
+    found = []
+    for addr in map(Multiaddr, addrs):
+        host = None if is_circuit(addr) else ip_of(addr)
+        if host is not None and not host.is_loopback and any(host in network for network in networks):
+            found.append(str(addr))
+    return found[:_MAX_ADDRS]
+
+
+def txt_record(addrs: Sequence[str]) -> bytes:
+    """The TXT record of a node with these addresses, /p2p included."""
+    texts = [f"dnsaddr={addr}".encode() for addr in addrs]
+    return b"".join(bytes([len(text)]) + text for text in texts if len(text) <= _MAX_TEXT)
+
+
+def read_txt(record: bytes) -> dict[str, list[str]]:
+    """The peers in a TXT record: peer id -> addresses without /p2p. What is of no use is left out."""
+    peers: dict[str, list[str]] = {}
+    while record and sum(map(len, peers.values())) < _MAX_ADDRS:
+        text, record = record[1 : 1 + record[0]], record[1 + record[0] :]
+        key, _, value = text.partition(b"=")
+        if key.lower() != b"dnsaddr":
+            continue
+        try:
+            peer_id, addr = parse_peer(value.decode())
+        except (BadInput, UnicodeDecodeError):
+            continue
+        host = ip_of(Multiaddr(addr))
+        if host is not None and not host.is_loopback:
+            peers.setdefault(peer_id, []).append(addr)
+    return peers
+
+
+def _interfaces() -> list[str]:
+    """This machine's IPv4 addresses, which are what multicast is sent and heard through."""
+    hosts = [ip_of(addr) for addr in concrete([Multiaddr("/ip4/0.0.0.0/tcp/1")])]
+    return [str(host) for host in hosts if host is not None and not host.is_loopback]
+
+
+class _Radio:
+    """zeroconf, for worker threads: every method blocks. `on_name` is called in a thread of zeroconf's.
+
+    Raises:
+        OSError: this machine lets nobody multicast.
+    """
+
+    def __init__(self, interfaces: list[str], service: str, on_name: Callable[[str], None]) -> None:
+        # Takes a tenth of a second, which only those who need it shall pay, and not on trio's thread.
+        from zeroconf import IPVersion, ServiceBrowser, ServiceStateChange, Zeroconf
+
+        # It tells of every interface that is down, and of every stranger's odd packet.
+        logging.getLogger("zeroconf").setLevel(logging.CRITICAL)
+        self._service = service
+        self._info: ServiceInfo | None = None
+        self._zeroconf = Zeroconf(interfaces=interfaces, ip_version=IPVersion.V4Only)
+
+        def on_change(name: str, state_change: ServiceStateChange, **_: Any) -> None:
+            if state_change is not ServiceStateChange.Removed:
+                on_name(name)
+
+        try:
+            ServiceBrowser(self._zeroconf, service, handlers=[on_change])
+        except BaseException:
+            self._zeroconf.close()
+            raise
+
+    def announce(self, addrs: Sequence[str]) -> None:
+        """Tells the neighbours of these addresses, or of none any more."""
+        from zeroconf import ServiceInfo
+
+        before, self._info = self._info, None
+        if before is not None:
+            self._zeroconf.unregister_service(before)
+        if not addrs:
+            return
+        name = secrets.token_hex(16)
+        hosts = [ip_of(Multiaddr(addr)) for addr in addrs]
+        self._info = ServiceInfo(
+            self._service,
+            f"{name}.{self._service}",
+            port=port_of(Multiaddr(addrs[0]))[1],
+            properties=txt_record(addrs),
+            server=f"{name}.local.",
+            addresses=[host.packed for host in hosts if host is not None],
+        )
+        # The name is random: nobody has to be asked whether it is free.
+        self._zeroconf.register_service(self._info, cooperating_responders=True)
+
+    def read(self, name: str) -> dict[str, list[str]]:
+        """The peers that an instance of the service tells of."""
+        info = self._zeroconf.get_service_info(self._service, name, timeout=int(_READ * 1000))
+        return {} if info is None or not info.text else read_txt(info.text)
+
+    def close(self) -> None:
+        self._zeroconf.close()
+
+
+async def run_mdns(service: str, addrs: Callable[[], Iterable[str]], found: Found, asked: trio.Event) -> None:
+    """Looks for neighbours, and tells them of `addrs()`, until cancelled.
+
+    `found` is called with the peer id and the addresses (without /p2p) of each neighbour that appears or changes,
+    this node itself included. `asked` is set once neighbours are asked, or cannot be. Follows changes of the
+    addresses. Where multicast is refused, it tries again now and then, and says so in the debug log only: a node does
+    without it.
+    """
+    while True:
+        interfaces: list[str] = []
+        try:
+            if interfaces := _interfaces():
+                async with _open(interfaces, service) as (radio, names):
+                    asked.set()
+                    await _use(radio, names, interfaces, addrs, found)
+                continue  # the interfaces have changed
+        except Exception as error:  # zeroconf's own kinds, and the system's
+            log.debug("no mDNS on %s: %r", ", ".join(interfaces), error)
+        asked.set()
+        await trio.sleep(_RETRY)
+
+
+class _Names:
+    """Names of instances on their way from zeroconf's thread to ours. Bounded: a flood drops the oldest."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[str] = deque(maxlen=_MAX_NAMES)
+        self._token = trio.lowlevel.current_trio_token()
+        self._some = trio.Event()
+
+    def put(self, name: str) -> None:
+        """For any thread."""
+        self._waiting.append(name)
+        with contextlib.suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(self._wake, idempotent=True)
+
+    def _wake(self) -> None:
+        self._some.set()
+
+    async def take(self) -> set[str]:
+        """Those that wait, at least one."""
+        while not self._waiting:
+            await self._some.wait()
+            self._some = trio.Event()
+        names = set(self._waiting)
+        self._waiting.clear()
+        return names
+
+
+@contextlib.asynccontextmanager
+async def _open(interfaces: list[str], service: str) -> AsyncIterator[tuple[_Radio, _Names]]:
+    names = _Names()
+    # Not left behind half open: it takes some ten milliseconds, and its threads would have no owner.
+    with trio.CancelScope(shield=True):
+        radio = await trio.to_thread.run_sync(_Radio, interfaces, service, names.put)
+    try:
+        yield radio, names
+    finally:
+        with trio.CancelScope(deadline=trio.current_time() + _CLOSING, shield=True):
+            await trio.to_thread.run_sync(radio.close, abandon_on_cancel=True)
+
+
+async def _use(
+    radio: _Radio, names: _Names, interfaces: list[str], addrs: Callable[[], Iterable[str]], found: Found
+) -> None:
+    """Announces and listens until the interfaces change."""
+    limiter = trio.CapacityLimiter(_READERS)
+
+    async def look_up(name: str) -> None:
+        try:
+            peers = await trio.to_thread.run_sync(radio.read, name, abandon_on_cancel=True, limiter=limiter)
+        except Exception as error:
+            log.debug("cannot read the mDNS record of %s: %r", name, error)
+            return
+        for peer_id, where in peers.items():
+            found(peer_id, where)
+
+    async def listen() -> None:
+        while True:
+            async with trio.open_nursery() as readers:
+                for name in await names.take():
+                    readers.start_soon(look_up, name)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(listen)
+        announced: list[str] = []
+        while _interfaces() == interfaces:
+            current = announceable(addrs())
+            if current != announced:
+                await trio.to_thread.run_sync(partial(radio.announce, current), abandon_on_cancel=True)
+                announced = current
+            await trio.sleep(_TICK)
+        nursery.cancel_scope.cancel()

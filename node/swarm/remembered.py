@@ -1,0 +1,121 @@
+"""Peers of earlier runs, kept in a small file, so that a node finds its swarm again without being told.
+
+One file for each swarm, shared by all nodes of a person on a machine: who met whom is the same for a server and a
+chat. What to keep is decided by pure functions; `Memory` reads and writes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from filelock import FileLock, Timeout
+
+from ...crypto.canonical import digest
+from ...crypto.identity import peer_id_to_bytes
+from ...crypto.private_file import write_private
+
+log = logging.getLogger(__name__)
+
+MAX_PEERS: Final = 64
+MAX_ADDRS: Final = 6  # of one peer
+_MAX_FILE: Final = 256 * 1024  # bytes
+_LOCK_PATIENCE: Final = 1.0  # seconds
+_DAY: Final = 86400.0
+_FAILING: Final = 3 * _DAY  # of not answering while others did, and a peer is forgotten
+_UNSEEN: Final = 60 * _DAY  # without a meeting, likewise
+
+
+@dataclass(frozen=True)
+class Acquaintance:
+    """A peer met before: its addresses without /p2p, the best first; when it was last met, and since when it has not
+    answered (0: it did), both in seconds since 1970."""
+
+    peer_id: str
+    addrs: tuple[str, ...]
+    seen: float
+    failing: float = 0.0
+
+
+def updated(
+    known: Iterable[Acquaintance], met: Mapping[str, Sequence[str]], failed: Iterable[str], now: float
+) -> tuple[Acquaintance, ...]:
+    """What to remember, the latest met first, after having met these peers at these addresses (the best first).
+
+    `failed` are those that did not answer.
+    """
+    peers = {each.peer_id: each for each in known}
+    for peer_id, addrs in met.items():
+        held = peers.get(peer_id)
+        merged = dict.fromkeys((*addrs, *(held.addrs if held is not None else ())))
+        if merged:
+            peers[peer_id] = Acquaintance(peer_id, tuple(merged)[:MAX_ADDRS], seen=now)
+    for peer_id in set(failed) - set(met):
+        if peer_id in peers:
+            peers[peer_id] = replace(peers[peer_id], failing=peers[peer_id].failing or now)
+    kept = [each for each in peers.values() if now - each.seen < _UNSEEN and not _hopeless(each, now)]
+    return tuple(sorted(kept, key=lambda each: (-each.seen, each.peer_id))[:MAX_PEERS])
+
+
+def _hopeless(peer: Acquaintance, now: float) -> bool:
+    return bool(peer.failing) and now - peer.failing > _FAILING
+
+
+def in_order(known: Iterable[Acquaintance]) -> list[Acquaintance]:
+    """Whom to try first: those that answered the last time, the latest met before the others."""
+    return sorted(known, key=lambda each: (bool(each.failing), -each.seen))
+
+
+def memory_file(folder: Path, psk: str | None) -> Path:
+    """Where the peers of one swarm are remembered: the public one, or the private one of this key."""
+    swarm = "public" if psk is None else digest("petalnode/remembered/1", bytes.fromhex(psk)).hex()[:16]
+    return folder / "peers" / f"{swarm}.json"
+
+
+class Memory:
+    """The file. Its methods block for as long as a small file takes, and never raise: a node does without it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self) -> tuple[Acquaintance, ...]:
+        """What the file holds; nothing if it is missing, damaged or cannot be read."""
+        try:
+            with self._path.open("rb") as file:
+                text = file.read(_MAX_FILE)
+            entries = json.loads(text)["peers"]
+            return tuple(peer for entry in entries if (peer := _acquaintance(entry)) is not None)[:MAX_PEERS]
+        except FileNotFoundError:
+            return ()
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            log.debug("the peers remembered in %s cannot be read: %s", self._path, error)
+            return ()
+
+    def update(self, met: Mapping[str, Sequence[str]], failed: Iterable[str], now: float) -> None:
+        """Adds what this run has learnt to what the file holds by now. Several processes may do so at once."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self._path.with_name(self._path.name + ".lock"), timeout=_LOCK_PATIENCE):
+                self._write(updated(self.load(), met, failed, now))
+        except (OSError, Timeout) as error:
+            log.debug("the peers met cannot be kept in %s: %s", self._path, error)
+
+    def _write(self, peers: Sequence[Acquaintance]) -> None:
+        text = json.dumps({"version": 1, "peers": [asdict(each) for each in peers]}, indent=1)
+        write_private(self._path, text.encode())
+
+
+def _acquaintance(entry: Any) -> Acquaintance | None:
+    """One entry of the file; None if it is not of the form that we write."""
+    try:
+        peer_id, addrs = str(entry["peer_id"]), entry["addrs"]
+        peer_id_to_bytes(peer_id)
+        if not addrs or not all(isinstance(addr, str) for addr in addrs):
+            return None
+        return Acquaintance(peer_id, tuple(addrs)[:MAX_ADDRS], float(entry["seen"]), float(entry["failing"]))
+    except (KeyError, TypeError, ValueError):
+        return None

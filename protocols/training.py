@@ -1,0 +1,205 @@
+"""`/petalnode/forward/1` and `/petalnode/backward/1`: batches through a span, without a cache.
+
+    client                                        server
+    WorkOpen (model version, span, size) ->
+                                               <- WorkGranted (credits) | Error
+    Keep (deep prompts), pieces ->                                               (no answer)
+    Work (sequence, mask), pieces ->
+                                               <- WorkReply (receipt), pieces | Error
+    ...
+    Close ->
+
+One stream carries works of one kind, one behind the other, for as long as its client likes; the server may end one
+that asks for nothing. Fine-tuning as in Petals (NeurIPS 2023, section 3.4): servers treat whatever the client learns
+as inputs, and keep nothing of it past the stream.
+
+- A **work** is hidden states of [rows, tokens, hidden]; for a backward pass also the gradient with respect to what the
+  span makes of them. The server answers what the span makes of them; or the gradient with respect to the hidden states
+  and then to each tensor that it keeps for this work, in the order of their names. It is at most
+  `MICRO_BATCH_TOKENS` tokens, or `WorkGranted.max_tokens` if that is less, unless it is a single row.
+- **Kept tensors** travel once for the works that name their number. "prompts" are deep prompts [blocks of the span,
+  1 or rows, prefix, hidden]: those of a block are added to the first `prefix` positions of what enters it.
+- Tensors travel in **pieces** of at most `PIECE_BYTES` of their bytes, one behind the other, so that neither side ever
+  holds more than a piece that it has no room for. A server begins to read the pieces of a work when it has memory for
+  all of it and its reply: until then the stream's window stops the client. At most `WorkGranted.credits` works may be
+  under way, that is sent and not answered.
+- `sequence` counts from 1. After an Error, which answers the first work that has no reply yet, the stream is over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ..crypto.canonical import digest
+from . import wire_pb2 as wire
+from .framing import MessageStream
+from .ids import Span
+from .inference import HASH_BYTES, MAX_BATCH, NONCE_BYTES, Refusal, bad_request
+from .tensor_header import ITEM_BYTES
+
+MICRO_BATCH_TOKENS: Final = 1024
+"""Rows times positions of one work (Petals, NeurIPS 2023, section 4.2, footnote 9)."""
+PIECE_BYTES: Final = 1 << 20
+MAX_HEADER: Final = 256 * 1024
+"""Of a frame: the names of an adapter's weights take the most."""
+KEPT_SETS: Final = 4
+"""Numbers of Keep that a server remembers on one stream; a newer one pushes the oldest out."""
+MAX_KEPT_TENSORS: Final = 4096
+PROMPTS: Final = "prompts"
+WORK_DOMAIN: Final = "petalnode/work/1"
+KEEP_DOMAIN: Final = "petalnode/keep/1"
+NOTHING_KEPT: Final = bytes(HASH_BYTES)
+
+WorkStream = MessageStream[wire.WorkFrame]
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class WorkTerms:
+    """What a stream of works was opened for."""
+
+    model_version: bytes
+    span: Span
+    codec: str
+    dtype: str
+    nonce: bytes
+
+
+def work_terms_of(message: wire.WorkOpen) -> WorkTerms:
+    """Checks the fields of a WorkOpen that need no knowledge of the server.
+
+    Raises:
+        Refusal: ERROR_BAD_REQUEST or ERROR_UNSUPPORTED, naming the field.
+    """
+    if message.protocol_version != 1:
+        raise Refusal(wire.ERROR_UNSUPPORTED, f"protocol version {message.protocol_version}; this node speaks 1")
+    if len(message.model_version) != HASH_BYTES or len(message.nonce) != NONCE_BYTES:
+        raise bad_request("model_version takes 32 bytes and nonce 16")
+    try:
+        span = Span(message.span.start, message.span.end)
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+    return WorkTerms(
+        model_version=message.model_version,
+        span=span,
+        codec=message.codec,
+        dtype=message.activation_dtype,
+        nonce=message.nonce,
+    )
+
+
+def hash_of_work(protocol: str, work: wire.Work, payload_hash: bytes, kept_hash: bytes) -> bytes:
+    """The request hash that both sides compute, and that the receipt carries.
+
+    `protocol` is the stream's id; `payload_hash` the SHA-256 of the work's bytes as they stood on the wire, one tensor
+    behind the other; `kept_hash` is `hash_of_keep` of what it uses, `NOTHING_KEPT` for nothing.
+    """
+    return digest(
+        WORK_DOMAIN,
+        protocol,
+        work.sequence,
+        _described(work.tensors),
+        work.mask,
+        tuple(work.positions),
+        payload_hash,
+        kept_hash,
+    )
+
+
+def hash_of_keep(keep: wire.Keep, payload_hash: bytes) -> bytes:
+    """Names what a server was given to keep; its number, which says nothing, is left out."""
+    return digest(KEEP_DOMAIN, tuple(keep.names), _described(keep.tensors), payload_hash)
+
+
+def _described(tensors: Iterable[wire.Tensor]) -> tuple[tuple[tuple[int, ...], str, str], ...]:
+    return tuple((tuple(tensor.shape), tensor.dtype, tensor.codec) for tensor in tensors)
+
+
+def hash_of_payloads(payloads: Iterable[Buffer]) -> bytes:
+    """SHA-256 of the payloads one behind the other (0.5 ms per MiB: off the trio thread)."""
+    sha = hashlib.sha256()
+    for payload in payloads:
+        sha.update(payload)
+    return sha.digest()
+
+
+def check_shape(shape: Sequence[int], hidden_size: int) -> None:
+    """
+    Raises:
+        Refusal: it is not [rows, tokens, hidden], with some of each and not too many.
+    """
+    if len(shape) != 3 or shape[2] != hidden_size or not shape[1] or not 1 <= shape[0] <= MAX_BATCH:
+        raise bad_request(f"shape {tuple(shape)} is not [rows up to {MAX_BATCH}, tokens, {hidden_size}]")
+
+
+def raw_bytes(tensors: Iterable[wire.Tensor]) -> int:
+    """Of the values, without a codec; their dtypes are known."""
+    return sum(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in tensors)
+
+
+def mask_bytes(shape: Sequence[int]) -> int:
+    """Bytes that the mask of a work of [rows, tokens, ...] takes."""
+    return math.ceil(shape[0] * shape[1] / 8)
+
+
+async def send_in_pieces(
+    stream: WorkStream, head: wire.WorkFrame, payloads: Sequence[Buffer], *, timeout: float
+) -> None:
+    """Sends `head` and behind it the bytes of its tensors; `timeout` is for each piece. One caller at a time.
+
+    Raises:
+        PeerError: as `MessageStream.send`.
+    """
+    await stream.send(head, timeout=timeout)
+    for views in _pieces(payloads):
+        piece = wire.WorkFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=view.nbytes) for view in views])
+        await stream.send(piece, views, timeout=timeout)
+
+
+def _pieces(payloads: Sequence[Buffer]) -> Iterator[list[memoryview]]:
+    gathered: list[memoryview] = []
+    room = PIECE_BYTES
+    for payload in payloads:
+        view = memoryview(payload).cast("B")
+        start = 0
+        while start < len(view):
+            part = view[start : start + room]
+            gathered.append(part)
+            start += len(part)
+            room -= len(part)
+            if not room:
+                yield gathered
+                gathered, room = [], PIECE_BYTES
+    if gathered:
+        yield gathered
+
+
+async def receive_pieces(stream: WorkStream, sizes: Sequence[int], *, timeout: float) -> list[bytearray]:
+    """The bytes of tensors of these sizes, of which the sender has spoken; `timeout` is for each piece.
+
+    Raises:
+        PeerError: as `MessageStream.receive`.
+        Refusal: something else came, or more bytes than that; or the sender's own Error.
+    """
+    buffers = [bytearray(size) for size in sizes]
+    wanted = (view for buffer in buffers if (view := memoryview(buffer)))
+    room = next(wanted, None)
+    while room is not None:
+        frame, payloads = await stream.receive(timeout=timeout)
+        if frame.WhichOneof("body") == "error":
+            raise Refusal.from_wire(frame.error)
+        if frame.WhichOneof("body") != "piece" or not any(payloads):
+            raise bad_request("pieces of a tensor must follow each other")
+        for payload in payloads:
+            left = memoryview(payload)
+            while left:
+                if room is None:
+                    raise bad_request("more bytes came than the tensors have")
+                size = min(len(room), len(left))
+                room[:size] = left[:size]
+                room, left = room[size:] or next(wanted, None), left[size:]
+    return buffers

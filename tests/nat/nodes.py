@@ -1,0 +1,153 @@
+"""Programs on the machines of a lab: the `petalnode` command, and light nodes without a model.
+
+All of them end with their test; a light node and everything that runs with --until-eof also when pytest is killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from tests.nat.lab import Host
+from tests.swarm.processes import STOP_TIMEOUT, Node, Outcome, Running, environment, petalnode
+
+_ROOT = Path(__file__).parents[2]
+LISTEN = "/ip4/0.0.0.0/tcp/31330"
+LISTEN6 = "/ip6/::/tcp/31330"
+
+
+class LightNode(Running):
+    """A node of the swarm that computes nothing and does what it is told: see light_node.py for the commands."""
+
+    def __init__(self, host: Host, home: Path, options: dict[str, Any]) -> None:
+        command = host.command([sys.executable, "-m", "tests.nat.light_node", json.dumps(options)])
+        super().__init__(command, environment(home), _ROOT)
+        self._numbers = itertools.count(1)
+        self._passed: list[dict[str, Any]] = []
+        self._ready: dict[str, Any] | None = None
+
+    @property
+    def ready(self) -> dict[str, Any]:
+        """Its ready event; waits for it the first time."""
+        if self._ready is None:
+            self._ready = self.wait_event("ready")
+        return self._ready
+
+    @property
+    def peer_id(self) -> str:
+        return str(self.ready["peer_id"])
+
+    @property
+    def address(self) -> str:
+        return str(self.ready["addrs"][0])
+
+    def ask(self, do: str, *, patience: float = 60, **arguments: Any) -> Any:
+        """Has a command done; returns its result. Raises NodeRefused with the error's text if it failed."""
+        return self.answer(self.tell(do, **arguments), patience=patience)
+
+    def tell(self, do: str, **arguments: Any) -> int:
+        """Starts a command; several run side by side. `answer` takes the number that this returns."""
+        number = next(self._numbers)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"number": number, "do": do, "with": arguments}) + "\n")
+        self.process.stdin.flush()
+        return number
+
+    def answer(self, number: int, *, patience: float = 60) -> Any:
+        found = self._next(lambda line: line.get("number") == number, patience)
+        if "error" in found:
+            raise NodeRefused(found["error"])
+        return found["result"]
+
+    def wait_event(self, name: str, patience: float = 60, **fields: Any) -> dict[str, Any]:
+        """The next event of that name with these fields. What comes in between is kept for later."""
+        wanted = {"event": name, **fields}
+        return self._next(lambda line: wanted.items() <= line.items(), patience)
+
+    def wait_log(self, text: str, patience: float = 60) -> None:
+        """Until it has said so on standard error."""
+        deadline = monotonic() + patience
+        while text not in self.errors:
+            if monotonic() > deadline:
+                raise AssertionError(f"never said {text!r}; its standard error:\n{self.errors}")
+            sleep(0.05)
+
+    def _next(self, wanted: Any, patience: float) -> dict[str, Any]:
+        for index, line in enumerate(self._passed):
+            if wanted(line):
+                return self._passed.pop(index)
+        deadline = monotonic() + patience
+        while True:
+            line = json.loads(self.line(max(0.01, deadline - monotonic())))
+            if wanted(line):
+                return line
+            self._passed.append(line)
+
+
+class NodeRefused(Exception):
+    """A command that a light node could not carry out, with its reason."""
+
+
+class LabNodes:
+    """Starts programs on machines of a lab and ends all of them. Every machine has a home folder of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._running: list[Running] = []
+
+    def env(self, host: Host) -> dict[str, str]:
+        """What a person has there: nothing is switched off, since nobody else is in the lab."""
+        switched = {"PETALNODE_MDNS", "PETALNODE_REMEMBER"}
+        return {name: value for name, value in environment(self.home(host)).items() if name not in switched}
+
+    def home(self, host: Host) -> Path:
+        folder = self._home / host.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def light(self, host: Host, **options: Any) -> LightNode:
+        """Returns at once; its `ready` waits. Options: those of light_node.py."""
+        return self._kept(LightNode(host, self.home(host), options))
+
+    def command(self, host: Host, *arguments: str) -> Node:
+        """A `petalnode` command that runs until it is told to stop, with --json; returns at once."""
+        return self._kept(Node(*arguments, "--json", env=self.env(host), prefix=host.command(())))
+
+    def program(self, host: Host, arguments: Sequence[str]) -> Running:
+        """Any other program."""
+        return self._kept(Running(host.command(arguments), self.env(host)))
+
+    def run(self, host: Host, *arguments: str, given: str = "", timeout: float = 60) -> Outcome:
+        """One `petalnode` command to its end."""
+        return petalnode(*arguments, env=self.env(host), given=given, timeout=timeout, prefix=host.command(()))
+
+    def _kept(self, process: Any) -> Any:
+        self._running.append(process)
+        return process
+
+    def end(self) -> None:
+        for each in self._running:
+            if each.process.poll() is None:
+                each.close_stdin()
+                each.process.terminate()
+        for each in self._running:
+            try:
+                each.process.wait(STOP_TIMEOUT)
+            except Exception:
+                pass
+            each.kill()
+
+
+@contextmanager
+def lab_nodes(home: Path) -> Iterator[LabNodes]:
+    started = LabNodes(home)
+    try:
+        yield started
+    finally:
+        started.end()

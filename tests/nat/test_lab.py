@@ -1,0 +1,159 @@
+"""That the networks of the lab are what they say, with plain TCP."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from tests.nat.lab import Host, Kind, Lab, Nat
+from tests.nat.nodes import LabNodes
+from tests.swarm.processes import Running
+
+# Takes connections, says where they come from, and hands back what is sent.
+_LISTEN = """
+import socket, sys, threading
+def serve(connection, source):
+    while data := connection.recv(100):
+        connection.sendall(data)
+listener = socket.create_server((sys.argv[1], 31330), family=socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET)
+print("listening", flush=True)
+while True:
+    connection, source = listener.accept()
+    print(*source[:2], flush=True)
+    threading.Thread(target=serve, args=(connection, source), daemon=True).start()
+"""
+# Connects from a port, and then tells of every line that it is given how long the echo took, or what happened.
+_CONNECT = """
+import socket, sys, time
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+connection = socket.socket(family)
+connection.settimeout(float(sys.argv[2]))
+connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+connection.bind(("", int(sys.argv[3])))
+try:
+    connection.connect((sys.argv[1], 31330))
+    print("connected", flush=True)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        connection.sendall(b"x")
+        connection.recv(100)
+        print(time.perf_counter() - start, flush=True)
+except OSError as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+def listen(nodes: LabNodes, host: Host, address: str = "0.0.0.0") -> Running:
+    program = nodes.program(host, [sys.executable, "-S", "-c", _LISTEN, address])
+    assert program.line() == "listening"
+    return program
+
+
+def connect(nodes: LabNodes, host: Host, address: str, patience: float = 1.0, port: int = 31331) -> Running:
+    return nodes.program(host, [sys.executable, "-S", "-c", _CONNECT, address, str(patience), str(port)])
+
+
+def send(program: Running) -> str:
+    assert program.process.stdin is not None
+    program.process.stdin.write("\n")
+    program.process.stdin.flush()
+    return program.line()
+
+
+@pytest.mark.parametrize(
+    ("kind", "refusal"),
+    [
+        (Kind.DROPS, "TimeoutError"),
+        (Kind.REJECTS, "ConnectionRefusedError"),
+        (Kind.RESETS, "ConnectionRefusedError"),
+        (Kind.SYMMETRIC, "TimeoutError"),
+    ],
+)
+def test_a_home_reaches_the_internet_but_not_the_other_way_round(
+    kind: Kind, refusal: str, lab: Lab, nodes: LabNodes
+) -> None:
+    public, nat = lab.host("public"), lab.nat("home", kind)
+    private = nat.host("laptop")
+    inside, outside = listen(nodes, private), listen(nodes, public)
+    inward, outward = connect(nodes, public, nat.address), connect(nodes, private, public.address)
+    assert outward.line() == "connected"
+    address, port = outside.line().split()
+    assert address == nat.address
+    assert (port == "31331") is (kind is not Kind.SYMMETRIC)
+    assert inward.line() == refusal
+    assert inside.process.poll() is None
+
+
+def test_homes_have_equal_addresses(lab: Lab) -> None:
+    one, other = lab.nat("one").host("a"), lab.nat("other").host("b")
+    assert one.address == other.address
+
+
+def test_a_nat_forgets(lab: Lab, nodes: LabNodes) -> None:
+    public, nat = lab.host("public"), lab.nat("home")
+    listen(nodes, public)
+    client = connect(nodes, nat.host("laptop"), public.address)
+    assert client.line() == "connected" and float(send(client)) < 1
+    nat.forget_mappings()
+    assert send(client) == "TimeoutError"
+
+
+@pytest.mark.parametrize("whose", ["host", "nat"])
+def test_an_address_changes(whose: str, lab: Lab, nodes: LabNodes) -> None:
+    public, nat = lab.host("public"), lab.nat("home")
+    private = nat.host("laptop")
+    outside = listen(nodes, public)
+    client = connect(nodes, private, public.address)
+    assert client.line() == "connected"
+    before = outside.line().split()[0]
+    changed: Host | Nat = {"host": private, "nat": nat}[whose]
+    old = changed.address
+    changed.change_address()
+    assert changed.address != old
+    assert send(client) in ("TimeoutError", "OSError")
+    assert connect(nodes, private, public.address, port=31332).line() == "connected"
+    assert (outside.line().split()[0] == before) is (whose == "host")
+
+
+def test_a_pulled_plug(lab: Lab, nodes: LabNodes) -> None:
+    public, client = lab.host("public"), lab.host("client")
+    listen(nodes, public)
+    program = connect(nodes, client, public.address, patience=20)
+    assert program.line() == "connected"
+    assert program.process.stdin is not None
+    with public.plug.pulled():
+        start = time.perf_counter()
+        program.process.stdin.write("\n")
+        program.process.stdin.flush()
+        time.sleep(0.5)
+    assert float(program.line()) >= 0.5
+    assert time.perf_counter() - start < 20
+
+
+def test_delays_add_up(lab: Lab, nodes: LabNodes, delays: None) -> None:
+    public, nat = lab.host("public", delay=0.02), lab.nat("home", delay=0.05)
+    listen(nodes, public)
+    client = connect(nodes, nat.host("laptop"), public.address, patience=20)
+    assert client.line() == "connected"
+    assert 0.14 <= min(float(send(client)) for _ in range(5)) < 0.2
+
+
+def test_a_lan_without_internet(lab: Lab, nodes: LabNodes) -> None:
+    lan, public = lab.lan("cabin"), lab.host("public")
+    one, other = lan.host("one"), lan.host("other")
+    listen(nodes, one)
+    assert connect(nodes, other, one.address).line() == "connected"
+    assert connect(nodes, other, public.address).line() == "OSError"  # no route
+
+
+def test_ipv6_is_filtered_and_not_translated(lab6: Lab, nodes: LabNodes) -> None:
+    public, nat = lab6.host("public"), lab6.nat("home")
+    private = nat.host("laptop")
+    listen(nodes, private, "::")
+    outside = listen(nodes, public, "::")
+    inward, outward = connect(nodes, public, private.address6), connect(nodes, private, public.address6)
+    assert outward.line() == "connected"
+    assert outside.line().split() == [private.address6, "31331"]
+    assert inward.line() == "TimeoutError"

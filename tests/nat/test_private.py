@@ -1,0 +1,59 @@
+"""A private swarm across NATs: who has its key reaches everybody, and a stranger is told why not, at once."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from petalnode.crypto.swarm_key import load_swarm_key
+from tests.nat.lab import Lab
+from tests.nat.nodes import LISTEN, LabNodes, NodeRefused
+
+SOON = 3.0  # seconds; what takes some hundredths
+
+
+def test_only_who_has_the_key_gets_in(lab: Lab, nodes: LabNodes) -> None:
+    meeting, inside, visitor, stranger = (
+        lab.host("meeting"),
+        lab.nat("home").host("inside"),
+        lab.nat("office").host("visitor"),
+        lab.host("stranger"),
+    )
+    key, other_key = (nodes.home(host) / "swarm.key" for host in (meeting, stranger))
+    for host, file in ((meeting, key), (stranger, other_key)):
+        made = nodes.run(host, "swarm-key", str(file), "--json")
+        assert made.code == 0 and made.objects == [{"file": str(file)}], made
+    bootstrap = nodes.command(meeting, "bootstrap", "--swarm-key", str(key))
+    peer = bootstrap.address
+    # What others join by has the key in it.
+    assert re.search(rf"petalnode serve --peer {re.escape(peer)} --swarm-key {re.escape(str(key))}", bootstrap.errors)
+
+    server = nodes.light(inside, listen=[LISTEN], peers=[peer], psk=load_swarm_key(key), blocks=[0, 4])
+    server.ask("wait_reachability", kind="relayed")
+    seen = nodes.run(visitor, "status", "--peer", peer, "--swarm-key", str(key), "--json")
+    assert seen.code == 0, seen
+    (line,) = seen.objects
+    assert [each["peer_id"] for each in line["servers"]] == [server.peer_id]
+    assert [(each["peer_id"], each["reservations"]) for each in line["relays"]] == [(bootstrap.peer_id, 1)]
+    guest = nodes.light(visitor, peers=[peer], psk=load_swarm_key(key))
+    print(f"reached through two NATs in {guest.ask('reach', peer=server.peer_id):.2f} s")
+
+    outsider = nodes.light(stranger, listen=[LISTEN])
+    wrong = nodes.light(lab.host("wrong"), psk=load_swarm_key(other_key))
+    for node, words in ((outsider, "private swarm, which needs its --swarm-key"), (wrong, "another swarm key")):
+        assert node.ready
+        start = time.perf_counter()
+        with pytest.raises(NodeRefused, match=words):
+            node.ask("open", peer=peer, timeout=30)
+        took = time.perf_counter() - start
+        print(f"told in {took:.2f} s")
+        assert took < SOON
+        assert node.ask("connected") == []
+    # And the other way round.
+    with pytest.raises(NodeRefused, match="it has no swarm key"):
+        server.ask("open", peer=outsider.address, timeout=30)
+
+    refused = nodes.run(stranger, "status", "--peer", peer, "--swarm-key", str(other_key))
+    assert refused.code == 3 and "another swarm key" in refused.err and "Traceback" not in refused.err, refused

@@ -1,0 +1,252 @@
+"""Sessions across NATs: relayed, moved to a direct connection, and taken up again when the way there is lost.
+
+Every answer is what plain transformers says, token for token. The times are printed: pytest -s.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from tests.nat.lab import Host, Kind, Nat, open_lab, why_not
+from tests.nat.nodes import LISTEN, LabNodes, lab_nodes
+from tests.swarm.processes import Node
+from tests.swarm.tokenizer import save_tokenizer
+from tests.tiny_models import save_tiny
+
+PROMPT = [5, 6, 7, 8, 9]
+RELAY = ("--new-swarm", "--listen", LISTEN)
+ENDLESS = 3500
+"""Tokens that are generated at most, until what a test waits for has happened."""
+
+# A server that punches only once a file is there, so that a session is relayed at first.
+_HELD = """
+import sys
+from pathlib import Path
+import trio
+from petalnode.node.reach.punch import Puncher
+go, upgrade = Path(sys.argv.pop(1)), Puncher._upgrade
+
+async def held(self, *arguments):
+    while not go.exists():
+        await trio.sleep(0.02)
+    await upgrade(self, *arguments)
+
+Puncher._upgrade = held
+from petalnode.node.cli.app import main
+main()
+"""
+
+
+class Client:
+    """A `generating_client` on a machine."""
+
+    def __init__(self, nodes: LabNodes, host: Host, folder: Path, *peers: str) -> None:
+        command = [sys.executable, "-m", "tests.nat.generating_client", str(folder), *peers]
+        self.process = nodes.program(host, command)
+
+    def order(self, tokens: int = 24, **fields: Any) -> None:
+        assert self.process.process.stdin is not None
+        self.process.process.stdin.write(json.dumps({"ids": PROMPT, "tokens": tokens, **fields}) + "\n")
+        self.process.process.stdin.flush()
+
+    def token(self, number: int = 1) -> dict[str, Any]:
+        """The `number`-th token from now on."""
+        for _ in range(number):
+            found = self._next("token")
+        return found
+
+    def first(self) -> float:
+        """Seconds from the order to the first token: of the first order, those of joining the swarm as well."""
+        return float(self._next("first")["seconds"])
+
+    def done(self) -> dict[str, Any]:
+        return self._next("done")
+
+    def _next(self, name: str) -> dict[str, Any]:
+        while True:
+            found: dict[str, Any] = json.loads(self.process.line())
+            assert found["event"] != "failed", found
+            if found["event"] == name:
+                return found
+
+
+@dataclass(frozen=True)
+class World:
+    """A relay on the internet; a whole model behind a NAT that can be punched, and one in halves behind two that
+    cannot. The laptop's NAT can be punched, the phone's cannot."""
+
+    nodes: LabNodes
+    relay: Node
+    relay_host: Host
+    home: Nat
+    cafe: Nat
+    laptop: Client
+    phone: Client
+    whole: str
+    halves: list[str]
+    go: Path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models") / "tiny-llama"
+    save_tokenizer(save_tiny("llama", made, max_position_embeddings=4096, eos_token_id=None))
+    return made
+
+
+@pytest.fixture(scope="module")
+def world(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with open_lab() as lab, lab_nodes(tmp_path_factory.mktemp("machines")) as nodes:
+        relay_host, home, cafe = lab.host("relay"), lab.nat("home"), lab.nat("cafe", Kind.SYMMETRIC)
+        relay = nodes.command(relay_host, "bootstrap", *RELAY)
+        peer = relay.address
+        go = nodes.home(relay_host) / "go"
+        serve = ("serve", str(folder), "--listen", LISTEN, "--peer", peer, "--cache-tokens", "20000")
+        office = lab.nat("office").host("office-server")
+        whole = nodes.program(office, [sys.executable, "-c", _HELD, str(go), *serve, "--blocks", "0:6", "--json"])
+        halves = [
+            nodes.command(lab.nat(name, Kind.SYMMETRIC).host(f"{name}-server"), *serve, "--blocks", blocks)
+            for name, blocks in (("flat", "0:3"), ("attic", "3:6"))
+        ]
+        laptop, phone = (
+            Client(nodes, nat.host(name), folder, peer) for nat, name in ((home, "laptop"), (cafe, "phone"))
+        )
+        whole_id, half_ids = whole.event("ready")["peer_id"], [half.peer_id for half in halves]
+        yield World(nodes, relay, relay_host, home, cafe, laptop, phone, whole_id, half_ids, go)
+
+
+class Expected:
+    """What plain transformers generates after PROMPT."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        from tests.tiny_models import load_whole
+
+        torch.set_num_threads(1)
+        self._model = load_whole(folder)
+        self._known: list[int] = []
+
+    def __call__(self, ids: Sequence[int]) -> list[int]:
+        """The first tokens, as many as `ids`."""
+        import torch
+
+        if len(self._known) < len(ids):
+            length = max(len(ids), 2 * len(self._known))
+            out = self._model.generate(
+                torch.tensor([PROMPT]), max_new_tokens=length - len(PROMPT), do_sample=False, pad_token_id=0
+            )
+            self._known = out[0].tolist()
+        return self._known[: len(ids)]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Expected:
+    return Expected(folder)
+
+
+def test_an_answer_through_two_nats_and_a_relay(world: World, expected: Expected) -> None:
+    """Where no punching works the session stays on the relay."""
+    client = world.phone
+    client.order(allowed=[world.whole])
+    first = client.first()
+    done = client.done()
+    assert done["ids"] == expected(done["ids"])
+    assert done["direct"] == [False] and done["recoveries"] == 0
+    print(f"\nfirst token {first:.2f} s after the model was asked for, by a client that knew one address")
+
+
+def test_a_session_moves_when_the_nats_are_punched(world: World, expected: Expected) -> None:
+    client = world.laptop
+    client.order(ENDLESS, allowed=[world.whole], until={"moved": 1}, more=20)
+    relayed = [client.token()["seconds"] for _ in range(20)][5:]
+    world.go.touch()
+    begun = monotonic()
+    tokens = [client.token()]
+    while not all(tokens[-1]["direct"]):
+        tokens.append(client.token())
+    print(f"\nmoved {monotonic() - begun:.2f} s after the punching began, in the course of {len(tokens)} tokens")
+    done = client.done()
+    assert done["ids"] == expected(done["ids"])
+    assert (done["moved"], done["rejoined"], done["recoveries"]) == (1, 0, 0)
+    assert done["direct"] == [True]
+    longest = max(each["seconds"] for each in tokens)
+    print(f"a relayed token {median(relayed):.1f} ms, the longest while it moved {1000 * longest:.1f} ms")
+
+
+def test_servers_behind_two_nats_push_to_each_other(world: World, expected: Expected) -> None:
+    client = world.phone
+    client.order(40, allowed=world.halves)
+    done = client.done()
+    assert done["ids"] == expected(done["ids"])
+    assert done["route"] == world.halves and done["recoveries"] == 0
+    assert done["direct"] == [False, False]
+    assert done["pushed"] >= 30  # the first ones are relayed by the client, while a stream is opened
+
+
+@pytest.mark.parametrize("what", ["the client's address changes", "a NAT forgets"])
+def test_a_way_that_is_lost_silently_is_found_again(what: str, world: World, expected: Expected) -> None:
+    client, nat = (world.laptop, world.home) if "address" in what else (world.phone, world.cafe)
+    client.order(ENDLESS, allowed=[world.whole], until={"rejoined": 1}, more=20)
+    client.token(20)
+    if "address" in what:
+        nat.change_address()
+    else:
+        nat.forget_mappings()
+    longest = 0.0
+    while longest < 0.5:
+        longest = client.token()["seconds"]
+    done = client.done()
+    assert done["ids"] == expected(done["ids"])
+    assert done["rejoined"] >= 1 and done["recoveries"] == 0
+    print(f"\n{what}: no token for {longest:.1f} s, most of which it takes to notice")
+
+
+def test_the_relay_dies_and_comes_back(world: World, expected: Expected) -> None:
+    """Last of those that share a world: it takes the relay of all with it."""
+    client = world.phone
+    client.order(ENDLESS, allowed=world.halves, until={"changed": 1}, more=20)
+    client.token(20)
+    world.relay.signal(signal.SIGKILL)
+    world.relay.wait()
+    back = world.nodes.command(world.relay_host, "bootstrap", *RELAY)
+    assert back.peer_id == world.relay.peer_id
+    returned = monotonic()
+    done = client.done()
+    print(f"\nthe whole answer {monotonic() - returned:.1f} s after the relay's return")
+    assert done["ids"] == expected(done["ids"])
+    assert done["rejoined"] + done["recoveries"] >= 1
+
+
+def test_lines_of_100_ms(folder: Path, expected: Expected, delays: None, tmp_path: Path) -> None:
+    """Round trips of 100 ms from each side to the relay: 200 ms from client to server, and nothing misfires."""
+    with open_lab() as lab, lab_nodes(tmp_path) as nodes:
+        relay = nodes.command(lab.host("relay"), "bootstrap", *RELAY)
+        office, home = (lab.nat(name, Kind.SYMMETRIC, delay=0.05) for name in ("office", "home"))
+        serve = ("serve", str(folder), "--listen", LISTEN, "--peer", relay.address, "--blocks", "0:6")
+        server = nodes.command(office.host("server"), *serve)
+        client = Client(nodes, home.host("client"), folder, relay.address)
+        server.ready  # noqa: B018  (waits)
+        client.order(30, allowed=[server.peer_id])
+        first = client.first()
+        steps = [client.token()["seconds"] for _ in range(29)][5:]
+        done = client.done()
+        assert done["ids"] == expected(done["ids"])
+        assert (done["recoveries"], done["rejoined"], done["direct"]) == (0, 0, [False])
+        print(f"\nfirst token after {first:.2f} s, a step {median(steps):.0f} ms of which 200 are the lines'")
+
+
+def median(seconds: Sequence[float]) -> float:
+    """In milliseconds."""
+    return 1000 * sorted(seconds)[len(seconds) // 2]

@@ -1,0 +1,150 @@
+"""Gradients through spans are those of the same blocks inside the whole model, for every architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from petalnode.node.blocks.passes import Batch, Gradients, Passes, Passing
+from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.protocols.ids import Span
+from tests.tiny_models import ARCHITECTURES, HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
+
+Tiny = Callable[[str], Path]
+
+ROWS, TOKENS, PREFIX = 3, 13, 4
+PARTS = (Span(0, 2), Span(2, 6))
+TOLERANCE = 1e-5
+PADDING = torch.tensor([0, 4, 2])[:, None]
+MASKS: dict[str, torch.Tensor | None] = {
+    "no padding": None,
+    "padded left": torch.arange(TOKENS) >= PADDING,
+    "padded right": torch.arange(TOKENS) < TOKENS - PADDING,
+}
+PLENTY = 1 << 40
+
+
+def drive(passing: Passing[Any]) -> tuple[Any, int]:
+    """What a pass ends with, and how often it paused."""
+    pauses = 0
+    while True:
+        try:
+            next(passing)
+        except StopIteration as end:
+            return end.value, pauses
+        pauses += 1
+
+
+@dataclass
+class WholeBlocks:
+    """The blocks of a whole model with deep prompts in front of each, and what enters and leaves them."""
+
+    folder: Path
+    prompts: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.model = load_whole(self.folder).requires_grad_(False)
+        blocks = next(m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == NUM_BLOCKS)
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._entering(number), with_kwargs=True)
+        blocks[-1].register_forward_hook(self._leaving)
+
+    def _entering(self, number: int) -> Callable[[nn.Module, Any, Any], Any]:
+        def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if number == 0:
+                self.entered = hidden = hidden.detach().requires_grad_()
+            hidden = torch.cat([hidden[:, :PREFIX] + self.prompts[number], hidden[:, PREFIX:]], dim=1)
+            return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+        return enter
+
+    def _leaving(self, block: nn.Module, args: Any, output: Any) -> None:
+        self.left = output if isinstance(output, torch.Tensor) else output[0]
+
+    def run(self, mask: torch.Tensor | None) -> None:
+        ids = torch.randint(3, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+        self.model(ids, attention_mask=None if mask is None else mask.long(), use_cache=False)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.isfinite(got).all()
+    difference = float(((got - expected).abs().max() / expected.abs().max()).detach())
+    assert difference <= TOLERANCE, f"differs by {difference:.2g}"
+
+
+def through(spans: Sequence[BlockSpan], batch: Batch, gradient: torch.Tensor, memory: int) -> tuple[torch.Tensor, Any]:
+    """What leaves the last span, and the gradients of what enters the first and of all prompts."""
+    parts = []
+    hidden = batch.hidden
+    for span, part in zip(spans, PARTS, strict=True):
+        prompts = None if batch.prompts is None else batch.prompts[part.start : part.end]
+        parts.append(replace(batch, part=part, hidden=hidden, prompts=prompts))
+        hidden, pauses = drive(Passes(span, memory).forward(parts[-1]))
+        assert pauses == len(part) - 1
+    found = []
+    for span, each in zip(reversed(spans), reversed(parts), strict=True):
+        gradients, pauses = drive(Passes(span, memory).backward(each, gradient))
+        assert pauses >= 2 * len(each.part) - 1  # at least between any two blocks, both ways
+        gradient = gradients.hidden
+        found.append(gradients.prompts)
+    return hidden, Gradients(gradient, torch.cat(found[::-1]) if batch.prompts is not None else None)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradients_equal_the_whole_models(architecture: str, tiny: Tiny) -> None:
+    folder = tiny(architecture)
+    generator = torch.Generator().manual_seed(1)
+    prompts = (0.1 * torch.randn(NUM_BLOCKS, 1, PREFIX, HIDDEN, generator=generator)).requires_grad_()
+    whole = WholeBlocks(folder, prompts)
+    spans = [load_span(folder, Span(0, 2)), load_span(folder, Span(1, 6))]  # of the second, a part
+    for mask in MASKS.values():
+        whole.run(mask)
+        seen = torch.ones(ROWS, TOKENS, 1) if mask is None else mask.unsqueeze(2).float()
+        gradient = torch.randn(ROWS, TOKENS, HIDDEN, generator=generator) * seen
+        expected = torch.autograd.grad(whole.left, [whole.entered, prompts], gradient)
+        batch = Batch(Span(0, 1), whole.entered.detach(), mask, None, prompts.detach())
+        left, found = through(spans, batch, gradient, PLENTY)
+        close(left * seen, whole.left * seen)
+        close(found.hidden * seen, expected[0] * seen)
+        close(found.prompts, expected[1])
+        assert torch.isfinite(found.hidden).all()
+
+
+@pytest.mark.parametrize("memory", [1, 120_000, 200_000])
+@pytest.mark.parametrize("architecture", ["llama", "bloom"])
+def test_gradients_are_the_same_where_memory_is_short(memory: int, architecture: str, tiny: Tiny) -> None:
+    span = load_span(tiny(architecture), Span(0, 6))
+    generator = torch.Generator().manual_seed(2)
+    hidden, gradient = torch.randn(2, 2, TOKENS, HIDDEN, generator=generator)
+    prompts = torch.randn(NUM_BLOCKS, 2, PREFIX, HIDDEN, generator=generator)
+    batch = Batch(Span(0, 6), hidden, None, None, prompts)
+    expected, fewest = drive(Passes(span, PLENTY).backward(batch, gradient))
+    found, pauses = drive(Passes(span, memory).backward(batch, gradient))
+    assert pauses > fewest  # some blocks were computed twice
+    assert torch.equal(found.hidden, expected.hidden) and torch.equal(found.prompts, expected.prompts)
+
+
+def test_positions_may_be_given(tiny: Tiny) -> None:
+    span = load_span(tiny("llama"), Span(1, 3))
+    hidden = torch.randn(1, 6, HIDDEN)
+    usual = Batch(Span(1, 3), hidden)
+    expected, _ = drive(Passes(span, PLENTY).forward(usual))
+    moved = replace(usual, positions=torch.arange(5, 11).unsqueeze(0))
+    close(drive(Passes(span, PLENTY).forward(moved))[0], expected)  # rotary positions are relative
+    spread = replace(usual, positions=torch.tensor([[0, 2, 4, 6, 8, 10]]), mask=torch.ones(1, 6, dtype=torch.bool))
+    assert (drive(Passes(span, PLENTY).forward(spread))[0] - expected).abs().max() > 1e-2
+
+
+def test_weights_never_get_gradients(tiny: Tiny) -> None:
+    span = load_span(tiny("llama"), Span(0, 2))
+    hidden = torch.randn(1, 6, HIDDEN)
+    drive(Passes(span, PLENTY).backward(Batch(Span(0, 2), hidden), torch.randn(1, 6, HIDDEN)))
+    weights = [weight for block in span.stack.blocks for weight in block.parameters()]
+    assert weights and all(weight.grad is None and not weight.requires_grad for weight in weights)

@@ -1,0 +1,132 @@
+"""Hosts in this process, and hosts in processes of their own, that meet at a relay."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+from multiaddr import Multiaddr
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.reach.circuits import Circuits
+from petalnode.node.reach.limits import RelayLimits
+from petalnode.node.reach.relay import RelayService
+from petalnode.node.swarm.host import Host, open_host
+from petalnode.node.swarm.stream_bytes import StreamBytes
+from tests.swarm.processes import LOOPBACK, Running
+from tests.swarm.relay_node import ECHO, STATS, echo
+
+_ROOT = Path(__file__).parents[2]
+
+
+class RelayNode(Running):
+    """`relay_node.py`, or another module like it, as a process. `ready` waits for it the first time."""
+
+    def __init__(self, module: str = "relay_node", **options: Any) -> None:
+        super().__init__([sys.executable, "-m", f"tests.swarm.{module}", json.dumps(options)], os.environ, _ROOT)
+        self._ready: dict[str, Any] | None = None
+
+    @property
+    def ready(self) -> dict[str, Any]:
+        if self._ready is None:
+            self._ready = self.event("ready")
+        return self._ready
+
+    @property
+    def peer_id(self) -> str:
+        return str(self.ready["peer_id"])
+
+    @property
+    def addrs(self) -> list[str]:
+        return list(self.ready["addrs"])
+
+
+@contextmanager
+def relay_nodes() -> Iterator[Callable[..., RelayNode]]:
+    """A function that starts one, not yet waited for; all end with the block."""
+    started: list[RelayNode] = []
+
+    def start(module: str = "relay_node", **options: Any) -> RelayNode:
+        started.append(RelayNode(module, **options))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for node in started:
+            node.kill()
+
+
+@asynccontextmanager
+async def host_here(*, listens: bool = False, psk: str | None = None, **options: Any) -> AsyncIterator[Host]:
+    """A host in this process that can use relays, and answers `/echo/1`."""
+    listen = [Multiaddr(LOOPBACK)] if listens else []
+    identity = options.pop("identity", None) or Identity.generate()
+    async with open_host(identity, listen=listen, announce=[], psk=psk, on_lost=lambda _: None, **options) as host:
+        host.circuits = Circuits(host)
+        host.set_stream_handler(ECHO, echo)
+        yield host
+
+
+@asynccontextmanager
+async def relay_here(psk: str | None = None, **limits: Any) -> AsyncIterator[tuple[Host, RelayService]]:
+    async with host_here(listens=True, psk=psk) as host:
+        relay = RelayService(host, RelayLimits(**limits))
+        relay.start()
+        yield host, relay
+
+
+async def reserve(host: Host, relay: Host) -> list[str]:
+    """The circuit addresses of `host` at `relay`, peer id included."""
+    host.remember(relay.peer_id, relay.addrs())
+    reservation = await host.circuits.reserve(relay.peer_id)
+    return [f"{addr}/p2p/{host.peer_id}" for addr in reservation.addrs]
+
+
+async def echoed(stream: StreamBytes, payload: bytes) -> None:
+    """Sends `payload` to an echo and checks what comes back."""
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.write, payload)
+            assert await received(stream, len(payload)) == payload
+
+
+async def received(stream: StreamBytes, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = await stream.read(size - len(parts))
+        assert part, f"the stream ended after {len(parts)} bytes"
+        parts += part
+    return bytes(parts)
+
+
+async def stats_of(host: Host, relay: RelayNode) -> dict[str, Any]:
+    stream = await host.open_stream(relay.peer_id, STATS)
+    parts = []
+    with trio.fail_after(20):
+        while part := await stream.read(1 << 16):
+            parts.append(part)
+    await stream.close()
+    return json.loads(b"".join(parts))
+
+
+async def until(condition: Callable[[], Any], what: str, seconds: float = 20) -> None:
+    """Asks again and again, by a plain or an async function. The deadline only ends what would hang."""
+    with trio.move_on_after(seconds):
+        while True:
+            answer = condition()
+            if await answer if hasattr(answer, "__await__") else answer:
+                return
+            await trio.sleep(0.02)
+    raise AssertionError(f"not within {seconds} s: {what}")
+
+
+def known(host: Host, nodes: Sequence[RelayNode]) -> None:
+    for node in nodes:
+        host.remember(node.peer_id, node.addrs)

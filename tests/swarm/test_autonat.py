@@ -1,0 +1,130 @@
+"""Dial-backs between hosts of this process, and with libp2p's own AutoNAT."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from ipaddress import ip_address
+
+import trio
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.host.autonat.autonat import AutoNATService, AutoNATStatus
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import info_from_p2p_addr
+from multiaddr import Multiaddr
+
+from petalnode.node.reach.asking import observed_by, request_dial_back
+from petalnode.node.reach.autonat import Budget, DialBacks
+from petalnode.node.reach.endpoint import Endpoint
+from petalnode.node.swarm.host import Host
+from petalnode.protocols.autonat import DialStatus
+from tests.swarm.relays import host_here
+
+
+@asynccontextmanager
+async def two_hosts() -> AsyncIterator[tuple[Host, Host]]:
+    """One that asks, connected to one that dials back."""
+    async with host_here(listens=True) as asking, host_here(listens=True) as answering:
+        DialBacks(answering)
+        asking.remember(answering.peer_id, answering.addrs())
+        await asking.connect(answering.peer_id)
+        yield asking, answering
+
+
+def listening(host: Host) -> Endpoint:
+    endpoint = Endpoint.parse(host.addrs()[0])
+    assert endpoint is not None
+    return endpoint
+
+
+def test_a_host_is_dialed_where_it_listens():
+    async def main() -> None:
+        async with two_hosts() as (asking, answering):
+            seen = await observed_by(asking, answering.peer_id, timeout=10)
+            assert seen is not None and seen.ip == ip_address("127.0.0.1") and seen != listening(asking)
+            answer = await request_dial_back(asking, answering.peer_id, (listening(asking),))
+            assert answer.status is DialStatus.OK and answer.addr == listening(asking).multiaddr
+            # The dial-back is a connection of its own, and gone: it changes nothing.
+            assert len(answering.paths(asking.peer_id)) == 1
+
+    trio.run(main)
+
+
+def test_nobody_listening_is_a_failure_although_there_is_a_connection():
+    async def main() -> None:
+        async with two_hosts() as (asking, answering):
+            nowhere = dataclasses.replace(listening(asking), port=1)
+            answer = await request_dial_back(asking, answering.peer_id, (nowhere,))
+            assert answer.status is DialStatus.DIAL_ERROR
+
+    trio.run(main)
+
+
+def test_no_other_ip_address_is_dialed_than_the_one_that_asks():
+    async def main() -> None:
+        victim = await trio.open_tcp_listeners(0, host="127.0.0.2")
+        async with two_hosts() as (asking, answering):
+            port = victim[0].socket.getsockname()[1]
+            answer = await request_dial_back(asking, answering.peer_id, (Endpoint(ip_address("127.0.0.2"), port),))
+            assert answer.status is DialStatus.DIAL_REFUSED and "127.0.0.1, where you are" in answer.text
+            with trio.move_on_after(0.2):
+                await victim[0].accept()
+                raise AssertionError("the victim was dialed")
+        await victim[0].aclose()
+
+    trio.run(main)
+
+
+def test_dial_backs_are_few():
+    async def main() -> None:
+        async with two_hosts() as (asking, answering):
+            statuses = []
+            for _ in range(7):
+                statuses.append((await request_dial_back(asking, answering.peer_id, (listening(asking),))).status)
+            assert statuses == [DialStatus.OK] * 6 + [DialStatus.DIAL_REFUSED]
+
+    trio.run(main)
+
+
+def test_the_budget_is_for_each_address_for_all_and_for_those_under_way():
+    budget = Budget()
+    here, addresses = ip_address("203.0.113.1"), [ip_address(f"198.51.100.{n}") for n in range(1, 61)]
+    taken = []
+    for _ in range(7):
+        taken.append(budget.take(here, 0.0))
+        if taken[-1]:
+            budget.give_back()
+    assert taken == [True] * 6 + [False]
+    assert budget.take(here, 60.0)
+    budget.give_back()
+    granted = 0
+    for address in addresses:
+        if budget.take(address, 61.0):
+            granted += 1
+            budget.give_back()
+    assert granted == 59
+    under_way = Budget()
+    assert [under_way.take(address, 0.0) for address in addresses[:9]] == [True] * 8 + [False]
+
+
+def test_libp2ps_own_autonat_understands_us_and_we_it():
+    async def main() -> None:
+        stock = new_host(key_pair=create_new_key_pair(), muxer_preference="YAMUX")
+        async with host_here(listens=True) as ours, stock.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]):
+            DialBacks(ours)
+            service = AutoNATService(stock)
+            stock_id, stock_addrs = str(stock.get_id()), [str(addr) for addr in stock.get_addrs()]
+            await stock.connect(info_from_p2p_addr(Multiaddr(ours.addrs()[0])))
+            with trio.fail_after(20):
+                status, addr = await service.query_server(ID.from_string(ours.peer_id))
+            assert status == int(DialStatus.OK) and addr is not None
+            assert str(Multiaddr(addr)) in stock_addrs[0]
+            assert service.status in (AutoNATStatus.UNKNOWN, AutoNATStatus.PUBLIC)
+            seen = await observed_by(ours, stock_id, timeout=10)
+            assert seen is not None and seen.ip == ip_address("127.0.0.1")
+            answer = await request_dial_back(ours, stock_id, (listening(ours),))
+            assert answer.status is DialStatus.OK and answer.addr == listening(ours).multiaddr
+
+    trio.run(main)

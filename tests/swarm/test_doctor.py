@@ -1,0 +1,28 @@
+"""`petalnode doctor` beside a real node, and beside nobody."""
+
+from __future__ import annotations
+
+from tests.swarm.processes import LOOPBACK, Nodes, Outcome, petalnode
+
+NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrcDMWFXQV"
+
+
+def found(outcome: Outcome) -> dict[str, str]:
+    return {each["check"]: each["verdict"] for each in outcome.objects if each["event"] == "check"}
+
+
+def test_a_healthy_node_in_a_swarm_is_told_so(node_starter: Nodes) -> None:
+    peer = node_starter.bootstrap()
+    outcome = petalnode("doctor", "--json", "--peer", peer.address, "--listen", LOOPBACK, env=node_starter.env)
+    verdicts = found(outcome)
+    assert {"versions", "device", "memory", "disk", "port", "swarm", "clock", "reachability"} <= set(verdicts), outcome
+    assert (verdicts["swarm"], verdicts["clock"], verdicts["reachability"]) == ("ok", "ok", "ok"), outcome
+    assert outcome.code == ("problem" in verdicts.values()), outcome
+
+
+def test_a_swarm_that_does_not_answer_is_a_problem_with_advice(node_starter: Nodes) -> None:
+    outcome = petalnode("doctor", "--json", "--peer", NOBODY, "--listen", LOOPBACK, env=node_starter.env)
+    assert found(outcome)["swarm"] == "problem", outcome
+    assert outcome.objects[-1]["advice"]
+    assert outcome.code == 1, outcome
+    assert "Traceback" not in outcome.err

@@ -1,0 +1,111 @@
+"""Swarm keys on single connections: who is let in, and what is told to who is not."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import socket
+import time
+
+import pytest
+import trio
+from multiaddr import Multiaddr
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.swarm.host import Host
+from tests.swarm.relay_node import ECHO
+from tests.swarm.relays import echoed, host_here, relay_here, reserve
+
+KEY, OTHER_KEY = "1a" * 32, "2b" * 32
+WORDS = {
+    (KEY, OTHER_KEY): "it has another swarm key",
+    (KEY, None): "it has no swarm key",
+    (None, KEY): "--swarm-key",
+}
+
+
+async def told(client: Host, peer_id: str) -> str:
+    """What the client is told, and that it is told within 3 s."""
+    began = time.perf_counter()
+    with pytest.raises(ConnectionError) as caught:
+        await client.connect(peer_id)
+    assert time.perf_counter() - began < 3
+    return str(caught.value)
+
+
+def test_one_key_lets_in_and_large_messages_pass():
+    async def main() -> None:
+        async with host_here(listens=True, psk=KEY) as server, host_here(psk=KEY) as client:
+            client.remember(server.peer_id, server.addrs())
+            stream = await client.open_stream(server.peer_id, ECHO)
+            for size in (1, 16 * 1024, 5_000_000):
+                await echoed(stream, secrets.token_bytes(size))
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), WORDS)
+def test_another_swarm_is_told_in_words_at_once(mine, theirs):
+    async def main() -> None:
+        async with host_here(listens=True, psk=theirs) as server, host_here(psk=mine) as client:
+            client.remember(server.peer_id, server.addrs())
+            assert WORDS[mine, theirs] in await told(client, server.peer_id)
+            assert not server.connected()
+            with pytest.raises(ConnectionError, match=WORDS[mine, theirs]):
+                await client.dial_fresh(server.peer_id, [Multiaddr(server.addrs()[0])], timeout=3)
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("psk", [None, KEY])
+def test_a_stranger_that_says_something_else_is_dropped_at_once(psk):
+    async def main() -> None:
+        async with host_here(listens=True, psk=psk) as server:
+            port = server.listen_ports()[0][1]
+            for said in (b"GET / HTTP/1.0\r\n\r\n" + bytes(64), b"\xff" * 64, b"\x13/multistream/9.9.9\n" + bytes(64)):
+                stranger = await trio.open_tcp_stream("127.0.0.1", port)
+                with trio.fail_after(3):
+                    await stranger.send_all(said)
+                    while await stranger.receive_some(4096):  # its own first words, then the end
+                        pass
+                await stranger.aclose()
+            assert server.listen_ports()[0][0] == socket.AF_INET
+
+    trio.run(main)
+
+
+def test_a_circuit_is_under_the_key_as_well():
+    """The peers inside have keys of their own here, and a relay that has theirs would not help a stranger."""
+
+    async def main() -> None:
+        seeds = [Identity.generate() for _ in range(2)]
+        for inside in itertools.product((KEY, OTHER_KEY), repeat=2):
+            async with (
+                relay_here(psk=KEY) as (relay, _),
+                host_here(psk=KEY, identity=seeds[0]) as target,
+                host_here(psk=KEY, identity=seeds[1]) as client,
+            ):
+                client.remember(target.peer_id, await reserve(target, relay))
+                client.remember(relay.peer_id, relay.addrs())
+                await client.connect(relay.peer_id)  # from here on only the circuit is still to be made
+                target._network._key, client._network._key = inside
+                if inside[0] == inside[1]:
+                    await echoed(await client.open_stream(target.peer_id, ECHO), b"among ourselves")
+                else:
+                    assert "it has another swarm key" in await told(client, target.peer_id)
+
+    trio.run(main)
+
+
+def test_a_stranger_does_not_even_reach_the_relay():
+    async def main() -> None:
+        async with (
+            relay_here(psk=KEY) as (relay, service),
+            host_here(psk=KEY) as target,
+            host_here(psk=OTHER_KEY) as client,
+        ):
+            client.remember(target.peer_id, await reserve(target, relay))
+            assert "it has another swarm key" in await told(client, target.peer_id)
+            assert service.stats.circuits == 0
+
+    trio.run(main)

@@ -1,0 +1,168 @@
+"""Peers of earlier runs: a node finds its swarm by them, and comes back to it, with real processes on loopback."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.errors import SwarmError
+from petalnode.node.swarm.discovery import Joined
+from petalnode.node.swarm.remembered import Memory
+from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
+from tests.swarm.announcers import Node, Nodes
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+PATIENCE = 40  # seconds for what usually takes a fraction of one
+NOBODY = "/ip4/127.0.0.1/tcp/1"
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    return tmp_path / "peers" / "public.json"
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with Nodes() as started:
+        yield started
+
+
+def config(memory: Path, *peers: str, **options) -> SwarmConfig:
+    return SwarmConfig(identity=Identity.generate(), peers=peers, remembered=memory, **options)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def sees(swarm: Swarm, *peers: str) -> None:
+    with trio.fail_after(PATIENCE):
+        while not all(swarm.view.get(peer, time.time()) for peer in peers):
+            await swarm.wait_changed()
+
+
+def run_once(how: SwarmConfig, *wanted: str) -> Joined | None:
+    """A whole run of a node, which sees these servers; returns how it joined."""
+
+    async def main() -> Joined | None:
+        async with open_swarm(how) as swarm:
+            await sees(swarm, *wanted)
+            return swarm.joined
+
+    return trio.run(main)
+
+
+def test_a_node_joins_by_those_it_met_in_an_earlier_run(nodes: Nodes, memory: Path) -> None:
+    bootstrap = nodes.start().ready()
+    server = nodes.start(blocks=[0, 4], peers=[bootstrap.addr]).ready()
+    joined = run_once(config(memory, bootstrap.addr, listen=(LOOPBACK,)), server.peer_id)
+    assert joined == Joined("peers", bootstrap.peer_id)
+
+    # Whichever of the two it was connected to has to do.
+    kept = {each.peer_id for each in Memory(memory).load()}
+    assert bootstrap.peer_id in kept
+    joined = run_once(config(memory), server.peer_id)
+    assert joined is not None and joined.way == "remembered" and joined.peer_id in kept
+
+
+def test_the_living_are_found_among_the_dead(nodes: Nodes, memory: Path) -> None:
+    server = nodes.start(blocks=[0, 4]).ready()
+    dead = {Identity.generate().peer_id: [NOBODY] for _ in range(30)}
+    where = server.addr.partition("/p2p/")[0]
+    Memory(memory).update({server.peer_id: [NOBODY, where]}, (), time.time() - 100)
+    Memory(memory).update(dead, (), time.time())
+    assert run_once(config(memory), server.peer_id) == Joined("remembered", server.peer_id)
+    kept = Memory(memory).load()
+    assert kept[0].peer_id == server.peer_id and kept[0].addrs[0] == where and not kept[0].failing
+    assert any(each.failing for each in kept[1:])
+
+
+def test_who_remembers_nobody_stays_alone(memory: Path) -> None:
+    Memory(memory).update({Identity.generate().peer_id: [NOBODY]}, (), time.time())
+    assert run_once(config(memory, listen=(LOOPBACK,))) is None
+    assert not any(each.failing for each in Memory(memory).load())
+
+
+def test_a_peer_that_was_named_has_to_answer(nodes: Nodes, memory: Path) -> None:
+    """Else a person with a typo would talk to another swarm than the one meant."""
+    server = nodes.start(blocks=[0, 4]).ready()
+    run_once(config(memory, server.addr), server.peer_id)
+    stranger = f"{NOBODY}/p2p/{Identity.generate().peer_id}"
+    with pytest.raises(SwarmError, match="no peer has answered"):
+        run_once(config(memory, stranger))
+
+
+def test_swarms_that_a_node_remembers_meet_in_it(nodes: Nodes, memory: Path) -> None:
+    one, other = nodes.start(blocks=[0, 4]).ready(), nodes.start(blocks=[4, 8]).ready()
+    run_once(config(memory, one.addr), one.peer_id)
+    run_once(config(memory, other.addr, listen=(LOOPBACK,)), one.peer_id, other.peer_id)
+
+
+@pytest.mark.parametrize("way", ["peers", "remembered"])
+def test_a_node_that_loses_everybody_comes_back(way: str, nodes: Nodes, memory: Path) -> None:
+    options = {"seed": secrets.token_hex(32), "listen": f"/ip4/127.0.0.1/tcp/{free_port()}", "ttl": 2.0}
+
+    def start() -> Node:
+        return nodes.start(blocks=[0, 4], **options).ready()
+
+    server = start()
+    if way == "remembered":
+        run_once(config(memory, server.addr), server.peer_id)
+    peers = [server.addr] if way == "peers" else []
+
+    async def main() -> float:
+        async with open_swarm(config(memory, *peers, announcement_ttl=2.0)) as swarm:
+            await sees(swarm, server.peer_id)
+            assert swarm.joined == Joined(way, server.peer_id)
+            server.kill()
+            with trio.fail_after(PATIENCE):
+                # Until it is forgotten as well, so that the announcement cannot be what leads back.
+                while swarm.is_connected(server.peer_id) or swarm.view.get(server.peer_id, time.time()):  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            assert await trio.to_thread.run_sync(start)
+            back = time.perf_counter()
+            await sees(swarm, server.peer_id)
+            return time.perf_counter() - back
+
+    print(f"back after {trio.run(main):.1f} s")
+
+
+def test_what_cannot_be_dialed_is_not_remembered(nodes: Nodes, memory: Path) -> None:
+    """A client that came in from somewhere, as most of a meeting point's peers do."""
+
+    async def main() -> None:
+        async with open_swarm(config(memory, listen=(LOOPBACK,))) as swarm:
+            await trio.to_thread.run_sync(lambda: nodes.start(blocks=[0, 4], peers=swarm.addrs).ready())
+            async with open_swarm(SwarmConfig(identity=Identity.generate(), peers=tuple(swarm.addrs))) as client:
+                assert client.is_connected(swarm.peer_id)
+                with trio.fail_after(PATIENCE):
+                    while len(swarm.view.servers(now=time.time())) < 1:
+                        await swarm.wait_changed()
+                clients.append(client.peer_id)
+
+    clients: list[str] = []
+    trio.run(main)
+    assert len(Memory(memory).load()) == 2  # the server, and the node itself
+    assert not {each.peer_id for each in Memory(memory).load()} & set(clients)
+
+
+def test_nodes_of_one_machine_find_each_other_without_any_network(memory: Path) -> None:
+    async def main() -> None:
+        async with open_swarm(config(memory, listen=(LOOPBACK,))) as server:
+            assert server.joined is None
+            with trio.fail_after(PATIENCE):
+                while not memory.exists():  # noqa: ASYNC110, ASYNC240
+                    await trio.sleep(0.01)
+            async with open_swarm(config(memory)) as client:
+                assert client.joined == Joined("remembered", server.peer_id)
+
+    trio.run(main)

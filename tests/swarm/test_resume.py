@@ -1,0 +1,342 @@
+"""A server's session outlives its stream: what is taken up on another one, at whatever moment, and what is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import peer_id_to_bytes
+from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.node.swarm.swarm import Swarm
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.framing import PeerError
+from petalnode.protocols.ids import PUSH
+from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
+from tests.swarm.conftest import SharedSwarm
+from tests.swarm.processes import Node
+from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, Run, raw_client, values
+from tests.swarm.test_server_cache import TOKENS, announced_free
+
+KEEP = 60_000
+
+
+@pytest.fixture(scope="module")
+def server(shared_swarm: SharedSwarm) -> Node:
+    return shared_swarm.llama[0]
+
+
+@pytest.fixture(scope="module")
+def run(server: Node) -> Iterator[Run]:
+    with raw_client(server.address) as runs:
+        yield runs
+
+
+async def resumed(
+    swarm: Swarm, session: RawSession, *, answered: int | None = None, attempt: int = 0, epoch: bytes | None = None
+) -> tuple[RawSession, wire.InferenceFrame]:
+    """Another stream with a Resume of `session`, and what the server answers."""
+    following = await RawSession.connect(swarm, session.ready)
+    following.nonce, following.terms = session.nonce, session.terms
+    resume = wire.Resume(
+        nonce=session.nonce,
+        session_epoch=session.granted.session_epoch if epoch is None else epoch,
+        answered=answered,
+        attempt=attempt,
+    )
+    await following.stream.send(wire.InferenceFrame(resume=resume), timeout=TIMEOUT)
+    frame, _ = await following.receive()
+    following.granted.CopyFrom(frame.granted)
+    return following, frame
+
+
+async def opened(swarm: Swarm, server: Node, **fields: Any) -> RawSession:
+    return await RawSession.opened(swarm, server.ready, **{"keep_ms": KEEP} | fields)
+
+
+@pytest.mark.parametrize("old", ["lost", "alive"])
+def test_a_session_goes_on_where_it_was(old: str, server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        whole = await opened(swarm, server)
+        await whole.step(1, 0, values(3))
+        _, expected = await whole.step(2, 3, values(1, seed=1))
+        await whole.close()
+        session = await opened(swarm, server)
+        frame, _ = await session.step(1, 0, values(3))
+        if old == "lost":
+            await session.stream.reset()
+        following, answer = await resumed(swarm, session, answered=1, attempt=1)
+        granted = answer.granted
+        receipt = receipt_from_wire(frame.reply.receipt)
+        assert (granted.position, granted.sequence, granted.last_receipt) == (3, 1, receipt.hash())
+        assert granted.session_epoch == session.granted.session_epoch and granted.keep_ms == KEEP
+        with pytest.raises(PeerError):
+            await session.receive()  # the old stream is over
+        frame, payloads = await following.step(2, 3, values(1, seed=1))
+        assert payloads == expected
+        assert receipt_from_wire(frame.reply.receipt).previous_receipt == receipt.hash()
+        await following.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["done before", "under way"])
+def test_replies_that_were_lost_come_again_in_their_order(wait: bool, server: Node, run: Run) -> None:
+    """The steps are on their way, computing, or done when the Resume overtakes their replies."""
+
+    async def main(swarm: Swarm) -> None:
+        session = await opened(swarm, server)
+        frame, _ = await session.step(1, 0, values(3))
+        receipts = [receipt_from_wire(frame.reply.receipt)]
+        for sequence in (2, 3, 4):
+            await session.send_step(sequence, sequence + 1, values(1, seed=sequence))
+        if wait:
+            for _ in range(3):
+                await session.receive()
+        following, answer = await resumed(swarm, session, answered=1, attempt=1)
+        for sequence in range(answer.granted.sequence + 1, 5):
+            # What the server has not got is sent again; what it gets twice is answered twice with the same.
+            await following.send_step(sequence, sequence + 1, values(1, seed=sequence))
+        while len(receipts) < 4:
+            frame, _ = await following.receive()
+            if frame.reply.sequence <= receipts[-1].sequence:
+                continue
+            receipt = receipt_from_wire(frame.reply.receipt)
+            assert receipt.sequence == len(receipts) + 1
+            assert receipt.previous_receipt == receipts[-1].hash()
+            receipts.append(receipt)
+        if wait:
+            assert answer.granted.sequence == 4 and answer.granted.position == 6
+        await following.close()
+
+    run(main)
+
+
+def test_a_process_that_does_not_ask_for_old_replies_gets_none(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        session = await opened(swarm, server)
+        await session.step(1, 0, values(3))
+        following, _ = await resumed(swarm, session)
+        frame, _ = await following.step(2, 3, values(1))
+        assert frame.reply.sequence == 2
+        await following.close()
+
+    run(main)
+
+
+def test_a_resume_that_comes_late_takes_nothing_over(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        session = await opened(swarm, server)
+        await session.step(1, 0, values(3))
+        following, _ = await resumed(swarm, session, answered=1, attempt=2)
+        for late in (1, 2):
+            _, answer = await resumed(swarm, session, answered=1, attempt=late)
+            assert answer.error.code == wire.ERROR_BAD_REQUEST
+        frame, _ = await following.step(2, 3, values(1))
+        assert frame.reply.sequence == 2
+        await following.close()
+
+    run(main)
+
+
+def test_many_streams_one_after_the_other(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        whole = await opened(swarm, server)
+        expected = [(await whole.step(n, n - 1, values(1, seed=n)))[1] for n in range(1, 21)]
+        await whole.close()
+        session = await opened(swarm, server)
+        for number in range(1, 21):
+            _, payloads = await session.step(number, number - 1, values(1, seed=number))
+            assert payloads == expected[number - 1]
+            session, answer = await resumed(swarm, session, answered=number, attempt=number)
+            assert answer.granted.sequence == number
+        await session.close()
+
+    run(main)
+
+
+def test_what_the_old_stream_says_later_is_not_heard(server: Node, run: Run) -> None:
+    """Also not a goodbye: it is the new stream's session now."""
+
+    async def main(swarm: Swarm) -> None:
+        session = await opened(swarm, server)
+        await session.step(1, 0, values(3))
+        following, _ = await resumed(swarm, session, answered=1, attempt=1)
+        try:
+            await session.close()
+        except PeerError:
+            pass  # its end is known here already
+        frame, _ = await following.step(2, 3, values(1))
+        assert frame.reply.position == 4
+        await following.close()
+
+    run(main)
+
+
+def test_only_its_own_client_can_take_a_session_up(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        session = await opened(swarm, server)
+        for changed in ({"epoch": os.urandom(16)}, {}):
+            stranger = RawSession(session.stream, session.ready)
+            stranger.granted.CopyFrom(session.granted)
+            if changed:
+                stranger.nonce = session.nonce
+            _, answer = await resumed(swarm, stranger, **changed)
+            assert answer.error.code == wire.ERROR_NOT_FOUND
+        await session.step(1, 0, values(3))
+        await session.close()
+
+    run(main)
+    with raw_client(server.address) as other:
+        sessions: list[RawSession] = []
+
+        async def leave(swarm: Swarm) -> None:
+            sessions.append(await opened(swarm, server))
+
+        async def steal(swarm: Swarm) -> None:
+            _, answer = await resumed(swarm, sessions[0])
+            assert answer.error.code == wire.ERROR_NOT_FOUND
+
+        run(leave)
+        other(steal)
+
+
+def test_an_error_ends_the_session_wherever_it_is(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        session = await opened(swarm, server)
+        await session.step(1, 0, values(3))
+        frame, _ = await session.step(2, 9, values(1))
+        assert frame.error.code == wire.ERROR_BAD_REQUEST
+        _, answer = await resumed(swarm, session, answered=1)
+        assert answer.error.code == wire.ERROR_NOT_FOUND
+
+    run(main)
+
+
+# --- pushes
+
+
+def pushed(swarm: Swarm, session: RawSession, sequence: int, position: int, payload: bytes) -> wire.PushFrame:
+    """A step as the server before would hand it on. `swarm` plays both that server and the client."""
+    identity = swarm._config.identity
+    receipt = Receipt(
+        protocol_version=1,
+        model_version=session.terms.model_version,
+        span=(0, 1),
+        dtype="float32",
+        quantisation="none",
+        client=swarm.peer_id,
+        nonce=os.urandom(16),
+        session_epoch=os.urandom(16),
+        sequence=sequence,
+        request_hash=os.urandom(32),
+        reply_hash=sha256(payload),
+        previous_receipt=NO_RECEIPT,
+        upstream_receipt=b"",
+        time_ms=1,
+    )
+    receipt = replace(receipt).signed(identity)
+    step = wire.Step(sequence=sequence, position=position, route_epoch=1, previous_receipt=receipt.hash())
+    tensor = wire.Tensor(
+        shape=[1, len(payload) // (4 * HIDDEN), HIDDEN], dtype="float32", codec="none", nbytes=len(payload)
+    )
+    push = wire.Push(
+        client=peer_id_to_bytes(swarm.peer_id), nonce=session.nonce, step=step, receipt=receipt_to_wire(receipt)
+    )
+    return wire.PushFrame(push=push, tensors=[tensor])
+
+
+@pytest.mark.parametrize("moment", ["while nobody listens", "beside the resume"])
+def test_a_push_that_comes_in_between_is_answered_on_the_next_stream(moment: str, server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        session = await opened(swarm, server)
+        await session.step(1, 0, values(3))
+        pusher = await swarm.new_stream(
+            server.peer_id, PUSH, wire.PushFrame, addrs=tuple(server.ready["addrs"]), timeout=TIMEOUT
+        )
+        payload = values(1, seed=5)
+        if moment == "while nobody listens":
+            await session.stream.reset()
+        await pusher.send(pushed(swarm, session, 2, 3, payload), [payload], timeout=TIMEOUT)
+        following, _ = await resumed(swarm, session, answered=1, attempt=1)
+        frame, _ = await following.receive()
+        assert frame.reply.sequence == 2 and frame.reply.pushed and frame.reply.position == 4
+        frame, _ = await following.step(3, 4, values(1))
+        assert frame.reply.sequence == 3
+        await pusher.close()
+        await following.close()
+
+    run(main)
+
+
+# --- the cache of who is lost
+
+
+@pytest.fixture(scope="module")
+def run_alone(lone_server: Node) -> Iterator[Run]:
+    with raw_client(lone_server.address) as runs:
+        yield runs
+
+
+def test_the_cache_of_who_is_lost_goes_to_whoever_needs_it(lone_server: Node, run_alone: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        kept = await opened(swarm, lone_server, max_length=150)
+        await kept.step(1, 0, values(3))
+        await announced_free(swarm, lone_server, TOKENS - 150)
+        await kept.stream.reset()
+        small = await opened(swarm, lone_server, max_length=50, wait_ms=30_000)
+        following, answer = await resumed(swarm, kept, answered=1, attempt=1)
+        assert answer.granted.sequence == 1  # that there was room for: nothing was taken
+        await following.stream.reset()
+        large = await opened(swarm, lone_server, max_length=100, wait_ms=30_000)
+        _, answer = await resumed(swarm, kept, answered=1, attempt=2)
+        assert answer.error.code == wire.ERROR_NOT_FOUND
+        frame, _ = await large.step(1, 0, values(3))
+        assert frame.reply.position == 3
+        await small.close()
+        await large.close()
+        await announced_free(swarm, lone_server, TOKENS)
+
+    run_alone(main)
+
+
+def test_who_waits_for_cache_gets_it_when_a_client_is_lost(lone_server: Node, run_alone: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        kept = await opened(swarm, lone_server, max_length=150)
+        waiting = await RawSession.connect(swarm, lone_server.ready)
+        await waiting.send_open(max_length=100, wait_ms=40_000)
+        await kept.stream.reset()
+        frame, _ = await waiting.receive()
+        assert frame.granted.cache_tokens == 100
+        await waiting.close()
+
+    run_alone(main)
+
+
+def test_nobody_is_kept_for_ever(lone_server: Node, run_alone: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        session = await opened(swarm, lone_server, max_length=150, keep_ms=200)
+        await announced_free(swarm, lone_server, TOKENS - 150)
+        await session.stream.reset()
+        await announced_free(swarm, lone_server, TOKENS)
+        _, answer = await resumed(swarm, session)
+        assert answer.error.code == wire.ERROR_NOT_FOUND
+
+    run_alone(main)
+
+
+def test_a_session_that_is_not_to_be_kept_can_still_be_moved(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        session = await opened(swarm, server, keep_ms=0)
+        await session.step(1, 0, values(3))
+        following, answer = await resumed(swarm, session, answered=1, attempt=1)
+        assert answer.granted.position == 3
+        with trio.fail_after(TIMEOUT):
+            await following.step(2, 3, values(1))
+        await following.close()
+
+    run(main)

@@ -1,0 +1,201 @@
+"""HOP and STOP: what is said, and what is not taken for an answer or a request."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import memory_stream_pair
+
+from petalnode.crypto.identity import Identity
+from petalnode.protocols import standard_pb2 as pb
+from petalnode.protocols.circuit import (
+    CircuitLimit,
+    HopRequest,
+    RelayRefused,
+    Terms,
+    answer_connected,
+    answer_refused,
+    answer_reserved,
+    answer_stop,
+    ask_connection,
+    ask_reservation,
+    ask_stop,
+    binary_addrs,
+    receive_hop,
+    receive_stop,
+)
+from petalnode.protocols.delimited import MAX_MESSAGE, DelimitedStream
+from petalnode.protocols.framing import PeerError, ProtocolError
+
+PEER, RELAY = Identity.generate().peer_id, Identity.generate().peer_id
+
+
+class Memory:
+    def __init__(self, stream: trio.StapledStream) -> None:
+        self.stream = stream
+
+    async def read(self, n: int) -> bytes:
+        try:
+            return bytes(await self.stream.receive_some(n))
+        except trio.ClosedResourceError as error:
+            raise ConnectionResetError from error
+
+    async def write(self, data: bytes) -> None:
+        await self.stream.send_all(data)
+
+    async def close(self) -> None:
+        await self.stream.send_eof()
+
+    async def reset(self) -> None:
+        await self.stream.aclose()
+
+
+def ends() -> tuple[DelimitedStream, DelimitedStream]:
+    left, right = memory_stream_pair()
+    return DelimitedStream(Memory(left), RELAY), DelimitedStream(Memory(right), PEER)
+
+
+def converse(asking, answering):
+    """Runs both sides; returns what each returned or raised."""
+    results = {}
+
+    async def main() -> None:
+        left, right = ends()
+
+        async def side(name, function, stream):
+            try:
+                results[name] = await function(stream)
+            except PeerError as error:
+                results[name] = error
+
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(side, "asked", asking, left)
+                nursery.start_soon(side, "answered", answering, right)
+
+    trio.run(main)
+    return results["asked"], results["answered"]
+
+
+def test_a_reservation_is_asked_for_and_granted():
+    terms = Terms(1_800_000_000, (b"\x04\x7f\x00\x00\x01\x06\x00\x01",), b"signed", CircuitLimit(3600, 1 << 40))
+
+    async def grant(stream):
+        request = await receive_hop(stream, timeout=5)
+        await answer_reserved(stream, terms, timeout=5)
+        return request
+
+    assert converse(lambda stream: ask_reservation(stream, timeout=5), grant) == (terms, HopRequest(None))
+
+
+def test_a_circuit_is_asked_for_and_not_a_byte_behind_the_answer_is_taken():
+    async def ask(stream):
+        limit = await ask_connection(stream, PEER, timeout=5)
+        return limit, await stream._stream.read(100)
+
+    async def connect(stream):
+        request = await receive_hop(stream, timeout=5)
+        await answer_connected(stream, CircuitLimit(60, 0), timeout=5)
+        await stream._stream.write(b"the peer speaks")
+        return request
+
+    assert converse(ask, connect) == ((CircuitLimit(60, 0), b"the peer speaks"), HopRequest(PEER))
+
+
+@pytest.mark.parametrize("status", [pb.RESERVATION_REFUSED, pb.PERMISSION_DENIED, pb.NO_RESERVATION])
+def test_a_refusal_says_why(status):
+    async def refuse(stream):
+        await receive_hop(stream, timeout=5)
+        await answer_refused(stream, status, timeout=5)
+
+    refused, _ = converse(lambda stream: ask_reservation(stream, timeout=5), refuse)
+    assert isinstance(refused, RelayRefused)
+    assert refused.status == status
+    assert RELAY in str(refused)
+
+
+def test_the_target_is_asked_and_may_refuse():
+    async def accept(stream):
+        source = await receive_stop(stream, timeout=5)
+        await answer_stop(stream, pb.OK, timeout=5)
+        return source
+
+    assert converse(lambda stream: ask_stop(stream, RELAY, CircuitLimit(), timeout=5), accept) == (None, RELAY)
+
+    async def decline(stream):
+        await receive_stop(stream, timeout=5)
+        await answer_stop(stream, pb.RESOURCE_LIMIT_EXCEEDED, timeout=5)
+
+    refused, _ = converse(lambda stream: ask_stop(stream, RELAY, CircuitLimit(), timeout=5), decline)
+    assert refused.status == pb.RESOURCE_LIMIT_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    ("receive", "said", "status"),
+    [
+        (receive_hop, pb.HopMessage(type=pb.HopMessage.STATUS), pb.UNEXPECTED_MESSAGE),
+        (receive_hop, pb.HopMessage(), pb.UNEXPECTED_MESSAGE),
+        (receive_hop, pb.HopMessage(type=pb.HopMessage.CONNECT), pb.MALFORMED_MESSAGE),
+        (receive_hop, pb.HopMessage(type=pb.HopMessage.CONNECT, peer=pb.RelayPeer(id=b"x")), pb.MALFORMED_MESSAGE),
+        (receive_stop, pb.StopMessage(type=pb.StopMessage.STATUS), pb.UNEXPECTED_MESSAGE),
+        (receive_stop, pb.StopMessage(type=pb.StopMessage.CONNECT), pb.MALFORMED_MESSAGE),
+    ],
+)
+def test_a_request_that_is_none_is_answered_and_given_up(receive, said, status):
+    async def ask(stream):
+        await stream.send(said, timeout=5)
+        return await stream.receive(type(said), timeout=5)
+
+    answer, error = converse(ask, lambda stream: receive(stream, timeout=5))
+    assert answer.status == status
+    assert isinstance(error, ProtocolError)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pb.HopMessage(type=pb.HopMessage.RESERVE),
+        pb.HopMessage(type=pb.HopMessage.STATUS),
+        pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK),  # no reservation in it
+    ],
+)
+def test_an_answer_that_is_none_is_not_taken_for_one(said):
+    async def answer(stream):
+        await receive_hop(stream, timeout=5)
+        await stream.send(said, timeout=5)
+
+    error, _ = converse(lambda stream: ask_reservation(stream, timeout=5), answer)
+    assert isinstance(error, PeerError)
+
+
+@given(st.binary(max_size=200), st.sampled_from([receive_hop, receive_stop]))
+def test_nonsense_is_the_peers_error_and_never_more(said, receive):
+    async def main() -> None:
+        left, right = memory_stream_pair()
+        await left.send_all(said)
+        await left.send_eof()
+        with trio.fail_after(5):
+            try:
+                await receive(DelimitedStream(Memory(right), PEER), timeout=3)
+            except PeerError:
+                pass
+
+    trio.run(main)
+
+
+def test_a_message_that_is_too_long_is_refused_before_it_is_read():
+    async def main() -> None:
+        left, right = memory_stream_pair()
+        await left.send_all(b"\xff\x7f")
+        with trio.fail_after(5), pytest.raises(ProtocolError, match=str(MAX_MESSAGE)):
+            await receive_hop(DelimitedStream(Memory(right), PEER), timeout=3)
+
+    trio.run(main)
+
+
+def test_addresses_are_given_as_far_as_they_fit():
+    addrs = [bytes([n]) * 100 for n in range(50)]
+    assert binary_addrs(addrs, 1000) == tuple(addrs[:9])
+    assert len(binary_addrs(addrs, 10**6)) == 32

@@ -1,0 +1,182 @@
+"""On the compute thread a chat's steps go before anybody's training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import trio
+import trio.testing
+
+from petalnode.node.blocks.passes import Batch, Passes, Passing
+from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.server.compute import ComputeSession, ComputeThread, Passed, StepInput
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import Refusal
+from petalnode.protocols.tensors import encode
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
+
+ALL = Span(0, NUM_BLOCKS)
+TIMEOUT = 60.0
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+    torch.set_num_threads(1)
+    return load_span(save_tiny("llama", tmp_path_factory.mktemp("model") / "llama"), ALL)
+
+
+class Watched:
+    """A pass that notes when it pauses, and lets the trio thread do something at some of its pauses."""
+
+    def __init__(self, log: list[str], passing: Passing[Any], name: str = "pass") -> None:
+        self._log = log
+        self._passing = passing
+        self._name = name
+        self.at_pause: dict[int, Any] = {}
+
+    def run(self) -> Passing[Any]:
+        pauses = 0
+        try:
+            while True:
+                next(self._passing)
+                self._log.append(f"{self._name} {pauses}")
+                if pauses in self.at_pause:
+                    trio.from_thread.run(self._do, self.at_pause[pauses], trio_token=self._token)
+                pauses += 1
+                yield
+        except StopIteration as end:
+            self._log.append(f"{self._name} done")
+            return end.value
+        except GeneratorExit:
+            self._log.append(f"{self._name} given up")
+            raise
+
+    async def _do(self, what: Callable[[], object]) -> None:
+        what()
+        await trio.testing.wait_all_tasks_blocked()  # whatever it started waits for the compute thread by now
+
+    def bind(self) -> Watched:
+        self._token = trio.lowlevel.current_trio_token()
+        return self
+
+
+def backward(blocks: BlockSpan) -> Passing[Any]:
+    hidden, gradient = torch.randn(2, 2, 20, HIDDEN, generator=torch.Generator().manual_seed(0))
+    return Passes(blocks, 1 << 40).backward(Batch(ALL, hidden), gradient)
+
+
+def step(position: int, tokens: int = 1) -> StepInput:
+    tensor, payload = encode(torch.zeros(1, tokens, HIDDEN), "none")
+    return StepInput(position, (), tensor, payload)
+
+
+def run(blocks: BlockSpan, main: Any) -> None:
+    async def bounded() -> None:
+        compute = ComputeThread(blocks)
+        compute.start()
+        try:
+            with trio.fail_after(TIMEOUT):
+                await main(compute)
+        finally:
+            await compute.stop()
+
+    trio.run(bounded)
+
+
+def test_a_step_runs_at_the_next_pause_of_a_pass(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    def noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            log.append(f"{name} {arguments[0].shape[1]}" if name == "prefill" else name)
+            return method(*arguments)
+
+        return noted
+
+    async def main(compute: ComputeThread) -> None:
+        session = await compute.open(1, 300, (), "none", ALL)
+        await compute.step(session, step(0, 2))
+        monkeypatch.setattr(blocks, "decode", noting("step", blocks.decode))
+        monkeypatch.setattr(blocks, "forward", noting("prefill", blocks.forward))
+        watched = Watched(log, backward(blocks)).bind()
+        async with trio.open_nursery() as nursery:
+
+            def ask(position: int, tokens: int = 1) -> Callable[[], None]:
+                return lambda: nursery.start_soon(compute.step, session, step(position, tokens))
+
+            watched.at_pause = {1: ask(2), 4: ask(3), 6: ask(4, 280)}
+            await compute.run_pass(watched.run())
+
+    run(blocks, main)
+    expected = []
+    for pause in range(2 * NUM_BLOCKS - 1):
+        expected.append(f"pass {pause}")
+        expected += {1: ["step"], 4: ["step"], 6: ["prefill 256", "prefill 24"]}.get(pause, [])
+    assert log == [*expected, "pass done"]
+
+
+def test_passes_run_one_after_the_other(blocks: BlockSpan) -> None:
+    log: list[str] = []
+
+    async def main(compute: ComputeThread) -> None:
+        first, second = (Watched(log, backward(blocks), name).bind() for name in ("a", "b"))
+        async with trio.open_nursery() as nursery:
+            first.at_pause = {0: lambda: nursery.start_soon(compute.run_pass, second.run())}
+            await compute.run_pass(first.run())
+
+    run(blocks, main)
+    assert log.index("a done") < log.index("b 0")
+
+
+def test_a_pass_that_nobody_waits_for_ends_at_its_next_pause(blocks: BlockSpan) -> None:
+    log: list[str] = []
+
+    async def main(compute: ComputeThread) -> None:
+        with trio.CancelScope() as scope:
+            watched = Watched(log, backward(blocks)).bind()
+            watched.at_pause = {2: scope.cancel}
+            await compute.run_pass(watched.run())
+        await compute.call(lambda: log.append("call"))
+        passed: Passed[Any] = await compute.run_pass(backward(blocks))
+        assert passed.value.hidden.shape == (2, 20, HIDDEN) and passed.compute_seconds > 0
+        assert compute.depth == 0
+
+    run(blocks, main)
+    assert "pass done" not in log and log.count("pass given up") == 1
+
+
+def test_a_pass_that_fails_is_refused_and_the_next_one_runs(blocks: BlockSpan) -> None:
+    def failing() -> Passing[None]:
+        yield
+        raise RuntimeError("no such thing")
+
+    def too_large() -> Passing[None]:
+        yield
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async def main(compute: ComputeThread) -> None:
+        for passing, code in ((failing(), wire.ERROR_INTERNAL), (too_large(), wire.ERROR_BUSY)):
+            with pytest.raises(Refusal) as caught:
+                await compute.run_pass(passing)
+            assert caught.value.code == code
+        await compute.run_pass(backward(blocks))
+
+    run(blocks, main)
+
+
+def test_a_step_of_a_session_is_the_same_beside_a_pass(blocks: BlockSpan) -> None:
+    async def alone(compute: ComputeThread, session: ComputeSession) -> list[bytes]:
+        return [(await compute.step(session, step(position))).payload for position in range(3)]
+
+    async def main(compute: ComputeThread) -> None:
+        expected = await alone(compute, await compute.open(1, 10, (), "none", ALL))
+        session = await compute.open(1, 10, (), "none", ALL)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(compute.run_pass, backward(blocks))
+            assert await alone(compute, session) == expected
+
+    run(blocks, main)

@@ -1,0 +1,70 @@
+"""Wait for the same server or take others: pure decisions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.node.client.deadlines import patience, push_patience
+from petalnode.node.client.path_loss import (
+    LEAST_HEAD_START,
+    LONGEST_TIMEOUT,
+    MOST_HEAD_START,
+    MOST_LOSSES,
+    Loss,
+    Plan,
+    after_loss,
+    attempt_timeout,
+)
+
+
+def test_a_session_that_is_kept_is_waited_for_and_others_are_prepared_a_little_later() -> None:
+    assert after_loss(Loss(kept=15.0)) == Plan(rejoin=True, replace_after=LEAST_HEAD_START)
+    assert after_loss(Loss(kept=15.0, round_trip=0.1)) == Plan(rejoin=True, replace_after=0.8)
+    assert after_loss(Loss(kept=15.0, round_trip=float("inf"))) == Plan(rejoin=True, replace_after=MOST_HEAD_START)
+
+
+def test_after_a_failed_attempt_others_are_prepared_at_once() -> None:
+    assert after_loss(Loss(kept=15.0, attempts=1, round_trip=0.2)) == Plan(rejoin=True, replace_after=0.0)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(Loss(kept=0.0), id="a server that keeps nothing"),
+        pytest.param(Loss(kept=15.0, gone=True), id="a session that is over"),
+        pytest.param(Loss(kept=15.0, standby_ready=True), id="others are ready"),
+        pytest.param(Loss(kept=15.0, losses=MOST_LOSSES + 1), id="one loss after another"),
+    ],
+)
+def test_the_same_server_is_not_waited_for(loss: Loss) -> None:
+    assert after_loss(loss) == Plan(rejoin=False, replace_after=0.0)
+
+
+@given(st.builds(Loss, kept=st.floats(0, 200), round_trip=st.floats(0, 1e9), attempts=st.integers(0, 50)))
+def test_nobody_waits_for_long_before_others_are_asked(loss: Loss) -> None:
+    assert 0 <= after_loss(loss).replace_after <= MOST_HEAD_START
+
+
+@given(st.integers(0, 10_000), st.floats(0, 1e9))
+def test_attempts_may_take_longer_and_longer_but_not_for_ever(attempts: int, round_trip: float) -> None:
+    assert attempt_timeout(attempts, round_trip) <= attempt_timeout(attempts + 1, round_trip) <= LONGEST_TIMEOUT
+
+
+@pytest.mark.parametrize("round_trip", [0.2, 0.4, 0.8])
+def test_a_distant_relay_is_not_taken_for_a_slow_server(round_trip: float) -> None:
+    """Also right after a long prompt, whose tokens took next to nothing each."""
+    assert patience(0.001, 1, 2048, round_trip) >= 4 * round_trip
+    assert push_patience(round_trip, 2048) >= 2 + 3 * round_trip
+
+
+def test_a_slow_server_is_noticed_soon() -> None:
+    assert patience(0.01, 1, 2048, 0.001) == 1.0
+    assert patience(0.2, 1, 2048, 0.1) == pytest.approx(3.0)
+
+
+def test_the_first_answer_to_a_long_prompt_may_take_what_its_bytes_take() -> None:
+    assert patience(None, 512, 0, 0.001) == 15.0
+    assert patience(None, 512, 16 << 20, 0.1) > 60.0
+    assert push_patience(0.1, 16 << 20) > 30.0

@@ -1,0 +1,87 @@
+"""Quantised blocks come back from the disk as they were, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from petalnode.node.errors import BadInput
+from petalnode.node.models import quantised_cache
+from petalnode.node.models.quantisation import QUANTISATIONS, choose_quantisation, held_bytes
+from petalnode.node.models.quantised_cache import QuantisedCache
+
+DIGEST = bytes(32)
+TENSORS = {
+    "mlp.up.weight": torch.arange(64, dtype=torch.uint8).view(8, 8),
+    "mlp.up.scale": torch.linspace(-1, 1, 7),
+}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> QuantisedCache:
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path))
+    monkeypatch.setattr(quantised_cache, "KEPT_FREE", 0)
+    return QuantisedCache("nf4-float32-cpu", b"{}")
+
+
+def test_what_was_kept_comes_back(cache: QuantisedCache) -> None:
+    assert cache.read(DIGEST) is None
+    assert cache.write(DIGEST, TENSORS)
+    found = cache.read(DIGEST)
+    assert found is not None
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    assert [file.suffix for file in cache.file(DIGEST).parent.iterdir()] == [".safetensors"]
+
+
+def test_other_weights_forms_and_architectures_are_other_blocks(cache: QuantisedCache) -> None:
+    cache.write(DIGEST, TENSORS)
+    assert cache.read(bytes(31) + b"\1") is None
+    assert QuantisedCache("nf4-bfloat16-cpu", b"{}").read(DIGEST) is None
+    assert QuantisedCache("nf4-float32-cpu", b'{"rope_theta":1}').read(DIGEST) is None
+
+
+@pytest.mark.parametrize("damage", ["a bit", "its end", "all of it", "its header"])
+def test_damage_is_noticed(cache: QuantisedCache, damage: str) -> None:
+    cache.write(DIGEST, TENSORS)
+    file = cache.file(DIGEST)
+    data = bytearray(file.read_bytes())
+    if damage == "a bit":
+        data[-9] ^= 1
+    damaged = {"a bit": data, "its end": data[:-1], "all of it": b"", "its header": b"\xff" * 8 + data[8:]}[damage]
+    file.write_bytes(damaged)
+    assert cache.read(DIGEST) is None
+    assert not file.exists()
+    assert cache.write(DIGEST, TENSORS)
+    assert cache.read(DIGEST) is not None
+
+
+def test_a_disk_that_takes_nothing_is_no_error(cache: QuantisedCache, tmp_path: Path) -> None:
+    (tmp_path / "quantised").write_text("in the way")
+    assert not cache.write(DIGEST, TENSORS)
+    assert cache.read(DIGEST) is None
+
+
+def test_on_a_full_disk_old_blocks_give_way_and_new_ones_are_not_kept(
+    cache: QuantisedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write(DIGEST, TENSORS)
+    monkeypatch.setattr(quantised_cache, "KEPT_FREE", 1 << 62)
+    assert not cache.write(bytes(31) + b"\1", TENSORS)
+    assert cache.read(DIGEST) is None
+
+
+def test_quantisations_have_names() -> None:
+    assert [choose_quantisation(name) for name in QUANTISATIONS] == ["none", "int8", "nf4"]
+    with pytest.raises(BadInput, match=r"--quant int4: give none, int8 .* or nf4"):
+        choose_quantisation("int4")
+
+
+def test_how_much_room_a_tensor_takes() -> None:
+    matrix, bias = (1024, 4096), (4096,)
+    assert held_bytes("none", matrix, 1 << 24) == 1 << 24
+    assert held_bytes("int8", matrix, 1 << 24) == 1 << 22
+    assert held_bytes("nf4", matrix, 1 << 24) == (1 << 21) + (1 << 18)
+    assert held_bytes("nf4", bias, 1 << 14) == 1 << 14

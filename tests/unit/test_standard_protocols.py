@@ -1,0 +1,231 @@
+"""AutoNAT, identify and DCUtR: what is said, byte for byte as libp2p says it, and what is not taken for an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+from libp2p.host.autonat.pb import autonat_pb2
+from libp2p.identity.identify.pb import identify_pb2
+from libp2p.relay.circuit_v2.pb import dcutr_pb2
+from multiaddr import Multiaddr
+
+from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.protocols import standard_pb2 as standard
+from petalnode.protocols.autonat import DialAnswer, DialStatus, answer_dial_back, ask_dial_back
+from petalnode.protocols.delimited import DelimitedStream
+from petalnode.protocols.framing import PeerError, ProtocolError, StreamClosed
+from petalnode.protocols.identify import ask_identify
+from petalnode.protocols.punch import exchange_first, exchange_second, give_sign
+
+US, THEM = Identity.generate().peer_id, Identity.generate().peer_id
+ADDRS = ("/ip4/203.0.113.5/tcp/31330", "/ip6/2a00:77::1/tcp/1")
+
+
+class MemoryEnd:
+    def __init__(self, stream: trio.StapledStream) -> None:
+        self.stream = stream
+
+    async def read(self, n: int) -> bytes:
+        try:
+            return bytes(await self.stream.receive_some(n))
+        except trio.ClosedResourceError as error:
+            raise ConnectionResetError from error
+
+    async def write(self, data: bytes) -> None:
+        await self.stream.send_all(data)
+
+    async def close(self) -> None:
+        await self.stream.send_eof()
+
+    async def reset(self) -> None:
+        await self.stream.aclose()
+
+
+def converse(
+    one: Callable[[DelimitedStream], Awaitable[Any]], other: Callable[[DelimitedStream], Awaitable[Any]]
+) -> Any:
+    """What `one` returns of its talk with `other`."""
+
+    async def main() -> Any:
+        ends = trio.testing.memory_stream_pair()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(other, DelimitedStream(MemoryEnd(ends[1]), US))
+            try:
+                return await one(DelimitedStream(MemoryEnd(ends[0]), THEM)), None
+            except PeerError as error:
+                return None, error
+            finally:
+                nursery.cancel_scope.cancel()
+
+    result, error = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    if error is not None:
+        raise error
+    return result
+
+
+def binary(addrs: tuple[str, ...]) -> list[bytes]:
+    return [Multiaddr(addr).to_bytes() for addr in addrs]
+
+
+# --- AutoNAT
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        DialAnswer(DialStatus.OK, addr=ADDRS[0]),
+        DialAnswer(DialStatus.DIAL_ERROR, "all dials failed"),
+        DialAnswer(DialStatus.DIAL_REFUSED, "busy"),
+    ],
+)
+def test_a_dial_back_is_asked_for_and_answered(answer: DialAnswer) -> None:
+    asked = []
+
+    async def decide(peer_id: str, addrs: tuple[str, ...]) -> DialAnswer:
+        asked.append((peer_id, addrs))
+        return answer
+
+    heard = converse(
+        lambda stream: ask_dial_back(stream, US, ADDRS, timeout=5),
+        lambda stream: answer_dial_back(stream, decide, timeout=5),
+    )
+    assert heard == answer and asked == [(US, ADDRS)]
+
+
+def test_autonat_messages_are_libp2ps() -> None:
+    theirs = autonat_pb2.Message()
+    theirs.type = autonat_pb2.Message.DIAL
+    theirs.dial.peer.id = peer_id_to_bytes(US)
+    theirs.dial.peer.addrs.extend(binary(ADDRS))
+    ours = standard.AutoNat(type=standard.AutoNat.DIAL)
+    ours.dial.peer.id = peer_id_to_bytes(US)
+    ours.dial.peer.addrs.extend(binary(ADDRS))
+    assert ours.SerializeToString() == theirs.SerializeToString()
+    theirs = autonat_pb2.Message(type=autonat_pb2.Message.DIAL_RESPONSE)
+    theirs.dialResponse.status = autonat_pb2.Message.E_DIAL_REFUSED
+    theirs.dialResponse.statusText = "no"
+    read = standard.AutoNat.FromString(theirs.SerializeToString())
+    assert read.dial_response.status == DialStatus.DIAL_REFUSED and read.dial_response.status_text == "no"
+
+
+def test_what_is_no_request_is_answered_as_such() -> None:
+    async def nonsense(stream: DelimitedStream) -> standard.AutoNat:
+        await stream.send(standard.AutoNat(type=standard.AutoNat.DIAL_RESPONSE), timeout=5)
+        return await stream.receive(standard.AutoNat, timeout=5)
+
+    async def never(peer_id: str, addrs: tuple[str, ...]) -> DialAnswer:
+        raise AssertionError
+
+    answer = converse(nonsense, lambda stream: answer_dial_back(stream, never, timeout=5))
+    assert answer.dial_response.status == DialStatus.BAD_REQUEST
+
+
+def test_an_unreadable_address_in_an_answer_is_left_out() -> None:
+    async def answer(stream: DelimitedStream) -> None:
+        await stream.receive(standard.AutoNat, timeout=5)
+        response = standard.AutoNat.DialResponse(status=standard.AutoNat.OK, addr=b"\xff\xff", status_text="a\x00b")
+        await stream.send(standard.AutoNat(type=standard.AutoNat.DIAL_RESPONSE, dial_response=response), timeout=5)
+
+    assert converse(lambda stream: ask_dial_back(stream, US, ADDRS, timeout=5), answer) == DialAnswer(
+        DialStatus.OK, "ab", None
+    )
+
+
+# --- identify
+
+
+def test_identify_is_read() -> None:
+    async def answer(stream: DelimitedStream) -> None:
+        message = identify_pb2.Identify(
+            agent_version="x", listen_addrs=binary(ADDRS), observed_addr=binary(ADDRS)[0], protocols=["/a", "/b"]
+        )
+        await stream.send(message, timeout=5)
+
+    identified = converse(lambda stream: ask_identify(stream, timeout=5), answer)
+    assert (identified.observed, identified.addrs, identified.protocols) == (ADDRS[0], ADDRS, ("/a", "/b"))
+
+
+# --- DCUtR
+
+
+def test_two_agree_on_when_to_dial() -> None:
+    heard = []
+
+    async def second(stream: DelimitedStream) -> None:
+        heard.append(await exchange_second(stream, ADDRS[:1], timeout=5))
+
+    async def first(stream: DelimitedStream) -> tuple[tuple[str, ...], float]:
+        result = await exchange_first(stream, ADDRS, timeout=5)
+        assert not heard
+        await give_sign(stream, timeout=5)
+        await trio.testing.wait_all_tasks_blocked()
+        return result
+
+    addrs, rtt = converse(first, second)
+    assert addrs == ADDRS[:1] and 0 <= rtt < 1 and heard == [ADDRS]
+
+
+def test_punch_messages_are_libp2ps() -> None:
+    theirs = dcutr_pb2.HolePunch(type=dcutr_pb2.HolePunch.CONNECT, ObsAddrs=binary(ADDRS))
+    ours = standard.HolePunch(type=standard.HolePunch.CONNECT, observed_addrs=binary(ADDRS))
+    assert ours.SerializeToString() == theirs.SerializeToString()
+    theirs = dcutr_pb2.HolePunch(type=dcutr_pb2.HolePunch.SYNC)
+    assert standard.HolePunch(type=standard.HolePunch.SYNC).SerializeToString() == theirs.SerializeToString()
+
+
+def test_who_gives_the_sign_too_early_is_not_dialed() -> None:
+    async def hasty(stream: DelimitedStream) -> None:
+        await give_sign(stream, timeout=5)
+
+    with pytest.raises(ProtocolError, match="no addresses"):
+        converse(lambda stream: exchange_second(stream, ADDRS, timeout=5), hasty)
+
+
+# --- the framing that all share
+
+
+def test_nothing_behind_a_message_is_taken() -> None:
+    async def both(stream: DelimitedStream) -> None:
+        await stream.send(standard.HolePunch(type=standard.HolePunch.SYNC), timeout=5)
+        await stream._stream.write(b"what follows")
+
+    async def one(stream: DelimitedStream) -> bytes:
+        await stream.receive(standard.HolePunch, timeout=5)
+        return await stream._stream.read(100)
+
+    assert converse(one, both) == b"what follows"
+
+
+@given(st.binary(max_size=40))
+def test_garbage_never_raises_anything_but_a_peers_error(garbage: bytes) -> None:
+    async def send(stream: DelimitedStream) -> None:
+        await stream._stream.write(garbage or b"\0")
+        await stream._stream.close()
+
+    async def receive(stream: DelimitedStream) -> Any:
+        try:
+            return await stream.receive(standard.AutoNat, timeout=5)
+        except PeerError:
+            return None
+
+    converse(receive, send)
+
+
+def test_a_message_too_long_is_refused_before_it_is_read() -> None:
+    async def send(stream: DelimitedStream) -> None:
+        await stream._stream.write(b"\x81\x20")  # 4097 bytes to come
+        await trio.sleep_forever()
+
+    with pytest.raises(ProtocolError, match="4097 bytes; 4096 are allowed"):
+        converse(lambda stream: stream.receive(standard.AutoNat, timeout=5), send)
+
+
+def test_an_ended_stream_is_told_as_such() -> None:
+    with pytest.raises(StreamClosed):
+        converse(lambda stream: stream.receive(standard.AutoNat, timeout=5), lambda stream: stream.close())

@@ -1,0 +1,306 @@
+"""The messages of forward and backward passes: their pieces, their checks, their hashes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.node.server.admission import Hosted
+from petalnode.node.server.training_checks import check_keep, check_work, check_work_terms, work_bytes
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.framing import MessageStream
+from petalnode.protocols.ids import BACKWARD, FORWARD, Span
+from petalnode.protocols.inference import Refusal
+from petalnode.protocols.training import (
+    KEPT_SETS,
+    MAX_KEPT_TENSORS,
+    NOTHING_KEPT,
+    PIECE_BYTES,
+    WorkStream,
+    WorkTerms,
+    hash_of_keep,
+    hash_of_payloads,
+    hash_of_work,
+    receive_pieces,
+    send_in_pieces,
+    work_terms_of,
+)
+from tests.unit.test_framing import PEER, ends
+
+HOSTED = Hosted(b"m" * 32, "tiny", 8, Span(2, 6), 64, "float32", "none", 128)
+TERMS = WorkTerms(b"m" * 32, Span(2, 5), "none", "float32", b"n" * 16)
+BAD, LONG, UNSUPPORTED = wire.ERROR_BAD_REQUEST, wire.ERROR_TOO_LONG, wire.ERROR_UNSUPPORTED
+
+
+def streams() -> tuple[WorkStream, WorkStream]:
+    first, second = ends()
+    return (
+        MessageStream(first, wire.WorkFrame, PEER, max_payload=PIECE_BYTES),
+        MessageStream(second, wire.WorkFrame, PEER, max_payload=PIECE_BYTES),
+    )
+
+
+# --- pieces
+
+
+async def _sent_and_received(payloads: list[bytes]) -> list[bytearray]:
+    sender, receiver = streams()
+    received: list[bytearray] = []
+
+    async def receive() -> None:
+        frame, _ = await receiver.receive(timeout=5)
+        received.extend(await receive_pieces(receiver, [each.nbytes for each in frame.work.tensors], timeout=5))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(receive)
+        head = wire.WorkFrame(work=wire.Work(tensors=[wire.Tensor(nbytes=len(each)) for each in payloads]))
+        await send_in_pieces(sender, head, payloads, timeout=5)
+    return received
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[], [0], [1], [PIECE_BYTES], [PIECE_BYTES + 1], [3, 0, 5], [PIECE_BYTES - 1, 2, PIECE_BYTES], [3 * PIECE_BYTES]],
+)
+def test_tensors_arrive_as_they_were_sent(sizes: list[int]) -> None:
+    payloads = [bytes([number % 251]) * size for number, size in enumerate(sizes, start=7)]
+    assert trio.run(_sent_and_received, payloads) == payloads
+
+
+async def _received_of(*frames: tuple[wire.WorkFrame, list[bytes]]) -> list[bytearray]:
+    sender, receiver = streams()
+    for frame, payloads in frames:
+        await sender.send(frame, payloads, timeout=5)
+    return await receive_pieces(receiver, [3, 2], timeout=5)
+
+
+def piece(*payloads: bytes) -> tuple[wire.WorkFrame, list[bytes]]:
+    tensors = [wire.Tensor(nbytes=len(each)) for each in payloads]
+    return wire.WorkFrame(piece=wire.Piece(), tensors=tensors), list(payloads)
+
+
+def test_cuts_may_be_anywhere() -> None:
+    assert trio.run(_received_of, piece(b"a"), piece(b"bc", b"d"), piece(b"e")) == [b"abc", b"de"]
+
+
+def test_more_bytes_than_announced_are_refused() -> None:
+    with pytest.raises(Refusal, match="more bytes"):
+        trio.run(_received_of, piece(b"abcdef"))
+
+
+def test_pieces_without_bytes_are_refused() -> None:
+    with pytest.raises(Refusal, match="pieces"):
+        trio.run(_received_of, piece(b""))
+
+
+def test_something_else_between_pieces_is_refused() -> None:
+    with pytest.raises(Refusal, match="pieces"):
+        trio.run(_received_of, piece(b"abc"), (wire.WorkFrame(close=wire.Close()), []))
+
+
+def test_an_error_between_pieces_is_the_peers() -> None:
+    error = wire.Error(code=wire.ERROR_BUSY, message="too much to do")
+    with pytest.raises(Refusal, match="too much to do") as caught:
+        trio.run(_received_of, piece(b"abc"), (wire.WorkFrame(error=error), []))
+    assert caught.value.code == wire.ERROR_BUSY
+
+
+# --- opening
+
+
+def opening(**fields: Any) -> wire.WorkOpen:
+    usual = {
+        "protocol_version": 1,
+        "model_version": b"m" * 32,
+        "span": wire.Span(start=2, end=5),
+        "codec": "none",
+        "activation_dtype": "float32",
+        "nonce": b"n" * 16,
+    }
+    return wire.WorkOpen(**usual | fields)
+
+
+def test_an_opening_is_read() -> None:
+    assert work_terms_of(opening()) == TERMS
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"protocol_version": 2}, UNSUPPORTED),
+        ({"model_version": b"m"}, BAD),
+        ({"nonce": b""}, BAD),
+        ({"span": wire.Span(start=3, end=3)}, BAD),
+    ],
+)
+def test_an_opening_that_cannot_be(fields: dict[str, Any], code: int) -> None:
+    with pytest.raises(Refusal) as caught:
+        work_terms_of(opening(**fields))
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("terms", "code"),
+    [
+        (replace(TERMS, model_version=b"x" * 32), wire.ERROR_UNKNOWN_MODEL),
+        (replace(TERMS, span=Span(0, 4)), wire.ERROR_SPAN_NOT_HOSTED),
+        (replace(TERMS, codec="zip"), UNSUPPORTED),
+        (replace(TERMS, dtype="float64"), UNSUPPORTED),
+    ],
+)
+def test_what_is_not_hosted(terms: WorkTerms, code: int) -> None:
+    check_work_terms(TERMS, HOSTED)
+    with pytest.raises(Refusal) as caught:
+        check_work_terms(terms, HOSTED)
+    assert caught.value.code == code
+
+
+# --- works
+
+
+def tensor(*shape: int, nbytes: int | None = None, **fields: Any) -> wire.Tensor:
+    usual: dict[str, Any] = {"shape": shape, "dtype": "float32", "codec": "none"}
+    return wire.Tensor(**usual | fields, nbytes=4 * math.prod(shape) if nbytes is None else nbytes)
+
+
+def work(*tensors: wire.Tensor, **fields: Any) -> wire.Work:
+    return wire.Work(**{"sequence": 4} | fields, tensors=tensors)
+
+
+PROMPTS = wire.Keep(number=7, names=["prompts"], tensors=[tensor(3, 1, 5, 64)])
+OF_ROWS = wire.Keep(number=8, names=["prompts"], tensors=[tensor(3, 2, 5, 64)])
+HIDDEN = tensor(2, 9, 64)
+
+
+def check(message: wire.Work, backward: bool = False) -> None:
+    kept = {7: PROMPTS, 8: OF_ROWS}
+    check_work(message, TERMS, HOSTED, kept, backward=backward, last=3, max_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("message", "backward"),
+    [
+        (work(HIDDEN), False),
+        (work(HIDDEN, HIDDEN), True),
+        (work(HIDDEN, mask=b"123"), False),
+        (work(HIDDEN, positions=range(18)), False),
+        (work(HIDDEN, kept=7), False),
+        (work(HIDDEN, HIDDEN, kept=8), True),
+        (work(tensor(1, 128, 64)), False),  # one row may be longer than the limit
+    ],
+)
+def test_right_works_pass(message: wire.Work, backward: bool) -> None:
+    check(message, backward)
+
+
+@pytest.mark.parametrize(
+    ("message", "backward", "code", "says"),
+    [
+        (work(HIDDEN, sequence=3), False, BAD, "came after"),
+        (work(HIDDEN, sequence=5), False, BAD, "came after"),
+        (work(), False, BAD, "1 tensors"),
+        (work(HIDDEN, HIDDEN), False, BAD, "1 tensors"),
+        (work(HIDDEN), True, BAD, "2 tensors"),
+        (work(HIDDEN, tensor(2, 8, 64)), True, BAD, "gradient"),
+        (work(tensor(2, 9, 63)), False, BAD, "64"),
+        (work(tensor(2, 64)), False, BAD, "64"),
+        (work(tensor(0, 9, 64)), False, BAD, "rows"),
+        (work(tensor(2, 0, 64)), False, BAD, "tokens"),
+        (work(tensor(2, 9, 64, nbytes=5)), False, BAD, "5 bytes"),
+        (work(tensor(2, 9, 64, codec="float16")), False, BAD, "codec"),
+        (work(tensor(2, 9, 64, dtype="bfloat16")), False, BAD, "bfloat16"),
+        (work(tensor(1, 129, 64)), False, LONG, "128"),
+        (work(tensor(2, 51, 64)), False, LONG, "100"),
+        (work(HIDDEN, mask=b"12"), False, BAD, "mask"),
+        (work(HIDDEN, positions=range(17)), False, BAD, "positions"),
+        (work(HIDDEN, positions=[128] * 18), False, BAD, "positions"),
+        (work(HIDDEN, kept=6), False, BAD, "nothing is kept"),
+        (work(tensor(3, 9, 64), kept=8), False, BAD, "prompts"),
+        (work(tensor(2, 4, 64), kept=7), False, BAD, "prompts"),
+    ],
+)
+def test_wrong_works_are_refused(message: wire.Work, backward: bool, code: int, says: str) -> None:
+    with pytest.raises(Refusal, match=says) as caught:
+        check(message, backward)
+    assert caught.value.code == code
+
+
+def keep(*tensors: wire.Tensor, **fields: Any) -> wire.Keep:
+    return wire.Keep(**{"number": 3, "names": ["prompts"]} | fields, tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (keep(tensor(3, 1, 5, 64), number=2), BAD),
+        (keep(tensor(3, 1, 5, 64), names=[]), BAD),
+        (keep(tensor(3, 1, 5, 64), tensor(3, 1, 5, 64), names=["prompts", "prompts"]), BAD),
+        (keep(names=[]), BAD),
+        (keep(*[tensor(1)] * (MAX_KEPT_TENSORS + 1), names=[str(n) for n in range(MAX_KEPT_TENSORS + 1)]), BAD),
+        (keep(tensor(3, 1, 5, 64), names=["what is that"]), UNSUPPORTED),
+        (keep(tensor(4, 1, 5, 64)), BAD),
+        (keep(tensor(3, 1, 5, 63)), BAD),
+        (keep(tensor(3, 5, 64)), BAD),
+        (keep(tensor(3, 0, 5, 64)), BAD),
+        (keep(tensor(3, 1, 5, 64, nbytes=1)), BAD),
+    ],
+)
+def test_what_is_not_kept(message: wire.Keep, code: int) -> None:
+    check_keep(keep(tensor(3, 1, 5, 64)), TERMS, HOSTED, last=2)
+    with pytest.raises(Refusal) as caught:
+        check_keep(message, TERMS, HOSTED, last=2)
+    assert caught.value.code == code
+
+
+def test_memory_counts_the_reply() -> None:
+    hidden, prompts = 2 * 9 * 64 * 4, 3 * 5 * 64 * 4
+    assert work_bytes(work(HIDDEN), PROMPTS) == 2 * hidden
+    assert work_bytes(work(HIDDEN, HIDDEN), PROMPTS) == 3 * hidden + prompts
+    assert work_bytes(work(HIDDEN, HIDDEN), None) == 3 * hidden
+    assert KEPT_SETS >= 2  # the sets of two batches at once
+
+
+dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
+
+
+@given(st.builds(wire.Tensor, shape=st.lists(st.integers(0, 2**31), max_size=5), dtype=dtypes, codec=dtypes,
+                 nbytes=st.integers(0, 2**40)), st.binary(max_size=8), st.integers(0, 9))  # fmt: skip
+def test_no_work_does_more_than_be_refused(each: wire.Tensor, mask: bytes, kept: int) -> None:
+    try:
+        check(work(each, mask=mask, kept=kept))
+    except Refusal:
+        pass
+
+
+# --- hashes
+
+
+def test_everything_that_changes_the_answer_changes_the_hash() -> None:
+    usual = work(HIDDEN)
+    payload, other = hash_of_payloads([b"a", b"b"]), hash_of_payloads([b"ac"])
+    hashes = [
+        hash_of_work(FORWARD, usual, payload, NOTHING_KEPT),
+        hash_of_work(BACKWARD, usual, payload, NOTHING_KEPT),
+        hash_of_work(FORWARD, usual, other, NOTHING_KEPT),
+        hash_of_work(FORWARD, usual, payload, hash_of_keep(PROMPTS, payload)),
+        hash_of_work(FORWARD, usual, payload, hash_of_keep(PROMPTS, other)),
+        hash_of_work(FORWARD, usual, payload, hash_of_keep(OF_ROWS, payload)),
+        hash_of_work(FORWARD, work(HIDDEN, sequence=5), payload, NOTHING_KEPT),
+        hash_of_work(FORWARD, work(HIDDEN, mask=b"123"), payload, NOTHING_KEPT),
+        hash_of_work(FORWARD, work(HIDDEN, positions=[1, 2]), payload, NOTHING_KEPT),
+        hash_of_work(FORWARD, work(tensor(3, 6, 64)), payload, NOTHING_KEPT),
+    ]
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_a_number_says_nothing_of_what_is_kept() -> None:
+    same = wire.Keep(number=9, names=PROMPTS.names, tensors=PROMPTS.tensors)
+    assert hash_of_keep(same, b"h" * 32) == hash_of_keep(PROMPTS, b"h" * 32)
+    assert hash_of_payloads([b"ab"]) == hash_of_payloads([b"a", b"b"])

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from ipaddress import ip_address, ip_network
+
+import pytest
+
+from petalnode.node.reach.endpoint import Endpoint
+from petalnode.node.reach.verdict import (
+    NO_VERDICT,
+    DialBack,
+    Observer,
+    Place,
+    Sighting,
+    Standing,
+    Verdict,
+    candidates,
+    carried_over,
+    judge,
+    whom_to_ask,
+)
+
+HOME = "192.168.1.10"
+NAT = "198.51.100.7"
+PUBLIC = "203.0.113.5"
+NOW = 1000.0
+
+
+def at(address: str, port: int = 31330) -> Endpoint:
+    return Endpoint(ip_address(address), port)
+
+
+def place(*addresses: str, port: int = 31330) -> Place:
+    ends = tuple(at(address, port) for address in addresses)
+    networks = tuple(ip_network((each.ip, 24 if each.ip.version == 4 else 64), strict=False) for each in ends)
+    return Place(ends, frozenset(each.ip for each in ends), networks)
+
+
+def seen(
+    observer: str,
+    seen_at: str | None,
+    dial_back: DialBack = DialBack.NOT_TRIED,
+    reached: Endpoint | None = None,
+    when: float = NOW,
+    name: str = "",
+) -> Sighting:
+    end = None if seen_at is None else at(seen_at, 50123)
+    return Sighting(name or observer, ip_address(observer), end, dial_back, reached, when)
+
+
+def reached(observer: str, endpoint: Endpoint, **more: object) -> Sighting:
+    return seen(observer, str(endpoint.ip), DialBack.REACHED, endpoint, **more)
+
+
+def failed(observer: str, seen_at: str, **more: object) -> Sighting:
+    return seen(observer, seen_at, DialBack.FAILED, **more)
+
+
+def test_nobody_asked() -> None:
+    assert judge(4, [], place(HOME), NOW) == NO_VERDICT
+
+
+def test_reached_at_the_own_address() -> None:
+    verdict = judge(4, [reached("198.51.100.1", at(PUBLIC))], place(PUBLIC), NOW)
+    assert verdict == Verdict(Standing.OPEN, (at(PUBLIC),), translated=False, outside=True)
+
+
+@pytest.mark.parametrize("addresses", [("10.77.0.10", "10.77.0.101"), (PUBLIC, "203.0.113.9")])
+def test_the_range_of_an_address_decides_nothing(addresses: tuple[str, str]) -> None:
+    own, other = addresses
+    assert judge(4, [reached(other, at(own))], place(own), NOW).standing is Standing.OPEN
+    assert judge(4, [failed(other, own)], place(own), NOW).standing is Standing.CLOSED
+
+
+def test_a_neighbour_proves_nothing_once_an_outsider_has_a_say() -> None:
+    neighbour = reached("192.168.1.20", at(HOME))
+    alone = judge(4, [neighbour], place(HOME), NOW)
+    assert alone.standing is Standing.OPEN and not alone.outside
+    outsider = seen("203.0.113.1", NAT)
+    both = judge(4, [neighbour, outsider], place(HOME), NOW)
+    assert both == Verdict(Standing.CLOSED, (), translated=True, outside=True)
+
+
+def test_a_foreign_address_proves_a_nat_before_the_dial_back_has_failed() -> None:
+    assert judge(4, [seen("203.0.113.1", NAT)], place(HOME), NOW).standing is Standing.CLOSED
+
+
+def test_a_forwarded_port_opens_the_nat() -> None:
+    verdict = judge(4, [reached("203.0.113.1", at(NAT)), seen("203.0.113.2", NAT)], place(HOME), NOW)
+    assert verdict == Verdict(Standing.OPEN, (at(NAT),), translated=True, outside=True)
+
+
+def test_an_observer_on_another_ip_in_our_network_that_sees_a_foreign_address_is_an_outsider() -> None:
+    verdict = judge(4, [seen("192.168.1.1", NAT)], place(HOME), NOW)
+    assert verdict.outside and verdict.standing is Standing.CLOSED
+
+
+def test_one_liar_is_outvoted() -> None:
+    honest = [reached(f"198.51.100.{n}", at(PUBLIC)) for n in (1, 2)]
+    assert judge(4, [*honest, failed("198.51.100.3", PUBLIC)], place(PUBLIC), NOW).standing is Standing.OPEN
+    honest = [failed(f"198.51.100.{n}", PUBLIC) for n in (1, 2)]
+    assert judge(4, [*honest, reached("198.51.100.3", at(PUBLIC))], place(PUBLIC), NOW).standing is Standing.CLOSED
+
+
+def test_what_was_said_long_ago_does_not_count() -> None:
+    assert judge(4, [failed("198.51.100.1", PUBLIC, when=NOW - 2000)], place(PUBLIC), NOW) == NO_VERDICT
+
+
+def test_the_versions_of_ip_are_judged_apart() -> None:
+    here = place(HOME, "2a00:77:1::10")
+    said = [seen("203.0.113.1", NAT), reached("2a00:77::5", at("2a00:77:1::10"))]
+    assert judge(4, said, here, NOW).standing is Standing.CLOSED
+    assert judge(6, said, here, NOW).standing is Standing.OPEN
+
+
+def test_who_listens_on_loopback_only_is_not_judged() -> None:
+    assert judge(4, [reached("127.0.0.1", at("127.0.0.1"))], place("127.0.0.1"), NOW) == NO_VERDICT
+
+
+def test_a_verdict_is_kept_while_all_are_asked_anew() -> None:
+    open_before = Verdict(Standing.OPEN, (at(PUBLIC),), outside=True)
+    assert carried_over(open_before, NO_VERDICT, settling=True).standing is Standing.OPEN
+    assert carried_over(open_before, NO_VERDICT, settling=False) == NO_VERDICT
+    closed = Verdict(Standing.CLOSED, translated=True)
+    assert carried_over(open_before, closed, settling=True) == closed
+
+
+def test_peers_are_asked_to_dial_the_address_that_they_see_only() -> None:
+    here = place(HOME, PUBLIC)
+    mapped = at(NAT, 40000)
+    assert candidates(at(NAT, 50123), here, [mapped]) == (mapped, at(NAT))
+    assert candidates(at(PUBLIC, 50123), here, [mapped])[0] == at(PUBLIC)
+    assert {each.ip for each in candidates(at(PUBLIC, 50123), here, [mapped])} == {ip_address(PUBLIC)}
+    assert candidates(None, here, [mapped]) == ()
+
+
+def observers(*addresses: str) -> list[Observer]:
+    return [Observer(address, ip_address(address)) for address in addresses]
+
+
+def test_outsiders_are_asked_before_neighbours_and_only_a_few() -> None:
+    peers = observers("192.168.1.20", "203.0.113.1", "203.0.113.2", "203.0.113.3")
+    agenda = whom_to_ask(peers, {}, {}, place(HOME), NOW)
+    assert agenda.ask == ("203.0.113.1", "203.0.113.2", "203.0.113.3")
+
+
+def test_who_has_answered_is_asked_again_after_a_while() -> None:
+    peers = observers("203.0.113.1")
+    said = {"203.0.113.1": failed("203.0.113.1", NAT)}
+    asked = {"203.0.113.1": NOW}
+    agenda = whom_to_ask(peers, said, asked, place(HOME), NOW + 1)
+    assert agenda.ask == () and agenda.wake == NOW + 600
+    assert whom_to_ask(peers, said, asked, place(HOME), NOW + 600).ask == ("203.0.113.1",)
+
+
+def test_who_could_not_say_is_asked_again_soon() -> None:
+    peers = observers("203.0.113.1")
+    said, asked = {"203.0.113.1": seen("203.0.113.1", NAT)}, {"203.0.113.1": NOW}
+    assert whom_to_ask(peers, said, asked, place(HOME), NOW + 1).wake == NOW + 30
+    assert whom_to_ask(peers, said, asked, place(HOME), NOW + 30).ask == ("203.0.113.1",)
+
+
+def test_nobody_is_asked_by_who_does_not_listen() -> None:
+    nowhere = Place((), frozenset({ip_address(HOME)}), (ip_network("192.168.1.0/24"),))
+    assert whom_to_ask(observers("203.0.113.1"), {}, {}, nowhere, NOW).ask == ()
+    assert whom_to_ask(observers("127.0.0.2"), {}, {}, place("127.0.0.1"), NOW).ask == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint"),
+    [
+        ("/ip4/203.0.113.5/tcp/31330", at(PUBLIC)),
+        ("/ip4/203.0.113.5/tcp/31330/p2p/12D3KooWPeer", at(PUBLIC)),
+        ("/ip6/::ffff:203.0.113.5/tcp/31330", at(PUBLIC)),
+        ("/ip6/2a00::1/tcp/1", at("2a00::1", 1)),
+        ("/ip4/203.0.113.5/tcp/31330/p2p/12D3KooWRelay/p2p-circuit", None),
+        ("/ip4/203.0.113.5/udp/31330", None),
+        ("/dns4/example.org/tcp/1", None),
+        ("/ip4/nonsense/tcp/1", None),
+        ("", None),
+    ],
+)
+def test_an_endpoint_is_read_from_a_plain_address_only(text: str, endpoint: Endpoint | None) -> None:
+    assert Endpoint.parse(text) == endpoint
