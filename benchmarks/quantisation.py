@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from local_swarm import local_swarm
 from rich.console import Console
@@ -35,11 +36,15 @@ ROWS = 8
 
 
 def start(folder: Path, span: Span, quantisation: str, dtype: str) -> dict[str, float]:
-    """Seconds until a server is ready and its resident memory in MiB, of that what is mapped from files."""
+    """Seconds and processor seconds until a server is ready, its resident memory in MiB, of that what is mapped from
+    files.
+    """
     with local_swarm(str(folder), [(span.start, span.end)], "--quant", quantisation, "--dtype", dtype) as (server,):
         memory = server.memory()
+        used = psutil.Process(server.process.pid).cpu_times()
         return {
             "ready_seconds": server.ready_seconds,
+            "ready_processor_seconds": used.user + used.system,
             "rss_mib": memory["rss"] / 2**20,
             "rss_file_mib": memory["file"] / 2**20,
         }
@@ -108,21 +113,22 @@ def main() -> None:
 
 def show(results: list[dict[str, Any]]) -> None:
     table = Table(title="quantised blocks")
-    columns = ("blocks", "first start s", "second", "RSS MiB", "mapped", "decode ms", "ratio", "8 rows", "prefill")
-    for column in columns:
+    columns = ("blocks", "first start", "second", "of processor", "RSS MiB", "mapped", "decode ms", "ratio")
+    for column in (*columns, "8 rows", "prefill"):
         table.add_column(column, justify="right")
     for each in results:
         ratios = each["speed_ratio"]
         table.add_row(
             each["quantisation"],
-            f"{each['first_start']['ready_seconds']:.1f}",
-            f"{each['second_start']['ready_seconds']:.1f}",
+            f"{each['first_start']['ready_seconds']:.1f} s",
+            f"{each['second_start']['ready_seconds']:.1f} s",
+            " / ".join(f"{each[which]['ready_processor_seconds']:.1f}" for which in ("first_start", "second_start")),
             f"{each['second_start']['rss_mib']:.0f}",
             f"{each['second_start']['rss_file_mib']:.0f}",
             f"{1000 * each['seconds']['decode']:.1f}",
             *(f"{ratios[name]:.2f}" for name in ("decode", "decode_8_rows", "prefill")),
         )
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class JoinOptions:
         str,
         typer.Option(
             metavar="auto|off|MULTIADDR",
-            help="Through whom others reach this node if they cannot dial it: any public node, none, or this one.",
+            help="Through whom others reach this node if they cannot dial it. Off: nobody, and it relays for nobody.",
         ),
     ] = "auto"
     mdns: Annotated[

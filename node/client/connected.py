@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ...crypto.identity import Identity
+from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity
 from ...crypto.swarm_key import SwarmKeyError, find_swarm_key
 from ..blocks.client import ClientModel, load_client
-from ..errors import BadInput
+from ..errors import BadInput, MachineError
 from ..models import Progress, resolve
 from ..swarm.swarm import SwarmConfig, open_swarm
 from .core import SwarmClient, identify_model, open_client
@@ -40,12 +40,14 @@ def open_model(
     blocked_servers: Collection[str] | None,
     progress: Progress,
     swarm_key: str | os.PathLike[str] | None = None,
+    identity: str | os.PathLike[str] | None = None,
 ) -> Opened:
     """The arguments are those of `AutoDistributedModelForCausalLM.from_pretrained`.
 
     Raises:
         ModelError: the model cannot be found or used.
         BadInput: an argument that makes no sense, such as a peer address with a typo.
+        MachineError: another process holds the identity.
         SwarmError: no peer answers.
     """
     peers = initial_peers
@@ -62,15 +64,27 @@ def open_model(
     folder = resolve(model, need="client", progress=progress, revision=revision)
     dtype_text = str(dtype).removeprefix("torch.")
     local = load_client(folder.path, device="cpu" if device is None else str(device), dtype=dtype_text)
-    config = SwarmConfig(identity=Identity.generate(), listen=(), peers=tuple(peers), psk=psk, serve_dht=False)
 
     @asynccontextmanager
     async def resource() -> AsyncIterator[SwarmClient]:
-        async with open_swarm(config) as swarm:
-            identified = await identify_model(swarm, folder, progress)
-            async with open_client(
-                swarm, identified, allowed=allowed_servers or (), blocked=blocked_servers or ()
-            ) as client:
-                yield client
+        with ExitStack() as stack:
+            own = Identity.generate() if identity is None else _hold(Path(identity), stack)
+            config = SwarmConfig(identity=own, listen=(), peers=tuple(peers), psk=psk, serve_dht=False)
+            async with open_swarm(config) as swarm:
+                identified = await identify_model(swarm, folder, progress)
+                async with open_client(
+                    swarm, identified, allowed=allowed_servers or (), blocked=blocked_servers or ()
+                ) as client:
+                    yield client
 
     return Opened(local, TrioThread(resource), folder.path)
+
+
+def _hold(path: Path, stack: ExitStack) -> Identity:
+    """The identity in this file, which is made if missing, for as long as `stack` is open."""
+    try:
+        return stack.enter_context(held_identity(path, "client", path.parent))
+    except IdentityLocked as error:
+        raise MachineError(str(error)) from error
+    except IdentityError as error:
+        raise BadInput(str(error)) from error

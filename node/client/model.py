@@ -38,6 +38,7 @@ class AutoDistributedModelForCausalLM:
         device: str | torch.device | None = None,
         revision: str | None = None,
         swarm_key: str | os.PathLike[str] | None = None,
+        identity: str | os.PathLike[str] | None = None,
         allowed_servers: Collection[str] | None = None,
         blocked_servers: Collection[str] | None = None,
         request_timeout: float | None = None,
@@ -52,6 +53,8 @@ class AutoDistributedModelForCausalLM:
             dtype: of the local part and of what travels; "auto" is the checkpoint's.
             device: of the local part; None is the CPU.
             swarm_key: of a private swarm: its file, or its 64 hexadecimal digits.
+            identity: file of this client's key, made if missing; by default a new key each time. For servers that
+                serve only clients that they know by their peer id (`petalnode serve --allow-client`).
             allowed_servers, blocked_servers: peer ids to use only, or never.
             request_timeout: seconds that a server may take for one step.
             wait: while no chain of servers covers the model, wait for one instead of raising.
@@ -68,6 +71,7 @@ class AutoDistributedModelForCausalLM:
             device=device,
             revision=revision,
             swarm_key=swarm_key,
+            identity=identity,
             allowed_servers=allowed_servers,
             blocked_servers=blocked_servers,
             progress=progress,

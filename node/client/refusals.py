@@ -41,7 +41,8 @@ def with_refusals(error: NoChainError, refused: Mapping[str, ServerFailed], peer
     if any(not_allowed(each) for each in refused.values()):
         text += (
             f". Ask the owner to restart the server with --allow-client {peer_id}, the peer id of this client; "
-            "`petalnode chat --identity FILE` keeps its peer id from run to run and prints it"
+            "`petalnode chat --identity FILE` keeps its peer id from run to run and prints it, "
+            "from_pretrained(identity=FILE) keeps it too"
         )
     return NoChainError(text, error.missing)
 

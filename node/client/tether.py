@@ -170,6 +170,8 @@ class Tether:
         held = False
         try:
             with trio.CancelScope() as self._waiting:
+                if self._lost:  # while we connected: a step waits for us, and must not be waited for
+                    return
                 await self._between_steps.acquire()
                 held = True
             if held:

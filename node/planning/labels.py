@@ -23,7 +23,7 @@ MAX_MACHINES: Final = 64
 TOLERANCE: Final = 1e-12
 """Seconds by which one cycle has to be better than another."""
 
-_PAIRS_AT_ONCE: Final = 100_000
+_PAIRS_AT_ONCE: Final = 40_000
 """Labels times machines that are looked at before it is asked again whether the time is over."""
 
 _Words = NDArray[np.uint64]

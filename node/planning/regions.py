@@ -12,7 +12,7 @@ _TABLE = Path(__file__).with_name("regions.csv")
 
 @cache
 def region_rtts() -> Mapping[tuple[str, str], float]:
-    """Seconds of a round trip by pair of regions, in both orders, of one with itself too; regions.csv says from where."""
+    """Seconds of a round trip by pair of regions, in both orders, one with itself too; regions.csv has the source."""
     with _TABLE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.reader(line for line in file if not line.startswith("#")))
     names = rows[0][1:]

@@ -16,9 +16,10 @@ from ...protocols.ids import Span
 from ..errors import SwarmError
 from .cycle import Floats, Ints
 
-_KICKS: Final = 200
-"""Times that some machines are placed anew, in search of something better. A fixed number, so equal inputs have equal
-plans."""
+_KICKS_EACH: Final = 15
+"""Times that some machines are placed anew in search of something better, for each of them. A fixed number, so equal
+inputs have equal plans."""
+_ROUNDS: Final = 4
 _SEED: Final = 7
 _MAX_SIZES: Final = 64
 """Lengths of span that are tried for one machine."""
@@ -47,10 +48,18 @@ def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int) -> C
         raise SwarmError(f"the machines together hold {room.sum()} of {num_blocks} blocks")
     search = _Search(room, block_seconds, num_blocks)
     chance = np.random.default_rng(_SEED)
-    search.settle(np.argsort(room / np.maximum(block_seconds, 1e-12), kind="stable")[::-1])
+    # One behind the other: bad, but without a gap, and all that there is where there is just room enough.
+    ends = np.minimum(np.cumsum(room), num_blocks)
+    search.restore(np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1))
     best, best_score = search.spans.copy(), search.score()
+    search.restore(np.zeros_like(best))
+    search.settle(np.argsort(room / np.maximum(block_seconds, 1e-12), kind="stable")[::-1])
+    if search.score() > best_score:
+        best, best_score = search.spans.copy(), search.score()
     movable = np.flatnonzero(room > 0)
-    for _ in range(min(_KICKS, _MAX_PLACEMENTS // (4 * len(movable)))):
+    for _ in range(min(_KICKS_EACH * len(movable), _MAX_PLACEMENTS // (_ROUNDS * len(movable)))):
+        if best_score[0] >= search.target * (1 - 1e-9):
+            break
         some = chance.choice(movable, size=min(len(movable), int(chance.integers(2, 6))), replace=False)
         for machine in some:
             search.remove(machine)
@@ -60,7 +69,7 @@ def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int) -> C
         elif chance.random() < 0.7:
             search.restore(best)
     spans = tuple(Span(int(start), int(end)) if start < end else None for start, end in best)
-    return Coverage(spans, best_score[0], throughput_bound(room, block_seconds, num_blocks))
+    return Coverage(spans, best_score[0], search.target)
 
 
 def throughput_bound(capacity: Ints, block_seconds: Floats, num_blocks: int) -> float:
@@ -86,13 +95,13 @@ class _Search:
         self._room = room
         self._speed = 1 / np.maximum(block_seconds, 1e-12)
         self._blocks = num_blocks
-        self._target = throughput_bound(room, block_seconds, num_blocks)
+        self.target = throughput_bound(room, block_seconds, num_blocks)
         self.spans = np.zeros((len(room), 2), np.intp)
         self._load = np.zeros(num_blocks)
 
     def score(self) -> tuple[float, float]:
         """Tokens a second; then how near all blocks are to the bound."""
-        return float(self._load.min()), -float((np.maximum(self._target - self._load, 0) ** 2).sum())
+        return float(self._load.min()), -float((np.maximum(self.target - self._load, 0) ** 2).sum())
 
     def restore(self, spans: Ints) -> None:
         self.spans = spans.copy()
@@ -105,19 +114,19 @@ class _Search:
         self.spans[machine] = 0
 
     def settle(self, order: Ints) -> None:
-        """Places these machines, then all in turn, each where it closes most of what is missing, until none moves."""
+        """Places these machines, then all in turn, each where it closes most of what is missing, until none moves or
+        several rounds are over."""
         for machine in order:
             self._place(int(machine))
-        moved = True
-        rounds = 0
-        while moved and rounds < 4:
-            rounds += 1
+        for _ in range(_ROUNDS):
             moved = False
             for machine in np.flatnonzero(self._room > 0):
                 before = tuple(self.spans[machine])
                 self.remove(int(machine))
                 self._place(int(machine), before)
                 moved |= tuple(self.spans[machine]) != before
+            if not moved:
+                break
 
     def _place(self, machine: int, before: tuple[int, ...] = (0, 0)) -> None:
         """The span that lowers sum max(0, bound - throughput)^2 most; the one `before` if no other is better."""
@@ -125,7 +134,7 @@ class _Search:
         if room == 0:
             return
         sizes = np.unique(np.linspace(1, room, min(room, _MAX_SIZES)).round().astype(np.intp))
-        missing = np.maximum(self._target - self._load, 0)
+        missing = np.maximum(self.target - self._load, 0)
         rates = self._speed[machine] / sizes
         closed = missing**2 - np.maximum(missing - rates[:, None], 0) ** 2
         sums = np.concatenate([np.zeros((len(sizes), 1)), np.cumsum(closed, axis=1)], axis=1)

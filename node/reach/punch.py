@@ -22,7 +22,7 @@ from ..swarm.paths import Path
 from ..swarm.stream_bytes import StreamBytes
 from .asking import addrs_of, observed_by
 from .endpoint import Endpoint
-from .punch_plan import ATTEMPTS, PunchRecord, after_failure, may_punch, own_endpoints, targets
+from .punch_plan import ATTEMPTS, PunchRecord, after_failure, may_punch, own_endpoints, pause_after, targets
 from .punch_sockets import dial_from, own_port
 from .verdict import Place
 
@@ -35,6 +35,7 @@ _MAX_PLAIN: Final = 8  # addresses that a peer says it listens on
 _MESSAGE: Final = 5.0  # seconds for one message through the relay
 _LONGEST_HALF: Final = 1.0  # seconds of half a round trip at most
 _VIEW_LASTS: Final = 20.0  # seconds that a relay's word about our address is good for
+_MAX_VIEWS: Final = 16
 _AT_ONCE: Final = 8  # punches side by side, so that packets to strangers stay few
 _MAX_RECORDS: Final = 1000
 _RETIRED_AFTER: Final = 10.0  # seconds without streams until a relayed connection beside a direct one is closed
@@ -62,6 +63,7 @@ class Puncher:
         self._place = place
         self._reached = reached
         self._limit = trio.CapacityLimiter(_AT_ONCE)
+        self._upgrading: dict[str, trio.Event] = {}
         self._starting: set[str] = set()
         self._retiring: set[str] = set()
         self._records: dict[str, PunchRecord] = {}
@@ -80,7 +82,7 @@ class Puncher:
         if path.direct:
             self._nursery.start_soon(self._guarded, self._retire_relayed, peer_id)
         elif path.inbound:
-            self._nursery.start_soon(self._guarded, self._upgrade, peer_id, path.relay)
+            self._nursery.start_soon(self._guarded, self._upgrade, peer_id)
         else:
             self._nursery.start_soon(self._guarded, self._view, path.relay)  # soon the other side will ask
 
@@ -102,6 +104,8 @@ class Puncher:
             if seen is not None:
                 self._views.pop(relay, None)
                 self._views[relay] = (trio.current_time(), seen)
+                while len(self._views) > _MAX_VIEWS:
+                    del self._views[next(iter(self._views))]
 
     def _own_addrs(self, ports: Ports) -> list[str]:
         observed = [seen for _, seen in sorted(self._views.values(), key=lambda view: -view[0])]
@@ -122,13 +126,26 @@ class Puncher:
 
     # --- the side that starts: who accepted the relayed connection
 
-    async def _upgrade(self, peer_id: str, relay: str | None) -> None:
-        if peer_id in self._starting or self._host.is_direct(peer_id):
+    async def _upgrade(self, peer_id: str) -> None:
+        """Tries until there is a direct connection or none at all: at once, and then in longer and longer pauses."""
+        if peer_id in self._upgrading:
+            self._upgrading[peer_id].set()  # a new connection, a new try
             return
+        try:
+            while not self._host.is_direct(peer_id) and self._host.is_connected(peer_id):
+                self._upgrading[peer_id] = again = trio.Event()
+                await self._try(peer_id)
+                with trio.move_on_after(pause_after(self._records.get(peer_id))):
+                    await again.wait()
+        finally:
+            self._upgrading.pop(peer_id, None)
+
+    async def _try(self, peer_id: str) -> None:
         self._starting.add(peer_id)
         try:
             async with self._limit:
-                await self._view(relay)
+                for path in self._host.paths(peer_id)[:1]:
+                    await self._view(path.relay)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._dial_plainly, peer_id)
                     try:  # in here: what passes a nursery is wrapped in a group

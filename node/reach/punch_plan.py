@@ -29,9 +29,13 @@ class PunchRecord:
 
 def may_punch(record: PunchRecord | None, case: frozenset[str], now: float) -> bool:
     """Whether a try is worth it: not again where it has failed, for a time that grows, unless the case is new."""
-    if record is None or case - record.case:
-        return True
-    return now >= record.at + min(_FIRST_PAUSE * 2 ** min(record.failures - 1, 16), _LONGEST_PAUSE)
+    return record is None or bool(case - record.case) or now >= record.at + pause_after(record)
+
+
+def pause_after(record: PunchRecord | None) -> float:
+    """Seconds from the last failure until the next try, if the case stays the same."""
+    failures = record.failures if record is not None else 1
+    return float(min(_FIRST_PAUSE * 2 ** min(failures - 1, 16), _LONGEST_PAUSE))
 
 
 def after_failure(record: PunchRecord | None, case: frozenset[str], now: float) -> PunchRecord:

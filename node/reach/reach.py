@@ -41,6 +41,7 @@ from .verdict import Standing, carried_over
 log = logging.getLogger(__name__)
 
 _WANTED: Final = 2  # places at relays
+_MAX_OBSERVERS: Final = 64  # peers to choose from whom to ask about ourselves
 _ASK_NODES: Final = 4  # peers asked side by side whether they relay
 _ASK_PAUSE: Final = 5.0  # seconds between two rounds of that
 _ASK_AGAIN: Final = 15.0  # seconds after which a peer is asked again
@@ -144,7 +145,7 @@ class Reach:
         """Whom to ask, in the order of our trust. Our NAT lets those in to whom we punched, which says nothing."""
         first = dict.fromkeys(parse_peer(peer)[0] for peer in self._config.peers)
         peers = [peer for peer in self._host.connected() if peer not in self._puncher.punched]
-        return sorted(peers, key=lambda peer: peer not in first)
+        return sorted(peers, key=lambda peer: peer not in first)[:_MAX_OBSERVERS]
 
     # --- how things stand
 
@@ -223,10 +224,8 @@ class Reach:
             return [Candidate(self._only_relay[0], 0)]
         own = self._host.peer_id
         first = dict.fromkeys(parse_peer(peer)[0] for peer in self._config.peers)
-        now = trio.current_time()
-        others = {peer_id for peer_id, when in self._offers.items() if now - when < _OFFER_LASTS}
         servers = self._directory.view.servers(now=time.time())
-        others |= {each.peer_id for each in servers if each.relay is not None and each.relay.free}
+        others = set(self._offers) | {each.peer_id for each in servers if each.relay is not None and each.relay.free}
         # Everyone in an order of its own, so that all relays get about as many.
         spread = sorted(others - set(first), key=lambda peer: hashlib.sha256(f"{own}{peer}".encode()).digest())
         ranked = [Candidate(peer_id, 0) for peer_id in first] + [Candidate(peer_id, 1) for peer_id in spread]
@@ -246,6 +245,7 @@ class Reach:
                 peers = [peer for peer in self._host.connected() if peer not in known and self._host.is_direct(peer)]
                 due = [peer for peer in peers if now - self._asked.get(peer, -_ASK_AGAIN) >= _ASK_AGAIN]
                 self._asked = {peer: when for peer, when in self._asked.items() if now - when < _ASK_AGAIN}
+                self._offers = {peer: when for peer, when in self._offers.items() if now - when < _OFFER_LASTS}
                 async with trio.open_nursery() as nursery:
                     for peer in due[:_ASK_NODES]:
                         self._asked[peer] = now

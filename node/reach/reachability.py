@@ -95,7 +95,8 @@ def reachability(situation: Situation) -> Reachability:
 def _without_direct_way(situation: Situation, reached: Sequence[Endpoint]) -> Reachability:
     closed = situation.ip4 if situation.ip4.standing is Standing.CLOSED else situation.ip6
     behind = "behind NAT" if closed.translated else "behind a firewall"
-    but = f"public over IPv6 at {_enumerated([str(endpoint) for endpoint in reached])}, else " if reached else ""
+    how = "public over IPv6 at" if all(each.ip.version == 6 for each in reached) else "some reach it at"
+    but = f"{how} {_enumerated([str(endpoint) for endpoint in reached])}, else " if reached else ""
     relays = tuple(situation.circuits)
     if relays:
         through = _enumerated([short(relay) for relay in relays])

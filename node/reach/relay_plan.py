@@ -75,29 +75,24 @@ def plan_relays(
     held = [peer for peer, state in states.items() if state.bond is Bond.HELD]
     busy = [peer for peer, state in states.items() if state.bond is Bond.RESERVING]
     lost = {peer: state for peer, state in states.items() if state.bond in (Bond.LOST, Bond.REFUSED)}
-    old = [peer for peer, state in lost.items() if state.held_before]
+    old = [peer for peer in (*busy, *lost) if states[peer].held_before]
     # Whom we may expect back any moment. Without any place left, there is nothing to wait for.
-    expected = [peer for peer in old if held and now - lost[peer].lost_at < FAITH]
+    expected = [peer for peer in old if held and now - states[peer].lost_at < FAITH]
+    missing = wanted - len(held) - len(expected) - sum(not states[peer].held_before for peer in busy)
 
     due = [peer for peer in ranks if peer not in states or (peer in lost and lost[peer].retry_at <= now)]
-    due += [peer for peer in old if peer not in ranks and lost[peer].retry_at <= now]
+    due += [peer for peer in old if peer in lost and peer not in ranks and lost[peer].retry_at <= now]
     due.sort(key=lambda peer: (peer not in old, ranks.get(peer, 99), _failures(states, peer)))
-    room = _AT_ONCE - len(busy)
-    missing = wanted - len(held) - len(busy) - len(expected)
-    start: list[str] = []
-    for peer in due:
-        if len(start) >= room or (peer not in old and missing <= 0):
-            continue
-        start.append(peer)
-        if peer not in expected:
-            missing -= 1
+    strangers = [peer for peer in due if peer not in old]
+    wanted_now = [peer for peer in due if peer in old] + strangers[: max(missing, 0)]
+    start = wanted_now[: max(_AT_ONCE - len(busy), 0)]
 
     surplus = sorted(held, key=lambda peer: ranks.get(peer, 99))[wanted + _SPARE :]
-    wakes = [lost[peer].retry_at for peer in lost if peer in old or missing > 0]
-    wakes += [lost[peer].lost_at + FAITH for peer in expected]
+    wakes = [state.retry_at for peer, state in lost.items() if peer in old or missing > 0]
+    wakes += [states[peer].lost_at + FAITH for peer in old]  # then faith ends
+    if len(wanted_now) > len(start):
+        wakes.append(now + 1.0)
     future = [when for when in wakes if when > now]
-    if len(due) > len(start) and missing > 0:
-        future.append(now + 1.0)
     return RelayPlan(tuple(start), tuple(surplus), min(future, default=None))
 
 

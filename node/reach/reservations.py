@@ -179,7 +179,8 @@ class Reservations:
         connections = self._host.connections(relay_id, direct=True)
         if not connections:
             raise ConnectionResetError("the connection is gone again")
-        stream = await connections[0].open_stream(_PING)
+        with trio.fail_after(_RESERVE_LIMIT):
+            stream = await connections[0].open_stream(_PING)
         limit = _PING_LIMIT
         try:
             while True:

@@ -20,6 +20,7 @@ from .verdict import DialBack, Observer, Place, Sighting, Verdict, candidates, j
 log = logging.getLogger(__name__)
 
 _LOOK_AROUND: Final = 1.0  # seconds between two looks at the own interfaces
+_BREATH: Final = 0.2  # seconds between two looks for peers to ask, when many come at once
 _EVERYWHERE: Final = (Multiaddr("/ip4/0.0.0.0/tcp/1"), Multiaddr("/ip6/::/tcp/1"))
 _IDENTIFY: Final = 5.0  # seconds
 _SETTLING: Final = 20.0  # seconds for the answers after a change
@@ -76,16 +77,19 @@ class Sightings:
         self._news.set()
 
     async def run(self) -> None:
+        looked = -_LOOK_AROUND
         async with trio.open_nursery() as nursery:
             while True:
                 self._news = trio.Event()
-                await self._look_around()
                 now = trio.current_time()
-                agenda = whom_to_ask(self._observers(), self._sightings, self._asked, self.place, now)
-                for peer_id in agenda.ask:
+                if now - looked >= _LOOK_AROUND:
+                    looked = now
+                    await self._look_around()
+                for peer_id in whom_to_ask(self._observers(), self._sightings, self._asked, self.place, now):
                     self._asked[peer_id] = now
                     nursery.start_soon(self._ask, peer_id)
-                with trio.move_on_after(_LOOK_AROUND):
+                await trio.sleep_until(now + _BREATH)
+                with trio.move_on_at(looked + _LOOK_AROUND):
                     await self._news.wait()
 
     async def _look_around(self) -> None:

@@ -16,7 +16,6 @@ from typing import Final
 from .endpoint import Endpoint, IPAddress
 
 _OBSERVERS: Final = 3  # peers of one family whose word we want
-_AT_ONCE: Final = 3  # asked side by side
 _REFRESH: Final = 600.0  # seconds after which a peer is asked again
 _RETRY: Final = 30.0  # seconds after which one is asked again that could not say anything
 _STALE: Final = 1500.0  # seconds after which what a peer said no longer counts
@@ -77,8 +76,9 @@ class Standing(Enum):
 class Verdict:
     """The judgement for one version of IP.
 
-    `reached` are the endpoints at which others got through, the surest first; `translated` says that others see us
-    under an address that is not ours; `outside` that somebody from beyond our own networks has had a say.
+    `reached` are the endpoints at which others got through, the surest first; that may be even where most do not.
+    `translated` says that others see us under an address that is not ours; `outside` that somebody from beyond our
+    own networks has had a say.
     """
 
     standing: Standing = Standing.UNKNOWN
@@ -101,32 +101,39 @@ def judge(version: int, sightings: Iterable[Sighting], place: Place, now: float)
     """Judges IP `version` (4 or 6).
 
     A peer of our own networks that reaches us proves nothing about others: it has a say only while nobody from
-    outside has one. Somebody who sees us under a foreign address and gets through nowhere proves a NAT. A single
-    peer that is wrong, or lies, is outvoted by the others.
+    outside has one. Those who see us under the same address are one public, which reaches us or does not; a single
+    one of them that is wrong, or lies, is outvoted by the others. To see us under a foreign address and to get
+    through nowhere proves a NAT. If one public does not reach us, we are closed, whatever others do: a private
+    network of friends is not the internet.
     """
     if not place.ports(version):
         return NO_VERDICT
     relevant = [each for each in sightings if each.observer_ip.version == version and now - each.at < _STALE]
     outsiders = [each for each in relevant if _is_outside(each, place)]
-    voters = outsiders or relevant
-    reached = Counter(each.reached for each in voters if each.dial_back is DialBack.REACHED and each.reached)
-    failed = [each for each in voters if each.dial_back is DialBack.FAILED]
-    translated = any(_is_foreign(each, place) for each in voters)
-    verdict = Verdict(
+    publics: dict[IPAddress, list[Sighting]] = {}
+    for each in outsiders or relevant:
+        if each.seen is not None:
+            publics.setdefault(each.seen.ip, []).append(each)
+    standings = {ip: _standing(said, translated=ip not in place.own_ips) for ip, said in publics.items()}
+    reached = Counter(
+        each.reached for ip, said in publics.items() if standings[ip] is Standing.OPEN for each in said if each.reached
+    )
+    found = set(standings.values())
+    return Verdict(
+        standing=next((each for each in (Standing.CLOSED, Standing.OPEN) if each in found), Standing.UNKNOWN),
         reached=tuple(endpoint for endpoint, _ in reached.most_common()),
-        translated=translated,
+        translated=any(ip not in place.own_ips for ip in publics),
         outside=bool(outsiders),
     )
-    if reached and reached.total() >= len(failed):
-        return _with(verdict, Standing.OPEN)
-    if failed or translated:
-        return _with(verdict, Standing.CLOSED)
-    return verdict
 
 
-def _with(verdict: Verdict, standing: Standing) -> Verdict:
-    reached = verdict.reached if standing is Standing.OPEN else ()
-    return Verdict(standing, reached, verdict.translated, verdict.outside)
+def _standing(said: Sequence[Sighting], *, translated: bool) -> Standing:
+    """What those say who see us under one address."""
+    reached = sum(each.dial_back is DialBack.REACHED for each in said)
+    failed = sum(each.dial_back is DialBack.FAILED for each in said)
+    if reached and reached >= failed:
+        return Standing.OPEN
+    return Standing.CLOSED if failed or translated else Standing.UNKNOWN
 
 
 def _is_foreign(sighting: Sighting, place: Place) -> bool:
@@ -159,50 +166,28 @@ class Observer:
     ip: IPAddress
 
 
-@dataclass(frozen=True)
-class Agenda:
-    """Whom to ask now, and when to think again (seconds; None: when something changes)."""
-
-    ask: tuple[str, ...]
-    wake: float | None
-
-
 def whom_to_ask(
     observers: Sequence[Observer],
     sightings: Mapping[str, Sighting],
     asked: Mapping[str, float],
     place: Place,
     now: float,
-) -> Agenda:
-    """Whom to ask about ourselves: a few peers of each version of IP, those from outside our networks first.
+) -> tuple[str, ...]:
+    """Whom to ask about ourselves now: a few peers of each version of IP, those from outside our networks first.
 
     `sightings` and `asked` (when, in seconds) are by peer id.
     """
     ask: list[str] = []
-    wakes: list[float] = []
     for version in (4, 6):
         if not place.ports(version):
             continue
         family = [each for each in observers if each.ip.version == version]
         family.sort(key=lambda each: any(each.ip in network for network in place.networks))
-        fresh = [sightings[each.peer_id].at for each in family if _says_something(sightings.get(each.peer_id), now)]
-        missing = _OBSERVERS - len(fresh)
-        for observer in family:
-            if missing <= 0:
-                break
-            if _says_something(sightings.get(observer.peer_id), now):
-                continue
-            again = asked.get(observer.peer_id, -_RETRY) + _RETRY
-            if again > now:
-                wakes.append(again)
-            elif len(ask) < _AT_ONCE:
-                ask.append(observer.peer_id)
-                missing -= 1
-            else:
-                wakes.append(now + 1.0)
-        if fresh:
-            wakes.append(min(fresh) + _REFRESH)
-    return Agenda(tuple(ask), min(wakes, default=None))
+        silent = [each for each in family if not _says_something(sightings.get(each.peer_id), now)]
+        missing = _OBSERVERS - (len(family) - len(silent))
+        due = [each.peer_id for each in silent if now - asked.get(each.peer_id, -_RETRY) >= _RETRY]
+        ask += due[: max(missing, 0)]
+    return tuple(ask)
 
 
 def _says_something(sighting: Sighting | None, now: float) -> bool:

@@ -25,6 +25,7 @@ from ..errors import BadInput, ModelError, SwarmError
 from ..models import Checkpoint, Manifest, ModelFolder, compute_manifest, resolve, verify_part
 from ..models.progress import Progress
 from ..models.quantisation import Quantisation, held_bytes
+from ..planning.cost import steps_per_second
 from ..swarm.swarm import Swarm
 from .placement import Held, blocks_that_fit, cache_tokens_that_fit, most_needed
 
@@ -338,7 +339,7 @@ async def _manifest_of_swarm(swarm: Swarm, folder: ModelFolder) -> Manifest | No
 
 def _most_needed(swarm: Swarm, folder: ModelFolder, version: bytes, options: ServerOptions) -> Span:
     held = [
-        Held(server.span, 1 / server.step_seconds if server.step_seconds else 1.0)
+        Held(server.span, steps_per_second(server.step_seconds))
         for server in swarm.view.servers(version, now=time.time())
         if server.peer_id != swarm.peer_id and server.state in (ServerState.ONLINE, ServerState.JOINING)
     ]

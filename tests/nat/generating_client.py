@@ -4,9 +4,10 @@
 
 Each line of standard input is a JSON object: {"ids": [...], "tokens": n, "allowed": [peer ids], "until": {"moved": 1,
 "rejoined": 0, "direct": true}, "more": m}. It generates n tokens at most, greedily, in a session of its own, and stops
-m tokens after all that `until` names has come about. For each it prints {"event": "token", "number", "seconds" (since
-the one before), "direct" (of each server's stream)}, and then {"event": "done", ...}. It joins the swarm with the first
-of these lines; "first" tells the seconds from reading a line to its first token.
+m tokens after all that `until` names has come about. It joins the swarm with the first of these lines. For each it
+prints {"event": "first", "seconds"}, from reading the line to the first token; for every token {"event": "token",
+"number", "seconds" (since the one before), "wire" (of these, without computing), "direct" (each server's stream)}; and
+then {"event": "done", ...}, or "failed".
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ class Watch:
         self._left: int | None = None if until else -1
         self._more = more
         self._number = -1
-        self._before = 0.0
+        self._before = self._in_step = 0.0
+        self._step = session.step
+        session.step = self._timed
+
+    def _timed(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        begun = time.perf_counter()
+        out: torch.Tensor = self._step(*arguments, **options)
+        self._in_step = time.perf_counter() - begun
+        return out
 
     def put(self, _: object) -> None:
         self._number += 1
@@ -45,8 +54,13 @@ class Watch:
             say(event="first", seconds=now - self._begun)
         if self._number:  # the prompt comes first
             links = self._session._session._links
-            direct = [link.server.direct for link in links]
-            say(event="token", number=self._number, seconds=round(now - self._before, 4), direct=direct)
+            say(
+                event="token",
+                number=self._number,
+                seconds=round(now - self._before, 5),
+                wire=round(self._in_step - sum(link.server.timing.compute for link in links), 5),
+                direct=[link.server.direct for link in links],
+            )
         self._before = now
 
     def end(self) -> None:

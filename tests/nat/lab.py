@@ -260,7 +260,8 @@ def _rules(kind: Kind, *, translate: bool = True) -> str:
     random = " --random-fully" if kind is Kind.SYMMETRIC else ""
     uninvited = _UNINVITED.get(kind, "") if translate else ""
     nat = f"*nat\n-A POSTROUTING -o wan -j MASQUERADE{random}\nCOMMIT\n" if translate else ""
-    # Neighbour discovery is no connection that could be known.
+    # Where the firewall sees bridged packets too, neighbours pass it. Neighbour discovery is no connection that could
+    # be known.
     discovery = "" if translate else "-A INPUT -p ipv6-icmp -j ACCEPT"
     return f"""{nat}*filter
 :INPUT ACCEPT [0:0]
@@ -269,6 +270,7 @@ def _rules(kind: Kind, *, translate: bool = True) -> str:
 {discovery}
 {uninvited}
 -A INPUT -i wan -j DROP
+-A FORWARD -i lan -o lan -j ACCEPT
 -A FORWARD -m conntrack --ctstate INVALID -j DROP
 -A FORWARD -i lan -o wan -j ACCEPT
 -A FORWARD -i wan -o lan -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT

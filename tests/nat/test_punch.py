@@ -48,7 +48,7 @@ def test_between_two_servers(lab: Lab, nodes: LabNodes) -> None:
     """Both listen, and dial from the port that they listen on."""
     _, server, other = connect_through_relay(lab, nodes, Kind.DROPS, listen=[LISTEN], blocks=[4, 8])
     print(f"direct {other.ask('wait_direct', peer=server.peer_id):.3f} s later")
-    assert server.ask("is_direct", peer=other.peer_id)
+    server.ask("wait_direct", peer=other.peer_id)  # it may learn of it a moment later
 
 
 def test_random_ports_stay_on_the_relay(lab: Lab, nodes: LabNodes) -> None:

@@ -5,78 +5,25 @@ Every answer is what plain transformers says, token for token. The times are pri
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import pytest
 
+from tests.nat.clients import PROMPT, Client
 from tests.nat.lab import Host, Kind, Nat, open_lab, why_not
 from tests.nat.nodes import LISTEN, LabNodes, lab_nodes
 from tests.swarm.processes import Node
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
-PROMPT = [5, 6, 7, 8, 9]
 RELAY = ("--new-swarm", "--listen", LISTEN)
 ENDLESS = 3500
 """Tokens that are generated at most, until what a test waits for has happened."""
-
-# A server that punches only once a file is there, so that a session is relayed at first.
-_HELD = """
-import sys
-from pathlib import Path
-import trio
-from petalnode.node.reach.punch import Puncher
-go, upgrade = Path(sys.argv.pop(1)), Puncher._upgrade
-
-async def held(self, *arguments):
-    while not go.exists():
-        await trio.sleep(0.02)
-    await upgrade(self, *arguments)
-
-Puncher._upgrade = held
-from petalnode.node.cli.app import main
-main()
-"""
-
-
-class Client:
-    """A `generating_client` on a machine."""
-
-    def __init__(self, nodes: LabNodes, host: Host, folder: Path, *peers: str) -> None:
-        command = [sys.executable, "-m", "tests.nat.generating_client", str(folder), *peers]
-        self.process = nodes.program(host, command)
-
-    def order(self, tokens: int = 24, **fields: Any) -> None:
-        assert self.process.process.stdin is not None
-        self.process.process.stdin.write(json.dumps({"ids": PROMPT, "tokens": tokens, **fields}) + "\n")
-        self.process.process.stdin.flush()
-
-    def token(self, number: int = 1) -> dict[str, Any]:
-        """The `number`-th token from now on."""
-        for _ in range(number):
-            found = self._next("token")
-        return found
-
-    def first(self) -> float:
-        """Seconds from the order to the first token: of the first order, those of joining the swarm as well."""
-        return float(self._next("first")["seconds"])
-
-    def done(self) -> dict[str, Any]:
-        return self._next("done")
-
-    def _next(self, name: str) -> dict[str, Any]:
-        while True:
-            found: dict[str, Any] = json.loads(self.process.line())
-            assert found["event"] != "failed", found
-            if found["event"] == name:
-                return found
 
 
 @dataclass(frozen=True)
@@ -114,7 +61,8 @@ def world(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wo
         go = nodes.home(relay_host) / "go"
         serve = ("serve", str(folder), "--listen", LISTEN, "--peer", peer, "--cache-tokens", "20000")
         office = lab.nat("office").host("office-server")
-        whole = nodes.program(office, [sys.executable, "-c", _HELD, str(go), *serve, "--blocks", "0:6", "--json"])
+        held = [sys.executable, "-m", "tests.nat.held_server", str(go), *serve, "--blocks", "0:6", "--json"]
+        whole = nodes.program(office, held)
         halves = [
             nodes.command(lab.nat(name, Kind.SYMMETRIC).host(f"{name}-server"), *serve, "--blocks", blocks)
             for name, blocks in (("flat", "0:3"), ("attic", "3:6"))

@@ -16,20 +16,23 @@ from typing import Any
 from petalnode.crypto.identity import Identity
 from petalnode.node.swarm import swarm as swarm_module
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError
-from petalnode.protocols.ids import INFERENCE
+from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError, StreamClosed
+from petalnode.protocols.ids import BACKWARD, FORWARD, INFERENCE
 from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
+from petalnode.protocols.training import hash_of_payloads
 
 Stream = MessageStream[wire.InferenceFrame]
 
 
 def install(control: Path) -> None:
-    """Makes every server that this process starts from now on a faulty one."""
+    """Makes every server that this process starts from now on a faulty one, in sessions and in training."""
     honest = swarm_module.Swarm.set_handler
 
     def set_handler(self: Any, protocol: str, frame_type: Any, handler: Any, **options: Any) -> None:
         if protocol == INFERENCE:
             handler = _spoiling(handler, control, self._config.identity)
+        elif protocol in (FORWARD, BACKWARD):
+            handler = _spoiling(handler, control, self._config.identity, _SpoiledWorks)
         honest(self, protocol, frame_type, handler, **options)
 
     swarm_module.Swarm.set_handler = set_handler  # type: ignore[method-assign]
@@ -48,11 +51,11 @@ def ordered(control: Path) -> dict[str, Any]:
 
 
 def _spoiling(
-    handler: Callable[[Any], Awaitable[None]], control: Path, identity: Identity
-) -> Callable[[Stream], Awaitable[None]]:
-    async def handle(stream: Stream) -> None:
+    handler: Callable[[Any], Awaitable[None]], control: Path, identity: Identity, spoiled: type[Any] | None = None
+) -> Callable[[Any], Awaitable[None]]:
+    async def handle(stream: Any) -> None:
         wanted = ordered(control)
-        await handler(_Spoiled(stream, wanted.get("fault", ""), wanted.get("at", 1), identity))
+        await handler((spoiled or _Spoiled)(stream, wanted.get("fault", ""), wanted.get("at", 1), identity))
 
     return handle
 
@@ -174,6 +177,67 @@ FAULTS: dict[str, Callable[..., Awaitable[None]]] = {
         *("position", "previous", "altered", "forged", "stranger", "nan"),
     )
 }
+
+
+class _SpoiledWorks:
+    """A stream of works with one reply on it that is not what the service said."""
+
+    def __init__(self, stream: MessageStream[wire.WorkFrame], fault: str, at: int, identity: Identity) -> None:
+        self._stream = stream
+        self._fault = fault
+        self._at = at
+        self._identity = identity
+        self._replies = 0
+        self._held: wire.WorkFrame | None = None  # a reply, until its bytes are here too
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, frame: wire.WorkFrame, payloads: Sequence[Any] = (), *, timeout: float) -> None:
+        if frame.WhichOneof("body") == "reply":
+            self._replies += 1
+            if self._fault and self._replies == self._at:
+                self._held = wire.WorkFrame()
+                self._held.CopyFrom(frame)
+                return
+        if self._held is None:
+            await self._stream.send(frame, payloads, timeout=timeout)
+            return
+        head, self._held = self._held, None
+        spoiled = [bytes(payload) for payload in payloads]  # of a small model all bytes are one piece
+        match self._fault:
+            case "silence":
+                return
+            case "reset":
+                await self._stream.reset()
+                raise StreamClosed("the test reset the stream", self._stream.peer_id)
+            case "error":
+                refusal = wire.Error(code=wire.ERROR_INTERNAL, message="out of luck")
+                await self._stream.send(wire.WorkFrame(error=refusal), timeout=timeout)
+                return
+            case "shape":
+                rows, tokens, hidden = head.reply.tensors[0].shape
+                head.reply.tensors[0].shape[:] = [tokens, rows, hidden]
+            case "fewer":
+                spoiled[0] = spoiled[0][:-4]
+                frame.tensors[0].nbytes -= 4
+            case "altered":
+                spoiled[0] = _flipped(spoiled[0])
+            case "forged":
+                spoiled[0] = _flipped(spoiled[0])
+                head.reply.receipt.reply_hash = hash_of_payloads(spoiled)
+            case "stranger" | "nan":
+                spoiled[0] = _flipped(spoiled[0]) if self._fault == "stranger" else b"\xff" * len(spoiled[0])
+                head.reply.receipt.reply_hash = hash_of_payloads(spoiled)
+                signer = Identity.generate() if self._fault == "stranger" else self._identity
+                receipt = receipt_from_wire(head.reply.receipt).signed(signer)
+                head.reply.receipt.CopyFrom(receipt_to_wire(receipt))
+        await self._stream.send(head, timeout=timeout)
+        await self._stream.send(frame, spoiled, timeout=timeout)
+
+
+WORK_FAULTS = ("reset", "error", "shape", "fewer", "altered", "forged", "stranger", "nan")
+"""Of replies to works; "silence" too, which takes a deadline to be noticed."""
 
 
 def _copy(frame: wire.InferenceFrame) -> wire.InferenceFrame:

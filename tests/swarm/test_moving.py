@@ -271,7 +271,7 @@ def push_stream(sender: Any) -> Any:
     return known.stream
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_connections_that_come_and_go_at_any_moment(
     seed: int, halves: list[BlockSpan], expected: tuple[torch.Tensor, torch.Tensor]
 ) -> None:

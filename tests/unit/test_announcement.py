@@ -13,6 +13,7 @@ from petalnode.protocols.announcement import (
     MAX_BYTES,
     Announcement,
     BadAnnouncement,
+    RelayOffer,
     ServerState,
     counts_until,
     freshened,
@@ -21,7 +22,7 @@ from petalnode.protocols.announcement import (
     open_signed,
     sign_announcement,
 )
-from petalnode.protocols.directory import MAX_PAGE, last_peer_id, open_records, records_page
+from petalnode.protocols.directory import MAX_PAGE, NodeInfo, last_peer_id, open_records, records_page
 from petalnode.protocols.ids import Span
 
 NOW = 1_800_000_000.0
@@ -43,13 +44,25 @@ def announcement(identity: Identity = SERVER, **fields) -> Announcement:
         cache_tokens=100,
         cache_tokens_free=40,
         adapters=("a",),
-        addrs=("/ip4/10.0.0.1/tcp/4001", "/dns4/example.com/tcp/4001"),
+        addrs=(f"/ip4/10.0.0.2/tcp/4001/p2p/{OTHER.peer_id}/p2p-circuit", "/dns4/example.com/tcp/4001"),
         rtts={OTHER.peer_id: 0.002},
         software_version="0.1.0",
         public_name="ünïcode",
         max_session_length=2048,
     )
     return replace(freshened(plain, now=NOW, lifetime=45), **fields)
+
+
+def test_an_offer_to_relay_is_announced_also_when_nothing_is_free():
+    for offer in (RelayOffer(free=3, reservations=5), RelayOffer(free=0, reservations=0), None):
+        assert sign_announcement(SERVER, announcement(relay=offer)).content.relay == offer
+
+
+def test_what_a_node_says_of_itself_is_read_with_care():
+    info = NodeInfo("server", "0.1.0", "public at 203.0.113.5:31330", RelayOffer(2, 3), 4, 5 << 40)
+    assert NodeInfo.of(info.to_frame().node) == info
+    read = NodeInfo.of(wire.NodeInfo(role="a\x1b[31m", reachability="x" * 9999))
+    assert read.role == "a[31m" and len(read.reachability) == 256 and read.relay is None
 
 
 def signed_message(message: wire.Announcement, identity: Identity = SERVER) -> wire.SignedAnnouncement:

@@ -41,6 +41,14 @@ def test_another_relay_takes_the_place_of_one_that_stays_away() -> None:
     assert plan("abcd", {"a": lost(FAITH, retry_in=0.5), "b": HELD}).start == ("c",)
 
 
+def test_that_one_is_being_tried_is_no_reason_to_wait_for_it() -> None:
+    trying = RelayState(Bond.RESERVING, 1, True, NOW - 0.5)
+    waiting = plan("abcd", {"a": trying, "b": HELD})
+    assert waiting.start == () and waiting.wake == NOW - 0.5 + FAITH
+    assert plan("abcd", {"a": RelayState(Bond.RESERVING, 1, True, NOW - FAITH), "b": HELD}).start == ("c",)
+    assert plan("abcd", {"a": RelayState(Bond.RESERVING), "b": HELD}).start == ()  # a first try
+
+
 def test_who_has_no_place_left_waits_for_nobody() -> None:
     assert plan("abcd", {"a": lost(0.1, retry_in=0.2), "b": lost(0.1, retry_in=0.2)}).start == ("c", "d")
 

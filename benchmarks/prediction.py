@@ -1,0 +1,175 @@
+"""Milliseconds per token as the cost model predicts them, and as they are, on real servers.
+
+    python benchmarks/prediction.py [--json] [--rtts 0 10 50] [--servers 2 3] [--model h512] [--tokens 48] [--rounds 3]
+
+Servers are processes of their own with one compute thread each. With a round trip of 0 they are on loopback; with any
+other, each and the client are on hosts of their own that are so many milliseconds apart (`delay_bridge.py`, which needs
+root). `predicted` is what routes and `petalnode plan` reckon with: the servers' announced decode steps and the measured
+round trips. `measured` is the median of a decode step's time at the client, without embeddings and head, which are
+the same whatever the route. `announced` and `computed` are the computing in it, as the servers announced it and as they
+report it of these steps: other work on the machine drives the two apart, so leave it in peace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from chain import h512, spans_of
+from delay_bridge import delay_network
+from local_swarm import ServerProcess
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from petalnode import AutoDistributedModelForCausalLM
+from petalnode.node.client.core import BYTES_PER_VALUE
+from petalnode.node.client.routing import Hop, chain_seconds
+from petalnode.node.models import resolve
+from petalnode.protocols.ids import Span
+
+MODES = ("relayed", "pushed")
+PROMPT_TOKENS = 16
+
+
+def client(folder: str, addr: str, tokens: int, rounds: int) -> None:
+    """The client's process: prints a prediction and the steps of every mode."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[addr]) as model:
+        hidden = model._local.embed(torch.randint(5, 2000, (1, PROMPT_TOKENS)))
+        steps: dict[str, list[float]] = {mode: [] for mode in MODES}
+        predicted: dict[str, list[float]] = {mode: [] for mode in MODES}
+        computed: dict[str, list[float]] = {mode: [] for mode in MODES}
+        for _, mode in itertools.product(range(rounds), MODES):
+            candidates = model._runtime.call(model._runtime.value.candidates)
+            with model.inference_session(PROMPT_TOKENS + tokens) as session, torch.inference_mode():
+                token = session.step(hidden)[:, -1:]
+                inner = session._session
+                inner.spec = replace(inner.spec, push=mode == "pushed")
+                for _ in range(tokens):
+                    begun = time.perf_counter()
+                    token = session.step(token)
+                    steps[mode].append(time.perf_counter() - begun)
+                    computed[mode].append(sum(hop.compute for hop in inner.timings))
+                chain = [Hop(peer_id, Span(*blocks)) for peer_id, blocks in session.route]
+                token_bytes = hidden.shape[2] * BYTES_PER_VALUE[inner.spec.dtype]
+                pushed = mode == "pushed"
+                predicted[mode].append(chain_seconds(chain, candidates, token_bytes=token_bytes, pushed=pushed))
+    for mode in MODES:
+        result = {
+            "mode": mode,
+            "servers": len(chain),
+            "announced": sum(each.step_seconds for each in candidates),
+            "predicted": statistics.median(predicted[mode]),
+            "computed": statistics.median(computed[mode]),
+            "steps": steps[mode],
+        }
+        print(json.dumps(result), flush=True)
+
+
+def run(folder: Path, num_blocks: int, rtt: float, count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both modes over `count` servers; `rtt` in milliseconds."""
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(delay_network(count + 1, rtt / 2000)) if rtt else None
+        servers = stack.enter_context(_servers(network, folder, num_blocks, count))
+        time.sleep(2.0)  # servers measure the round trips to one another once they are announced
+        arguments = [sys.executable, __file__, "--client", str(folder), str(servers[-1].ready["addrs"][0])]
+        arguments += ["--tokens", str(options.tokens), "--rounds", str(options.rounds)]
+        command = arguments if network is None else network.command(0, arguments)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found = []
+    for line in done.stdout.splitlines():
+        each = json.loads(line)
+        measured = statistics.median(each["steps"])
+        found.append(
+            {
+                "rtt_ms": rtt,
+                "servers": each["servers"],
+                "mode": each["mode"],
+                "predicted_ms": 1000 * each["predicted"],
+                "measured_ms": 1000 * measured,
+                "p95_ms": 1000 * statistics.quantiles(each["steps"], n=20)[-1],
+                "announced_ms": 1000 * each["announced"],
+                "computed_ms": 1000 * each["computed"],
+                "error": each["predicted"] / measured - 1,
+            }
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _servers(network: Any, folder: Path, num_blocks: int, count: int) -> Iterator[list[ServerProcess]]:
+    servers: list[ServerProcess] = []
+    with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
+        try:
+            peer: Sequence[str] = ("--new-swarm",)
+            for number, (start, end) in enumerate(spans_of(num_blocks, count), start=1):
+                own = Path(scratch) / str(number)
+                own.mkdir()
+                place: dict[str, Any] = {}
+                if network is not None:
+                    place = {"host": network.address(number), "prefix": network.command(number, [])}
+                servers.append(ServerProcess([str(folder), "--blocks", f"{start}:{end}", *peer], own, **place))
+                peer = ("--peer", str(servers[-1].wait_ready()["addrs"][0]))
+            yield servers
+        finally:
+            for server in servers:
+                server.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--rtts", nargs="+", type=float, default=[0, 10, 50], help="milliseconds; 0 is loopback")
+    parser.add_argument("--servers", nargs="+", type=int, default=[2, 3])
+    parser.add_argument("--model", default="h512", help="h512 (random weights) or any model")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--client", nargs=2, metavar=("MODEL", "PEER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.client:
+        client(*options.client, options.tokens, options.rounds)
+        return
+    results = []
+    with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
+        made_here = options.model == "h512"
+        folder = h512(Path(scratch) / "h512") if made_here else resolve(options.model, need="all").path
+        num_blocks = AutoConfig.from_pretrained(folder).num_hidden_layers
+        for rtt, count in itertools.product(options.rtts, options.servers):
+            print(f"{count} servers, {rtt:g} ms apart ...", file=sys.stderr)
+            results += run(folder, num_blocks, rtt, count, options)
+    if options.json:
+        print(json.dumps({"model": options.model, "prediction": results}))
+        return
+    table = Table(title=f"time of a decode step of {options.model}, ms")
+    for column in ("RTT ms", "servers", "mode", "predicted", "measured", "p95", "announced", "computed", "error"):
+        table.add_column(column, justify="right")
+    for each in results:
+        table.add_row(
+            f"{each['rtt_ms']:g}",
+            str(each["servers"]),
+            each["mode"],
+            *(f"{each[name]:.1f}" for name in ("predicted_ms", "measured_ms", "p95_ms", "announced_ms", "computed_ms")),
+            f"{each['error']:+.0%}",
+        )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The `petalnode` command, but that it punches only once a file is there, so that a session is relayed at first.
+
+python -m tests.nat.held_server FILE serve ...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from petalnode.__main__ import main
+from petalnode.node.reach.punch import Puncher
+
+
+def hold(go: Path) -> None:
+    """Changes this process only."""
+    upgrade = Puncher._upgrade
+
+    async def held(self: Puncher, *arguments: Any) -> None:
+        while not await trio.Path(go).exists():  # noqa: ASYNC110  (the file is made by another process)
+            await trio.sleep(0.02)
+        await upgrade(self, *arguments)
+
+    Puncher._upgrade = held  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    hold(Path(sys.argv.pop(1)))
+    main()

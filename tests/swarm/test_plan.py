@@ -1,0 +1,88 @@
+"""`petalnode plan` as a person and a script meet it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.conftest import SharedSwarm
+from tests.swarm.processes import environment, petalnode
+
+MACHINES = {
+    "model": {"blocks": 6},
+    "client": {"region": "home"},
+    "machines": [
+        {"name": "attic", "blocks": 6, "ms_per_block": 10, "region": "home"},
+        {"name": "fast", "blocks": 4, "ms_per_block": 1, "region": "office"},
+        {"name": "far", "blocks": 6, "ms_per_block": 0.5, "region": "mars"},
+    ],
+    "rtt_ms": {"home": {"office": 10, "mars": 1000}, "office": {"mars": 1000}},
+}
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Path:
+    path = tmp_path / "machines.json"
+    path.write_text(json.dumps(MACHINES))
+    return path
+
+
+def test_a_plan_for_a_file_of_machines(machines: Path, home: Path) -> None:
+    outcome = petalnode("plan", "--machines", str(machines), "--json", env=environment(home))
+    assert outcome.code == 0, outcome
+    (plan,) = outcome.objects
+    assert plan["num_blocks"] == 6 and "now" not in plan
+    fastest = plan["fastest"]
+    # The client and the attic are beside each other; two blocks there, and four on the fast one over there.
+    assert sorted((each["name"], each["blocks"][1] - each["blocks"][0]) for each in fastest["machines"]) == [
+        ("attic", 2),
+        ("fast", 4),
+    ]
+    assert fastest["ms_per_token"] == fastest["least_ms_per_token"] == pytest.approx(20 + 4 + 0.5 + 5 + 5)
+    assert fastest["proved"] is True
+    busiest = plan["busiest"]
+    assert {each["name"] for each in busiest["machines"]} == {"attic", "fast", "far"}
+    assert fastest["tokens_per_second"] < busiest["tokens_per_second"] <= busiest["most_tokens_per_second"]
+    table = petalnode("plan", "--machines", str(machines), env=environment(home))
+    assert table.code == 0 and "there is no faster chain" in table.out and "attic" in table.out, table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ("--machines {nothing}", 2, "{nothing} cannot be read"),
+        ("--machines {machines} --num-blocks 17", 3, "together hold 16 of 17 blocks"),
+        ("--machines {few}", 2, "how many blocks has the model"),
+        ("no-such-model --machines {few}", 2, "no-such-model"),
+        ("--num-blocks 4 --peer /ip4/127.0.0.1/tcp/1/p2p/x", 2, "go with --machines"),
+        ("", 2, "--peer"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(
+    arguments: str, code: int, says: str, machines: Path, home: Path, tmp_path: Path
+) -> None:
+    few = tmp_path / "few.json"
+    few.write_text(json.dumps(MACHINES["machines"][:1]))
+    places = {"machines": str(machines), "few": str(few), "nothing": str(tmp_path / "nothing.csv")}
+    outcome = petalnode("plan", *arguments.format(**places).split(), env=environment(home), cwd=tmp_path)
+    assert outcome.code == code, outcome
+    assert "Traceback" not in outcome.err, outcome
+    (line,) = [line for line in outcome.err.splitlines() if line.startswith("petalnode:")]
+    assert says.format(**places) in line, outcome
+
+
+def test_a_plan_for_a_running_swarm(shared_swarm: SharedSwarm, home: Path) -> None:
+    several = petalnode("plan", "--peer", shared_swarm.peer, env=environment(home))
+    assert several.code == 2 and "tiny-gemma3, tiny-gpt2, tiny-llama" in several.err, several
+    outcome = petalnode("plan", "tiny-llama", "--peer", shared_swarm.peer, "--json", env=environment(home))
+    assert outcome.code == 0, outcome
+    (plan,) = outcome.objects
+    servers = {node.ready["peer_id"] for node in shared_swarm.llama}
+    assert plan["num_blocks"] == 6
+    assert {each["peer_id"] for each in plan["now"]["machines"]} == servers
+    assert [each["blocks"] for each in plan["now"]["route"]] == [[0, 2], [2, 4], [4, 6]]
+    # All three are needed, so no plan does better than another by leaving one out.
+    assert sum(each["blocks"][1] - each["blocks"][0] for each in plan["fastest"]["machines"]) == 6
+    assert 0 < plan["fastest"]["ms_per_token"] <= plan["now"]["ms_per_token"] + 1e-3

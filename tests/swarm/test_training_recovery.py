@@ -1,0 +1,234 @@
+"""Whatever happens to servers in a forward or backward pass, the gradients are those of plain transformers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode import PromptTuning
+from petalnode.node.client import work_pool
+from petalnode.node.errors import NoChainError, SwarmError
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import BACKWARD, FORWARD
+from tests.swarm.faulty_server import WORK_FAULTS, order
+from tests.swarm.fleet import Model, opened_for
+from tests.swarm.plain_tuning import PlainTuning
+from tests.swarm.processes import Nodes
+from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
+from tests.tiny_models import HIDDEN, VOCABULARY, load_whole
+
+TOLERANCE = 1e-4
+ROWS, TOKENS, PREFIX = 24, 40, 4
+"""Enough for four micro-batches."""
+
+
+@pytest.fixture(scope="module")
+def folder(models: Path) -> Path:
+    return models / "tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def pool(home: Path, folder: Path, node_starter: Nodes) -> Iterator[ServerPool]:
+    torch.set_num_threads(1)
+    peer: str = node_starter.meeting_point().event("ready")["addrs"][0]
+    with server_pool(home / "training", folder, peer) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _every_chain_gets_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast servers happen to be here must not decide which of them a test is about."""
+    monkeypatch.setattr(work_pool, "apportion", lambda count, chains: [number % len(chains) for number in range(count)])
+
+
+class Works:
+    """Sees the replies to works that a client gets, as they arrive, and may do something then."""
+
+    def __init__(self, model: Model) -> None:
+        self.replies: Counter[tuple[str, str]] = Counter()
+        self._due: Callable[[str, str], object] = lambda protocol, peer_id: None
+        swarm = model._runtime.value.swarm
+        connect = swarm.new_stream
+
+        async def new_stream(peer_id: str, protocol: str, *arguments: Any, **options: Any) -> Any:
+            stream = await connect(peer_id, protocol, *arguments, **options)
+            return _Watched(stream, protocol, self) if protocol in (FORWARD, BACKWARD) else stream
+
+        swarm.new_stream = new_stream  # type: ignore[method-assign]
+
+    @contextmanager
+    def at_first(self, protocol: str, peer_id: str, due: Callable[[], object]) -> Iterator[None]:
+        """Calls `due` when the first reply of this kind comes from this server."""
+        done = []
+
+        def look(came: str, sender: str) -> None:
+            if not done and (came, sender) == (protocol, peer_id):
+                done.append(due())
+
+        self._due = look
+        yield
+        assert done, "no such reply came"
+
+    def note(self, protocol: str, peer_id: str) -> None:
+        self.replies[protocol, peer_id] += 1
+        self._due(protocol, peer_id)
+
+
+class _Watched:
+    def __init__(self, stream: Any, protocol: str, works: Works) -> None:
+        self._stream = stream
+        self._protocol = protocol
+        self._works = works
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def receive(self, **options: Any) -> tuple[wire.WorkFrame, list[bytes]]:
+        frame, payloads = await self._stream.receive(**options)
+        if frame.WhichOneof("body") == "reply":
+            self._works.note(self._protocol, self._stream.peer_id)
+        return frame, payloads
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+class Trial:
+    """Deep prompts in a model of the swarm, and the same in plain transformers."""
+
+    def __init__(self, model: Model, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.tuned = PromptTuning(model, PREFIX, deep=True)
+        assert self.tuned.deep_prompts is not None
+        self.tuned.deep_prompts.data.normal_(0, 0.1)
+        whole: Any = load_whole(folder).requires_grad_(False)
+        plain = PlainTuning(whole, self.tuned.prompt_embeddings, self.tuned.deep_prompts)
+        self._expected = self._gradients(plain)
+
+    @staticmethod
+    def _gradients(tuned: Any) -> list[torch.Tensor]:
+        for each in tuned.parameters():
+            each.grad = None
+        loss = tuned(tokens(), labels=tokens()).loss
+        loss.backward()
+        return [loss.detach(), *(each.grad for each in tuned.parameters())]
+
+    def run(self) -> None:
+        for got, expected in zip(self._gradients(self.tuned), self._expected, strict=True):
+            difference = float((got - expected).abs().max() / expected.abs().max())
+            assert difference <= TOLERANCE, f"differs by {difference:.2g}"
+
+
+@contextmanager
+def trial(pool: ServerPool, folder: Path, *servers: PooledServer) -> Iterator[tuple[Trial, Works]]:
+    with opened_for(servers, folder, pool.peer) as model:
+        works = Works(model)
+        yield Trial(model, folder), works
+
+
+@pytest.fixture(scope="module")
+def steady(pool: ServerPool) -> tuple[PooledServer, PooledServer]:
+    """Two servers that outlive all tests."""
+    return pool.start("0:3"), pool.start("3:6")
+
+
+def test_a_batch_goes_over_all_servers_that_there_are(
+    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]
+) -> None:
+    servers = [*steady, pool.start("0:3"), pool.start("3:6")]
+    with trial(pool, folder, *servers) as (each, works):
+        each.run()
+        for protocol in (FORWARD, BACKWARD):
+            counts = [works.replies[protocol, server.peer_id] for server in servers]
+            assert all(counts) and counts[0] + counts[2] == counts[1] + counts[3] == 4
+    for server in servers[2:]:
+        server.kill()
+
+
+@pytest.mark.parametrize("protocol", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("blocks", ["0:3", "3:6"])
+def test_a_server_is_killed(
+    protocol: str, blocks: str, pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]
+) -> None:
+    victim = pool.start(blocks)
+    with trial(pool, folder, victim, *steady) as (each, works):
+        with works.at_first(protocol, victim.peer_id, victim.kill):
+            each.run()
+        each.run()  # and the next batch without it
+
+
+@pytest.mark.parametrize("protocol", [FORWARD, BACKWARD])
+def test_others_with_other_boundaries_take_over(protocol: str, pool: ServerPool, folder: Path) -> None:
+    victim, *others = [pool.start(each) for each in ("0:6", "0:2", "2:5", "5:6")]
+    with trial(pool, folder, victim, *others) as (each, works):
+        with works.at_first(protocol, victim.peer_id, victim.kill):
+            each.run()
+        assert all(works.replies[BACKWARD, other.peer_id] for other in others)
+    for server in others:
+        server.kill()
+
+
+def test_a_server_freezes(pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]) -> None:
+    victim = pool.start("0:3")
+    with (
+        trial(pool, folder, victim, *steady) as (each, works),
+        works.at_first(BACKWARD, victim.peer_id, victim.freeze),
+    ):
+        each.run()
+    victim.kill()
+
+
+def test_a_server_leaves(pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]) -> None:
+    leaving = pool.start("0:3")
+    with trial(pool, folder, leaving, *steady) as (each, works):
+        with works.at_first(FORWARD, leaving.peer_id, leaving.terminate):
+            each.run()
+        each.run()
+
+
+@pytest.fixture(scope="module")
+def liar(pool: ServerPool, home: Path) -> tuple[PooledServer, Path]:
+    control = home / "training-fault.json"
+    return pool.start("0:6", fault=control), control
+
+
+@pytest.mark.parametrize("fault", WORK_FAULTS)
+def test_a_server_that_lies_is_not_believed(
+    fault: str,
+    pool: ServerPool,
+    folder: Path,
+    steady: tuple[PooledServer, PooledServer],
+    liar: tuple[PooledServer, Path],
+) -> None:
+    server, control = liar
+    with trial(pool, folder, server, *steady) as (each, works):
+        order(control, fault)
+        each.run()
+        assert works.replies[BACKWARD, steady[0].peer_id] == works.replies[BACKWARD, steady[1].peer_id] >= 2
+
+
+def test_nobody_is_left(
+    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_pool, "RECOVERY_TIMEOUT", 1.0)
+    victim = pool.start("0:3")
+    with (
+        trial(pool, folder, victim, steady[1]) as (each, works),
+        works.at_first(BACKWARD, steady[1].peer_id, victim.kill),
+        pytest.raises(NoChainError, match="0:3"),
+    ):
+        each.run()
+
+
+def test_a_batch_that_no_server_takes_is_refused(
+    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]
+) -> None:
+    with opened_for(steady, folder, pool.peer) as model, pytest.raises(SwarmError, match="4096"):
+        model.remote_blocks(torch.zeros(1, 5000, HIDDEN))

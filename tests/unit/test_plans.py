@@ -1,0 +1,102 @@
+"""Plans, and that they reckon as the client's router does."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petalnode.node.errors import NoChainError
+from petalnode.node.planning.fleet import Fleet, Machine
+from petalnode.node.planning.live import fleet_of_servers
+from petalnode.node.planning.plans import Placed, busiest_plan, expected, fastest_plan, present_plan
+from petalnode.protocols.announcement import Announcement, ServerState
+from petalnode.protocols.ids import Span
+
+BLOCKS = 8
+
+
+def fleet_of(seed: int, *, client: bool, known: float = 1.0) -> Fleet:
+    """Machines with room for all blocks; of the pairs, so many are `known`."""
+    chance = np.random.default_rng(seed)
+    size = int(chance.integers(2, 8))
+    room = chance.integers(1, 6, size)
+    room[0] = BLOCKS
+    rtts = chance.random((size, size))
+    rtts = (rtts + rtts.T) / 2
+    np.fill_diagonal(rtts, 0)
+    missing = chance.random((size, size)) > known
+    rtts[(missing | missing.T) & ~np.eye(size, dtype=bool)] = math.nan
+    machines = (
+        Machine(f"m{number}", int(blocks), float(chance.uniform(0.01, 0.2))) for number, blocks in enumerate(room)
+    )
+    return Fleet(tuple(machines), rtts, chance.random(size) if client else None, 0.01)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.booleans(), st.booleans())
+def test_the_fastest_plan_is_what_the_router_makes_of_it(seed: int, client: bool, all_known: bool) -> None:
+    fleet = fleet_of(seed, client=client, known=1.0 if all_known or not client else 0.5)
+    plan = fastest_plan(fleet, BLOCKS, seconds=600)
+    assert [each.span.start for each in plan.placed] == [0, *(each.span.end for each in plan.placed)][:-1]
+    assert plan.placed[-1].span.end == BLOCKS
+    assert plan.proved and plan.seconds == pytest.approx(plan.least_seconds, rel=1e-9)
+    # Nothing that the router could do with any placement of these machines is faster.
+    busiest = busiest_plan(fleet, BLOCKS)
+    assert plan.seconds <= busiest.seconds * (1 + 1e-9)
+    assert busiest.tokens_per_second <= busiest.most_tokens_per_second * (1 + 1e-9)
+    assert plan.tokens_per_second <= busiest.most_tokens_per_second * (1 + 1e-9)
+
+
+def test_what_is_expected_counts_computing_ways_and_the_client() -> None:
+    fleet = Fleet(
+        (Machine("a", 4, 0.1), Machine("b", 4, 0.2)),
+        np.array([[0.0, 0.06], [0.06, 0.0]]),
+        np.array([0.02, 0.08]),
+        0.5,
+    )
+    found = expected(fleet, [Placed(0, Span(0, 3)), Placed(1, Span(3, 4))], 4)
+    assert found.seconds == pytest.approx(0.01 + 0.3 + 0.03 + 0.2 + 0.04 + 0.5)
+    assert found.tokens_per_second == pytest.approx(1 / 0.3)
+    with pytest.raises(NoChainError, match="3 of"):
+        expected(fleet, [Placed(0, Span(0, 3))], 4)
+
+
+def announcement(name: str, start: int, end: int, step: float, rtts: dict[str, float]) -> Announcement:
+    return Announcement(
+        peer_id=name,
+        model_version=bytes(32),
+        model_name="m",
+        num_blocks=BLOCKS,
+        span=Span(start, end),
+        state=ServerState.ONLINE,
+        step_seconds=step,
+        rtts=rtts,
+    )
+
+
+def test_a_swarm_is_planned_as_it_is_announced() -> None:
+    servers = [
+        announcement("peer-of-the-first", 0, 4, 0.4, {"peer-of-the-second": 0.02}),
+        announcement("peer-of-the-second", 4, 8, 0.8, {}),
+    ]
+    fleet = fleet_of_servers(servers, {"peer-of-the-first": 0.1, "peer-of-the-second": 0.3})
+    assert [machine.block_seconds for machine in fleet.machines] == pytest.approx([0.1, 0.2])
+    now = present_plan(fleet, BLOCKS)
+    assert now.seconds == pytest.approx(0.05 + 0.4 + 0.01 + 0.8 + 0.15)
+    assert fastest_plan(fleet, BLOCKS).seconds == pytest.approx(now.seconds)
+    with pytest.raises(NoChainError):
+        present_plan(fleet_of_servers(servers[:1], {"peer-of-the-first": 0.1}), BLOCKS)
+
+
+def test_absurd_announcements_make_no_absurd_plan() -> None:
+    servers = [
+        announcement("liar", 0, 8, 0.0, {"slow": -5.0}),
+        announcement("slow", 0, 8, 1e30, {"liar": math.inf}),
+    ]
+    fleet = fleet_of_servers(servers, {"liar": math.nan, "slow": 0.1})
+    for plan in (fastest_plan(fleet, BLOCKS), busiest_plan(fleet, BLOCKS), present_plan(fleet, BLOCKS)):
+        assert math.isfinite(plan.seconds) and 0 < plan.tokens_per_second <= 1e5
