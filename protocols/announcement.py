@@ -71,8 +71,9 @@ class Announcement:
     `model_version` is 32 bytes; `span` half-open; `step_seconds` one decode step through the whole span with an
     empty queue; `forward_tokens_per_second` a long prefill; cache tokens count a row through all blocks of the
     span; `rtts` seconds to other servers by peer id; `addrs` textual multiaddrs without /p2p; `relay` is set if it
-    is one that takes reservations. `sequence`
-    (nanoseconds since 1970) and `expires` (seconds since 1970) are set anew each time it is published.
+    is one that takes reservations; `fixed` if it stays with its span whatever the swarm needs; `next_span` where it
+    goes as soon as its sessions have left; `network_seconds` what the bytes of a token take into it and out of it (0:
+    not measured). `sequence` (nanoseconds since 1970) and `expires` (seconds since 1970) are set anew each time it is published.
     """
 
     peer_id: str
@@ -97,6 +98,9 @@ class Announcement:
     public_name: str = ""
     max_session_length: int = 0
     relay: RelayOffer | None = None
+    fixed: bool = False
+    next_span: Span | None = None
+    network_seconds: float = 0.0
 
     def to_wire(self) -> wire.Announcement:
         """The message that is signed.
@@ -130,6 +134,9 @@ class Announcement:
             public_name=self.public_name,
             max_session_length=self.max_session_length,
             relay=self.relay.to_wire() if self.relay is not None else None,
+            fixed=self.fixed,
+            next_span=wire.Span(start=self.next_span.start, end=self.next_span.end) if self.next_span else None,
+            network_us=min(round(self.network_seconds * 1e6), _MAX_STEP_US),
         )
         _check_message(message)
         return message
@@ -244,8 +251,10 @@ def _check_message(message: wire.Announcement) -> None:
         "the model version": len(message.model_version) == 32,
         "the number of blocks": 0 < message.num_blocks <= MAX_BLOCKS,
         "the span": message.span.start < message.span.end <= message.num_blocks,
+        "the next span": not message.HasField("next_span")
+        or message.next_span.start < message.next_span.end <= message.num_blocks,
         "the state": message.state in _STATES,
-        "the step time": message.step_us <= _MAX_STEP_US,
+        "the step time": max(message.step_us, message.network_us) <= _MAX_STEP_US,
         "the number of addresses": len(message.addrs) <= MAX_ADDRS,
         "an address": all(len(addr) <= _MAX_TEXT for addr in message.addrs),
         "the number of round trip times": len(message.rtts) <= _MAX_RTTS,
@@ -284,4 +293,7 @@ def _content(message: wire.Announcement) -> Announcement:
         public_name=message.public_name,
         max_session_length=message.max_session_length,
         relay=RelayOffer.of(message),
+        fixed=message.fixed,
+        next_span=Span(message.next_span.start, message.next_span.end) if message.HasField("next_span") else None,
+        network_seconds=message.network_us / 1e6,
     )

@@ -234,6 +234,9 @@ class Announcement(google.protobuf.message.Message):
     PUBLIC_NAME_FIELD_NUMBER: builtins.int
     MAX_SESSION_LENGTH_FIELD_NUMBER: builtins.int
     RELAY_FIELD_NUMBER: builtins.int
+    FIXED_FIELD_NUMBER: builtins.int
+    NEXT_SPAN_FIELD_NUMBER: builtins.int
+    NETWORK_US_FIELD_NUMBER: builtins.int
     peer_id: builtins.bytes
     sequence: builtins.int
     """nanoseconds since 1970 when it was made; higher replaces lower"""
@@ -258,6 +261,10 @@ class Announcement(google.protobuf.message.Message):
     software_version: builtins.str
     public_name: builtins.str
     max_session_length: builtins.int
+    fixed: builtins.bool
+    """stays with its span, whatever the swarm needs"""
+    network_us: builtins.int
+    """what the bytes of a token take into it and out of it, microseconds; 0: not measured"""
     @property
     def span(self) -> Global___Span: ...
     @property
@@ -271,6 +278,10 @@ class Announcement(google.protobuf.message.Message):
     @property
     def relay(self) -> Global___RelayOffer:
         """unset: it relays for nobody"""
+
+    @property
+    def next_span(self) -> Global___Span:
+        """where it goes as soon as its sessions have left it; unset: it stays"""
 
     def __init__(
         self,
@@ -297,9 +308,12 @@ class Announcement(google.protobuf.message.Message):
         public_name: builtins.str = ...,
         max_session_length: builtins.int = ...,
         relay: Global___RelayOffer | None = ...,
+        fixed: builtins.bool = ...,
+        next_span: Global___Span | None = ...,
+        network_us: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["relay", b"relay", "span", b"span"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "addrs", b"addrs", "cache_tokens", b"cache_tokens", "cache_tokens_free", b"cache_tokens_free", "dtype", b"dtype", "expires_ms", b"expires_ms", "forward_tokens_per_second", b"forward_tokens_per_second", "max_session_length", b"max_session_length", "model_name", b"model_name", "model_version", b"model_version", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "public_name", b"public_name", "quantisation", b"quantisation", "queue_depth", b"queue_depth", "relay", b"relay", "rtts", b"rtts", "sequence", b"sequence", "software_version", b"software_version", "span", b"span", "state", b"state", "step_us", b"step_us"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["next_span", b"next_span", "relay", b"relay", "span", b"span"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "addrs", b"addrs", "cache_tokens", b"cache_tokens", "cache_tokens_free", b"cache_tokens_free", "dtype", b"dtype", "expires_ms", b"expires_ms", "fixed", b"fixed", "forward_tokens_per_second", b"forward_tokens_per_second", "max_session_length", b"max_session_length", "model_name", b"model_name", "model_version", b"model_version", "network_us", b"network_us", "next_span", b"next_span", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "public_name", b"public_name", "quantisation", b"quantisation", "queue_depth", b"queue_depth", "relay", b"relay", "rtts", b"rtts", "sequence", b"sequence", "software_version", b"software_version", "span", b"span", "state", b"state", "step_us", b"step_us"]) -> None: ...
 
 Global___Announcement: typing_extensions.TypeAlias = Announcement
 

@@ -18,7 +18,14 @@ from ..errors import BadInput, ModelError, NoChainError, ServerFailed, SwarmErro
 from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_part
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
-from .deadlines import OPEN_TIMEOUT, REFRESH_TIMEOUT, RTT_LIFETIME, RTT_TIMEOUT, SUSPECT_SECONDS
+from .deadlines import (
+    MEASURE_TIMEOUT,
+    OPEN_TIMEOUT,
+    REFRESH_TIMEOUT,
+    RTT_LIFETIME,
+    RTT_TIMEOUT,
+    SUSPECT_SECONDS,
+)
 from .routing import Candidate, Hop, cheapest_chain, second_best
 from .saved_session import SavedSession
 from .server_session import HopTiming, InferenceStream, SessionSpec
@@ -119,6 +126,7 @@ class SwarmClient:
         self._allowed = frozenset(allowed)
         self._blocked = frozenset(blocked)
         self._rtts: dict[str, tuple[float, float]] = {}
+        self._measures: dict[str, trio.Event] = {}
         self._suspects: dict[str, float] = {}
         self._seconds_per_byte: dict[str, float] = {}
         self.works = WorkPool(self)
@@ -139,24 +147,23 @@ class SwarmClient:
         )
 
     async def candidates(self, excluded: Collection[str] = ()) -> tuple[Candidate, ...]:
-        """The servers that answer, each with its round trip. Those that failed lately come with a penalty."""
-        now = trio.current_time()
+        """The servers that answer soon, each with its round trip. Those that failed lately come with a penalty."""
         servers = [server for server in self.servers() if server.peer_id not in excluded]
-        async with trio.open_nursery() as nursery:
-            for server in servers:
-                measured = self._rtts.get(server.peer_id)
-                if measured is None or now - measured[1] > RTT_LIFETIME:
-                    nursery.start_soon(self._measure, server.peer_id)
+        measuring = [self._measuring(server.peer_id) for server in servers if self._rtt(server.peer_id) is None]
+        with trio.move_on_after(RTT_TIMEOUT):
+            for done in measuring:
+                await done.wait()
+        now = trio.current_time()
         found = []
         for server in servers:
-            measured = self._rtts.get(server.peer_id)
-            if measured is not None:
+            rtt = self._rtt(server.peer_id)
+            if rtt is not None:
                 suspect = self._suspects.get(server.peer_id, 0.0) > now
                 found.append(
                     Candidate(
                         server.peer_id,
                         server.span,
-                        rtt=measured[0],
+                        rtt=rtt,
                         step_seconds=server.step_seconds,
                         cache_tokens_free=server.cache_tokens_free,
                         forward_tokens_per_second=server.forward_tokens_per_second,
@@ -169,13 +176,30 @@ class SwarmClient:
                 )
         return tuple(found)
 
-    async def _measure(self, peer_id: str) -> None:
+    def _rtt(self, peer_id: str) -> float | None:
+        """The round trip to a peer, if it was measured lately."""
+        measured = self._rtts.get(peer_id)
+        return None if measured is None or trio.current_time() - measured[1] > RTT_LIFETIME else measured[0]
+
+    def _measuring(self, peer_id: str) -> trio.Event:
+        """Set when the round trip to a peer is measured, or cannot be. Goes on when nobody waits for it any more: where
+        a connection takes long, through a relay far away, the next look finds it made."""
+        done = self._measures.get(peer_id)
+        if done is None:
+            done = self._measures[peer_id] = trio.Event()
+            self._nursery.start_soon(self._measure, peer_id, done)
+        return done
+
+    async def _measure(self, peer_id: str, done: trio.Event) -> None:
         try:
-            rtt = await self.swarm.measure_rtt(peer_id, timeout=RTT_TIMEOUT)
+            rtt = await self.swarm.measure_rtt(peer_id, timeout=MEASURE_TIMEOUT)
         except (PeerError, SwarmError):
             self._rtts.pop(peer_id, None)
         else:
             self._rtts[peer_id] = (rtt, trio.current_time())
+        finally:
+            del self._measures[peer_id]
+            done.set()
 
     def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
         """Notes that a server failed or said no: others are preferred for so long."""

@@ -11,7 +11,9 @@ from typing import Final
 REFRESH_TIMEOUT: Final = 5.0
 """For peers to say which servers they know."""
 RTT_TIMEOUT: Final = 3.0
-"""For an answer to a ping, connection included. Who takes longer is no server for a chain."""
+"""For an answer to a ping, connection included. Who takes longer is not considered for the chain that is looked for."""
+MEASURE_TIMEOUT: Final = 10.0
+"""For the same in the background, so that a peer far away is connected when it is looked at again."""
 RTT_LIFETIME: Final = 60.0
 """After which a round trip is measured anew before a route is made."""
 OPEN_TIMEOUT: Final = 10.0

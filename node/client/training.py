@@ -123,13 +123,14 @@ class BatchPass:
     async def _along(self, index: int, chain: Chain, chunk: Packed, junctions: list[Junction]) -> Packed:
         """Takes a micro-batch through `chain`, and others in the place of servers that fail."""
         hops = list(chain)
-        failures: list[ServerFailed] = []
+        failures = _Failures()
         while hops:
             hop = hops[0]
             try:
                 [output] = await self._run(FORWARD, hop, index, (chunk,))
             except ServerFailed as error:
-                hops[:1] = await self._instead(hop.span, error, failures)
+                failures.add(error)
+                hops[:1] = await self._instead(hop.span, failures)
                 continue
             junctions.append(Junction(hop, chunk))
             chunk = output
@@ -142,12 +143,13 @@ class BatchPass:
     ) -> Packed:
         """Takes a gradient back through the blocks of one junction, wherever they are now."""
         hop = junction.hop
-        failures: list[ServerFailed] = []
+        failures = _Failures()
         while True:
             try:
                 hidden, *others = await self._run(BACKWARD, hop, index, (junction.entered, gradient))
             except ServerFailed as error:
-                chain = await self._instead(hop.span, error, failures, backward=True)
+                failures.add(error)
+                chain = await self._instead(hop.span, failures, backward=True)
             else:
                 if others:
                     kept.append((hop.span, tuple(others)))
@@ -175,26 +177,42 @@ class BatchPass:
             self._kept[key] = await trio.to_thread.run_sync(self.spec.kept, span, rows)
         return self._kept[key]
 
-    async def _instead(
-        self, span: Span, error: ServerFailed, failures: list[ServerFailed], *, backward: bool = False
-    ) -> Chain:
-        """Servers for `span` in the place of one that failed.
+    async def _instead(self, span: Span, failures: _Failures, *, backward: bool = False) -> Chain:
+        """Servers for `span` in the place of those that failed.
 
         Raises:
             NoChainError: nobody else holds these blocks.
+        """
+        self.repeated += 1
+        return await self.pool.instead(
+            span, failures.by_peer, backward=backward, wait=self.spec.wait, since=failures.since
+        )
+
+
+class _Failures:
+    """Of servers for the same blocks, at one micro-batch. `since` when."""
+
+    def __init__(self) -> None:
+        self.since = 0.0
+        self.by_peer: dict[str, ServerFailed] = {}
+
+    def add(self, error: ServerFailed) -> None:
+        """
+        Raises:
             SwarmError: it is the batch that is at fault, not the servers.
         """
-        failures.append(error)
+        self.since = self.since if self.by_peer else trio.current_time()
+        self.by_peer[error.peer_id] = error
         refusals = [
             each
-            for each in failures
+            for each in self.by_peer.values()
             if isinstance(each, ServerRefused) and each.code in (wire.ERROR_BAD_REQUEST, wire.ERROR_TOO_LONG)
         ]
-        if len(refusals) > 1 or len(failures) > MAX_FAILURES:
-            raise SwarmError(f"{len(failures)} servers in a row failed at one micro-batch: {error}")
-        self.repeated += 1
-        by_peer = {each.peer_id: each for each in failures}
-        return await self.pool.instead(span, by_peer, backward=backward, wait=self.spec.wait)
+        if len(refusals) > 1 or len(self.by_peer) > MAX_FAILURES:
+            raise SwarmError(f"{len(self.by_peer)} servers in a row failed at one micro-batch: {error}")
+
+    def clear(self) -> None:
+        self.by_peer.clear()
 
 
 async def _each(count: int, one: Callable[[int], Awaitable[T]]) -> list[T]:

@@ -102,10 +102,13 @@ class WorkPool:
             return Plan(rows, [chains[number] for number in apportion(-(-batch // rows), stages)])
 
         self._forget_idle()
-        return await self._found(choose, self._no_gradients if gradients else {}, REOPEN_TIMEOUT, wait)
+        excluded = self._no_gradients if gradients else {}
+        return await self._found(choose, excluded, trio.current_time() + REOPEN_TIMEOUT, wait)
 
-    async def instead(self, span: Span, failures: Mapping[str, ServerFailed], *, backward: bool, wait: bool) -> Chain:
-        """Servers for `span` other than those that failed.
+    async def instead(
+        self, span: Span, failures: Mapping[str, ServerFailed], *, backward: bool, wait: bool, since: float
+    ) -> Chain:
+        """Servers for `span` other than those that failed, the first of them at `since`.
 
         Raises:
             NoChainError: nobody else holds these blocks; the text says who failed how.
@@ -115,21 +118,19 @@ class WorkPool:
             return cheapest_chain(list(candidates.values()), span, model_name=self._client.model.name)
 
         excluded = {**self._no_gradients, **failures} if backward else failures
-        return await self._found(choose, excluded, RECOVERY_TIMEOUT, wait)
+        return await self._found(choose, excluded, since + RECOVERY_TIMEOUT, wait)
 
     async def _found(
         self,
         choose: Callable[[Mapping[str, Candidate]], T],
         excluded: Mapping[str, ServerFailed],
-        limit: float,
+        until: float,
         wait: bool,
     ) -> T:
         """What `choose` makes of the candidates, after asking the swarm anew where it finds no chain.
 
-        Servers come and go: if one was lost, they are looked for until `limit` seconds have passed; with `wait`, for
-        ever.
+        Servers come and go: if one was lost, they are looked for until `until`; with `wait`, for ever.
         """
-        begun = trio.current_time()
         lost = any(_may_be_back(each) for each in excluded.values())
         fresh = False
         while True:
@@ -137,7 +138,7 @@ class WorkPool:
             try:
                 return choose({each.peer_id: each for each in candidates})
             except NoChainError as error:
-                if fresh and not wait and (not lost or trio.current_time() >= begun + limit):
+                if fresh and not wait and (not lost or trio.current_time() >= until):
                     explained = self._client.explained(error, bool(candidates) or bool(excluded))
                     raise with_refusals(explained, excluded, self._client.peer_id) from None
             if fresh:

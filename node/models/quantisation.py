@@ -21,8 +21,8 @@ def choose_quantisation(text: str) -> Quantisation:
     """
     if text not in QUANTISATIONS:
         raise BadInput(
-            f"--quant {text}: give none, int8 (a quarter of float32's memory, almost the same answers) or nf4 (an "
-            "eighth, answers differ somewhat)"
+            f"--quant {text}: give none, int8 (a quarter of float32's memory, almost the same answers) or nf4 (a "
+            "seventh, answers differ somewhat)"
         )
     return text
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.nat.lab import Lab
 from tests.nat.nodes import LISTEN, LabNodes
+from tests.swarm.processes import until
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import save_tiny
 
@@ -45,7 +46,7 @@ def test_two_laptops_serve_and_chat_with_no_option(lab: Lab, nodes: LabNodes, mo
     # Whatever the other one does next, it remembers.
     second = nodes.command(other, "serve", str(model), "--until-eof", "--blocks", "0:1", "--no-mdns")
     assert second.ready["joined"] == {"way": "remembered", "peer_id": server.peer_id}
-    assert "remembered from another run" in second.errors
+    until(lambda: "remembered from another run" in second.errors, "it says how it joined")
 
 
 def test_neighbours_that_start_at_the_same_time_find_each_other(lab: Lab, nodes: LabNodes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from petalnode.crypto.swarm_key import load_swarm_key
 from tests.nat.lab import Lab
 from tests.nat.nodes import LISTEN, LabNodes, NodeRefused
+from tests.swarm.processes import until
 
 SOON = 3.0  # seconds; what takes some hundredths
 
@@ -28,7 +28,8 @@ def test_only_who_has_the_key_gets_in(lab: Lab, nodes: LabNodes) -> None:
     bootstrap = nodes.command(meeting, "bootstrap", "--swarm-key", str(key))
     peer = bootstrap.address
     # What others join by has the key in it.
-    assert re.search(rf"petalnode serve --peer {re.escape(peer)} --swarm-key {re.escape(str(key))}", bootstrap.errors)
+    command = f"petalnode serve --peer {peer} --swarm-key {key}"
+    until(lambda: command in bootstrap.errors, "the command with which others join")
 
     server = nodes.light(inside, listen=[LISTEN], peers=[peer], psk=load_swarm_key(key), blocks=[0, 4])
     server.ask("wait_reachability", kind="relayed")

@@ -31,8 +31,10 @@ def install(control: Path) -> None:
     def set_handler(self: Any, protocol: str, frame_type: Any, handler: Any, **options: Any) -> None:
         if protocol == INFERENCE:
             handler = _spoiling(handler, control, self._config.identity)
-        elif protocol in (FORWARD, BACKWARD):
+        elif protocol == FORWARD:
             handler = _spoiling(handler, control, self._config.identity, _SpoiledWorks)
+        elif protocol == BACKWARD:
+            handler = _spoiling(handler, control, self._config.identity, _SpoiledBackward)
         honest(self, protocol, frame_type, handler, **options)
 
     swarm_module.Swarm.set_handler = set_handler  # type: ignore[method-assign]
@@ -182,6 +184,8 @@ FAULTS: dict[str, Callable[..., Awaitable[None]]] = {
 class _SpoiledWorks:
     """A stream of works with one reply on it that is not what the service said."""
 
+    gives_gradients = False
+
     def __init__(self, stream: MessageStream[wire.WorkFrame], fault: str, at: int, identity: Identity) -> None:
         self._stream = stream
         self._fault = fault
@@ -194,6 +198,10 @@ class _SpoiledWorks:
         return getattr(self._stream, name)
 
     async def send(self, frame: wire.WorkFrame, payloads: Sequence[Any] = (), *, timeout: float) -> None:
+        if self._fault == "no gradients" and self.gives_gradients:
+            refusal = wire.Error(code=wire.ERROR_UNSUPPORTED, message="no gradients from this server: it is a test")
+            await self._stream.send(wire.WorkFrame(error=refusal), timeout=timeout)
+            raise StreamClosed("the test refused", self._stream.peer_id)
         if frame.WhichOneof("body") == "reply":
             self._replies += 1
             if self._fault and self._replies == self._at:
@@ -218,9 +226,6 @@ class _SpoiledWorks:
             case "shape":
                 rows, tokens, hidden = head.reply.tensors[0].shape
                 head.reply.tensors[0].shape[:] = [tokens, rows, hidden]
-            case "fewer":
-                spoiled[0] = spoiled[0][:-4]
-                frame.tensors[0].nbytes -= 4
             case "altered":
                 spoiled[0] = _flipped(spoiled[0])
             case "forged":
@@ -236,8 +241,12 @@ class _SpoiledWorks:
         await self._stream.send(frame, spoiled, timeout=timeout)
 
 
-WORK_FAULTS = ("reset", "error", "shape", "fewer", "altered", "forged", "stranger", "nan")
-"""Of replies to works; "silence" too, which takes a deadline to be noticed."""
+class _SpoiledBackward(_SpoiledWorks):
+    gives_gradients = True
+
+
+WORK_FAULTS = ("reset", "error", "shape", "altered", "forged", "stranger", "nan")
+"""Of replies to works; "silence" too, which takes a deadline to be noticed, and "no gradients", a plain refusal."""
 
 
 def _copy(frame: wire.InferenceFrame) -> wire.InferenceFrame:

@@ -46,6 +46,10 @@ def test_who_is_listed_is_served(private: Node, node_starter: Nodes, folder: Pat
     assert outcome.code == 0, outcome
     assert outcome.out.strip()
     assert f"the peer id of this client is {FRIEND.peer_id}" in outcome.err
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        folder, initial_peers=[private.address], identity=key
+    ) as model:
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
 def test_a_stranger_is_told_what_to_do(private: Node, node_starter: Nodes, folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from petalnode import AutoDistributedModelForCausalLM, SwarmError
 from petalnode.crypto.swarm_key import load_swarm_key, make_swarm_key
 from petalnode.node.errors import BadInput
-from tests.swarm.processes import Nodes, petalnode
+from tests.swarm.processes import Nodes, petalnode, until
 
 
 def test_who_has_the_file_gets_an_answer(node_starter: Nodes, models: Path, tmp_path: Path) -> None:
@@ -20,7 +20,8 @@ def test_who_has_the_file_gets_an_answer(node_starter: Nodes, models: Path, tmp_
     server = node_starter.server(folder, "0:6", "--swarm-key", str(key))
     peer = server.address
     # People can copy the command as it stands.
-    assert f"petalnode chat tiny-llama --peer {peer} --swarm-key {key}" in server.errors
+    command = f"petalnode chat tiny-llama --peer {peer} --swarm-key {key}"
+    until(lambda: command in server.errors, "the command with which others talk to it")
 
     answers = []
     for given in (key, load_swarm_key(key)):

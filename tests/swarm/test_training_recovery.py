@@ -127,8 +127,8 @@ class Trial:
 
 
 @contextmanager
-def trial(pool: ServerPool, folder: Path, *servers: PooledServer) -> Iterator[tuple[Trial, Works]]:
-    with opened_for(servers, folder, pool.peer) as model:
+def trial(pool: ServerPool, folder: Path, *servers: PooledServer, **options: Any) -> Iterator[tuple[Trial, Works]]:
+    with opened_for(servers, folder, pool.peer, **options) as model:
         works = Works(model)
         yield Trial(model, folder), works
 
@@ -212,6 +212,34 @@ def test_a_server_that_lies_is_not_believed(
         order(control, fault)
         each.run()
         assert works.replies[BACKWARD, steady[0].peer_id] == works.replies[BACKWARD, steady[1].peer_id] >= 2
+
+
+def test_a_server_that_says_nothing_is_given_up(
+    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer], liar: tuple[PooledServer, Path]
+) -> None:
+    server, control = liar
+    with trial(pool, folder, server, *steady, request_timeout=8.0) as (each, works):
+        order(control, "silence")
+        each.run()
+        assert works.replies[BACKWARD, steady[0].peer_id]
+
+
+def test_a_server_without_gradients_is_used_for_what_it_can(
+    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer], liar: tuple[PooledServer, Path]
+) -> None:
+    server, control = liar
+    with trial(pool, folder, server, *steady) as (each, works):
+        order(control, "no gradients")
+        each.run()  # finds it out in the backward pass
+        each.run()
+        assert works.replies[FORWARD, server.peer_id] == 2 and works.replies[BACKWARD, server.peer_id] == 0
+        assert all(works.replies[BACKWARD, other.peer_id] == 8 for other in steady)
+    with opened_for([server], folder, pool.peer) as model:
+        loss = model(tokens(), labels=tokens()).loss
+        assert not loss.requires_grad
+        hidden = torch.zeros(1, 4, HIDDEN, requires_grad=True)
+        with pytest.raises(NoChainError, match="no gradients from this server: it is a test"):
+            model.remote_blocks(hidden).sum().backward()
 
 
 def test_nobody_is_left(

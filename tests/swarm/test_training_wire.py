@@ -1,0 +1,308 @@
+"""What a live server says to those who train wrongly, and that it answers the next one as before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.crypto.receipts import NO_RECEIPT
+from petalnode.node.swarm.swarm import Swarm
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.framing import PeerError
+from petalnode.protocols.ids import BACKWARD, FORWARD
+from petalnode.protocols.inference import Refusal, receipt_from_wire
+from petalnode.protocols.training import (
+    NOTHING_KEPT,
+    WorkStream,
+    hash_of_keep,
+    hash_of_payloads,
+    hash_of_work,
+    receive_pieces,
+    send_in_pieces,
+)
+from tests.swarm.conftest import SharedSwarm
+from tests.swarm.processes import Node
+from tests.swarm.raw import HIDDEN, TIMEOUT, Run, raw_client, values
+
+BAD, LONG, UNSUPPORTED = wire.ERROR_BAD_REQUEST, wire.ERROR_TOO_LONG, wire.ERROR_UNSUPPORTED
+_right_answers: list[list[bytearray]] = []
+
+
+@pytest.fixture(scope="module")
+def server(shared_swarm: SharedSwarm) -> Node:
+    return shared_swarm.llama[1]
+
+
+@pytest.fixture(scope="module")
+def run(server: Node) -> Iterator[Run]:
+    with raw_client(server.address) as runs:
+        yield runs
+
+
+class RawWorks:
+    """One stream of works to the server that `ready` speaks of."""
+
+    def __init__(self, stream: WorkStream, ready: dict[str, Any]) -> None:
+        self.stream = stream
+        self.nonce = os.urandom(16)
+        self.granted = wire.WorkGranted()
+        self._ready = ready
+
+    @classmethod
+    async def opened(cls, swarm: Swarm, ready: dict[str, Any], protocol: str, **fields: Any) -> RawWorks:
+        stream = await swarm.new_stream(
+            ready["peer_id"], protocol, wire.WorkFrame, addrs=tuple(ready["addrs"]), timeout=TIMEOUT
+        )
+        works = cls(stream, ready)
+        await works.open(**fields)
+        return works
+
+    async def open(self, **fields: Any) -> None:
+        start, end = fields.pop("span", self._ready["blocks"])
+        usual: dict[str, Any] = {
+            "protocol_version": 1,
+            "model_version": bytes.fromhex(self._ready["model_version"]),
+            "span": wire.Span(start=start, end=end),
+            "codec": "none",
+            "activation_dtype": "float32",
+            "nonce": self.nonce,
+        }
+        await self.send(wire.WorkFrame(open=wire.WorkOpen(**usual | fields)))
+        frame, _ = await self.stream.receive(timeout=TIMEOUT)
+        _raise(frame)
+        self.granted = frame.granted
+
+    async def send(self, frame: wire.WorkFrame, payloads: Sequence[bytes] = ()) -> None:
+        await send_in_pieces(self.stream, frame, payloads, timeout=TIMEOUT)
+
+    async def keep(self, payload: bytes, shape: Sequence[int], number: int = 1, name: str = "prompts") -> wire.Keep:
+        tensor = wire.Tensor(shape=shape, dtype="float32", codec="none", nbytes=len(payload))
+        keep = wire.Keep(number=number, names=[name], tensors=[tensor])
+        await self.send(wire.WorkFrame(keep=keep), [payload])
+        return keep
+
+    async def work(self, *payloads: bytes, sequence: int = 1, **fields: Any) -> wire.Work:
+        shape = fields.pop("shape", None)
+        tensors = [
+            wire.Tensor(
+                shape=shape or [1, len(payload) // (4 * HIDDEN), HIDDEN],
+                dtype="float32",
+                codec="none",
+                nbytes=len(payload),
+            )
+            for payload in payloads
+        ]
+        work = wire.Work(sequence=sequence, tensors=tensors, **fields)
+        await self.send(wire.WorkFrame(work=work), payloads)
+        return work
+
+    async def reply(self) -> tuple[wire.WorkReply, list[bytearray]]:
+        frame, _ = await self.stream.receive(timeout=TIMEOUT)
+        _raise(frame)
+        sizes = [each.nbytes for each in frame.reply.tensors]
+        return frame.reply, await receive_pieces(self.stream, sizes, timeout=TIMEOUT)
+
+
+def _raise(frame: wire.WorkFrame) -> None:
+    if frame.WhichOneof("body") == "error":
+        raise Refusal.from_wire(frame.error)
+
+
+@pytest.fixture(autouse=True)
+def _the_server_lives_on(server: Node, run: Run) -> Iterator[None]:
+    """After whatever a test did to it, the same process answers the same question with the same bytes."""
+    yield
+
+    async def main(swarm: Swarm) -> None:
+        works = await RawWorks.opened(swarm, server.ready, BACKWARD)
+        await works.work(values(3), values(3, seed=1))
+        _, payloads = await works.reply()
+        _right_answers.append(payloads)
+        await works.send(wire.WorkFrame(close=wire.Close()))
+
+    run(main)
+    assert server.process.poll() is None
+    assert _right_answers[-1] == _right_answers[0]
+
+
+@pytest.mark.parametrize("protocol", [FORWARD, BACKWARD])
+@pytest.mark.parametrize(
+    ("fields", "code", "says"),
+    [
+        ({"model_version": bytes(32)}, wire.ERROR_UNKNOWN_MODEL, "tiny-llama"),
+        ({"model_version": b"short"}, BAD, "32 bytes"),
+        ({"span": (0, 2)}, wire.ERROR_SPAN_NOT_HOSTED, "0:2"),
+        ({"span": (3, 3)}, BAD, "3:3"),
+        ({"codec": "zip"}, UNSUPPORTED, "zip"),
+        ({"activation_dtype": "int8"}, UNSUPPORTED, "int8"),
+        ({"protocol_version": 9}, UNSUPPORTED, "9"),
+        ({"nonce": b""}, BAD, "nonce"),
+    ],
+)
+def test_openings_that_are_refused(
+    protocol: str, fields: dict[str, Any], code: int, says: str, server: Node, run: Run
+) -> None:
+    async def main(swarm: Swarm) -> None:
+        with pytest.raises(Refusal, match=says) as caught:
+            await RawWorks.opened(swarm, server.ready, protocol, **fields)
+        assert caught.value.code == code
+
+    run(main)
+
+
+NAN = torch.full((3, HIDDEN), float("nan")).numpy().tobytes()
+FORWARDS: dict[str, tuple[int, str, tuple[bytes, ...], dict[str, Any]]] = {
+    "NaN": (BAD, "NaN", (NAN,), {}),
+    "another shape": (BAD, "shape", (values(4),), {"shape": [1, 2, 2 * HIDDEN]}),
+    "fewer bytes": (BAD, "bytes", (values(4),), {"shape": [1, 5, HIDDEN]}),
+    "too many tokens": (LONG, "1024", (values(1100),), {"shape": [2, 550, HIDDEN]}),
+    "longer than the model": (LONG, "4096", (values(4097),), {}),
+    "no tensor": (BAD, "tensors", (), {}),
+    "two tensors": (BAD, "tensors", (values(3), values(3)), {}),
+    "another sequence": (BAD, "came after", (values(3),), {"sequence": 2}),
+    "a mask of another size": (BAD, "mask", (values(3),), {"mask": b"ab"}),
+    "positions beyond": (BAD, "positions", (values(3),), {"positions": [1, 2, 4096]}),
+    "nothing kept": (BAD, "nothing is kept", (values(3),), {"kept": 1}),
+}
+
+
+@pytest.mark.parametrize("case", FORWARDS)
+def test_works_that_are_refused(case: str, server: Node, run: Run) -> None:
+    code, says, payloads, fields = FORWARDS[case]
+
+    async def main(swarm: Swarm) -> None:
+        works = await RawWorks.opened(swarm, server.ready, FORWARD)
+        await works.work(*payloads, **fields)
+        with pytest.raises(Refusal, match=says) as caught:
+            await works.reply()
+        assert caught.value.code == code
+        with pytest.raises(PeerError):  # and the stream is over
+            await works.stream.receive(timeout=TIMEOUT)
+
+    run(main)
+
+
+def test_a_gradient_that_is_refused(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        for gradient, says in ((NAN, "gradient"), (values(4), "gradient of")):
+            works = await RawWorks.opened(swarm, server.ready, BACKWARD)
+            await works.work(values(3), gradient)
+            with pytest.raises(Refusal, match=says):
+                await works.reply()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("payload", "shape", "how", "code", "says"),
+    [
+        (values(4), [2, 1, 2, HIDDEN], {"name": "weights"}, UNSUPPORTED, "weights"),
+        (values(4), [2, 1, 2, HIDDEN], {"number": 2}, BAD, "Keep 2"),
+        (values(4), [1, 2, 2, HIDDEN], {}, BAD, "prompts of"),
+        (NAN, [1, 1, 3, HIDDEN], {}, BAD, "prompts of"),
+        (2 * NAN, [2, 1, 3, HIDDEN], {}, BAD, "NaN"),
+    ],
+)
+def test_what_is_not_kept(
+    payload: bytes, shape: list[int], how: dict[str, Any], code: int, says: str, server: Node, run: Run
+) -> None:
+    async def main(swarm: Swarm) -> None:
+        works = await RawWorks.opened(swarm, server.ready, FORWARD)
+        await works.keep(payload, shape, **how)
+        with pytest.raises(Refusal, match=says) as caught:
+            await works.reply()
+        assert caught.value.code == code
+
+    run(main)
+
+
+def test_the_answers_before_an_error_are_given(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        works = await RawWorks.opened(swarm, server.ready, FORWARD)
+        for sequence in (1, 2):
+            await works.work(values(3), sequence=sequence)
+        await works.work(NAN, sequence=3)
+        for sequence in (1, 2):
+            assert (await works.reply())[0].sequence == sequence
+        with pytest.raises(Refusal, match="NaN"):
+            await works.reply()
+
+    run(main)
+
+
+def test_more_works_than_credits_are_refused(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        works = await RawWorks.opened(swarm, server.ready, BACKWARD)
+        answered = 0
+        with pytest.raises(Refusal, match="at once") as caught:
+            # All at once and each of them long, so that the last ones are there before the first is done.
+            for sequence in range(1, 4 * works.granted.credits + 1):
+                await works.work(values(600), values(600), sequence=sequence)
+            while True:
+                answered = (await works.reply())[0].sequence
+        assert caught.value.code == wire.ERROR_BUSY and answered < 4 * works.granted.credits
+
+    run(main)
+
+
+def test_receipts_are_for_what_was_asked_and_answered(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        works = await RawWorks.opened(swarm, server.ready, BACKWARD)
+        assert (works.granted.dtype, works.granted.quantisation) == ("float32", "none")
+        prompts = values(2 * 2)
+        keep = await works.keep(prompts, [2, 1, 2, HIDDEN])
+        kept = hash_of_keep(keep, hash_of_payloads([prompts]))
+        previous = NO_RECEIPT
+        for sequence, number in ((1, 0), (2, 1), (3, 1)):
+            hidden, gradient = values(5), values(5, seed=sequence)
+            work = await works.work(hidden, gradient, sequence=sequence, kept=number)
+            reply, payloads = await works.reply()
+            receipt = receipt_from_wire(reply.receipt)
+            expected = hash_of_work(
+                BACKWARD, work, hash_of_payloads([hidden, gradient]), kept if number else NOTHING_KEPT
+            )
+            assert receipt.is_signed_by(server.peer_id) and receipt.client == swarm.peer_id
+            assert receipt.request_hash == expected
+            assert receipt.reply_hash == hash_of_payloads(payloads)
+            assert (receipt.sequence, receipt.previous_receipt) == (sequence, previous)
+            assert (receipt.nonce, receipt.session_epoch) == (works.nonce, works.granted.session_epoch)
+            assert receipt.span == (2, 4)
+            assert [list(each.shape) for each in reply.tensors] == [[1, 5, HIDDEN], [2, 1, 2, HIDDEN]][: 1 + number]
+            previous = receipt.hash()
+
+    run(main)
+
+
+def test_kept_tensors_are_dropped_when_newer_ones_come(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        works = await RawWorks.opened(swarm, server.ready, FORWARD)
+        for number in range(1, 6):
+            await works.keep(values(4, seed=number), [2, 1, 2, HIDDEN], number)
+        await works.work(values(5), kept=5)
+        await works.work(values(5), kept=2, sequence=2)
+        first, second = [(await works.reply())[1] for _ in range(2)]
+        assert first != second
+        await works.work(values(5), kept=1, sequence=3)
+        with pytest.raises(Refusal, match="nothing is kept under number 1"):
+            await works.reply()
+
+    run(main)
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_work_costs_nothing(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        for pieces in (0, 1):
+            works = await RawWorks.opened(swarm, server.ready, FORWARD)
+            payload = values(5)
+            tensor = wire.Tensor(shape=[1, 5, HIDDEN], dtype="float32", codec="none", nbytes=len(payload))
+            await works.stream.send(wire.WorkFrame(work=wire.Work(sequence=1, tensors=[tensor])), timeout=TIMEOUT)
+            for _ in range(pieces):
+                piece = wire.WorkFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=100)])
+                await works.stream.send(piece, [payload[:100]], timeout=TIMEOUT)
+            await works.stream.reset()
+
+    run(main)
