@@ -1,9 +1,8 @@
 """Weight matrices that are held quantised, and linear layers over them.
 
-The numbers are bitsandbytes' own; its modules are not used. They repack their weights in the first forward pass that
-needs no gradient, and give silently wrong gradients from then on; and they draw random weights when transformers
-finishes loading a model that they were put into. Here a matrix has one layout for its life, and the gradient with
-respect to its input is always taken with the values that the matrix stands for.
+The numbers are bitsandbytes' own; its modules are not used: they repack their 4-bit weights in the first forward pass
+that needs no gradient, and give silently wrong gradients from then on. Here a matrix has one layout for its life, and
+the gradient with respect to its input is always taken with the values that the matrix stands for.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def stacks(module: nn.Module) -> tuple[str, ...]:
     if not (hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")):
         return ()
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    stacked = all(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in names)
-    return names if stacked else ()
+    shapes = [getattr(getattr(module, name, None), "shape", ()) for name in names]
+    return names if all(len(shape) == 3 and not any(size % 2 for size in shape[1:]) for shape in shapes) else ()
 
 
 class QuantisedExperts(nn.Module):

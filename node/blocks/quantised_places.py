@@ -55,14 +55,15 @@ def places(block: nn.Module) -> list[Place]:
     found = []
     for name, module in block.named_modules():
         if type(module).__name__ in _SAME_AS_LINEAR and isinstance(module, (nn.Linear, Conv1D)):
-            if not _is_router(name):
-                found.append(_place(f"{name}.weight", None, module.weight.shape, isinstance(module, Conv1D)))
+            place = _place(f"{name}.weight", None, module.weight.shape, isinstance(module, Conv1D))
+            if not _is_router(name) and place.shape[1] % 2 == 0:  # nf4 puts two to a byte
+                found.append(place)
         else:
             for stack in stacks(module):
                 experts, *shape = getattr(module, stack).shape
                 transposed = bool(module.is_transposed)
                 found += [_place(f"{name}.{stack}", each, shape, transposed) for each in range(experts)]
-    return [place for place in found if place.shape[1] % 2 == 0]  # nf4 puts two to a byte
+    return found
 
 
 def share(block: nn.Module) -> tuple[int, int]:

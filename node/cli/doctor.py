@@ -15,6 +15,7 @@ from ...crypto.identity import IdentityError, IdentityLocked, held_identity
 from ...protocols.framing import PeerError
 from ..errors import ExitCode, PetalnodeError
 from ..models.cache_dir import cache_dir
+from ..reach.reachability import NOBODY_ASKED
 from ..swarm.swarm import Swarm
 from . import doctor_checks as checks
 from .doctor_checks import Finding
@@ -117,12 +118,14 @@ async def _clock(swarm: Swarm) -> Finding:
 async def _reachability(swarm: Swarm) -> Finding:
     with trio.move_on_after(_REACHABILITY_WAIT):
         # "unreachable" may be followed by a relay's place.
-        while swarm.reachability.kind in ("unknown", "unreachable"):
+        while swarm.reachability == NOBODY_ASKED or swarm.reachability.kind == "unreachable":
             await swarm.wait_reachability_changed()
     seen = swarm.reachability
     if seen.kind == "unreachable":
         advice = "forward the port in the router and say --announce, or join by a --peer that relays"
         return Finding("reachability", "problem", seen.text, advice)
     if seen.kind == "unknown":
-        return Finding("reachability", "warning", seen.text, "ask again when more nodes are there")
+        return Finding(
+            "reachability", "warning", seen.text, "listen on all interfaces, and ask when more nodes are there"
+        )
     return Finding("reachability", "ok", seen.text)

@@ -37,7 +37,8 @@ class Fleet:
     def problem(self, num_blocks: int) -> Problem:
         """The machines, and after them the client, if there is one, as the home.
 
-        What nobody measured goes through the client, as in a route; without a client it takes as long as can be.
+        What nobody measured goes through the client, as in a route; without a client it takes as long as can be. The
+        way to a machine has its handling of a step in it.
         """
         size = len(self.machines)
         ways = cost.one_way(self.rtts)
@@ -46,6 +47,7 @@ class Fleet:
             ways = np.minimum(ways, halves[:, None] + halves)
             ways = np.block([[ways, halves[:, None]], [halves[None, :], np.zeros((1, 1))]])
         ways[~np.isfinite(ways)] = cost.MAX_SECONDS
+        ways[:, :size] += cost.HANDLING_SECONDS
         np.fill_diagonal(ways, 0.0)
         home = [] if halves is None else [0]
         return Problem(

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...protocols.ids import Span
 from ..client.routing import Candidate, chain_seconds, cheapest_chain
+from .cost import HANDLING_SECONDS
 from .cycle import Floats
 from .fastest import fastest_cycle
 from .fleet import Fleet
@@ -41,8 +42,8 @@ class Plan:
 
     @property
     def proved(self) -> bool:
-        """Whether no placement is known to take less time, up to a rounding."""
-        return self.seconds <= self.least_seconds * (1 + 1e-9)
+        """Whether it is known that no placement takes less time."""
+        return self.seconds == self.least_seconds
 
 
 def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0) -> Plan:
@@ -63,7 +64,7 @@ def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0) -> Plan
         found.route,
         found.seconds,
         found.tokens_per_second,
-        least_seconds=min(schedule.bound + fleet.client_seconds, found.seconds),
+        least_seconds=found.seconds if schedule.proved else schedule.bound + fleet.client_seconds,
     )
 
 
@@ -116,7 +117,8 @@ def expected(fleet: Fleet, placed: Sequence[Placed], num_blocks: int) -> Plan:
         firsts = [each.machine for each in placed if each.span.start == 0]
         own = [np.where(np.arange(len(times)) == first, 0.0, fleet.rtts[first]) for first in firsts]
         seconds, route = min((_routed(fleet, placed, num_blocks, rtts) for rtts in own), key=lambda found: found[0])
-    return Plan(tuple(placed), route, seconds + fleet.client_seconds, float(load.min()))
+    seconds += HANDLING_SECONDS * len(route) + fleet.client_seconds
+    return Plan(tuple(placed), route, seconds, float(load.min()))
 
 
 def _routed(

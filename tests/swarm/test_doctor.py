@@ -16,7 +16,8 @@ def test_a_healthy_node_in_a_swarm_is_told_so(node_starter: Nodes) -> None:
     outcome = petalnode("doctor", "--json", "--peer", peer.address, "--listen", LOOPBACK, env=node_starter.env)
     verdicts = found(outcome)
     assert {"versions", "device", "memory", "disk", "port", "swarm", "clock", "reachability"} <= set(verdicts), outcome
-    assert (verdicts["swarm"], verdicts["clock"], verdicts["reachability"]) == ("ok", "ok", "ok"), outcome
+    assert (verdicts["swarm"], verdicts["clock"]) == ("ok", "ok"), outcome
+    assert verdicts["reachability"] == "warning", outcome  # on loopback nobody else can reach it
     assert outcome.code == ("problem" in verdicts.values()), outcome
 
 

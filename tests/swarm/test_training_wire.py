@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -237,14 +238,20 @@ def test_the_answers_before_an_error_are_given(server: Node, run: Run) -> None:
 def test_more_works_than_credits_are_refused(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         works = await RawWorks.opened(swarm, server.ready, BACKWARD)
-        answered = 0
-        with pytest.raises(Refusal, match="at once") as caught:
-            # All at once and each of them long, so that the last ones are there before the first is done.
-            for sequence in range(1, 4 * works.granted.credits + 1):
-                await works.work(values(600), values(600), sequence=sequence)
+        answers: list[int] = []
+
+        async def flood() -> None:
+            # All at once and each of them long, so that the fifth is there before the first is done.
+            with suppress(PeerError):
+                for sequence in range(1, 13):
+                    await works.work(values(1500), values(1500), sequence=sequence)
             while True:
-                answered = (await works.reply())[0].sequence
-        assert caught.value.code == wire.ERROR_BUSY and answered < 4 * works.granted.credits
+                answers.append((await works.reply())[0].sequence)
+
+        with pytest.raises(Refusal, match="at once") as caught:
+            await flood()
+        assert caught.value.code == wire.ERROR_BUSY
+        assert answers == list(range(1, len(answers) + 1)) and works.granted.credits <= len(answers) < 12
 
     run(main)
 

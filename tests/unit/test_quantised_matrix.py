@@ -22,7 +22,14 @@ NF4 = torch.tensor(
     ]
 )
 SHAPES = [(64, 128), (96, 96), (100, 160), (70, 90), (1, 2), (33, 64), (1500, 576), (7, 1000)]
-KINDS: list[type[QuantisedMatrix]] = [Int8Matrix, Nf4Matrix, PackedNf4Matrix]
+
+# bitsandbytes has its packed product for some processors, and there for some shapes.
+KINDS: list[type[QuantisedMatrix]] = [Int8Matrix, Nf4Matrix]
+if PackedNf4Matrix.suits((64, 64)):
+    KINDS.append(PackedNf4Matrix)
+MATRICES = [
+    (kind, shape) for kind in KINDS for shape in SHAPES if kind is not PackedNf4Matrix or PackedNf4Matrix.suits(shape)
+]
 # How far a product may be from that with the dequantised matrix, relative rms: of float32; of inputs rounded to
 # sixteen bits; of bfloat16.
 TOLERANCE = {Nf4Matrix: 1e-5, Int8Matrix: 2e-4, PackedNf4Matrix: 8e-3}
@@ -53,8 +60,6 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def made(kind: type[QuantisedMatrix], shape: tuple[int, int]) -> QuantisedMatrix:
-    if kind is PackedNf4Matrix and not PackedNf4Matrix.suits(shape):
-        pytest.skip("bitsandbytes has no kernel for such matrices on this processor")
     return kind.quantise(weights(shape))
 
 
@@ -69,8 +74,7 @@ def test_stands_for_what_the_paper_says(
     assert relative(got, expected) < 3e-3
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shape"), MATRICES)
 def test_multiplies_with_what_it_stands_for(kind: type[QuantisedMatrix], shape: tuple[int, int]) -> None:
     matrix = made(kind, shape)
     held = values_of(matrix)
