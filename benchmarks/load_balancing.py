@@ -1,4 +1,4 @@
-"""Petals' simulation of a swarm that changes over the day (NeurIPS 2023, appendix E), with several ways to place blocks.
+"""Petals' simulation of a swarm that changes over the day (NeurIPS 2023, appendix E), with several policies.
 
     python benchmarks/load_balancing.py [--json] [--seeds 5] [--days 4] [--policies none new_only petals_20 full ..]
                                         [--seconds-per-block 0 20] [--no-oracle] [--large 10000 126] [--plot FOLDER]
@@ -313,7 +313,7 @@ def summary(runs: Sequence[Series], oracles: Sequence[Series], days: int) -> dic
 
 
 def one_decision(servers: int, blocks: int) -> dict[str, float]:
-    """Seconds of processor time for one plan of a large swarm: whose servers were placed by equation 1, and at random."""
+    """Seconds of processor time for one plan of a large swarm, placed before by equation 1 or at random."""
     chance = np.random.default_rng(0)
     times = {}
     for kind in ("placed", "random"):

@@ -46,6 +46,7 @@ from petalnode.protocols.ids import Span
 MODES = ("relayed", "pushed")
 TIMES = ("predicted", "measured", "p95", "announced", "computed")
 PROMPT_TOKENS = 16
+PATIENCE = 90  # seconds
 
 
 def client(folder: str, addr: str, tokens: int, rounds: int) -> None:
@@ -55,6 +56,7 @@ def client(folder: str, addr: str, tokens: int, rounds: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[addr]) as model:
+        _wait_for_pairs(model)
         hidden = model._local.embed(torch.randint(5, 2000, (1, PROMPT_TOKENS)))
         for _, mode in itertools.product(range(rounds), MODES):
             candidates = model._runtime.call(model._runtime.value.candidates)
@@ -83,12 +85,20 @@ def client(folder: str, addr: str, tokens: int, rounds: int) -> None:
             print(json.dumps(result), flush=True)
 
 
+def _wait_for_pairs(model: Any) -> None:
+    """Until every server but the last has announced how far the next one is; they look for neighbours once a minute."""
+    for _ in range(PATIENCE):
+        servers = sorted(model._runtime.call(model._runtime.value.candidates), key=lambda each: each.span)
+        if all(after.peer_id in before.rtts for before, after in itertools.pairwise(servers)):
+            return
+        time.sleep(1.0)
+
+
 def run(folder: Path, num_blocks: int, rtt: float, count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Both modes over `count` servers; `rtt` in milliseconds."""
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(delay_network(count + 1, rtt / 2000)) if rtt else None
         servers = stack.enter_context(_servers(network, folder, num_blocks, count))
-        time.sleep(2.0)  # servers measure the round trips to one another once they are announced
         arguments = [sys.executable, __file__, "--client", str(folder), str(servers[-1].ready["addrs"][0])]
         arguments += ["--tokens", str(options.tokens), "--rounds", str(options.rounds)]
         command = arguments if network is None else network.command(0, arguments)

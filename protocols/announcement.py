@@ -73,7 +73,8 @@ class Announcement:
     span; `rtts` seconds to other servers by peer id; `addrs` textual multiaddrs without /p2p; `relay` is set if it
     is one that takes reservations; `fixed` if it stays with its span whatever the swarm needs; `next_span` where it
     goes as soon as its sessions have left; `network_seconds` what the bytes of a token take into it and out of it (0:
-    not measured). `sequence` (nanoseconds since 1970) and `expires` (seconds since 1970) are set anew each time it is published.
+    not measured). `sequence` (nanoseconds since 1970) and `expires` (seconds since 1970) are set anew each time it is
+    published.
     """
 
     peer_id: str

@@ -171,9 +171,7 @@ async def _serve(
         swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, max_payload=MAX_STEP_BYTES)
         training = TrainingService(hosted, compute, identity, blocks.can_backward, options.allow_clients)
         for protocol, handler in ((FORWARD, training.handle_forward), (BACKWARD, training.handle_backward)):
-            swarm.set_handler(
-                protocol, wire.WorkFrame, handler, max_header=MAX_WORK_HEADER, max_payload=PIECE_BYTES
-            )
+            swarm.set_handler(protocol, wire.WorkFrame, handler, max_header=MAX_WORK_HEADER, max_payload=PIECE_BYTES)
         step_seconds = 1 / options.throughput if options.throughput else speed.step_seconds
 
         def current() -> Announcement:
