@@ -30,6 +30,10 @@ def fleet_of(seed: int, *, client: bool, known: float = 1.0) -> Fleet:
     rtts = chance.random((size, size))
     rtts = (rtts + rtts.T) / 2
     np.fill_diagonal(rtts, 0)
+    if not client:
+        # Without a client's ways a plan knows no detours; with them the router would take some.
+        for via in range(size):
+            rtts = np.minimum(rtts, rtts[:, via, None] + rtts[None, via])
     missing = chance.random((size, size)) > known
     rtts[(missing | missing.T) & ~np.eye(size, dtype=bool)] = math.nan
     machines = (
