@@ -5,10 +5,10 @@
 The grid of table 6 of Petals (NeurIPS 2023, appendix G): a classifier of two classes on rows of 128 tokens, with soft
 prompts ("prompt tuning") or soft and deep prompts ("deep") of 4 and 16 virtual tokens, 8 and 32 rows. Two servers on
 this machine, each a real process with one compute thread, hold half of the blocks each. Plain transformers does the
-same work in this process, in turns with the swarm: with one thread, which the ratios are of, and once more with as
-many threads as there are servers (`plain2`), which is the machine's whole processor to both. It keeps all activations
-between the passes; servers compute the forward pass again. Tokens are rows x 128, as in the paper; the best of the
-rounds counts, since whatever else the machine does is no property of either.
+same work in this process, in turns with the swarm: with one thread, which is what the ratios are of, and once more with
+as many threads as there are servers (`plain2`), which is the machine's whole processor to both. It keeps all
+activations between the passes; servers compute the forward pass again. Tokens are rows x 128, as in the paper; the best
+of the rounds counts, since whatever else the machine does is no property of either.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,10 @@ def run_model(name: str, folder: Path, options: argparse.Namespace) -> list[dict
     ):
         model.config.pad_token_id = plain.config.pad_token_id
         model.score.requires_grad_(False).weight.copy_(plain.score.weight)
-        for deep in (False, True):
-            for batch in options.batches:
-                for prompt in options.prompts:
-                    print(f"{name}: {'deep' if deep else 'prompt'} {batch} x {prompt} ...", file=sys.stderr)
-                    measured = measure(
-                        model, plain, deep=deep, batch=batch, prompt=prompt, rounds=options.rounds,
-                        servers=options.servers,
-                    )  # fmt: skip
-                    results.append({"model": name, "servers": options.servers, **measured})
+        for deep, batch, prompt in product((False, True), options.batches, options.prompts):
+            print(f"{name}: {'deep' if deep else 'prompt'} {batch} x {prompt} ...", file=sys.stderr)
+            sizes = {"batch": batch, "prompt": prompt, "rounds": options.rounds, "servers": options.servers}
+            results.append({"model": name, "servers": options.servers, **measure(model, plain, deep=deep, **sizes)})
     return results
 
 

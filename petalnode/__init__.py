@@ -8,6 +8,7 @@ with AutoDistributedModelForCausalLM.from_pretrained("smollm2", initial_peers=[.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -15,6 +16,7 @@ __all__ = [
     "AutoDistributedModelForCausalLM",
     "AutoDistributedModelForSequenceClassification",
     "BadInput",
+    "LoraTuning",
     "ModelError",
     "NoChainError",
     "PetalnodeError",
@@ -27,30 +29,26 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .node.client.classification import AutoDistributedModelForSequenceClassification
+    from .node.client.lora import LoraTuning
     from .node.client.model import AutoDistributedModelForCausalLM
     from .node.client.remote import RemoteSequential
     from .node.client.tuning import PromptTuning
     from .node.errors import BadInput, ModelError, NoChainError, PetalnodeError, ServerFailed, SwarmError
 
 
+_IN_MODULES = {
+    "AutoDistributedModelForCausalLM": "model",
+    "AutoDistributedModelForSequenceClassification": "classification",
+    "LoraTuning": "lora",
+    "PromptTuning": "tuning",
+    "RemoteSequential": "remote",
+}
+
+
 def __getattr__(name: str) -> Any:
     # On first use: the command line needs neither torch nor transformers for most of what it does.
-    if name == "AutoDistributedModelForCausalLM":
-        from .node.client.model import AutoDistributedModelForCausalLM
-
-        return AutoDistributedModelForCausalLM
-    if name == "AutoDistributedModelForSequenceClassification":
-        from .node.client.classification import AutoDistributedModelForSequenceClassification
-
-        return AutoDistributedModelForSequenceClassification
-    if name == "PromptTuning":
-        from .node.client.tuning import PromptTuning
-
-        return PromptTuning
-    if name == "RemoteSequential":
-        from .node.client.remote import RemoteSequential
-
-        return RemoteSequential
+    if name in _IN_MODULES:
+        return getattr(import_module(f".node.client.{_IN_MODULES[name]}", __name__), name)
     if name in __all__:
         from .node import errors
 

@@ -15,10 +15,12 @@ as inputs, and keep nothing of it past the stream.
 
 - A **work** is hidden states of [rows, tokens, hidden]; for a backward pass also the gradient with respect to what the
   span makes of them. The server answers what the span makes of them; or the gradient with respect to the hidden states
-  and then to each tensor that it keeps for this work, in the order of their names. It is at most
-  `MICRO_BATCH_TOKENS` tokens, or `WorkGranted.max_tokens` if that is less, unless it is a single row.
+  and then to each tensor that it keeps for this work, in the order of their names. It has at most
+  `MICRO_BATCH_TOKENS` tokens, unless it is a single row.
 - **Kept tensors** travel once for the works that name their number. "prompts" are deep prompts [blocks of the span,
   1 or rows, prefix, hidden]: those of a block are added to the first `prefix` positions of what enters it.
+  "3.self_attn.q_proj.lora_A" [rank, in] and "3.self_attn.q_proj.lora_B" [out, rank] change a linear layer of block 3,
+  which then returns B A x more than its own.
 - Tensors travel in **pieces** of at most `PIECE_BYTES` of their bytes, one behind the other, so that neither side ever
   holds more than a piece that it has no room for. A server begins to read the pieces of a work when it has memory for
   all of it and its reply: until then the stream's window stops the client. At most `WorkGranted.credits` works may be
@@ -50,12 +52,34 @@ KEPT_SETS: Final = 4
 """Numbers of Keep that a server remembers on one stream; a newer one pushes the oldest out."""
 MAX_KEPT_TENSORS: Final = 4096
 PROMPTS: Final = "prompts"
+LORA_PARTS: Final = ("lora_A", "lora_B")
 WORK_DOMAIN: Final = "petalnode/work/1"
 KEEP_DOMAIN: Final = "petalnode/keep/1"
 NOTHING_KEPT: Final = bytes(HASH_BYTES)
 
 WorkStream = MessageStream[wire.WorkFrame]
 Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class LoraName:
+    """Of a kept tensor that changes the layer at `path` in a block; `part` is one of `LORA_PARTS`."""
+
+    block: int
+    path: str
+    part: str
+
+    def __str__(self) -> str:
+        return f"{self.block}.{self.path}.{self.part}"
+
+    @classmethod
+    def parse(cls, name: str) -> LoraName | None:
+        """None if it is no such name."""
+        block, _, rest = name.partition(".")
+        path, _, part = rest.rpartition(".")
+        if not block.isdecimal() or len(block) > 9 or not path or part not in LORA_PARTS:
+            return None
+        return cls(int(block), path, part)
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,7 @@ class Announcement(google.protobuf.message.Message):
     FIXED_FIELD_NUMBER: builtins.int
     NEXT_SPAN_FIELD_NUMBER: builtins.int
     NETWORK_US_FIELD_NUMBER: builtins.int
+    LOAD_MS_FIELD_NUMBER: builtins.int
     peer_id: builtins.bytes
     sequence: builtins.int
     """nanoseconds since 1970 when it was made; higher replaces lower"""
@@ -265,6 +266,8 @@ class Announcement(google.protobuf.message.Message):
     """stays with its span, whatever the swarm needs"""
     network_us: builtins.int
     """what the bytes of a token take into it and out of it, microseconds; 0: not measured"""
+    load_ms: builtins.int
+    """what loading a block took it, milliseconds; 0: not measured"""
     @property
     def span(self) -> Global___Span: ...
     @property
@@ -281,7 +284,7 @@ class Announcement(google.protobuf.message.Message):
 
     @property
     def next_span(self) -> Global___Span:
-        """where it goes as soon as its sessions have left it; unset: it stays"""
+        """where it means to go; its own span: it has not begun to load; unset: it stays"""
 
     def __init__(
         self,
@@ -311,9 +314,10 @@ class Announcement(google.protobuf.message.Message):
         fixed: builtins.bool = ...,
         next_span: Global___Span | None = ...,
         network_us: builtins.int = ...,
+        load_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["next_span", b"next_span", "relay", b"relay", "span", b"span"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "addrs", b"addrs", "cache_tokens", b"cache_tokens", "cache_tokens_free", b"cache_tokens_free", "dtype", b"dtype", "expires_ms", b"expires_ms", "fixed", b"fixed", "forward_tokens_per_second", b"forward_tokens_per_second", "max_session_length", b"max_session_length", "model_name", b"model_name", "model_version", b"model_version", "network_us", b"network_us", "next_span", b"next_span", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "public_name", b"public_name", "quantisation", b"quantisation", "queue_depth", b"queue_depth", "relay", b"relay", "rtts", b"rtts", "sequence", b"sequence", "software_version", b"software_version", "span", b"span", "state", b"state", "step_us", b"step_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "addrs", b"addrs", "cache_tokens", b"cache_tokens", "cache_tokens_free", b"cache_tokens_free", "dtype", b"dtype", "expires_ms", b"expires_ms", "fixed", b"fixed", "forward_tokens_per_second", b"forward_tokens_per_second", "load_ms", b"load_ms", "max_session_length", b"max_session_length", "model_name", b"model_name", "model_version", b"model_version", "network_us", b"network_us", "next_span", b"next_span", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "public_name", b"public_name", "quantisation", b"quantisation", "queue_depth", b"queue_depth", "relay", b"relay", "rtts", b"rtts", "sequence", b"sequence", "software_version", b"software_version", "span", b"span", "state", b"state", "step_us", b"step_us"]) -> None: ...
 
 Global___Announcement: typing_extensions.TypeAlias = Announcement
 
@@ -1064,7 +1068,6 @@ class WorkGranted(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     QUANTISATION_FIELD_NUMBER: builtins.int
     CREDITS_FIELD_NUMBER: builtins.int
-    MAX_TOKENS_FIELD_NUMBER: builtins.int
     session_epoch: builtins.bytes
     """16 random bytes of the server"""
     dtype: builtins.str
@@ -1072,8 +1075,6 @@ class WorkGranted(google.protobuf.message.Message):
     quantisation: builtins.str
     credits: builtins.int
     """works that may be under way at once"""
-    max_tokens: builtins.int
-    """rows times positions of one work, unless it is a single row"""
     def __init__(
         self,
         *,
@@ -1081,9 +1082,8 @@ class WorkGranted(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         quantisation: builtins.str = ...,
         credits: builtins.int = ...,
-        max_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["credits", b"credits", "dtype", b"dtype", "max_tokens", b"max_tokens", "quantisation", b"quantisation", "session_epoch", b"session_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["credits", b"credits", "dtype", b"dtype", "quantisation", b"quantisation", "session_epoch", b"session_epoch"]) -> None: ...
 
 Global___WorkGranted: typing_extensions.TypeAlias = WorkGranted
 
@@ -1247,3 +1247,25 @@ class WorkFrame(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "granted", "keep", "work", "reply", "piece", "error", "close"] | None: ...
 
 Global___WorkFrame: typing_extensions.TypeAlias = WorkFrame
+
+@typing.final
+class TransferFrame(google.protobuf.message.Message):
+    """/petalnode/transfer/1: bytes there and bytes back, to measure how fast they pass."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WANTED_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    wanted: builtins.int
+    """bytes to answer with"""
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def __init__(
+        self,
+        *,
+        wanted: builtins.int = ...,
+        tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tensors", b"tensors", "wanted", b"wanted"]) -> None: ...
+
+Global___TransferFrame: typing_extensions.TypeAlias = TransferFrame

@@ -17,6 +17,7 @@ from ..errors import BadInput, ModelError
 from .attention import RAGGED
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
+from .lora import linear_shapes
 from .remote import Remote, RemoteBlocks, RemoteCache, RemoteCall
 from .skeleton import BlockList, Skeleton, build, fill
 from .weights import Weights
@@ -33,6 +34,8 @@ class ClientModel:
         hidden_size: values per token between blocks.
         dtype, device: of the weights here.
         layer: what stands in the place of the blocks.
+        blocks_path: the name of the list of blocks in the model.
+        linears: per block, (values in, values out) of its linear layers, by their paths in it.
         any_token: an id that is not the padding's, where only the number of tokens matters.
         max_positions: tokens that the architecture can tell apart, None if it says nothing.
     """
@@ -48,6 +51,8 @@ class ClientModel:
         self._signature = inspect.signature(skeleton.decoder.forward)
         self._takes_positions = "position_ids" in self._signature.parameters
         self.any_token = 1 if skeleton.config.pad_token_id == 0 else 0  # padding makes some models warn
+        self.blocks_path = ".".join(filter(None, (skeleton.decoder_path, skeleton.list_name)))
+        self.linears = [linear_shapes(block) for block in skeleton.blocks]
         self._remote: Remote | None = None
         self._here = threading.local()  # .call: of the step in progress; .instead: what runs instead of the remote
         self.layer = RemoteBlocks(self._run_blocks, as_tuple=False)

@@ -6,13 +6,16 @@ No gradient is ever taken with respect to the weights.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 
 from ...protocols.ids import Span
+from ...protocols.training import LORA_PARTS, LoraName
+from .lora import changed
 from .span import BlockSpan
 from .stack import BlockStack
 
@@ -31,6 +34,7 @@ class Batch:
         positions: int64 [rows, tokens]; None counts each row from 0.
         prompts: [blocks of the part, 1 or rows, prefix, hidden size], added to the first `prefix` positions of what
             enters each block (deep prompts: Petals, NeurIPS 2023, appendix G).
+        lora: by their names, tensors that change linear layers of the part's blocks.
     """
 
     part: Span
@@ -38,14 +42,16 @@ class Batch:
     mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
+    lora: Mapping[LoraName, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """With respect to the hidden states and the prompts of a batch, of their shapes and dtypes."""
+    """With respect to the hidden states, the prompts and the LoRA tensors of a batch, of their shapes and dtypes."""
 
     hidden: torch.Tensor
     prompts: torch.Tensor | None
+    lora: Mapping[LoraName, torch.Tensor]
 
 
 @dataclass
@@ -53,8 +59,21 @@ class _Graph:
     """One block with what autograd keeps of it: the leaves that gradients are wanted for, and the output."""
 
     entered: torch.Tensor
-    prompt: torch.Tensor | None
+    inputs: _Inputs
     left: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What one block gets beside hidden states."""
+
+    prompt: torch.Tensor | None
+    lora: Mapping[LoraName, torch.Tensor]
+
+    def leaves(self) -> _Inputs:
+        """The same, for gradients to be taken for."""
+        prompt = None if self.prompt is None else self.prompt.detach().requires_grad_()
+        return _Inputs(prompt, {name: each.detach().requires_grad_() for name, each in self.lora.items()})
 
 
 class Passes:
@@ -104,6 +123,7 @@ class Passes:
             entered[starts[0]] = hidden
         flowing = gradient.to(run.hidden.device, run.hidden.dtype)
         prompts: list[torch.Tensor] = []
+        lora: dict[LoraName, torch.Tensor] = {}
         end = run.count
         for start in [*starts, 0]:
             hidden = graphs[-1].left.detach() if graphs else entered.pop(start)
@@ -113,13 +133,11 @@ class Passes:
                 yield
             while graphs:
                 graph = graphs.pop()
-                flowing, prompt = _back(graph, flowing)
-                if prompt is not None:
-                    prompts.append(prompt)
+                flowing = _back(graph, flowing, prompts, lora)
                 if graphs or start:
                     yield
             end = start
-        return Gradients(flowing, torch.stack(prompts[::-1]) if prompts else None)
+        return Gradients(flowing, torch.stack(prompts[::-1]) if prompts else None, lora)
 
     def _measured(self, run: _Run, hidden: torch.Tensor) -> tuple[list[_Graph], int]:
         """The first block's graph, and the bytes that autograd keeps for it."""
@@ -150,28 +168,46 @@ class _Run:
             self._positions = torch.arange(self.hidden.shape[1], device=device).unsqueeze(0)
         else:
             self._positions = batch.positions.to(device)
-        self._prompts = None if batch.prompts is None else batch.prompts.to(device)
+        prompts = [None] * self.count if batch.prompts is None else list(batch.prompts.to(device))
+        lora: dict[int, dict[LoraName, torch.Tensor]] = defaultdict(dict)
+        for name, tensor in batch.lora.items():
+            lora[name.block - batch.part.start][name] = tensor.to(device)
+        self._inputs = [_Inputs(prompt, lora[block]) for block, prompt in enumerate(prompts)]
 
     @torch.no_grad()
     def without_graph(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
         """What the `block`-th block of the batch's part makes of `hidden`."""
-        return self._block(block, hidden, None if self._prompts is None else self._prompts[block])
+        return self._block(block, hidden, self._inputs[block])
 
     @torch.enable_grad()
     def with_graph(self, block: int, hidden: torch.Tensor) -> _Graph:
         entered = hidden.detach().requires_grad_()
-        prompt = None if self._prompts is None else self._prompts[block].detach().requires_grad_()
-        return _Graph(entered, prompt, self._block(block, entered, prompt))
+        inputs = self._inputs[block].leaves()
+        return _Graph(entered, inputs, self._block(block, entered, inputs))
 
-    def _block(self, block: int, hidden: torch.Tensor, prompt: torch.Tensor | None) -> torch.Tensor:
-        if prompt is not None:
-            prefix = prompt.shape[1]
-            hidden = torch.cat([hidden[:, :prefix] + prompt.to(hidden.dtype), hidden[:, prefix:]], dim=1)
+    def _block(self, block: int, hidden: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
+        if inputs.prompt is not None:
+            prefix = inputs.prompt.shape[1]
+            hidden = torch.cat([hidden[:, :prefix] + inputs.prompt.to(hidden.dtype), hidden[:, prefix:]], dim=1)
         index = self._first + block
-        return self._stack.run(hidden, None, self._positions, self._mask, part=range(index, index + 1))
+        pairs = {
+            name.path: (tensor, inputs.lora[replace(name, part=LORA_PARTS[1])])
+            for name, tensor in inputs.lora.items()
+            if name.part == LORA_PARTS[0]
+        }
+        with changed(self._stack.blocks[index], pairs):
+            return self._stack.run(hidden, None, self._positions, self._mask, part=range(index, index + 1))
 
 
-def _back(graph: _Graph, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    leaves = [graph.entered] if graph.prompt is None else [graph.entered, graph.prompt]
-    found = torch.autograd.grad(graph.left, leaves, gradient)
-    return found[0], found[1] if graph.prompt is not None else None
+def _back(
+    graph: _Graph, gradient: torch.Tensor, prompts: list[torch.Tensor], lora: dict[LoraName, torch.Tensor]
+) -> torch.Tensor:
+    """The gradient of what entered a block; those of its other inputs go into `prompts` and `lora`."""
+    leaves = [graph.entered, *graph.inputs.lora.values()]
+    if graph.inputs.prompt is not None:
+        leaves.append(graph.inputs.prompt)
+    entered, *others = torch.autograd.grad(graph.left, leaves, gradient, materialize_grads=True)
+    if graph.inputs.prompt is not None:
+        prompts.append(others.pop())
+    lora.update(zip(graph.inputs.lora, others, strict=True))
+    return entered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from ...protocols.ids import Span
 from ...protocols.tensor_header import TensorError
 from ...protocols.tensors import decode, dtype_name, encode
-from ...protocols.training import PROMPTS
+from ...protocols.training import PROMPTS, LoraName
 from ..errors import BadInput, SwarmError
 from .core import SwarmClient
 from .runtime import TrioThread
@@ -31,14 +32,20 @@ class RemotePass:
     timeout: float | None = None
     wait: bool = False
 
-    def __call__(self, hidden: torch.Tensor, prompts: torch.Tensor | None) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, prompts: torch.Tensor | None, lora: Mapping[LoraName, torch.Tensor]
+    ) -> torch.Tensor:
         """
         Raises:
             BadInput: shapes, dtypes or values that cannot be sent.
             SwarmError: no chain covers the blocks, or what went wrong there.
         """
         self._check(hidden, prompts)
-        output: torch.Tensor = _Through.apply(self, hidden, prompts)
+        kept: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in lora.items()}
+        if prompts is not None:
+            kept[PROMPTS] = prompts
+        gradients = torch.is_grad_enabled() and any(each.requires_grad for each in (hidden, *kept.values()))
+        output: torch.Tensor = _Through.apply(self, gradients, tuple(kept), hidden, *kept.values())
         return output
 
     def _check(self, hidden: torch.Tensor, prompts: torch.Tensor | None) -> None:
@@ -66,12 +73,14 @@ class RemotePass:
             )
 
     def forward(
-        self, hidden: torch.Tensor, prompts: torch.Tensor | None, gradients: bool
+        self, hidden: torch.Tensor, kept: Mapping[str, torch.Tensor], gradients: bool
     ) -> tuple[torch.Tensor, BatchPass]:
-        """What the blocks make of it, and what a backward pass starts from."""
+        """What the blocks make of it, and what a backward pass starts from, if there are to be gradients."""
         pool = self.runtime.value.works
         try:
             works = WorkSpec(self.runtime.value.model.version, self.codec, dtype_name(hidden.dtype))
+            for tensor in kept.values():
+                dtype_name(tensor.dtype)
         except TensorError as error:
             raise BadInput(str(error)) from None
         rows, tokens = hidden.shape[:2]
@@ -82,14 +91,15 @@ class RemotePass:
 
         planned = self.runtime.call(plan)
         _check_finite(hidden, "the hidden states")
-        kept = None
-        if prompts is not None:
-            _check_finite(prompts, "the prompts")
-            kept = _KeptPrompts(self.span, prompts.detach().to("cpu", copy=True))
+        for name, tensor in kept.items():
+            _check_finite(tensor, "the prompts" if name == PROMPTS else f"the weights {name}")
+        prompts = kept.get(PROMPTS)
         spec = PassSpec(
             self.span,
             works,
-            kept,
+            _Cut(self.span, {name: each.detach().to("cpu", copy=True) for name, each in kept.items()})
+            if kept
+            else None,
             kept_by_row=prompts is not None and prompts.shape[1] > 1,
             timeout=self.timeout,
             wait=self.wait,
@@ -110,53 +120,64 @@ class RemotePass:
         return MicroBatch(rows, Packed(*encode(hidden[rows], self.codec)), mask, positions)
 
     def backward(
-        self, batch: BatchPass, gradient: torch.Tensor, prompts: torch.Size | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradients with respect to the hidden states, and to prompts of that shape."""
+        self, batch: BatchPass, gradient: torch.Tensor, kept: Mapping[str, torch.Size]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Gradients with respect to the hidden states, and to what servers kept, of these shapes."""
         _check_finite(gradient, "the gradients that come from the loss")
         found = self.runtime.call(
             batch.backward, [Packed(*encode(gradient[part.rows], self.codec)) for part in batch.parts]
         )
         hidden = _joined([each.hidden for each in found]).to(gradient.device)
-        if prompts is None:
-            return hidden, None
-        total = torch.zeros(prompts)
+        totals = {name: torch.zeros(shape) for name, shape in kept.items()}
         for part, each in zip(batch.parts, found, strict=True):
-            rows = part.rows if prompts[1] > 1 else slice(None)
-            for span, (chunk,) in each.kept:
-                blocks = slice(span.start - self.span.start, span.end - self.span.start)
-                total[blocks, rows] += decode(chunk.tensor, chunk.payload)
-        return hidden, total
+            for span, gradients in each.kept:
+                for name, packed in gradients.items():
+                    total = totals[name]
+                    if name == PROMPTS:
+                        rows = part.rows if total.shape[1] > 1 else slice(None)
+                        total = total[span.start - self.span.start : span.end - self.span.start, rows]
+                    total += decode(packed.tensor, packed.payload)
+        return hidden, list(totals.values())
 
 
 class _Through(torch.autograd.Function):
     """A `RemotePass` in the graph. Its backward may run in any thread."""
 
     @staticmethod
-    def forward(ctx: Any, run: RemotePass, hidden: torch.Tensor, prompts: torch.Tensor | None) -> torch.Tensor:
-        output, batch = run.forward(hidden, prompts, any(ctx.needs_input_grad))
+    def forward(
+        ctx: Any, run: RemotePass, gradients: bool, names: tuple[str, ...], hidden: torch.Tensor, *kept: torch.Tensor
+    ) -> torch.Tensor:
+        output, batch = run.forward(hidden, dict(zip(names, kept, strict=True)), gradients)
         ctx.run, ctx.batch = run, batch
-        ctx.prompts = None if prompts is None else (prompts.shape, prompts.dtype, prompts.device)
+        ctx.shapes = {name: each.shape for name, each in zip(names, kept, strict=True)}
+        ctx.kinds = [(each.device, each.dtype) for each in kept]
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        shape, dtype, device = ctx.prompts or (None, None, None)
-        hidden, prompts = ctx.run.backward(ctx.batch, gradient, shape)
-        return None, hidden, None if prompts is None else prompts.to(device, dtype)
+        hidden, kept = ctx.run.backward(ctx.batch, gradient, ctx.shapes)
+        return None, None, None, hidden, *(each.to(*kind) for each, kind in zip(kept, ctx.kinds, strict=True))
 
 
 @dataclass(frozen=True)
-class _KeptPrompts:
-    """Cuts deep prompts [blocks of the span, 1 or rows, prefix, hidden] for servers of some of the blocks."""
+class _Cut:
+    """Cuts what is to be kept for servers of some of the blocks: deep prompts, and what changes their layers."""
 
     span: Span
-    prompts: torch.Tensor
+    tensors: Mapping[str, torch.Tensor]
 
-    def __call__(self, span: Span, rows: slice) -> KeptTensors:
-        cut = self.prompts[span.start - self.span.start : span.end - self.span.start]
-        return KeptTensors.of([PROMPTS], [Packed(*encode(cut[:, rows] if cut.shape[1] > 1 else cut, "none"))])
+    def __call__(self, span: Span, rows: slice) -> KeptTensors | None:
+        cut: dict[str, torch.Tensor] = {}
+        for name, tensor in self.tensors.items():
+            if name == PROMPTS:
+                blocks = tensor[span.start - self.span.start : span.end - self.span.start]
+                cut[name] = blocks[:, rows] if blocks.shape[1] > 1 else blocks
+            elif (parsed := LoraName.parse(name)) is not None and parsed.block in span:
+                cut[name] = tensor
+        if not cut:
+            return None
+        return KeptTensors.of(list(cut), [Packed(*encode(tensor, "none")) for tensor in cut.values()])
 
 
 def _of_rows(given: torch.Tensor, rows: slice, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from ...protocols.ids import Span
+from ...protocols.training import LoraName
 from ..blocks.remote import RemoteCache, RemoteCall
 from ..errors import BadInput
 from ..models import Progress
 from ..models.progress import no_progress
 from .connected import Opened, open_model
 from .inference_session import InferenceSession
-from .remote import RemoteSequential, Surroundings, around_here, surroundings
+from .remote import RemoteSequential, around_here, surroundings
 
 DEFAULT_GENERATED_LENGTH = 20
 """What transformers generates when nobody says how much."""
@@ -93,6 +94,8 @@ class DistributedModel:
             model's then.
         num_blocks, hidden_size: of the whole model.
         any_token: a token id that is not the padding's.
+        linears: per block, (values in, values out) of its linear layers, by their paths in it.
+        blocks_path: the name of the list of blocks in the transformers model.
         labels_are_tokens: whether `labels` has an entry for each of `input_ids`.
     """
 
@@ -106,6 +109,8 @@ class DistributedModel:
         self.num_blocks = opened.local.num_blocks
         self.hidden_size = opened.local.hidden_size
         self.any_token = opened.local.any_token
+        self.linears = opened.local.linears
+        self.blocks_path = opened.local.blocks_path
         self._local = opened.local
         self._runtime = opened.runtime
         self._wait = wait
@@ -163,9 +168,13 @@ class DistributedModel:
             deep: [blocks, prefix, hidden], added to the first positions of what enters each block.
             starts: [rows], the first token of each row that the prompts stand for; None is the first of all.
         """
-        around = Surroundings(prompts=None if deep is None else deep.unsqueeze(1))
+        around = replace(around_here(), prompts=None if deep is None else deep.unsqueeze(1))
         with self._local.prompted(prompts, starts), surroundings(around):
             yield
+
+    def changed(self, lora: Mapping[LoraName, torch.Tensor]) -> AbstractContextManager[None]:
+        """Within it, these tensors change linear layers of the servers' blocks for calls of this thread."""
+        return surroundings(replace(around_here(), lora=lora))
 
     def _run_blocks(self, hidden: torch.Tensor, call: RemoteCall) -> torch.Tensor:
         """What stands in the local model instead of its blocks."""
@@ -274,6 +283,9 @@ class DistributedModelForCausalLM(DistributedModel):
         return max(int(total) if total else prompt + DEFAULT_GENERATED_LENGTH, prompt + 1)
 
     def _run_in_session(self, hidden: torch.Tensor, call: RemoteCall, cache: RemoteCache) -> torch.Tensor:
+        around = around_here()
+        if around.prompts is not None or around.lora:
+            raise BadInput("deep prompts and LoRA do not go into a session: generate with use_cache=False")
         padding = call.left_padding or ()
         if padding and max(padding) >= call.position + hidden.shape[1]:
             raise BadInput("a row of the attention mask hides all of its tokens")

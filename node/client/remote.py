@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from ...protocols.ids import Span
+from ...protocols.training import LoraName
 from .autograd import RemotePass
 from .core import SwarmClient
 from .inference_session import InferenceSession
@@ -19,11 +20,12 @@ from .runtime import TrioThread
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the blocks of a model get beside hidden states; `prompts` are for all blocks of the model."""
+    """What the blocks of a model get beside hidden states; `prompts` and `lora` are for all blocks of the model."""
 
     mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
+    lora: Mapping[LoraName, torch.Tensor] = field(default_factory=dict)
 
 
 _NOTHING = Surroundings()
@@ -129,4 +131,4 @@ class RemoteSequential(nn.Module):
             timeout=self._step_timeout,
             wait=self._wait,
         )
-        return run(hidden, prompts)
+        return run(hidden, prompts, {name: each for name, each in around.lora.items() if name.block in self.span})

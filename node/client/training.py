@@ -48,7 +48,7 @@ class PassSpec:
 
     span: Span
     works: WorkSpec
-    kept: Callable[[Span, slice], KeptTensors] | None = None
+    kept: Callable[[Span, slice], KeptTensors | None] | None = None
     kept_by_row: bool = False
     timeout: float | None = None
     wait: bool = False
@@ -64,10 +64,10 @@ class Junction:
 
 @dataclass(frozen=True)
 class PartGradients:
-    """Of one micro-batch: with respect to what entered the first block, and to what servers kept, by their blocks."""
+    """Of one micro-batch: with respect to what entered the first block, and to what servers of some blocks kept."""
 
     hidden: Packed
-    kept: tuple[tuple[Span, tuple[Packed, ...]], ...]
+    kept: tuple[tuple[Span, dict[str, Packed]], ...]
 
 
 @dataclass
@@ -86,7 +86,7 @@ class BatchPass:
     chains: Sequence[Chain]
     junctions: list[list[Junction]] = field(default_factory=list)
     repeated: int = 0
-    _kept: dict[tuple[int, int, int, int], KeptTensors] = field(default_factory=dict)
+    _kept: dict[tuple[int, int, int, int], KeptTensors | None] = field(default_factory=dict)
 
     async def forward(self) -> list[Packed]:
         """What the blocks make of each micro-batch.
@@ -112,7 +112,7 @@ class BatchPass:
         """
 
         async def one(index: int) -> PartGradients:
-            kept: list[tuple[Span, tuple[Packed, ...]]] = []
+            kept: list[tuple[Span, dict[str, Packed]]] = []
             gradient = gradients[index]
             for junction in reversed(self.junctions[index]):
                 gradient = await self._back(index, junction, gradient, kept)
@@ -139,7 +139,7 @@ class BatchPass:
         return chunk
 
     async def _back(
-        self, index: int, junction: Junction, gradient: Packed, kept: list[tuple[Span, tuple[Packed, ...]]]
+        self, index: int, junction: Junction, gradient: Packed, kept: list[tuple[Span, dict[str, Packed]]]
     ) -> Packed:
         """Takes a gradient back through the blocks of one junction, wherever they are now."""
         hop = junction.hop
@@ -151,8 +151,9 @@ class BatchPass:
                 failures.add(error)
                 chain = await self._instead(hop.span, failures, backward=True)
             else:
-                if others:
-                    kept.append((hop.span, tuple(others)))
+                given = await self._kept_for(hop.span, self.parts[index].rows)
+                if given is not None:
+                    kept.append((hop.span, dict(zip(given.names, others, strict=True))))
                 return hidden
             if len(chain) > 1:
                 # Other boundaries: what enters the servers behind the first must be made first.

@@ -95,8 +95,6 @@ class PromptTuning(nn.Module):
             with model.prompted(self.prompt_embeddings, self.deep_prompts):
                 sequences: torch.Tensor = model.generate(ids, attention_mask=mask, **kwargs)
             return sequences[:, self.num_virtual_tokens :]
-        if self.deep_prompts is not None:
-            raise BadInput("deep prompts do not go into a session: generate with use_cache=False")
         # A session knows padding at the left only, so the virtual tokens stand behind it.
         count = self.num_virtual_tokens
         seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -104,7 +102,7 @@ class PromptTuning(nn.Module):
         ids, mask = self._prefixed(input_ids, seen)
         mask = torch.cat([seen.new_zeros((len(seen), count)), seen], dim=1)
         mask = mask.scatter(1, (starts.unsqueeze(1) + torch.arange(count)).to(mask.device), 1)
-        with model.prompted(self.prompt_embeddings, starts=starts):
+        with model.prompted(self.prompt_embeddings, self.deep_prompts, starts=starts):
             sequences = model.generate(ids, attention_mask=mask, **kwargs)
         given = input_ids.repeat_interleave(len(sequences) // len(input_ids), dim=0)
         return torch.cat([given, sequences[:, ids.shape[1] :]], dim=1)

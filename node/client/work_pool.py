@@ -25,7 +25,7 @@ from .deadlines import (
 from .refusals import is_lost, not_allowed, with_refusals
 from .routing import Candidate, Hop, cheapest_chain
 from .server_session import ServerRefused
-from .work_stream import Packed, ServerWorks, StreamBroken, Task, WorkSpec
+from .work_stream import Packed, Reply, ServerWorks, StreamBroken, Task, WorkSpec
 
 if TYPE_CHECKING:
     from .core import SwarmClient
@@ -82,11 +82,10 @@ class WorkPool:
         """
 
         def choose(candidates: Mapping[str, Candidate]) -> Plan:
-            least = rows_of_micro_batch(batch, tokens, 1)
             chains = choose_chains(
                 list(candidates.values()),
                 span,
-                tokens=least * tokens,
+                tokens=tokens * rows_of_micro_batch(batch, tokens, 1),
                 token_bytes=token_bytes,
                 length=tokens,
                 model_name=self._client.model.name,
@@ -131,6 +130,7 @@ class WorkPool:
 
         Servers come and go: if one was lost, they are looked for until `until`; with `wait`, for ever.
         """
+        tried = excluded
         lost = any(_may_be_back(each) for each in excluded.values())
         fresh = False
         while True:
@@ -139,8 +139,8 @@ class WorkPool:
                 return choose({each.peer_id: each for each in candidates})
             except NoChainError as error:
                 if fresh and not wait and (not lost or trio.current_time() >= until):
-                    explained = self._client.explained(error, bool(candidates) or bool(excluded))
-                    raise with_refusals(explained, excluded, self._client.peer_id) from None
+                    explained = self._client.explained(error, bool(candidates) or bool(tried))
+                    raise with_refusals(explained, tried, self._client.peer_id) from None
             if fresh:
                 await trio.sleep(RETRY_INTERVAL)
                 # Who was lost may be back.
@@ -161,11 +161,11 @@ class WorkPool:
                 async with slot.lock:
                     works = slot.works = await self._usable(slot, protocol, hop, spec)
                 try:
-                    chunks = await works.run(task, timeout or self._patience(hop, task, protocol))
+                    reply = await works.run(task, timeout or self._patience(hop, task, protocol))
                 except StreamBroken:
                     continue  # by another work of ours: this one was not to blame, and nor may be the server
-                self._learn(protocol, hop, works, task)
-                return chunks
+                self._learn(protocol, hop, reply, task)
+                return reply.tensors
         except ServerFailed as error:
             self._note(error, protocol)
             raise
@@ -215,9 +215,9 @@ class WorkPool:
         cost = BACKWARD_COST if protocol == BACKWARD else 1.0
         return work_patience(self._speeds.get(hop.peer_id, 0.0) * _block_tokens(hop, task) * cost)
 
-    def _learn(self, protocol: str, hop: Hop, works: ServerWorks, task: Task) -> None:
+    def _learn(self, protocol: str, hop: Hop, reply: Reply, task: Task) -> None:
         if protocol != BACKWARD:
-            seconds = works.timing.compute / _block_tokens(hop, task)
+            seconds = reply.compute / _block_tokens(hop, task)
             self._speeds[hop.peer_id] = 0.8 * self._speeds.get(hop.peer_id, seconds) + 0.2 * seconds
 
 

@@ -29,7 +29,7 @@ from ...protocols.training import (
 from ..errors import ServerFailed
 from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
 from .routing import Hop
-from .server_session import HopTiming, ServerRefused
+from .server_session import ServerRefused
 
 MAX_CREDITS: Final = 64
 """No more works are under way at one server, whatever it grants."""
@@ -77,6 +77,14 @@ class Task:
     kept: KeptTensors | None = None
 
 
+@dataclass(frozen=True)
+class Reply:
+    """The checked answer to a work. `compute` is what it took the server, in seconds."""
+
+    tensors: list[Packed]
+    compute: float
+
+
 class StreamBroken(Exception):
     """Another work has failed, or was cut off, on this stream; that says nothing of this one."""
 
@@ -84,13 +92,12 @@ class StreamBroken(Exception):
 class ServerWorks:
     """One stream of works of one kind at one server. Several tasks may `run` works on it.
 
-    Once a call has failed or was cancelled the stream is of no use: `broken`.
+    Once a work has failed or was given up on the way the stream is of no use: `broken`.
     """
 
     def __init__(self, stream: WorkStream, hop: Hop, spec: WorkSpec, client: str, protocol: str) -> None:
         self.hop = hop
         self.protocol = protocol
-        self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
         self.broken = False
         self._stream = stream
         self._spec = spec
@@ -104,11 +111,6 @@ class ServerWorks:
         self._last_receipt = NO_RECEIPT
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         self._kept_number = 0
-
-    @property
-    def max_tokens(self) -> int:
-        """Rows times positions of one work, unless it is a single row."""
-        return self._granted.max_tokens
 
     async def open(self) -> None:
         """
@@ -132,8 +134,8 @@ class ServerWorks:
             granted = frame.granted
             if frame.WhichOneof("body") != "granted" or len(granted.session_epoch) != EPOCH_BYTES:
                 raise self._failed("it answered with something else than WorkGranted")
-            if not granted.credits or not granted.max_tokens:
-                raise self._failed("it granted nothing")
+            if not granted.credits:
+                raise self._failed("it granted no credits")
             self.broken = False
         except PeerError as error:
             raise self._failed(str(error)) from error
@@ -144,8 +146,8 @@ class ServerWorks:
         self._granted = granted
         self._credits = trio.Semaphore(min(granted.credits, MAX_CREDITS))
 
-    async def run(self, task: Task, timeout: float) -> list[Packed]:
-        """Sends one work and returns the checked tensors of its reply.
+    async def run(self, task: Task, timeout: float) -> Reply:
+        """Sends one work and returns the checked reply.
 
         `timeout` counts from the reply to the work before this one, or from when this one was sent.
 
@@ -154,23 +156,21 @@ class ServerWorks:
             StreamBroken: another call has failed.
         """
         async with self._credits:
-            done = False
+            done = True
             try:
                 async with self._sending:
                     self._check_whole()
+                    done = False
                     work = await self._send(task, timeout)
                 # Locks are handed on in order, so answers are awaited in the order of their works.
                 async with self._receiving:
                     self._check_whole()
-                    begun = trio.current_time()
                     reply, payloads = await self._receive(work, task, timeout)
-                    seconds = trio.current_time() - begun
-                    self.timing = HopTiming(self.hop.peer_id, seconds, reply.queue_us / 1e6, reply.compute_us / 1e6)
                     previous, self._last_receipt = self._last_receipt, self._hash_of_receipt(reply)
                 chunks = [Packed(tensor, payload) for tensor, payload in zip(reply.tensors, payloads, strict=True)]
                 await trio.to_thread.run_sync(self._check, reply, work, task, chunks, previous)
                 done = True
-                return chunks
+                return Reply(chunks, reply.compute_us / 1e6)
             except PeerError as error:
                 self._check_whole()
                 raise self._failed(str(error)) from error

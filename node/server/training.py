@@ -14,7 +14,8 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.framing import PeerError
 from ...protocols.ids import BACKWARD, FORWARD
 from ...protocols.inference import Refusal, bad_request
-from ...protocols.training import WorkStream, work_terms_of
+from ...protocols.training import MICRO_BATCH_TOKENS, WorkStream, work_terms_of
+from ..blocks.lora import linear_shapes
 from ..blocks.passes import Passes
 from .admission import Hosted, check_client
 from .cache_budget import CacheBudget
@@ -35,9 +36,11 @@ class TrainingService:
     """Forward and backward passes through one hosted span, for whoever asks; anyone's chat goes before them.
 
     The memory is bounded: `budget` holds the tensors of all works from the moment that they are read until they are
-    answered, `kept_budget` what streams keep, and one pass at a time computes within `activation_bytes`.
+    answered (room for two of the largest micro-batches at least), `kept_budget` what streams keep, and one pass at a
+    time computes within its share for what autograd keeps.
 
     Attributes:
+        linears: the linear layers that clients may change with LoRA.
         draining: set it and no new work is taken.
     """
 
@@ -58,9 +61,12 @@ class TrainingService:
         self.hosted = hosted
         self.compute = compute
         self.identity = identity
-        self.budget = CacheBudget(int(WORK_SHARE * memory))
+        largest = 4 * MICRO_BATCH_TOKENS * hosted.hidden_size * 4  # a backward pass and its reply, in float32
+        self.budget = CacheBudget(max(int(WORK_SHARE * memory), 2 * largest))
         self.kept_budget = CacheBudget(int(KEPT_SHARE * memory))
         self.passes = Passes(compute.blocks, int(ACTIVATION_SHARE * _free_memory(compute.blocks.device, memory)))
+        first = hosted.span.start
+        self.linears = {first + index: linear_shapes(block) for index, block in enumerate(compute.blocks.stack.blocks)}
         self.draining = False
         self._refuses_backward = refuses_backward
         self._allowed_clients = frozenset(allowed_clients)

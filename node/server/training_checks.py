@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ...protocols import wire_pb2 as wire
 from ...protocols.inference import Refusal, bad_request
 from ...protocols.tensor_header import TensorError, wire_nbytes
-from ...protocols.training import MAX_KEPT_TENSORS, PROMPTS, WorkTerms, check_shape, mask_bytes, raw_bytes
+from ...protocols.training import (
+    LORA_PARTS,
+    MAX_KEPT_TENSORS,
+    MICRO_BATCH_TOKENS,
+    PROMPTS,
+    LoraName,
+    WorkTerms,
+    check_shape,
+    mask_bytes,
+    raw_bytes,
+)
 from .admission import Hosted, check_hosted
+
+Linears = Mapping[int, Mapping[str, tuple[int, int]]]
+"""(values in, values out) of the linear layers of blocks, by the block's number and the layer's path in it."""
 
 
 def check_work_terms(terms: WorkTerms, hosted: Hosted) -> None:
@@ -21,8 +35,10 @@ def check_work_terms(terms: WorkTerms, hosted: Hosted) -> None:
     check_hosted(terms.model_version, terms.span, terms.codec, terms.dtype, hosted)
 
 
-def check_keep(keep: wire.Keep, terms: WorkTerms, hosted: Hosted, *, last: int) -> None:
-    """Whether tensors can be kept, before any byte of them is read. `last` is the number of the newest set.
+def check_keep(keep: wire.Keep, terms: WorkTerms, hosted: Hosted, linears: Linears, *, last: int) -> None:
+    """Whether tensors can be kept, before any byte of them is read.
+
+    `linears` are the linear layers of the hosted blocks, `last` is the number of the newest set.
 
     Raises:
         Refusal
@@ -33,13 +49,38 @@ def check_keep(keep: wire.Keep, terms: WorkTerms, hosted: Hosted, *, last: int) 
         raise bad_request("Keep takes a name of its own for each tensor")
     if not 1 <= len(keep.tensors) <= MAX_KEPT_TENSORS:
         raise bad_request(f"Keep takes 1 to {MAX_KEPT_TENSORS} tensors, not {len(keep.tensors)}")
+    lora: dict[LoraName, tuple[int, ...]] = {}
     for name, tensor in zip(keep.names, keep.tensors, strict=True):
-        if name != PROMPTS:
-            raise Refusal(wire.ERROR_UNSUPPORTED, f"this server takes no {name[:100]!r} with the work, only prompts")
         _check_bytes(tensor)
         shape = tuple(tensor.shape)
-        if len(shape) != 4 or shape[0] != len(terms.span) or shape[3] != hosted.hidden_size or not math.prod(shape):
+        parsed = LoraName.parse(name)
+        if parsed is not None:
+            lora[parsed] = shape
+        elif name != PROMPTS:
+            raise Refusal(wire.ERROR_UNSUPPORTED, f"this server knows no tensor {name[:100]!r}: only prompts and LoRA")
+        elif len(shape) != 4 or shape[0] != len(terms.span) or shape[3] != hosted.hidden_size or not math.prod(shape):
             raise bad_request(f"prompts of {shape} are not [{len(terms.span)}, rows, prefix, {hosted.hidden_size}]")
+    for each, shape in lora.items():
+        _check_lora(each, shape, lora, terms, linears)
+
+
+def _check_lora(
+    name: LoraName,
+    shape: tuple[int, ...],
+    lora: Mapping[LoraName, tuple[int, ...]],
+    terms: WorkTerms,
+    linears: Linears,
+) -> None:
+    if name.block not in terms.span:
+        raise bad_request(f"{name} is not of blocks {terms.span}")
+    layer = linears[name.block].get(name.path)
+    if layer is None:
+        known = ", ".join(linears[name.block])
+        raise bad_request(f"block {name.block} has no linear layer {name.path[:100]!r}; it has {known}")
+    a, b = (lora.get(replace(name, part=part), ()) for part in LORA_PARTS)
+    rank = a[0] if a else 0
+    if a != (rank, layer[0]) or b != (layer[1], rank) or not rank:
+        raise bad_request(f"{name}: lora_A takes [rank, {layer[0]}] and lora_B [{layer[1]}, rank], not {a} and {b}")
 
 
 def check_work(
@@ -50,7 +91,6 @@ def check_work(
     *,
     backward: bool,
     last: int,
-    max_tokens: int,
 ) -> None:
     """Whether a work fits its stream, before any byte of it is read. `last` is the sequence number before it.
 
@@ -74,8 +114,8 @@ def check_work(
         _check_bytes(tensor)
     if tokens > hosted.max_length:
         raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {hosted.max_length} tokens, not {tokens}")
-    if rows > 1 and rows * tokens > max_tokens:
-        raise Refusal(wire.ERROR_TOO_LONG, f"{rows} x {tokens} tokens in one work; at most {max_tokens} were granted")
+    if rows > 1 and rows * tokens > MICRO_BATCH_TOKENS:
+        raise Refusal(wire.ERROR_TOO_LONG, f"{rows} x {tokens} tokens in one work; {MICRO_BATCH_TOKENS} are allowed")
     if work.mask and len(work.mask) != mask_bytes(shape):
         raise bad_request(f"a mask of {len(work.mask)} bytes does not fit {rows} x {tokens} tokens")
     if work.positions and (len(work.positions) != rows * tokens or max(work.positions) >= hosted.max_length):
@@ -84,8 +124,8 @@ def check_work(
     if keep is None and work.kept:
         raise bad_request(f"nothing is kept under number {work.kept}")
     if keep is not None:
-        for tensor in keep.tensors:
-            if tensor.shape[1] not in (1, rows) or tensor.shape[2] > tokens:
+        for name, tensor in zip(keep.names, keep.tensors, strict=True):
+            if name == PROMPTS and (tensor.shape[1] not in (1, rows) or tensor.shape[2] > tokens):
                 raise bad_request(f"prompts of {tuple(tensor.shape)} do not fit hidden states of {shape}")
 
 

@@ -14,8 +14,16 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.inference import bad_request
 from ...protocols.tensor_header import TensorError
 from ...protocols.tensors import DTYPES, decode, encode
-from ...protocols.training import NOTHING_KEPT, PROMPTS, WorkTerms, hash_of_keep, hash_of_payloads, hash_of_work
-from ..blocks.passes import Batch, Passes, Passing
+from ...protocols.training import (
+    NOTHING_KEPT,
+    PROMPTS,
+    LoraName,
+    WorkTerms,
+    hash_of_keep,
+    hash_of_payloads,
+    hash_of_work,
+)
+from ..blocks.passes import Batch, Gradients, Passes, Passing
 
 
 @dataclass(frozen=True)
@@ -79,23 +87,33 @@ def unpack_work(
         mask = each.view(-1)[: rows * tokens].view(rows, tokens).bool()
     if work.positions:
         positions = torch.tensor(work.positions, dtype=torch.long).view(rows, tokens)
-    prompts = kept.tensors.get(PROMPTS) if kept else None
-    return Job(work, Batch(terms.span, hidden, mask, positions, prompts), gradient, kept, request)
+    tensors = kept.tensors if kept else {}
+    lora = {parsed: tensor for name, tensor in tensors.items() if (parsed := LoraName.parse(name)) is not None}
+    batch = Batch(terms.span, hidden, mask, positions, tensors.get(PROMPTS), lora)
+    return Job(work, batch, gradient, kept, request)
 
 
 def passing(job: Job, passes: Passes) -> Passing[list[torch.Tensor]]:
     """The pass, which ends with the reply's tensors on the CPU, in the dtypes that were asked for."""
+    described = list(job.work.tensors[:1])
     if job.gradient is None:
         results = [(yield from passes.forward(job.batch))]
-        described = job.work.tensors[:1]
     else:
         gradients = yield from passes.backward(job.batch, job.gradient)
         results = [gradients.hidden]
-        described = job.work.tensors[:1]
-        if job.kept is not None and gradients.prompts is not None:
-            results.append(gradients.prompts)
-            described = [*described, *job.kept.keep.tensors]
+        if job.kept is not None:
+            described += job.kept.keep.tensors
+            results += [_of(gradients, name) for name in job.kept.keep.names]
     return [result.to("cpu", DTYPES[each.dtype]) for result, each in zip(results, described, strict=True)]
+
+
+def _of(gradients: Gradients, name: str) -> torch.Tensor:
+    """The gradient of a kept tensor."""
+    parsed = LoraName.parse(name)
+    if parsed is not None:
+        return gradients.lora[parsed]
+    assert gradients.prompts is not None
+    return gradients.prompts
 
 
 def pack(job: Job, results: Sequence[torch.Tensor]) -> Result:

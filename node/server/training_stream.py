@@ -19,7 +19,6 @@ from ...protocols.ids import BACKWARD, PROTOCOL_VERSION
 from ...protocols.inference import EPOCH_BYTES, Refusal, bad_request, receipt_to_wire
 from ...protocols.training import (
     KEPT_SETS,
-    MICRO_BATCH_TOKENS,
     WorkStream,
     WorkTerms,
     raw_bytes,
@@ -83,7 +82,6 @@ class TrainingStream:
             dtype=hosted.dtype,
             quantisation=hosted.quantisation,
             credits=CREDITS,
-            max_tokens=MICRO_BATCH_TOKENS,
         )
         await self._stream.send(wire.WorkFrame(granted=granted), timeout=PIECE_TIMEOUT)
         try:
@@ -134,7 +132,7 @@ class TrainingStream:
                 pass  # a pass has failed: nobody takes works any more, and the answering task ends the stream
 
     async def _keep(self, keep: wire.Keep) -> None:
-        check_keep(keep, self._terms, self._service.hosted, last=self._kept_number)
+        check_keep(keep, self._terms, self._service.hosted, self._service.linears, last=self._kept_number)
         if len(self._kept) == KEPT_SETS:
             _, oldest = self._kept.popitem(last=False)
             self._give_back(self._service.kept_budget, raw_bytes(oldest.keep.tensors))
@@ -151,7 +149,6 @@ class TrainingStream:
             {number: kept.keep for number, kept in self._kept.items()},
             backward=self._protocol == BACKWARD,
             last=self._sequence,
-            max_tokens=MICRO_BATCH_TOKENS,
         )
         if self._under_way >= CREDITS:
             raise Refusal(wire.ERROR_BUSY, f"{CREDITS} works may be under way at once, not more")

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from petalnode.node.blocks.lora import linear_shapes
 from petalnode.node.blocks.passes import Batch, Gradients, Passes, Passing
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.protocols.ids import Span
+from petalnode.protocols.training import LoraName
 from tests.tiny_models import ARCHITECTURES, HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
 
 Tiny = Callable[[str], Path]
@@ -94,7 +97,7 @@ def through(spans: Sequence[BlockSpan], batch: Batch, gradient: torch.Tensor, me
         assert pauses >= 2 * len(each.part) - 1  # at least between any two blocks, both ways
         gradient = gradients.hidden
         found.append(gradients.prompts)
-    return hidden, Gradients(gradient, torch.cat(found[::-1]) if batch.prompts is not None else None)
+    return hidden, Gradients(gradient, torch.cat(found[::-1]) if batch.prompts is not None else None, {})
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -148,3 +151,43 @@ def test_weights_never_get_gradients(tiny: Tiny) -> None:
     drive(Passes(span, PLENTY).backward(Batch(Span(0, 2), hidden), torch.randn(1, 6, HIDDEN)))
     weights = [weight for block in span.stack.blocks for weight in block.parameters()]
     assert weights and all(weight.grad is None and not weight.requires_grad for weight in weights)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "mixtral", "gpt2", "gpt_neox"])
+def test_low_rank_changes_are_those_of_the_weights(architecture: str, tiny: Tiny) -> None:
+    """B A x beside a layer is what the layer with W + B A computes, and has the gradients of that."""
+    folder = tiny(architecture)
+    span, part = load_span(folder, Span(1, 6)), Span(2, 5)
+    generator = torch.Generator().manual_seed(4)
+    hidden, gradient = torch.randn(2, 2, TOKENS, HIDDEN, generator=generator)
+    lora: dict[LoraName, torch.Tensor] = {}
+    weights: dict[LoraName, torch.Tensor] = {}
+    transposed: dict[LoraName, bool] = {}
+    merged = load_span(folder, Span(1, 6))
+    for number in (2, 4):
+        block = merged.stack.blocks[number - 1]
+        for path, (width, out) in linear_shapes(block).items():
+            a, b = (0.2 * torch.randn(*shape, generator=generator) for shape in ((3, width), (out, 3)))
+            lora[LoraName(number, path, "lora_A")], lora[LoraName(number, path, "lora_B")] = a, b
+            layer: Any = block.get_submodule(path)
+            name = LoraName(number, path, "")
+            weights[name], transposed[name] = layer.weight, isinstance(layer, Conv1D)
+            with torch.no_grad():
+                layer.weight += (b @ a).T if transposed[name] else b @ a
+    assert len(lora) >= 8
+    plain, changed = Batch(part, hidden), Batch(part, hidden, lora=lora)
+    expected, _ = drive(Passes(merged, PLENTY).forward(plain))
+    close(drive(Passes(span, PLENTY).forward(changed))[0], expected)
+    assert (drive(Passes(span, PLENTY).forward(plain))[0] - expected).abs().max() > 1e-2
+    expected, _ = drive(Passes(merged, PLENTY).backward(plain, gradient))
+    found, _ = drive(Passes(span, PLENTY).backward(changed, gradient))
+    close(found.hidden, expected.hidden)
+    assert found.lora.keys() == lora.keys()
+    # The gradient of W + B A with respect to A is B's transpose times that of the weight, and the other way round.
+    weights = {name: each.requires_grad_() for name, each in weights.items()}
+    out = merged.stack.run(hidden, None, torch.arange(TOKENS).unsqueeze(0), part=range(1, 4))
+    for name, full in zip(weights, torch.autograd.grad(out, list(weights.values()), gradient), strict=True):
+        a_name, b_name = replace(name, part="lora_A"), replace(name, part="lora_B")
+        whole = full.T if transposed[name] else full
+        close(found.lora[a_name], lora[b_name].T @ whole)
+        close(found.lora[b_name], whole @ lora[a_name].T)

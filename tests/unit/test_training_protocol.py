@@ -23,6 +23,7 @@ from petalnode.protocols.training import (
     MAX_KEPT_TENSORS,
     NOTHING_KEPT,
     PIECE_BYTES,
+    LoraName,
     WorkStream,
     WorkTerms,
     hash_of_keep,
@@ -181,7 +182,7 @@ HIDDEN = tensor(2, 9, 64)
 
 def check(message: wire.Work, backward: bool = False) -> None:
     kept = {7: PROMPTS, 8: OF_ROWS}
-    check_work(message, TERMS, HOSTED, kept, backward=backward, last=3, max_tokens=100)
+    check_work(message, TERMS, HOSTED, kept, backward=backward, last=3)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def check(message: wire.Work, backward: bool = False) -> None:
         (work(HIDDEN, positions=range(18)), False),
         (work(HIDDEN, kept=7), False),
         (work(HIDDEN, HIDDEN, kept=8), True),
-        (work(tensor(1, 128, 64)), False),  # one row may be longer than the limit
+        (work(tensor(8, 128, 64)), False),
     ],
 )
 def test_right_works_pass(message: wire.Work, backward: bool) -> None:
@@ -217,7 +218,7 @@ def test_right_works_pass(message: wire.Work, backward: bool) -> None:
         (work(tensor(2, 9, 64, codec="float16")), False, BAD, "codec"),
         (work(tensor(2, 9, 64, dtype="bfloat16")), False, BAD, "bfloat16"),
         (work(tensor(1, 129, 64)), False, LONG, "128"),
-        (work(tensor(2, 51, 64)), False, LONG, "100"),
+        (work(tensor(9, 128, 64)), False, LONG, "1024"),
         (work(HIDDEN, mask=b"12"), False, BAD, "mask"),
         (work(HIDDEN, positions=range(17)), False, BAD, "positions"),
         (work(HIDDEN, positions=[128] * 18), False, BAD, "positions"),
@@ -230,6 +231,9 @@ def test_wrong_works_are_refused(message: wire.Work, backward: bool, code: int, 
     with pytest.raises(Refusal, match=says) as caught:
         check(message, backward)
     assert caught.value.code == code
+
+
+LINEARS = {block: {"mlp.up": (64, 96), "out": (96, 64)} for block in range(2, 6)}
 
 
 def keep(*tensors: wire.Tensor, **fields: Any) -> wire.Keep:
@@ -253,10 +257,52 @@ def keep(*tensors: wire.Tensor, **fields: Any) -> wire.Keep:
     ],
 )
 def test_what_is_not_kept(message: wire.Keep, code: int) -> None:
-    check_keep(keep(tensor(3, 1, 5, 64)), TERMS, HOSTED, last=2)
+    check_keep(keep(tensor(3, 1, 5, 64)), TERMS, HOSTED, LINEARS, last=2)
     with pytest.raises(Refusal) as caught:
-        check_keep(message, TERMS, HOSTED, last=2)
+        check_keep(message, TERMS, HOSTED, LINEARS, last=2)
     assert caught.value.code == code
+
+
+def lora(name: str, a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> wire.Keep:
+    parts = {"lora_A": a, "lora_B": b}
+    given = {f"{name}.{part}": shape for part, shape in parts.items() if shape is not None}
+    return wire.Keep(number=3, names=list(given), tensors=[tensor(*shape) for shape in given.values()])
+
+
+@pytest.mark.parametrize("message", [lora("3.mlp.up", (8, 64), (96, 8)), lora("2.out", (1, 96), (64, 1))])
+def test_changes_of_layers_are_kept(message: wire.Keep) -> None:
+    check_keep(message, TERMS, HOSTED, LINEARS, last=2)
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (lora("5.mlp.up", (8, 64), (96, 8)), "not of blocks 2:5"),
+        (lora("3.mlp.down", (8, 64), (96, 8)), "it has mlp.up, out"),
+        (lora("3.mlp.up", (8, 64), None), "lora_B"),
+        (lora("3.mlp.up", None, (96, 8)), "lora_A"),
+        (lora("3.mlp.up", (8, 63), (96, 8)), "64"),
+        (lora("3.mlp.up", (8, 64), (95, 8)), "96"),
+        (lora("3.mlp.up", (8, 64), (96, 4)), "rank"),
+        (lora("3.mlp.up", (0, 64), (96, 0)), "rank"),
+    ],
+)
+def test_changes_that_fit_no_layer(message: wire.Keep, says: str) -> None:
+    with pytest.raises(Refusal, match=says) as caught:
+        check_keep(message, TERMS, HOSTED, LINEARS, last=2)
+    assert caught.value.code == BAD
+
+
+@pytest.mark.parametrize("name", ["0.q.lora_A", "12.self_attn.q_proj.lora_B", "7.a.b.c.d.lora_A"])
+def test_names_of_changes_are_read_as_they_are_written(name: str) -> None:
+    assert str(LoraName.parse(name)) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["prompts", "q.lora_A", "1.lora_A", "1.q.lora_C", "-1.q.lora_A", "1.q", "", "9" * 10 + ".q.lora_A"]
+)
+def test_other_names_are_no_changes(name: str) -> None:
+    assert LoraName.parse(name) is None
 
 
 def test_memory_counts_the_reply() -> None:
