@@ -1,0 +1,98 @@
+"""Blocks one by one give what a server of all of them gives, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from petalnode.node.blocks.passes import Batch, Passes
+from petalnode.node.blocks.span import load_span
+from petalnode.node.validator.truth import PassAnswer, PassQuestion, SessionAnswer, SessionQuestion, Step, Truth
+from petalnode.protocols.ids import Span
+from petalnode.protocols.training import LoraName
+from tests.tiny_models import HIDDEN, save_tiny
+
+SPAN = Span(1, 5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PETALNODE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+def hidden(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "quantisation"), [("float32", "none"), ("bfloat16", "none"), ("float32", "nf4")])
+def test_a_session_with_rollback_and_reorder(folder: Path, dtype: str, quantisation: str) -> None:
+    wire = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    steps = (
+        Step(0, hidden(2, 9, seed=1, dtype=wire)),
+        Step(9, hidden(2, 1, seed=2, dtype=wire)),
+        Step(10, hidden(2, 1, seed=3, dtype=wire), (1, 1)),
+        Step(7, hidden(2, 4, seed=4, dtype=wire)),
+        Step(11, hidden(2, 1, seed=5, dtype=wire)),
+    )
+    blocks = load_span(folder, SPAN, dtype=dtype, quantisation=quantisation)
+    cache = blocks.make_cache(2, 32, [3, 0])
+    expected = []
+    for step in steps:
+        cache.rollback(step.position)
+        cache.reorder(step.reorder or (0, 1))
+        one = step.hidden.shape[1] == 1
+        expected.append(blocks.decode([(step.hidden, cache)])[0] if one else blocks.forward(step.hidden, cache))
+    truth = Truth(folder, dtype, quantisation)
+    # A question of other blocks beside it: each goes through its own.
+    answer, other = truth.answer([SessionQuestion(SPAN, steps, (3, 0)), SessionQuestion(Span(0, 2), steps[:1])])
+    assert isinstance(answer, SessionAnswer) and isinstance(other, SessionAnswer)
+    for mine, theirs in zip(answer.outputs, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert not torch.equal(other.outputs[0], expected[0])
+    assert truth.loads == SPAN.end  # blocks 0 .. 4, once each
+
+
+def test_a_pass_and_its_gradients(folder: Path) -> None:
+    prompts = hidden(len(SPAN), 1, 3, seed=1)
+    path = "self_attn.q_proj"
+    lora = {
+        LoraName(2, path, "lora_A"): torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(5)),
+        LoraName(2, path, "lora_B"): torch.randn(HIDDEN, 2, generator=torch.Generator().manual_seed(6)),
+    }
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[0, :3] = False
+    batch = Batch(SPAN, hidden(2, 8), mask, None, prompts, lora)
+    gradient = hidden(2, 8, seed=2)
+    passes = Passes(load_span(folder, SPAN), 1 << 40)
+
+    def run(passing):  # type: ignore[no-untyped-def]
+        while True:
+            try:
+                next(passing)
+            except StopIteration as end:
+                return end.value
+
+    forward, backward = Truth(folder, "float32", "none").answer([PassQuestion(batch), PassQuestion(batch, gradient)])
+    assert isinstance(forward, PassAnswer) and isinstance(backward, PassAnswer)
+    assert torch.equal(forward.output, run(passes.forward(batch)))
+    expected = run(passes.backward(batch, gradient))
+    assert torch.equal(backward.gradients.hidden, expected.hidden)
+    assert torch.equal(backward.gradients.prompts, expected.prompts)
+    assert expected.lora.keys() == backward.gradients.lora.keys() == lora.keys()
+    for name, each in expected.lora.items():
+        assert torch.equal(backward.gradients.lora[name], each)
+
+
+def test_steps_with_a_hole_between_them_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="position 5"):
+        Truth(folder, "float32", "none").answer([SessionQuestion(SPAN, (Step(0, hidden(1, 3)), Step(5, hidden(1, 1))))])
