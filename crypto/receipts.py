@@ -26,7 +26,7 @@ class Receipt:
 
     Hashes are 32 bytes of SHA-256; `client` and the signer are peer ids; `span` is half-open; `time_ms` is
     milliseconds since 1970 by the server's clock. `upstream_receipt` is empty unless the input was pushed by another
-    server.
+    server. `adapter` is the hash of the adapter that the session's blocks are changed by; empty for none.
     """
 
     protocol_version: int
@@ -43,6 +43,7 @@ class Receipt:
     previous_receipt: bytes
     upstream_receipt: bytes
     time_ms: int
+    adapter: bytes = b""
     signature: bytes = b""
 
     def canonical_bytes(self) -> bytes:
@@ -63,6 +64,7 @@ class Receipt:
             self.previous_receipt,
             self.upstream_receipt,
             self.time_ms,
+            self.adapter,
         )
 
     def signed(self, identity: Identity) -> Receipt:

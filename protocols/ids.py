@@ -12,6 +12,7 @@ DIRECTORY: Final = "/petalnode/directory/1"
 MANIFEST: Final = "/petalnode/manifest/1"
 FORWARD: Final = "/petalnode/forward/1"
 BACKWARD: Final = "/petalnode/backward/1"
+ADAPTER: Final = "/petalnode/adapter/1"
 
 
 @dataclass(frozen=True, order=True)

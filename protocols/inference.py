@@ -63,7 +63,10 @@ def bad_request(message: str) -> Refusal:
 
 @dataclass(frozen=True)
 class SessionTerms:
-    """What client and server agreed on when the session was opened. `left_padding` has one entry a row, or none."""
+    """What client and server agreed on when the session was opened.
+
+    `left_padding` has one entry a row, or none; `adapter` is the hash of one, or empty.
+    """
 
     model_version: bytes
     span: Span
@@ -74,6 +77,7 @@ class SessionTerms:
     nonce: bytes
     route_epoch: int
     dtype: str
+    adapter: bytes = b""
 
     @property
     def cache_tokens(self) -> int:
@@ -101,6 +105,8 @@ def terms_of(message: wire.Open) -> SessionTerms:
     padding = tuple(message.left_padding)
     if padding and (len(padding) != message.batch or max(padding) >= message.max_length):
         raise bad_request(f"left_padding takes one number below max_length for each of the {message.batch} rows")
+    if message.adapter and len(message.adapter) != HASH_BYTES:
+        raise bad_request(f"adapter takes a hash of {HASH_BYTES} bytes")
     return SessionTerms(
         model_version=message.model_version,
         span=span,
@@ -111,6 +117,7 @@ def terms_of(message: wire.Open) -> SessionTerms:
         nonce=message.nonce,
         route_epoch=message.route_epoch,
         dtype=message.activation_dtype,
+        adapter=message.adapter,
     )
 
 
@@ -166,6 +173,7 @@ def receipt_to_wire(receipt: Receipt) -> wire.Receipt:
         previous_receipt=receipt.previous_receipt,
         upstream_receipt=receipt.upstream_receipt,
         time_ms=receipt.time_ms,
+        adapter=receipt.adapter,
         signature=receipt.signature,
     )
 
@@ -190,5 +198,6 @@ def receipt_from_wire(message: wire.Receipt) -> Receipt:
         previous_receipt=message.previous_receipt,
         upstream_receipt=message.upstream_receipt,
         time_ms=message.time_ms,
+        adapter=message.adapter,
         signature=message.signature,
     )

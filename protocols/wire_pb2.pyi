@@ -606,7 +606,8 @@ class Open(google.protobuf.message.Message):
     batch: builtins.int
     """rows (beams included)"""
     codec: builtins.str
-    adapter: builtins.str
+    adapter: builtins.bytes
+    """hash of the adapter that shall change the blocks; empty: none"""
     nonce: builtins.bytes
     """16 bytes chosen by the client, one per session and server"""
     route_epoch: builtins.int
@@ -637,7 +638,7 @@ class Open(google.protobuf.message.Message):
         batch: builtins.int = ...,
         left_padding: collections.abc.Iterable[builtins.int] | None = ...,
         codec: builtins.str = ...,
-        adapter: builtins.str = ...,
+        adapter: builtins.bytes = ...,
         nonce: builtins.bytes = ...,
         route_epoch: builtins.int = ...,
         upstream: builtins.bytes = ...,
@@ -818,6 +819,7 @@ class Receipt(google.protobuf.message.Message):
     UPSTREAM_RECEIPT_FIELD_NUMBER: builtins.int
     TIME_MS_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     model_version: builtins.bytes
     dtype: builtins.str
@@ -835,6 +837,8 @@ class Receipt(google.protobuf.message.Message):
     """with push: hash of the upstream receipt; else empty"""
     time_ms: builtins.int
     signature: builtins.bytes
+    adapter: builtins.bytes
+    """hash of the adapter that the session's blocks are changed by; empty: none"""
     @property
     def span(self) -> Global___Span: ...
     def __init__(
@@ -855,9 +859,10 @@ class Receipt(google.protobuf.message.Message):
         upstream_receipt: builtins.bytes = ...,
         time_ms: builtins.int = ...,
         signature: builtins.bytes = ...,
+        adapter: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["span", b"span"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "dtype", b"dtype", "model_version", b"model_version", "nonce", b"nonce", "previous_receipt", b"previous_receipt", "protocol_version", b"protocol_version", "quantisation", b"quantisation", "reply_hash", b"reply_hash", "request_hash", b"request_hash", "sequence", b"sequence", "session_epoch", b"session_epoch", "signature", b"signature", "span", b"span", "time_ms", b"time_ms", "upstream_receipt", b"upstream_receipt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "client", b"client", "dtype", b"dtype", "model_version", b"model_version", "nonce", b"nonce", "previous_receipt", b"previous_receipt", "protocol_version", b"protocol_version", "quantisation", b"quantisation", "reply_hash", b"reply_hash", "request_hash", b"request_hash", "sequence", b"sequence", "session_epoch", b"session_epoch", "signature", b"signature", "span", b"span", "time_ms", b"time_ms", "upstream_receipt", b"upstream_receipt"]) -> None: ...
 
 Global___Receipt: typing_extensions.TypeAlias = Receipt
 
@@ -1188,7 +1193,9 @@ Global___WorkReply: typing_extensions.TypeAlias = WorkReply
 
 @typing.final
 class Piece(google.protobuf.message.Message):
-    """The next bytes of the tensors that the last Keep, Work or WorkReply named, one behind the other; raw behind the frame."""
+    """The next bytes of the tensors that the last Keep, Work, WorkReply or Adapter named, one behind the other; raw behind
+    the frame.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1197,6 +1204,90 @@ class Piece(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___Piece: typing_extensions.TypeAlias = Piece
+
+@typing.final
+class Adapter(google.protobuf.message.Message):
+    """On /petalnode/adapter/1: what sessions of this client shall find at the server. Answered by AdapterState; if it is not
+    held, the tensors follow in pieces, and another AdapterState behind them.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
+    SPAN_FIELD_NUMBER: builtins.int
+    HASH_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    protocol_version: builtins.int
+    model_version: builtins.bytes
+    hash: builtins.bytes
+    """over `blocks`"""
+    @property
+    def span(self) -> Global___Span:
+        """the tensors are for these blocks"""
+
+    @property
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AdapterBlock]:
+        """all that the adapter changes, in their order"""
+
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]:
+        """one for each name; in pieces"""
+
+    def __init__(
+        self,
+        *,
+        protocol_version: builtins.int = ...,
+        model_version: builtins.bytes = ...,
+        span: Global___Span | None = ...,
+        hash: builtins.bytes = ...,
+        blocks: collections.abc.Iterable[Global___AdapterBlock] | None = ...,
+        names: collections.abc.Iterable[builtins.str] | None = ...,
+        tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["span", b"span"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "hash", b"hash", "model_version", b"model_version", "names", b"names", "protocol_version", b"protocol_version", "span", b"span", "tensors", b"tensors"]) -> None: ...
+
+Global___Adapter: typing_extensions.TypeAlias = Adapter
+
+@typing.final
+class AdapterBlock(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: builtins.int
+    HASH_FIELD_NUMBER: builtins.int
+    block: builtins.int
+    hash: builtins.bytes
+    """over the tensors of this block"""
+    def __init__(
+        self,
+        *,
+        block: builtins.int = ...,
+        hash: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block", b"block", "hash", b"hash"]) -> None: ...
+
+Global___AdapterBlock: typing_extensions.TypeAlias = AdapterBlock
+
+@typing.final
+class AdapterState(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: builtins.int
+    held: builtins.bool
+    """sessions may name it, for as long as this stream is open and while they last"""
+    def __init__(
+        self,
+        *,
+        held: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held"]) -> None: ...
+
+Global___AdapterState: typing_extensions.TypeAlias = AdapterState
 
 @typing.final
 class WorkFrame(google.protobuf.message.Message):
@@ -1210,6 +1301,8 @@ class WorkFrame(google.protobuf.message.Message):
     PIECE_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     CLOSE_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    ADAPTER_STATE_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> Global___WorkOpen: ...
@@ -1228,6 +1321,10 @@ class WorkFrame(google.protobuf.message.Message):
     @property
     def close(self) -> Global___Close: ...
     @property
+    def adapter(self) -> Global___Adapter: ...
+    @property
+    def adapter_state(self) -> Global___AdapterState: ...
+    @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
     def __init__(
         self,
@@ -1240,11 +1337,13 @@ class WorkFrame(google.protobuf.message.Message):
         piece: Global___Piece | None = ...,
         error: Global___Error | None = ...,
         close: Global___Close | None = ...,
+        adapter: Global___Adapter | None = ...,
+        adapter_state: Global___AdapterState | None = ...,
         tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "tensors", b"tensors", "work", b"work"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "granted", "keep", "work", "reply", "piece", "error", "close"] | None: ...
+    def HasField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_state", b"adapter_state", "body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "work", b"work"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_state", b"adapter_state", "body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "tensors", b"tensors", "work", b"work"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "granted", "keep", "work", "reply", "piece", "error", "close", "adapter", "adapter_state"] | None: ...
 
 Global___WorkFrame: typing_extensions.TypeAlias = WorkFrame
 

@@ -382,6 +382,7 @@ class ServerSession:
             reply_hash=output_hash,
             previous_receipt=self._last_receipt,
             upstream_receipt=step.previous_receipt,
+            adapter=b"",
         )
         if receipt != expected:
             raise self._failed("its receipt is for something else than what was sent and came back")

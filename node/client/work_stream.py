@@ -258,6 +258,7 @@ class ServerWorks:
             reply_hash=hash_of_payloads(chunk.payload for chunk in answers),
             previous_receipt=previous,
             upstream_receipt=b"",
+            adapter=b"",
         )
         if receipt != expected:
             raise self._failed("its receipt is for something else than what was sent and came back")

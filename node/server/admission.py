@@ -63,15 +63,15 @@ def check_client(peer_id: str, allowed: Collection[str]) -> None:
         )
 
 
-def check_terms(terms: SessionTerms, hosted: Hosted, adapter: str) -> None:
+def check_terms(terms: SessionTerms, hosted: Hosted) -> None:
     """Whether this server can hold such a session at all.
 
     Raises:
         Refusal: with the code and a sentence for the client.
     """
     check_hosted(terms.model_version, terms.span, terms.codec, terms.dtype, hosted)
-    if adapter:
-        raise Refusal(wire.ERROR_UNSUPPORTED, f"adapter {adapter!r} is not loaded here")
+    if terms.adapter:
+        raise Refusal(wire.ERROR_UNSUPPORTED, f"adapter {terms.adapter.hex()[:12]} is not here")
     if terms.max_length > hosted.max_length:
         raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {hosted.max_length} tokens, not {terms.max_length}")
 

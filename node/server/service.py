@@ -103,7 +103,7 @@ class InferenceService:
             raise bad_request("a session begins with Open")
         check_client(stream.peer_id, self._allowed_clients)
         terms = terms_of(frame.open)
-        check_terms(terms, self.hosted, frame.open.adapter)
+        check_terms(terms, self.hosted)
         if self.draining:
             raise Refusal(wire.ERROR_DRAINING, "this server is about to stop")
         if self.sessions >= MAX_SESSIONS:

@@ -353,6 +353,7 @@ class ServerSession:
             previous_receipt=self._last_receipt,
             upstream_receipt=step.previous_receipt,
             time_ms=time.time_ns() // 1_000_000,
+            adapter=self._terms.adapter,
         ).signed(self._service.identity)
 
 

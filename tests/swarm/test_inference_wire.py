@@ -69,7 +69,7 @@ OPENS: dict[str, tuple[wire.ErrorCode.ValueType, dict[str, Any]]] = {
     "an unknown codec": (UNSUPPORTED, {"codec": "zip"}),
     "no codec": (UNSUPPORTED, {"codec": ""}),
     "an unknown dtype": (UNSUPPORTED, {"activation_dtype": "float64"}),
-    "an adapter": (UNSUPPORTED, {"adapter": "mine"}),
+    "an adapter": (UNSUPPORTED, {"adapter": b"a" * 32}),
     "another protocol": (UNSUPPORTED, {"protocol_version": 2}),
     "no nonce": (BAD, {"nonce": b""}),
     "a long nonce": (BAD, {"nonce": bytes(64)}),

@@ -47,6 +47,7 @@ CHANGED: dict[str, object] = {
     "previous_receipt": b"p" * 32,
     "upstream_receipt": b"u" * 32,
     "time_ms": 1_700_000_000_001,
+    "adapter": b"a" * 32,
 }
 
 
