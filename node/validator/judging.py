@@ -1,0 +1,104 @@
+"""Whether an answer is right: what was claimed against what a recomputation gives. Pure functions of tensors.
+
+Honest servers differ in the last bits: batches, kernels, devices and dtypes change the order of sums. So a claim is
+judged by its distance from the truth, token by token, against a tolerance that was measured on honest servers of the
+same dtype, quantisation and kinds of devices. Two distances are looked at: that of the worst token, which finds what
+was wrong at one place, and the root mean square over all, which finds what is a little wrong everywhere.
+
+Petals (NeurIPS 2023, appendix H) leaves open what "incorrect outputs" are; this is our answer to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+
+from .tolerances import Tolerance
+
+Result = Literal["ok", "faulty", "inconclusive"]
+
+_LEAST_SHARE: Final = 0.05
+"""A token whose truth is below this share of the median token's counts as if it had so much: where next to nothing is
+right, next to nothing too much is no fault. Gradients have many such tokens."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a claim is from the truth, relative to the truth.
+
+    `worst` is that of the worst token and `mean` the root mean square over all `tokens`.
+    """
+
+    worst: float
+    mean: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """`error` and `tolerance` are those that decided, in units of the truth's root mean square."""
+
+    result: Result
+    reason: str
+    error: float
+    tolerance: float
+
+
+def distance(claimed: torch.Tensor, truth: torch.Tensor) -> Distance:
+    """Relative distance of float tensors of one shape [rows, tokens, hidden], of any dtype and device.
+
+    Raises:
+        ValueError: the shapes differ, or there are no values.
+    """
+    if claimed.shape != truth.shape or not truth.numel():
+        raise ValueError(f"a claim of shape {tuple(claimed.shape)} is compared with {tuple(truth.shape)}")
+    right = truth.detach().to("cpu", torch.float64).reshape(-1, truth.shape[-1])
+    wrong = claimed.detach().to("cpu", torch.float64).reshape(-1, truth.shape[-1]) - right
+    return relative_distance(wrong.norm(dim=1), right.norm(dim=1))
+
+
+def relative_distance(errors: torch.Tensor, sizes: torch.Tensor) -> Distance:
+    """From the norms per token of the difference and of the truth."""
+    if not bool(torch.isfinite(errors).all()):
+        return Distance(float("inf"), float("inf"), len(errors))
+    present = sizes[sizes > 0]
+    least = _LEAST_SHARE * float(present.median()) if len(present) else 0.0
+    relative = errors / sizes.clamp(min=max(least, torch.finfo(torch.float64).tiny))
+    return Distance(float(relative.max()), float(relative.square().mean().sqrt()), len(errors))
+
+
+def judge(claimed: torch.Tensor, truth: torch.Tensor, tolerance: Tolerance | None) -> Judgement:
+    """Whether `claimed`, what a server answered, can be an honest version of `truth`, what a recomputation gave.
+
+    Args:
+        claimed, truth: float [rows, tokens, hidden]; outputs, or gradients with respect to the inputs.
+        tolerance: what honest servers of that dtype, quantisation and kind of device reach; None if nobody measured.
+    """
+    if claimed.shape != truth.shape:
+        reason = f"its answer has the shape {tuple(claimed.shape)} instead of {tuple(truth.shape)}"
+        return Judgement("faulty", reason, float("inf"), 0.0)
+    return judge_distance(distance(claimed, truth), tolerance)
+
+
+def judge_distance(found: Distance, tolerance: Tolerance | None, what: str = "its answer") -> Judgement:
+    """As `judge`, from a distance that is known or estimated."""
+    if tolerance is None:
+        reason = "nobody has measured how much honest servers of this kind differ"
+        return Judgement("inconclusive", reason, found.mean, 0.0)
+    for error, limit, where in (
+        (found.mean, tolerance.faulty_mean, "over all tokens"),
+        (found.worst, tolerance.faulty_worst, "at its worst token"),
+    ):
+        if not error <= limit:
+            reason = f"{what} is off by {error:.2g} {where}; honest servers stay below {limit:.2g}"
+            return Judgement("faulty", reason, error, limit)
+    for error, limit, where in (
+        (found.mean, tolerance.ok_mean, "over all tokens"),
+        (found.worst, tolerance.ok_worst, "at its worst token"),
+    ):
+        if error > limit:
+            reason = f"{what} is off by {error:.2g} {where}: more than the usual {limit:.2g}, too little to be sure"
+            return Judgement("inconclusive", reason, error, limit)
+    return Judgement("ok", f"{what} is right within tolerance", found.worst, tolerance.ok_worst)

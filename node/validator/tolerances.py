@@ -1,0 +1,111 @@
+"""How much honest servers differ: the calibration table, and which row of it applies.
+
+The table is a file of this package, `tolerances.json`, a list of rows. It is made by measuring honest servers; nothing
+in it is guessed, and a kind that is not in it is never called faulty.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Final, Literal
+
+Pass = Literal["forward", "backward"]
+"""Which direction: outputs (prefill and decode alike), or gradients."""
+
+CODEC_SLACK: Final = {"none": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "int8-block64": 2e-2}
+"""What a codec rounds away of an answer, relative to it, and of the truth another time in another direction."""
+MARGIN_OK: Final = 2.0
+MARGIN_FAULTY: Final = 4.0
+"""Times the worst that was measured."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One row of the table: the worst distances of `samples` honest answers from a truth computed elsewhere.
+
+    `dtype` and `quantisation` are what server and validator computed in; `server_device` and `own_device` kinds of
+    devices ("cpu", "cuda", "mps"), in any order; `blocks` how many blocks the measured spans had at most. `worst` and
+    `mean` as in `judging.Distance`. `source` says by which command.
+    """
+
+    dtype: str
+    quantisation: str
+    server_device: str
+    own_device: str
+    direction: Pass
+    blocks: int
+    worst: float
+    mean: float
+    samples: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Up to `ok_...` an answer is right; above either `faulty_...` it is wrong; between, nothing is said."""
+
+    ok_worst: float
+    ok_mean: float
+    faulty_worst: float
+    faulty_mean: float
+
+    def plus(self, slack: float) -> Tolerance:
+        """The same with so much more for every limit."""
+        return Tolerance(*(limit + slack for limit in astuple(self)))
+
+
+def tolerance_of(row: Calibration, blocks: int) -> Tolerance:
+    """What `row` says of a span of `blocks` blocks.
+
+    Errors of blocks add up like a random walk, and a longer span than was measured may go on so; a shorter one is not
+    held to less, because what one block does can dominate.
+    """
+    longer = math.sqrt(max(1.0, blocks / row.blocks))
+    return Tolerance(
+        ok_worst=MARGIN_OK * longer * row.worst,
+        ok_mean=MARGIN_OK * longer * row.mean,
+        faulty_worst=MARGIN_FAULTY * longer * row.worst,
+        faulty_mean=MARGIN_FAULTY * longer * row.mean,
+    )
+
+
+def find_tolerance(
+    dtype: str,
+    quantisation: str,
+    *,
+    server_device: str = "cpu",
+    own_device: str = "cpu",
+    direction: Pass = "forward",
+    blocks: int = 1,
+    codec: str = "none",
+    table: Sequence[Calibration] | None = None,
+) -> Tolerance | None:
+    """The tolerance for a server of this kind, recomputed in its dtype and quantisation; None if nobody measured it.
+
+    `codec` is the one under which the answer came; the truth is compared as computed, without a codec.
+    """
+    for row in calibrations() if table is None else table:
+        devices = {row.server_device, row.own_device}
+        if (row.dtype, row.quantisation, row.direction) == (dtype, quantisation, direction) and devices == {
+            server_device,
+            own_device,
+        }:
+            return tolerance_of(row, blocks).plus(CODEC_SLACK[codec])
+    return None
+
+
+@lru_cache(maxsize=1)
+def calibrations() -> tuple[Calibration, ...]:
+    """The table that this package ships."""
+    rows = json.loads(files(__package__).joinpath("tolerances.json").read_text())
+    return tuple(Calibration(**row) for row in rows)
+
+
+def to_json(rows: Sequence[Calibration]) -> str:
+    """The text of `tolerances.json`: a row on a line, so that changes of it can be read."""
+    return "[\n" + ",\n".join("  " + json.dumps(asdict(row)) for row in rows) + "\n]\n"

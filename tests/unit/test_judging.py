@@ -1,0 +1,129 @@
+"""Judging: what is called right, wrong and neither, without a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petalnode.node.validator.fingerprint import estimated_distance, fingerprint
+from petalnode.node.validator.judging import distance, judge, judge_distance
+from petalnode.node.validator.question import Question, judge_answer
+from petalnode.node.validator.tolerances import Calibration, Tolerance, find_tolerance, tolerance_of
+from petalnode.protocols.ids import Span
+
+TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
+
+
+def noisy(truth: torch.Tensor, share: float, seed: int = 0) -> torch.Tensor:
+    noise = torch.randn(truth.shape, generator=torch.Generator().manual_seed(seed))
+    return truth + share * noise * truth.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+
+
+def hidden(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_distance_is_relative_to_each_token() -> None:
+    truth = hidden(2, 5, 64) * torch.tensor([1.0, 10, 100, 1000, 1]).view(1, 5, 1)
+    found = distance(noisy(truth, 0.03), truth)
+    assert found.worst == pytest.approx(0.03, rel=1e-3)
+    assert found.mean == pytest.approx(0.03, rel=1e-3)
+    assert found.tokens == 10
+
+
+def test_one_wrong_token_shows_in_the_worst() -> None:
+    truth = hidden(1, 100, 64)
+    claimed = truth.clone()
+    claimed[0, 7] = noisy(truth, 0.5)[0, 7]
+    found = distance(claimed, truth)
+    assert found.worst == pytest.approx(0.5, rel=1e-3) and found.mean == pytest.approx(0.05, rel=1e-3)
+
+
+def test_a_token_of_next_to_nothing_is_measured_by_its_neighbours() -> None:
+    truth = hidden(1, 9, 64)
+    truth[0, 4] *= 1e-9
+    claimed = truth.clone()
+    claimed[0, 4] += 1e-6 * hidden(64)
+    assert distance(claimed, truth).worst < 1e-4
+    assert distance(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)).worst == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers_are_infinitely_far(value: float) -> None:
+    truth = hidden(1, 3, 8)
+    claimed = truth.clone()
+    claimed[0, 1, 2] = value
+    assert judge(claimed, truth, TOLERANCE).result == "faulty"
+
+
+@pytest.mark.parametrize(
+    ("share", "result"), [(0.0, "ok"), (0.009, "ok"), (0.015, "inconclusive"), (0.025, "faulty"), (0.5, "faulty")]
+)
+def test_verdicts(share: float, result: str) -> None:
+    truth = hidden(1, 20, 64)
+    judged = judge(noisy(truth, share), truth, TOLERANCE)
+    assert judged.result == result
+    assert (judged.error > judged.tolerance) == (result != "ok")
+    assert judged.reason
+
+
+def test_another_shape_is_wrong_and_an_unknown_kind_is_neither() -> None:
+    assert judge(hidden(1, 3, 8), hidden(1, 4, 8), TOLERANCE).result == "faulty"
+    assert judge(hidden(1, 3, 8), hidden(1, 3, 8, seed=1), None).result == "inconclusive"
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_more_error_is_never_judged_better(one: float, other: float) -> None:
+    order = ("ok", "inconclusive", "faulty")
+    truth = hidden(1, 4, 16)
+    results = [judge_distance(distance(noisy(truth, each), truth), TOLERANCE).result for each in sorted((one, other))]
+    assert order.index(results[0]) <= order.index(results[1])
+
+
+def test_the_tolerance_grows_with_a_longer_span_and_never_shrinks() -> None:
+    row = Calibration("float32", "none", "cpu", "cuda", "forward", 8, 1e-3, 1e-4, 5, "")
+    assert tolerance_of(row, 32).ok_mean == pytest.approx(2 * tolerance_of(row, 8).ok_mean)
+    assert tolerance_of(row, 1) == tolerance_of(row, 8)
+    found = find_tolerance("float32", "none", server_device="cuda", own_device="cpu", blocks=8, table=[row])
+    assert found == tolerance_of(row, 8)
+    assert find_tolerance("float32", "int8", server_device="cuda", table=[row]) is None
+    assert find_tolerance("float32", "none", table=[row]) is None
+    coarse = find_tolerance("float32", "none", own_device="cuda", codec="int8-block64", table=[row])
+    assert coarse is not None and coarse.ok_mean > found.ok_mean
+
+
+def test_the_shipped_table_can_be_read() -> None:
+    exact = find_tolerance("float32", "none", blocks=8)
+    assert exact is not None and exact.faulty_worst < 1e-3
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(0.01, 1), st.integers(0, 1000), st.integers(4, 40))
+def test_a_fingerprint_estimates_the_distance(share: float, seed: int, tokens: int) -> None:
+    truth = hidden(1, tokens, 200, seed=seed)
+    claimed = noisy(truth, share, seed + 1)
+    request, reply = bytes([seed % 256]) * 32, b"r" * 32
+    found = estimated_distance(fingerprint(claimed, request, reply), truth, request, reply)
+    assert found.mean == pytest.approx(share, rel=0.5)
+
+
+def test_a_fingerprint_is_small_and_bound_to_its_receipt() -> None:
+    truth = hidden(2, 3, 200)
+    kept = fingerprint(truth, b"q" * 32, b"r" * 32)
+    assert kept.shape == (2, 3, 32)
+    assert estimated_distance(kept, truth, b"q" * 32, b"r" * 32).worst < 1e-6
+    assert estimated_distance(kept, truth, b"q" * 32, b"x" * 32).mean > 0.5
+    with pytest.raises(ValueError, match="fingerprint"):
+        estimated_distance(kept[:, :2], truth, b"q" * 32, b"r" * 32)
+
+
+def test_padding_says_nothing_of_a_server() -> None:
+    truth = hidden(2, 6, 64)
+    question = Question(b"v" * 32, Span(0, 2), "float32", "none", hidden(2, 6, 64, seed=1), 6, left_padding=(0, 3))
+    claimed = truth.clone()
+    claimed[1, :3] = 7.0
+    assert judge_answer(question, claimed, truth).result == "ok"
+    claimed[1, 3] = 7.0
+    assert judge_answer(question, claimed, truth).result == "faulty"
