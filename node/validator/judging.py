@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import torch
 
-from .tolerances import Tolerance
+from .tolerances import Kind, Tolerance, find_tolerance
 
 Result = Literal["ok", "faulty", "inconclusive"]
 
@@ -80,6 +80,19 @@ def judge(claimed: torch.Tensor, truth: torch.Tensor, tolerance: Tolerance | Non
         reason = f"its answer has the shape {tuple(claimed.shape)} instead of {tuple(truth.shape)}"
         return Judgement("faulty", reason, float("inf"), 0.0)
     return judge_distance(distance(claimed, truth), tolerance)
+
+
+def judge_answer(
+    kind: Kind, claimed: torch.Tensor, truth: torch.Tensor, counts: torch.Tensor | None = None
+) -> Judgement:
+    """As `judge`, by the tolerance that the shipped table has for this kind of answer.
+
+    Args:
+        counts: bool [rows, tokens], the tokens that are no padding; None for all. Padding says nothing of a server.
+    """
+    if counts is not None and claimed.shape == truth.shape and bool(counts.any()):
+        claimed, truth = claimed[counts].unsqueeze(0), truth[counts].unsqueeze(0)
+    return judge(claimed, truth, find_tolerance(kind))
 
 
 def judge_distance(found: Distance, tolerance: Tolerance | None, what: str = "its answer") -> Judgement:

@@ -74,28 +74,31 @@ def tolerance_of(row: Calibration, blocks: int) -> Tolerance:
     )
 
 
-def find_tolerance(
-    dtype: str,
-    quantisation: str,
-    *,
-    server_device: str = "cpu",
-    own_device: str = "cpu",
-    direction: Pass = "forward",
-    blocks: int = 1,
-    codec: str = "none",
-    table: Sequence[Calibration] | None = None,
-) -> Tolerance | None:
-    """The tolerance for a server of this kind, recomputed in its dtype and quantisation; None if nobody measured it.
+@dataclass(frozen=True)
+class Kind:
+    """What kind of answer is judged.
 
-    `codec` is the one under which the answer came; the truth is compared as computed, without a codec.
+    `dtype` and `quantisation` are what the server says that it computed in, and what the truth is computed in;
+    `blocks` how many the answer went through; `codec` under which it came (the truth has none).
     """
+
+    dtype: str
+    quantisation: str
+    direction: Pass = "forward"
+    blocks: int = 1
+    codec: str = "none"
+    server_device: str = "cpu"
+    own_device: str = "cpu"
+
+
+def find_tolerance(kind: Kind, table: Sequence[Calibration] | None = None) -> Tolerance | None:
+    """The tolerance for answers of this kind; None if nobody measured it."""
     for row in calibrations() if table is None else table:
-        devices = {row.server_device, row.own_device}
-        if (row.dtype, row.quantisation, row.direction) == (dtype, quantisation, direction) and devices == {
-            server_device,
-            own_device,
-        }:
-            return tolerance_of(row, blocks).plus(CODEC_SLACK[codec])
+        if (row.dtype, row.quantisation, row.direction) == (kind.dtype, kind.quantisation, kind.direction) and {
+            row.server_device,
+            row.own_device,
+        } == {kind.server_device, kind.own_device}:
+            return tolerance_of(row, kind.blocks).plus(CODEC_SLACK[kind.codec])
     return None
 
 

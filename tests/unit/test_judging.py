@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.validator.fingerprint import estimated_distance, fingerprint
-from petalnode.node.validator.judging import distance, judge, judge_distance
-from petalnode.node.validator.question import Question, judge_answer
-from petalnode.node.validator.tolerances import Calibration, Tolerance, find_tolerance, tolerance_of
-from petalnode.protocols.ids import Span
+from petalnode.node.validator.judging import distance, judge, judge_answer, judge_distance
+from petalnode.node.validator.tolerances import Calibration, Kind, Tolerance, find_tolerance, tolerance_of
 
 TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
 
@@ -86,16 +86,18 @@ def test_the_tolerance_grows_with_a_longer_span_and_never_shrinks() -> None:
     row = Calibration("float32", "none", "cpu", "cuda", "forward", 8, 1e-3, 1e-4, 5, "")
     assert tolerance_of(row, 32).ok_mean == pytest.approx(2 * tolerance_of(row, 8).ok_mean)
     assert tolerance_of(row, 1) == tolerance_of(row, 8)
-    found = find_tolerance("float32", "none", server_device="cuda", own_device="cpu", blocks=8, table=[row])
+    kind = Kind("float32", "none", blocks=8, server_device="cuda")
+    found = find_tolerance(kind, [row])
     assert found == tolerance_of(row, 8)
-    assert find_tolerance("float32", "int8", server_device="cuda", table=[row]) is None
-    assert find_tolerance("float32", "none", table=[row]) is None
-    coarse = find_tolerance("float32", "none", own_device="cuda", codec="int8-block64", table=[row])
+    assert find_tolerance(replace(kind, quantisation="int8"), [row]) is None
+    assert find_tolerance(replace(kind, server_device="cpu"), [row]) is None
+    assert find_tolerance(replace(kind, direction="backward"), [row]) is None
+    coarse = find_tolerance(replace(kind, codec="int8-block64"), [row])
     assert coarse is not None and coarse.ok_mean > found.ok_mean
 
 
 def test_the_shipped_table_can_be_read() -> None:
-    exact = find_tolerance("float32", "none", blocks=8)
+    exact = find_tolerance(Kind("float32", "none", blocks=8))
     assert exact is not None and exact.faulty_worst < 1e-3
 
 
@@ -121,9 +123,10 @@ def test_a_fingerprint_is_small_and_bound_to_its_receipt() -> None:
 
 def test_padding_says_nothing_of_a_server() -> None:
     truth = hidden(2, 6, 64)
-    question = Question(b"v" * 32, Span(0, 2), "float32", "none", hidden(2, 6, 64, seed=1), 6, left_padding=(0, 3))
+    counts = torch.arange(6) >= torch.tensor([[0], [3]])
     claimed = truth.clone()
     claimed[1, :3] = 7.0
-    assert judge_answer(question, claimed, truth).result == "ok"
+    assert judge_answer(Kind("float32", "none"), claimed, truth, counts).result == "ok"
+    assert judge_answer(Kind("float32", "none"), claimed, truth).result == "faulty"
     claimed[1, 3] = 7.0
-    assert judge_answer(question, claimed, truth).result == "faulty"
+    assert judge_answer(Kind("float32", "none"), claimed, truth, counts).result == "faulty"
