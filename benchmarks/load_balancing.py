@@ -1,7 +1,8 @@
-"""Petals' simulation of a swarm that changes over the day (NeurIPS 2023, appendix E), with several policies.
+"""Petals' simulation of a swarm that changes over the day (NeurIPS 2023, appendix E), with several placements.
 
     python benchmarks/load_balancing.py [--json] [--seeds 5] [--days 4] [--policies none new_only petals_20 full ..]
                                         [--seconds-per-block 0 20] [--no-oracle] [--large 10000 126] [--plot FOLDER]
+                                        [--keep FOLDER]
 
 206 servers of throughput U[0, 100] with room for U{1..10} of 70 blocks; the number of those that are there follows a
 sine wave between 20 and 105 over a day, in steps of a minute; who comes and goes is drawn at random, alike for all
@@ -29,7 +30,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,9 +38,11 @@ from rich.console import Console
 from rich.table import Table
 
 from petalnode.node.placement.holder import Holder, swarm_throughput, upper_bound
+from petalnode.node.placement.joining import span_for_newcomer
 from petalnode.node.placement.leaving import may_leave
 from petalnode.node.placement.petals import joining_span, moves_to
 from petalnode.node.placement.plan import Plan, Policy, make_plan
+from petalnode.node.placement.seen import USUAL_LOAD
 from petalnode.node.placement.turnover import Change, recent, turnover
 from petalnode.protocols.ids import Span
 
@@ -96,7 +99,11 @@ class World:
 
     def view(self) -> list[Holder]:
         """As servers announce themselves: those that load are where they will be, and stay there till then."""
-        return [replace(holder, movable=self.ready_at[name] <= self.minute) for name, holder in self.holders.items()]
+        toll = 1 + self.seconds_per_block / USUAL_LOAD
+        return [
+            replace(holder, movable=self.ready_at[name] <= self.minute, toll=toll)
+            for name, holder in self.holders.items()
+        ]
 
     def turnover(self) -> float:
         return turnover(self.changes, len(self.holders), self.minute * 60.0)
@@ -155,11 +162,15 @@ class Full:
         self._policy, self._differs = policy, differs
 
     def joining(self, world: World, machine: Machine) -> Span:
-        first = joining_span(self._seen(world, machine.name), BLOCKS, machine.blocks)
-        view = [*self._seen(world, machine.name), Holder(machine.name, first, machine.throughput)]
-        plan = make_plan(view, BLOCKS, turnover=world.turnover(), newcomers={machine.name}, policy=self._policy)
-        move = plan.of(machine.name)
-        return first if move is None else move.target
+        return span_for_newcomer(
+            self._seen(world, machine.name),
+            machine.name,
+            machine.throughput,
+            machine.blocks,
+            BLOCKS,
+            turnover=world.turnover(),
+            policy=self._policy,
+        )
 
     def minute(self, world: World, changed: bool) -> None:
         loaded = any(ready == world.minute for ready in world.ready_at.values())
@@ -313,7 +324,7 @@ def summary(runs: Sequence[Series], oracles: Sequence[Series], days: int) -> dic
 
 
 def one_decision(servers: int, blocks: int) -> dict[str, float]:
-    """Seconds of processor time for one plan of a large swarm, placed before by equation 1 or at random."""
+    """Seconds of processor time for one plan of a large swarm: each server placed where least is, and at random."""
     chance = np.random.default_rng(0)
     times = {}
     for kind in ("placed", "random"):
@@ -343,15 +354,26 @@ def main() -> None:
     parser.add_argument("--gain", type=float, default=Policy().gain)
     parser.add_argument("--no-oracle", action="store_true")
     parser.add_argument("--large", type=int, nargs=2, default=[10_000, 126], metavar=("SERVERS", "BLOCKS"))
-    parser.add_argument("--plot", type=Path, metavar="FOLDER")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="save a picture there (needs matplotlib)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep runs there, and take those that are there")
     options = parser.parse_args()
     known = policies(Policy(gain=options.gain))
     swarms = [events_of(seed, options.days) for seed in range(options.seeds)]
     console = Console(stderr=True)
 
     def run(name: str, make: Callable[[], Nothing | Full], seconds: float) -> list[Series]:
-        console.print(f"{name}, {seconds:g} s a block ...", style="dim")
-        return [simulate(make(), events, options.days, seed, seconds) for seed, events in enumerate(swarms)]
+        found = []
+        for seed, events in enumerate(swarms):
+            console.print(f"{name}, {seconds:g} s a block, seed {seed} ...", style="dim")
+            kept = options.keep / f"{name}-{seconds:g}-{seed}-{options.days}.json" if options.keep else None
+            if kept is not None and kept.exists():
+                found.append(Series(**json.loads(kept.read_text())))
+                continue
+            found.append(simulate(make(), events, options.days, seed, seconds))
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(asdict(found[-1])))
+        return found
 
     oracles = [] if options.no_oracle else run("oracle", Oracle, 0.0)
     result: dict[str, dict[str, object]] = {}

@@ -29,6 +29,7 @@ _MAX_RTTS: Final = 64
 _MAX_ADAPTERS: Final = 64
 _MAX_TEXT: Final = 256  # characters of any one text
 _MAX_STEP_US: Final = 600 * 1_000_000
+_MAX_LOAD_MS: Final = 24 * 3600 * 1000
 _MAX_PLACES: Final = 2**31
 
 
@@ -71,10 +72,10 @@ class Announcement:
     `model_version` is 32 bytes; `span` half-open; `step_seconds` one decode step through the whole span with an
     empty queue; `forward_tokens_per_second` a long prefill; cache tokens count a row through all blocks of the
     span; `rtts` seconds to other servers by peer id; `addrs` textual multiaddrs without /p2p; `relay` is set if it
-    is one that takes reservations; `fixed` if it stays with its span whatever the swarm needs; `next_span` where it
-    goes as soon as its sessions have left; `network_seconds` what the bytes of a token take into it and out of it (0:
-    not measured). `sequence` (nanoseconds since 1970) and `expires` (seconds since 1970) are set anew each time it is
-    published.
+    is one that takes reservations; `fixed` if it stays with its span whatever the swarm needs; `next_span` is where it
+    means to go, `span` itself for one that has not begun to load; `network_seconds` what the bytes of a token take
+    into it and out of it (0: not measured), `load_seconds` what loading a block took. `sequence` (nanoseconds since
+    1970) and `expires` (seconds since 1970) are set anew each time it is published.
     """
 
     peer_id: str
@@ -102,6 +103,7 @@ class Announcement:
     fixed: bool = False
     next_span: Span | None = None
     network_seconds: float = 0.0
+    load_seconds: float = 0.0
 
     def to_wire(self) -> wire.Announcement:
         """The message that is signed.
@@ -138,6 +140,7 @@ class Announcement:
             fixed=self.fixed,
             next_span=wire.Span(start=self.next_span.start, end=self.next_span.end) if self.next_span else None,
             network_us=min(round(self.network_seconds * 1e6), _MAX_STEP_US),
+            load_ms=min(round(self.load_seconds * 1e3), _MAX_LOAD_MS),
         )
         _check_message(message)
         return message
@@ -256,6 +259,7 @@ def _check_message(message: wire.Announcement) -> None:
         or message.next_span.start < message.next_span.end <= message.num_blocks,
         "the state": message.state in _STATES,
         "the step time": max(message.step_us, message.network_us) <= _MAX_STEP_US,
+        "the loading time": message.load_ms <= _MAX_LOAD_MS,
         "the number of addresses": len(message.addrs) <= MAX_ADDRS,
         "an address": all(len(addr) <= _MAX_TEXT for addr in message.addrs),
         "the number of round trip times": len(message.rtts) <= _MAX_RTTS,
@@ -297,4 +301,5 @@ def _content(message: wire.Announcement) -> Announcement:
         fixed=message.fixed,
         next_span=Span(message.next_span.start, message.next_span.end) if message.HasField("next_span") else None,
         network_seconds=message.network_us / 1e6,
+        load_seconds=message.load_ms / 1e3,
     )

@@ -13,6 +13,7 @@ MANIFEST: Final = "/petalnode/manifest/1"
 FORWARD: Final = "/petalnode/forward/1"
 BACKWARD: Final = "/petalnode/backward/1"
 ADAPTER: Final = "/petalnode/adapter/1"
+TRANSFER: Final = "/petalnode/transfer/1"
 
 
 @dataclass(frozen=True, order=True)

@@ -10,10 +10,12 @@ import typer
 from ...crypto.identity import peer_id_to_bytes
 from ...protocols.ids import Span
 from ..errors import BadInput
+from ..models.disk_limit import parse_size
 from ..models.quantisation import choose_quantisation
 from ..models.sources import DEFAULT_MODEL
 from ..reach.limits import RelayLimits
-from ..server.server import ServerOptions, run_server
+from ..server.options import ServerOptions
+from ..server.server import run_server
 from .join import JoinOptions, joined, joins_swarm
 from .output import Output, ProgressBars
 from .relay_options import RelayCircuits, RelayRate, RelayReservations, relay_limits
@@ -28,7 +30,9 @@ STOP_GRACE = 10.0
 def serve(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or alias.")] = DEFAULT_MODEL,
     blocks: Annotated[str | None, typer.Option(metavar="A:B", help="Host blocks A to B-1.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="Host this many, those most in need.")] = None,
+    num_blocks: Annotated[
+        str, typer.Option(metavar="auto|N", help="Host so many, those most in need; auto: as many as memory holds.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")] = "auto",
     quant: Annotated[
@@ -44,6 +48,16 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0, metavar="S", help="When told to stop, give sessions so long to move elsewhere.")
     ] = 30.0,
+    rebalance: Annotated[
+        str,
+        typer.Option(
+            metavar="P%|off",
+            help="Change blocks where that gains so much, for as many as the model has; off: keep those of the start.",
+        ),
+    ] = "20%",
+    max_disk: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Keep models on this disk within this, such as 50G.")
+    ] = None,
     relay_reservations: RelayReservations = None,
     relay_circuits: RelayCircuits = None,
     relay_rate: RelayRate = None,
@@ -61,7 +75,7 @@ def serve(
     options = ServerOptions(
         model=model,
         blocks=_span(blocks),
-        num_blocks=num_blocks,
+        num_blocks=_count(num_blocks),
         device=device,
         dtype=dtype,
         quant=choose_quantisation(quant),
@@ -70,8 +84,10 @@ def serve(
         name=name,
         drain_timeout=drain_timeout,
         allow_clients=_clients(allow_client),
+        gain=_gain(rebalance),
+        max_disk=None if max_disk is None else parse_size(max_disk, "--max-disk"),
     )
-    if blocks is not None and num_blocks is not None:
+    if blocks is not None and options.num_blocks is not None:
         raise BadInput("--blocks says which blocks, --num-blocks how many: give one of them")
     limits = relay_limits(relay_reservations, relay_circuits, relay_rate)
     trio.run(_serve, options, join, limits, until_eof)
@@ -95,6 +111,9 @@ async def _serve(options: ServerOptions, join: JoinOptions, limits: RelayLimits,
             output.emit(event="ready", **fields, joined=how_joined_json(swarm.joined))
             commands = [f"petalnode {command} {fields['model']}" for command in ("serve", "chat")]
             nursery.start_soon(tell_reachability, swarm, join, output, commands)
+        elif event in ("moving", "moved"):
+            _say_change(output, event, fields)
+            output.emit(event=event, **fields)
         elif event == "stopping":
             sessions = fields["sessions"]
             moving = f", when {sessions} sessions have moved to other servers (again Ctrl-C: at once)"
@@ -137,6 +156,16 @@ def _say_ready(output: Output, join: JoinOptions, fields: dict[str, Any]) -> Non
             output.say(f"also reachable at: {other}")
 
 
+def _say_change(output: Output, event: str, fields: dict[str, Any]) -> None:
+    start, end = fields["blocks"]
+    if event == "moving":
+        first, last = fields["to"]
+        leaving = f", when {fields['sessions']} sessions have moved to other servers" if fields["sessions"] else ""
+        output.say(f"the swarm needs blocks {first}:{last} more than {start}:{end}: changing{leaving} ...")
+    else:
+        output.say(f"serving blocks {start}:{end} after {fields['seconds']:.1f} s, {fields['throughput']:.1f} steps/s")
+
+
 def _held(fields: dict[str, Any]) -> str:
     quantisation, dtype = fields["quantisation"], str(fields["dtype"])
     return dtype if quantisation == "none" else f"{quantisation} weights in {dtype}"
@@ -160,6 +189,26 @@ def _clients(peers: list[str] | None) -> tuple[str, ...]:
                 f"--allow-client {peer}: this is no peer id; `petalnode chat --identity FILE` prints that of a client"
             ) from None
     return tuple(peers or ())
+
+
+def _count(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise BadInput(f"--num-blocks {text}: give a number of blocks, or auto")
+    return int(text)
+
+
+def _gain(text: str) -> float | None:
+    if text == "off":
+        return None
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1000:
+        raise BadInput(f"--rebalance {text}: give percent, such as 20%, or off")
+    return value / 100
 
 
 def _throughput(text: str) -> float | None:

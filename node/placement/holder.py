@@ -21,13 +21,14 @@ class Holder:
 
     `span` is where it is, or where it goes if it has said so; `throughput`, above 0, the decode steps a second that it
     adds to each of its blocks; `movable` false for one that stays where it is, because a person said so or because it
-    loads.
+    loads; `toll` weighs the blocks that it reloads, 1 where that is quick and drops no caches.
     """
 
     peer_id: str
     span: Span
     throughput: float
     movable: bool = True
+    toll: float = 1.0
 
 
 def coverage(holders: Sequence[Holder], num_blocks: int) -> Floats:

@@ -35,8 +35,10 @@ def joining_span(holders: Sequence[Holder], num_blocks: int, count: int) -> Span
 
 
 def moves_to(holders: Sequence[Holder], index: int, num_blocks: int, p: float, order: Sequence[int]) -> Span | None:
-    """Where the server at `index` moves, None if it stays: if the swarm's throughput is higher by the share `p` after
-    it and then all others (in `order`, round after round until nobody wants to move) went where equation 1 puts them.
+    """Where the server at `index` moves, None if it stays.
+
+    It moves if, after it and then all others (in `order`, round after round until nobody wants to move) went where
+    equation 1 puts them, the swarm's throughput is higher by the share `p`.
     """
     spans = [holder.span for holder in holders]
     load = coverage(holders, num_blocks)
@@ -55,8 +57,8 @@ def moves_to(holders: Sequence[Holder], index: int, num_blocks: int, p: float, o
         return None
     target = spans[index]
     for _ in range(_SETTLING_ROUNDS):
-        settled = [settle(each) for each in order if each != index]
-        if not any(settled):
+        moved = [settle(each) for each in order if each != index]
+        if not any(moved):
             break
     after = coverage(
         [replace(holder, span=span) for holder, span in zip(holders, spans, strict=True)], num_blocks

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from ...protocols.ids import Span
-from .holder import Holder, upper_bound
+from .holder import Holder, swarm_throughput, upper_bound
 from .search import Search, State, Terms
 from .tiling import tiled
 
@@ -72,11 +72,13 @@ def make_plan(
 
     Blocks that nobody holds come before everything, then what the policy weighs. A plan never leaves more of them, nor
     less throughput, than there was. `newcomers` have loaded nothing yet: where they go costs nothing, and they are
-    given a place even if nobody else moves. `turnover` is 1 in a swarm that changes as usual.
+    given a place even if nobody else moves. `turnover` is 1 in a swarm that changes as usual. Servers of a high `toll`
+    are moved last.
     """
     ordered = sorted(holders, key=lambda holder: holder.peer_id)
     if not any(holder.movable for holder in ordered):
-        return Plan((), 0.0, 0.0)
+        throughput = swarm_throughput(ordered, num_blocks)
+        return Plan((), throughput, throughput)
     speeds = np.array([holder.throughput for holder in ordered], float)
     lengths = np.array([len(holder.span) for holder in ordered], np.intp)
     origin = np.array([holder.span.start for holder in ordered], np.intp)
@@ -84,9 +86,9 @@ def make_plan(
     movable = np.flatnonzero([holder.movable for holder in ordered])
     scale = upper_bound(ordered, num_blocks) or float(speeds @ lengths) / num_blocks
     charge = policy.gain * turnover / num_blocks
-    most = charge * float(lengths.sum()) + 1.0 + policy.evenness * policy.level**2 * num_blocks
+    reloads = np.where(new, 0.0, lengths * np.array([holder.toll for holder in ordered], float))
+    most = charge * float(reloads.sum()) + 1.0 + policy.evenness * policy.level**2 * num_blocks
     terms = Terms(scale, policy.level * scale, policy.evenness, charge, 1.0 + most)
-    reloads = np.where(new, 0, lengths)
 
     def search(rows: np.ndarray) -> Search:
         return Search(speeds, lengths, origin, reloads, rows, num_blocks, terms)

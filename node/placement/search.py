@@ -53,11 +53,11 @@ class State:
 class Search:
     """Servers of `speeds` float [N], above 0, and `lengths` int [N] in blocks, that began at `origin` int [N].
 
-    `reloads` int [N] is how many blocks a move of each is charged for; `movable` indices of those that may move.
+    `reloads` float [N] is how many blocks a move of each is charged for; `movable` indices of those that may move.
     """
 
     def __init__(
-        self, speeds: Floats, lengths: Ints, origin: Ints, reloads: Ints, movable: Ints, num_blocks: int, terms: Terms
+        self, speeds: Floats, lengths: Ints, origin: Ints, reloads: Floats, movable: Ints, num_blocks: int, terms: Terms
     ) -> None:
         self._speeds, self._lengths, self._origin, self._reloads = speeds, lengths, origin, reloads
         self._movable, self._blocks, self._terms = movable, num_blocks, terms
@@ -66,7 +66,7 @@ class Search:
         """What this placement is worth."""
         load, count = self._cover(starts)
         empty = int((count == 0).sum())
-        moved = int(self._reloads[starts != self._origin].sum())
+        moved = float(self._reloads[starts != self._origin].sum())
         throughput = float(load.min()) if not empty else 0.0
         terms = self._terms
         cost = terms.gap * empty - throughput / terms.scale + float(self._unevenness(load).sum()) + terms.charge * moved
@@ -138,7 +138,7 @@ class Search:
             left = empty.sum(axis=1, keepdims=True) - windows.sums(empty.astype(float))
             costs += np.where(left > 0.5, terms.gap * left + throughput / terms.scale, 0.0)
 
-        moved = int(self._reloads[starts != self._origin].sum())
+        moved = float(self._reloads[starts != self._origin].sum())
         reload, origin = self._reloads[rows, None], self._origin[rows, None]
         costs += terms.charge * (moved + (windows.places != origin) * reload - (at != origin) * reload)
         costs[windows.beyond | (windows.places == at)] = np.inf

@@ -35,20 +35,21 @@ def measure_speed(blocks: BlockSpan) -> Speed:
         cache.rollback(0)
         begun = time.perf_counter()
         blocks.forward(hidden, cache)
-        _synchronise(blocks.device)
+        synchronise(blocks.device)
         prefill = time.perf_counter() - begun
         steps = []
         for _ in range(_STEPS):
             begun = time.perf_counter()
             blocks.decode([(hidden[:, :1], cache)])
-            _synchronise(blocks.device)
+            synchronise(blocks.device)
             steps.append(time.perf_counter() - begun)
         return Speed(min(steps), tokens / prefill)
     finally:
         cache.free()
 
 
-def _synchronise(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
+    """Returns when the device has done all that it was told to."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

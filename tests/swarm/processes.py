@@ -135,6 +135,15 @@ class Running:
             if found.get("event") == name:
                 return found
 
+    def events_so_far(self) -> list[dict[str, Any]]:
+        """The JSON lines that are there and were not read yet."""
+        found = []
+        while not self._lines.empty():
+            line = self._lines.get_nowait()
+            if line is not None:
+                found.append(json.loads(line))
+        return found
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 

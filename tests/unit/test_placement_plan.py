@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petalnode.node.placement.holder import Holder, coverage, gaps, swarm_throughput, upper_bound
+from petalnode.node.placement.joining import span_for_newcomer
+from petalnode.node.placement.leaving import may_leave
+from petalnode.node.placement.petals import joining_span, moves_to
+from petalnode.node.placement.plan import Move, Policy, carried_out, make_plan
+from petalnode.protocols.ids import Span
+
+SPEEDS = [0.5, 1.0, 2.0, 7.0, 30.0]
+
+
+@st.composite
+def swarms(draw, most=9, fixed=True):
+    blocks = draw(st.integers(1, 12))
+    found = []
+    for number in range(draw(st.integers(1, most))):
+        length = draw(st.integers(1, blocks))
+        start = draw(st.integers(0, blocks - length))
+        movable = draw(st.booleans()) if fixed else True
+        found.append(Holder(f"peer {number}", Span(start, start + length), draw(st.sampled_from(SPEEDS)), movable))
+    return found, blocks
+
+
+def places(holders, blocks):
+    """Every placement of the movable ones."""
+    choices = [
+        [Span(at, at + len(each.span)) for at in range(blocks - len(each.span) + 1)] if each.movable else [each.span]
+        for each in holders
+    ]
+    for spans in itertools.product(*choices):
+        yield [replace(each, span=span) for each, span in zip(holders, spans, strict=True)]
+
+
+def uncovered(holders, blocks):
+    return sum(map(len, gaps(holders, blocks)))
+
+
+@given(swarms())
+def test_a_plan_is_never_worse_than_before(swarm):
+    holders, blocks = swarm
+    plan = make_plan(holders, blocks)
+    after = carried_out(holders, plan)
+    assert uncovered(after, blocks) == uncovered(holders, blocks) - plan.closes <= uncovered(holders, blocks)
+    assert swarm_throughput(after, blocks) >= swarm_throughput(holders, blocks) * (1 - 1e-9)
+    assert plan.after == pytest.approx(swarm_throughput(after, blocks))
+    assert plan.before == pytest.approx(swarm_throughput(holders, blocks))
+    assert plan.after <= upper_bound(holders, blocks) * (1 + 1e-9)
+
+
+@given(swarms(fixed=False))
+def test_no_gap_is_left_where_there_are_enough_blocks(swarm):
+    holders, blocks = swarm
+    after = carried_out(holders, make_plan(holders, blocks))
+    assert uncovered(after, blocks) == max(0, blocks - sum(len(each.span) for each in holders))
+
+
+@settings(max_examples=40)
+@given(swarms(most=4))
+def test_no_gap_is_left_that_any_placement_could_close(swarm):
+    holders, blocks = swarm
+    after = carried_out(holders, make_plan(holders, blocks))
+    assert uncovered(after, blocks) == min(uncovered(each, blocks) for each in places(holders, blocks))
+
+
+@given(swarms(), st.randoms(use_true_random=False))
+def test_everybody_makes_the_same_plan(swarm, chance):
+    holders, blocks = swarm
+    plan = make_plan(holders, blocks)
+    shuffled = list(holders)
+    chance.shuffle(shuffled)
+    assert make_plan(shuffled, blocks) == plan == make_plan(holders, blocks)
+
+
+@given(swarms())
+def test_who_is_fixed_stays_and_who_moves_keeps_its_length(swarm):
+    holders, blocks = swarm
+    by_id = {each.peer_id: each for each in holders}
+    for move in make_plan(holders, blocks).moves:
+        holder = by_id[move.peer_id]
+        assert holder.movable and move.source == holder.span != move.target
+        assert len(move.target) == len(holder.span) and Span(0, blocks).covers(move.target)
+
+
+@given(swarms())
+def test_plans_come_to_an_end(swarm):
+    holders, blocks = swarm
+    for _ in range(12):
+        plan = make_plan(holders, blocks)
+        if not plan.moves:
+            return
+        holders = carried_out(holders, plan)
+    pytest.fail("the plans go on for ever")
+
+
+@given(swarms())
+def test_moves_of_one_server_at_a_time_come_to_an_end_and_open_no_gap(swarm):
+    holders, blocks = swarm
+    for _ in range(60):
+        plan = make_plan(holders, blocks)
+        able = [move for move in plan.moves if may_leave(move, holders, blocks)]
+        if not able:
+            return
+        without = [each for each in holders if each.peer_id != able[0].peer_id]
+        assert not gaps(without, blocks) or gaps(holders, blocks)
+        holders = carried_out(holders, replace(plan, moves=(able[0],)))
+    pytest.fail("the servers move for ever")
+
+
+@given(swarms(), st.integers(1, 12), st.sampled_from(SPEEDS))
+def test_a_newcomer_closes_as_many_gaps_as_it_can(swarm, count, speed):
+    holders, blocks = swarm
+    count = min(count, blocks)
+    span = span_for_newcomer(holders, "newcomer", speed, count, blocks)
+    assert len(span) == count and Span(0, blocks).covers(span)
+
+    def left(at):
+        return uncovered([*holders, Holder("newcomer", at, speed)], blocks)
+
+    assert left(span) == min(left(Span(start, start + count)) for start in range(blocks - count + 1))
+
+
+def test_a_gain_that_is_too_small_moves_nobody():
+    even = [Holder("a", Span(0, 4), 10.0), Holder("b", Span(4, 8), 10.0), Holder("c", Span(0, 4), 0.5)]
+    assert make_plan(even, 8).moves == ()
+    assert make_plan(even, 8, policy=Policy(gain=0.0, least_gain=0.0, evenness=4.0)).moves == ()
+
+
+def test_the_fewest_blocks_that_do_are_moved():
+    # Block 7 is slow. Two servers could help it: the one with one block does.
+    holders = [
+        Holder("a", Span(0, 8), 10.0),
+        Holder("big", Span(0, 6), 10.0),
+        Holder("small", Span(0, 1), 10.0),
+        Holder("c", Span(1, 7), 10.0),
+    ]
+    plan = make_plan(holders, 8)
+    assert [move.peer_id for move in plan.moves] == ["small"]
+    assert plan.moves[0].target == Span(7, 8)
+
+
+def test_who_pays_a_high_toll_moves_last():
+    holders = [
+        Holder("a", Span(0, 8), 10.0),
+        Holder("b", Span(0, 4), 10.0),
+        Holder("c", Span(0, 4), 10.0, toll=3.0),
+    ]
+    assert [move.peer_id for move in make_plan(holders, 8).moves] == ["b"]
+    holders = [replace(each, toll=4.0 - each.toll) for each in holders]
+    assert [move.peer_id for move in make_plan(holders, 8).moves] == ["c"]
+
+
+def test_what_is_dear_has_to_gain_more():
+    holders = [Holder("a", Span(0, 8), 10.0), Holder("b", Span(0, 4), 2.0), Holder("c", Span(0, 4), 2.0)]
+    assert make_plan(holders, 8).moves
+    assert not make_plan(holders, 8, turnover=10.0).moves
+
+
+def test_the_only_holder_stays_until_another_has_come():
+    holders = [Holder("a", Span(0, 4), 1.0), Holder("b", Span(4, 8), 1.0), Holder("c", Span(4, 8), 1.0)]
+    to_b = Move("a", Span(0, 4), Span(4, 8))
+    assert not may_leave(to_b, holders, 8)
+    assert may_leave(Move("c", Span(4, 8), Span(0, 4)), holders, 8)
+    assert may_leave(to_b, [*holders, Holder("d", Span(0, 4), 1.0)], 8)
+    # No chain works while nobody holds 0:4, so whoever closes that may leave anything.
+    assert may_leave(Move("b", Span(4, 8), Span(0, 4)), holders[1:2], 8)
+
+
+def test_petals_own_rule_moves_to_the_weakest_blocks_if_that_gains_enough():
+    holders = [Holder("a", Span(0, 2), 5.0), Holder("b", Span(0, 2), 5.0), Holder("c", Span(2, 4), 2.0)]
+    assert moves_to(holders, 1, 4, 0.2, [0, 1, 2]) == Span(2, 4)
+    assert moves_to(holders, 1, 4, 5.0, [0, 1, 2]) is None
+    assert joining_span(holders, 4, 2) == Span(2, 4)
+
+
+def test_the_bound_is_where_no_server_counts_for_more_than_the_swarm():
+    assert upper_bound([Holder("a", Span(0, 4), 3.0), Holder("b", Span(0, 2), 100.0)], 4) == pytest.approx(6.0)
+    assert upper_bound([Holder("a", Span(0, 3), 3.0)], 4) == 0.0
+    assert coverage([Holder("a", Span(1, 3), 3.0)], 4).tolist() == [0.0, 3.0, 3.0, 0.0]

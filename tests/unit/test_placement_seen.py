@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.node.placement.seen import MOST_OF_MEDIAN, swarm_seen
+from petalnode.node.placement.turnover import LEAST, MOST, USUAL_PER_HOUR, WINDOW, Change, turnover
+from petalnode.protocols.announcement import Announcement, ServerState
+from petalnode.protocols.ids import Span
+
+BLOCKS = 12
+ONLINE, JOINING, DRAINING = ServerState.ONLINE, ServerState.JOINING, ServerState.DRAINING
+
+
+def said(peer_id: str, start: int = 0, end: int = 4, state: ServerState = ONLINE, **fields) -> Announcement:
+    return Announcement(
+        **{
+            "peer_id": peer_id,
+            "model_version": b"v" * 32,
+            "model_name": "m",
+            "num_blocks": BLOCKS,
+            "span": Span(start, end),
+            "state": state,
+            "step_seconds": 0.1,
+        }
+        | fields
+    )
+
+
+def test_who_counts_where() -> None:
+    seen = swarm_seen(
+        [
+            said("online"),
+            said("fixed", fixed=True),
+            said("joining", 4, 8, JOINING),
+            said("leaving", state=DRAINING),
+            said("moving", state=DRAINING, next_span=Span(8, 12)),
+            said("about to move", next_span=Span(5, 9)),
+            said("choosing", 2, 6, JOINING, next_span=Span(2, 6)),
+        ],
+        BLOCKS,
+    )
+    assert {each.peer_id: (each.span, each.movable) for each in seen.holders} == {
+        "online": (Span(0, 4), True),
+        "fixed": (Span(0, 4), False),
+        "joining": (Span(4, 8), False),
+        "moving": (Span(8, 12), False),
+        "about to move": (Span(5, 9), False),
+        "choosing": (Span(2, 6), False),
+    }
+    assert [each.peer_id for each in seen.serving] == ["online", "fixed"]
+    assert seen.of("moving") is not None and seen.of("leaving") is None
+
+
+def test_of_two_that_mean_to_move_the_smaller_peer_id_goes_first() -> None:
+    swarm = [said("a", next_span=Span(8, 12)), said("b", next_span=Span(8, 12)), said("c", 4, 8)]
+    first, second = swarm_seen(swarm, BLOCKS, "a", contested=True), swarm_seen(swarm, BLOCKS, "b", contested=True)
+    assert [(each.peer_id, each.span.start) for each in first.holders] == [("a", 0), ("b", 0), ("c", 4)]
+    assert [(each.peer_id, each.span.start) for each in second.holders] == [("a", 8), ("b", 0), ("c", 4)]
+    assert [each.peer_id for each in second.serving] == ["b", "c"]
+
+
+def test_of_two_newcomers_the_smaller_peer_id_chooses_first() -> None:
+    choosing = [said(peer, 4, 8, JOINING, next_span=Span(4, 8)) for peer in "ab"]
+    assert not swarm_seen(choosing, BLOCKS, "a", contested=True).holders
+    assert [each.peer_id for each in swarm_seen(choosing, BLOCKS, "b", contested=True).holders] == ["a"]
+    loading = [choosing[0], replace(choosing[1], next_span=None)]
+    assert [each.peer_id for each in swarm_seen(loading, BLOCKS, "a", contested=True).holders] == ["b"]
+
+
+def test_the_slower_of_computing_and_network_counts() -> None:
+    holders = swarm_seen([said("a", network_seconds=0.5), said("b", network_seconds=0.01), said("c")], BLOCKS).holders
+    assert [each.throughput for each in holders] == [2.0, 10.0, 10.0]
+
+
+def test_who_has_not_measured_yet_is_taken_for_average() -> None:
+    holders = swarm_seen([said("a", step_seconds=0.5), said("b", state=JOINING, step_seconds=0)], BLOCKS).holders
+    assert [each.throughput for each in holders] == [2.0, 2.0]
+    assert swarm_seen([said("b", state=JOINING, step_seconds=0)], BLOCKS).holders[0].throughput == 1.0
+
+
+def test_loading_and_caches_make_a_move_dearer() -> None:
+    swarm = [said("a"), said("b", load_seconds=20.0), said("c", cache_tokens=100, cache_tokens_free=50)]
+    assert [each.toll for each in swarm_seen(swarm, BLOCKS).holders] == [1.0, 2.0, 1.5]
+
+
+def test_absurd_announcements_are_corrected_or_left_out_and_named() -> None:
+    usual = [said(f"usual {number}") for number in range(5)]
+    seen = swarm_seen(
+        [
+            *usual,
+            said("liar", step_seconds=1e-6),
+            said("endless", step_seconds=float("nan")),
+            said("another size", num_blocks=1_000_000, end=1_000_000),
+            said("too far", 8, 13),
+        ],
+        BLOCKS,
+    )
+    speeds = {each.peer_id: each.throughput for each in seen.holders}
+    assert speeds["liar"] == MOST_OF_MEDIAN * 10.0
+    assert 0 < speeds["endless"] < 1
+    assert "another size" not in speeds and "too far" not in speeds
+    assert set(seen.doubts) == {"liar", "another size", "too far"}
+    assert "1000 times the middle" not in seen.doubts["liar"] and "taken for 1000" in seen.doubts["liar"]
+
+
+@given(
+    st.lists(
+        st.builds(
+            said,
+            st.sampled_from("abcdefgh"),
+            st.integers(0, 5),
+            st.integers(6, 40),
+            st.sampled_from(list(ServerState)),
+            num_blocks=st.sampled_from([BLOCKS, 4096]),
+            step_seconds=st.floats(),
+            network_seconds=st.floats(),
+            load_seconds=st.floats(0, 1e9),
+            cache_tokens=st.integers(0, 9),
+            next_span=st.sampled_from([None, Span(0, 3), Span(3, 90)]),
+        ),
+        unique_by=lambda each: each.peer_id,
+    ),
+    st.booleans(),
+)
+def test_whatever_is_announced_makes_usable_holders(announcements, contested) -> None:
+    seen = swarm_seen(announcements, BLOCKS, "c", contested=contested)
+    for holder in seen.holders:
+        assert holder.span.end <= BLOCKS
+        assert 0 < holder.throughput < float("inf") and 1 <= holder.toll <= 20
+
+
+def test_turnover_is_one_where_servers_come_and_go_as_usual() -> None:
+    now, servers = 1e9, 60
+    count = round(USUAL_PER_HOUR * servers * WINDOW / 3600)
+    usual = [Change(now - WINDOW * (each + 0.5) / count, bool(each % 2)) for each in range(count)]
+    assert turnover(usual, servers, now) == pytest.approx(1.0, abs=0.2)
+    assert turnover([], servers, now) == LEAST
+    assert turnover(usual * 9, servers, now) == MOST
+    leaving = [replace(change, joined=False) for change in usual]
+    joining = [replace(change, joined=True) for change in usual]
+    assert turnover(joining, servers, now) < turnover(usual, servers, now) < turnover(leaving, servers, now)
+    assert turnover([replace(change, at=change.at - WINDOW) for change in usual], servers, now) == LEAST

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from petalnode.node.planning.cost import LOAD_PER_WAITING
+from petalnode.node.server.live_speed import LiveSpeed
+from petalnode.node.server.speed_record import BlockSpeed, SpeedKey, cpu_name, keep, recall
+
+KEY = SpeedKey(b"v" * 32, "auto", "none", "some processor", 4)
+SPEED = BlockSpeed(0.002, 0.0001)
+DAY = 24 * 3600.0
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_what_was_measured_is_kept_for_the_same_machine_model_and_form_only() -> None:
+    assert recall(KEY) is None
+    keep(KEY, SPEED)
+    assert recall(KEY) == SPEED
+    for other in (
+        replace(KEY, model_version=b"w" * 32),
+        replace(KEY, dtype="float32"),
+        replace(KEY, quantisation="int8"),
+        replace(KEY, hardware="another"),
+        replace(KEY, threads=1),
+    ):
+        assert recall(other) is None
+    keep(KEY, BlockSpeed(1.0, 2.0))
+    assert recall(KEY) == BlockSpeed(1.0, 2.0)
+    assert cpu_name()
+
+
+def test_what_is_old_is_measured_anew() -> None:
+    keep(KEY, SPEED, now=1e9)
+    assert recall(KEY, now=1e9 + 29 * DAY) == SPEED
+    assert recall(KEY, now=1e9 + 31 * DAY) is None
+    assert recall(KEY, now=1e9 - 1) is None  # the clock was set back
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 1}', '{"format": 2, "speeds": {}}', '{"format": 1, "speeds": {"a": [1, 2]}}']
+)
+def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str) -> None:
+    (cache / "speeds.json").write_text(text)
+    assert recall(KEY) is None
+    keep(KEY, SPEED)
+    assert recall(KEY) == SPEED
+
+
+def test_the_file_does_not_grow_for_ever(cache: Path) -> None:
+    for number in range(230):
+        keep(replace(KEY, threads=number), SPEED, now=1e9 + number)
+    assert recall(replace(KEY, threads=229), now=1e9 + 230) == SPEED
+    assert recall(replace(KEY, threads=0), now=1e9 + 230) is None
+    assert sorted(file.name for file in cache.iterdir()) == ["speeds.json"]
+
+
+def test_live_steps_correct_what_is_announced_but_not_for_a_trifle() -> None:
+    live = LiveSpeed(0.010)
+    for _ in range(64):
+        live.note(1, 1.0, 0.011)
+    assert not live.correct() and live.step_seconds == 0.010
+    for _ in range(64):
+        live.note(1, 1.0, 0.020)
+    assert live.correct() and live.step_seconds == pytest.approx(0.020)
+    assert not live.correct()
+
+
+def test_a_few_steps_or_a_few_slow_ones_correct_nothing() -> None:
+    live = LiveSpeed(0.010)
+    for _ in range(15):
+        live.note(1, 1.0, 0.5)
+    assert not live.correct()
+    for _ in range(40):
+        live.note(1, 1.0, 0.010)
+    assert not live.correct()
+
+
+def test_steps_of_many_rows_and_of_a_part_of_the_span_count_for_what_they_are() -> None:
+    live = LiveSpeed(0.010)
+    for _ in range(32):
+        live.note(6, 1.0, 0.010 * (1 + 5 * LOAD_PER_WAITING))
+        live.note(1, 0.25, 0.0025)
+        live.note(1, 0.0, 1.0)
+    assert not live.correct()
