@@ -17,7 +17,7 @@ from ..errors import BadInput, ModelError, NoChainError, SwarmError
 from ..models import Checkpoint, ModelFolder, resolve
 from ..planning.fleet import Fleet
 from ..planning.live import fleet_of_servers
-from ..planning.machines_file import MachinesFile, fleet_of, read_machines
+from ..planning.machines_file import MAX_BLOCKS, MachinesFile, fleet_of, read_machines
 from ..planning.plans import Plan, busiest_plan, fastest_plan, present_plan
 from .join import JoinOptions, joined, joins_swarm
 from .output import Output, ProgressBars
@@ -34,7 +34,7 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Plan for the machines of this JSON or CSV file, not for a swarm's servers."),
     ] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, max=4096, help="The model has so many blocks.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, max=MAX_BLOCKS, help="The model has so many blocks.")] = None,
     block_mb: Annotated[float | None, typer.Option(min=0.001, help="A block of it takes so many megabytes.")] = None,
     seconds: Annotated[
         float, typer.Option(min=0.01, max=3600, metavar="S", help="Look for a better plan for so long at most.")
@@ -67,6 +67,8 @@ def _model(
         bars.stop()
         num_blocks = num_blocks or folder.num_blocks
         block_bytes = block_bytes or _block_bytes(folder)
+    if num_blocks is not None and num_blocks > MAX_BLOCKS:
+        raise BadInput(f"{model} has {num_blocks} blocks, and plans are for {MAX_BLOCKS} at most")
     if num_blocks is None:
         raise BadInput(
             'how many blocks has the model? Name a MODEL, or give --num-blocks, or "model": {"blocks": ..} in the file'
@@ -95,6 +97,8 @@ async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, outp
             names = sorted({name for name, _ in models.values()})
             raise BadInput(f"this swarm serves several models: name one of {', '.join(names)}")
         for version, (name, num_blocks) in sorted(models.items()):
+            if num_blocks > MAX_BLOCKS:
+                raise BadInput(f"{name} has {num_blocks} blocks, and plans are for {MAX_BLOCKS} at most")
             servers = [
                 each
                 for each in view.servers(version, now=time.time())

@@ -19,7 +19,8 @@ from .fleet import Fleet, Machine
 from .regions import region_rtts
 
 MAX_MACHINES: Final = 1000
-MAX_BLOCKS: Final = 4096
+MAX_BLOCKS: Final = 512
+"""The largest models have 126; with far more, looking for a plan would take minutes."""
 SAME_REGION_SECONDS: Final = 0.001
 """A round trip between two machines of one region, where the file does not say."""
 _MAX_BYTES: Final = 16 << 20

@@ -23,8 +23,10 @@ _ROUNDS: Final = 4
 _SEED: Final = 7
 _MAX_SIZES: Final = 64
 """Lengths of span that are tried for one machine."""
-_MAX_PLACEMENTS: Final = 20_000
-"""Machines placed in all kicks together: about a second."""
+_MAX_WORK: Final = 80_000_000
+"""Spans looked at in all of these together: about a second."""
+_LEAST_WORK: Final = 4_000
+"""Spans that could be looked at in the time that placing a machine takes in any case."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int) -> C
     if search.score() > best_score:
         best, best_score = search.spans.copy(), search.score()
     movable = np.flatnonzero(room > 0)
-    for _ in range(min(_KICKS_EACH * len(movable), _MAX_PLACEMENTS // (_ROUNDS * len(movable)))):
+    work = _ROUNDS * len(movable) * max(min(int(room.max()), _MAX_SIZES) * num_blocks, _LEAST_WORK)
+    for _ in range(min(_KICKS_EACH * len(movable), _MAX_WORK // work)):
         if best_score[0] >= search.target * (1 - 1e-9):
             break
         some = chance.choice(movable, size=min(len(movable), int(chance.integers(2, 6))), replace=False)

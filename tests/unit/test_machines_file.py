@@ -79,7 +79,7 @@ def test_csv_without_a_way_to_the_client(tmp_path: Path) -> None:
         ([TWO[0] | {"block": 2}], "attic: block is not known"),
         ([TWO[0] | {"blocks": -1}], "attic: blocks is a number and not negative"),
         ([TWO[0] | {"blocks": 2.5}], "attic: blocks is a whole number"),
-        ([TWO[0] | {"blocks": 1_000_000}], "attic: blocks is a whole number from 0 to 4096"),
+        ([TWO[0] | {"blocks": 1_000_000}], "attic: blocks is a whole number from 0 to 512"),
         ([TWO[0] | {"blocks": True}], "attic: blocks is a number"),
         ([TWO[0] | {"ms_per_block": "fast"}], "attic: ms_per_block is a number"),
         ([TWO[0] | {"ms_per_block": float("nan")}], "attic: ms_per_block is a number"),
