@@ -16,8 +16,9 @@ from .identity import Identity, verify
 
 RECEIPT_DOMAIN: Final = "petalnode/receipt/1"
 REQUEST_DOMAIN: Final = "petalnode/request/1"
+SESSION_DOMAIN: Final = "petalnode/session/1"
 NO_RECEIPT: Final = bytes(32)
-"""Stands where a session has no previous receipt yet."""
+"""Stands where a stream of works has no previous receipt yet; a session's first receipt refers to `session_root`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,39 @@ class Receipt:
     def hash(self) -> bytes:
         """What the next receipt of the session, and a downstream server's, refers to. Covers the signature."""
         return digest(RECEIPT_DOMAIN, self.canonical_bytes(), self.signature)
+
+
+def session_root(
+    *,
+    client: str,
+    nonce: bytes,
+    session_epoch: bytes,
+    model_version: bytes,
+    span: tuple[int, int],
+    batch: int,
+    left_padding: tuple[int, ...],
+    codec: str,
+    dtype: str,
+    adapter: bytes,
+) -> bytes:
+    """Hash of the terms on which a session was opened: the first receipt of the session follows it.
+
+    So a chain of receipts proves, beside what was asked, under which terms: without the padding of its rows, nobody
+    could recompute a step. `left_padding` is empty if no row is padded; `dtype` is that of tensors before the codec.
+    """
+    return digest(
+        SESSION_DOMAIN,
+        client,
+        nonce,
+        session_epoch,
+        model_version,
+        span,
+        batch,
+        left_padding if any(left_padding) else (),
+        codec,
+        dtype,
+        adapter,
+    )
 
 
 def request_hash(

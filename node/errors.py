@@ -49,6 +49,10 @@ class ServerFailed(SwarmError):
         self.peer_id = peer_id
 
 
+class ServerCheated(ServerFailed):
+    """A server signed something else than what it was sent and answered, or nothing: it is not used any more."""
+
+
 class BadInput(PetalnodeError, ValueError):
     """Something a person gave (an option, an address, a file, a tensor) cannot be used."""
 

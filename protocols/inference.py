@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..crypto.identity import peer_id_from_bytes, peer_id_to_bytes
-from ..crypto.receipts import Receipt, request_hash
+from ..crypto.receipts import Receipt, request_hash, session_root
 from . import wire_pb2 as wire
 from .ids import Span
 
@@ -116,6 +116,22 @@ def terms_of(message: wire.Open) -> SessionTerms:
         codec=message.codec,
         nonce=message.nonce,
         route_epoch=message.route_epoch,
+        dtype=message.activation_dtype,
+        adapter=message.adapter,
+    )
+
+
+def root_of(message: wire.Open, client: str, session_epoch: bytes) -> bytes:
+    """What the first receipt of the session that `message` opened has as its previous one."""
+    return session_root(
+        client=client,
+        nonce=message.nonce,
+        session_epoch=session_epoch,
+        model_version=message.model_version,
+        span=(message.span.start, message.span.end),
+        batch=message.batch,
+        left_padding=tuple(message.left_padding),
+        codec=message.codec,
         dtype=message.activation_dtype,
         adapter=message.adapter,
     )

@@ -19,6 +19,7 @@ from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_p
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
 from .deadlines import (
+    CHEATED_SECONDS,
     MEASURE_TIMEOUT,
     OPEN_TIMEOUT,
     REFRESH_TIMEOUT,
@@ -26,6 +27,8 @@ from .deadlines import (
     RTT_TIMEOUT,
     SUSPECT_SECONDS,
 )
+from .promise import Promise
+from .receipt_log import ReceiptArchive
 from .routing import Candidate, Hop, cheapest_chain, second_best
 from .saved_session import SavedSession
 from .server_session import HopTiming, InferenceStream, SessionSpec
@@ -129,6 +132,7 @@ class SwarmClient:
         self._measures: dict[str, trio.Event] = {}
         self._suspects: dict[str, float] = {}
         self._seconds_per_byte: dict[str, float] = {}
+        self.receipts = ReceiptArchive()
         self.works = WorkPool(self)
 
     @property
@@ -204,6 +208,15 @@ class SwarmClient:
     def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
         """Notes that a server failed or said no: others are preferred for so long."""
         self._suspects[peer_id] = max(self._suspects.get(peer_id, 0.0), trio.current_time() + seconds)
+
+    def promised(self, peer_id: str) -> Promise | None:
+        """What this server has announced; None if nothing is known of it."""
+        announced = self.swarm.view.get(peer_id, time.time())
+        return None if announced is None else Promise.of(announced)
+
+    def accuse(self, peer_id: str, reason: str) -> None:
+        """Notes that a server signed something else than it did, or nothing: it is not used for long."""
+        self.suspect(peer_id, CHEATED_SECONDS)
 
     def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
         """Learns a server's bandwidth from what is left of a large step after its computing and its round trip."""

@@ -100,7 +100,14 @@ async def open_links(
 
     async def open_one(index: int, hop: Hop) -> None:
         stream = await router.connect(hop)
-        server = ServerSession(stream, hop, spec, router.peer_id)
+        server = ServerSession(
+            stream,
+            hop,
+            spec,
+            router.peer_id,
+            promise=router.promised(hop.peer_id),
+            log=router.receipts.session(hop.peer_id),
+        )
         opened[hop] = Link(server)
         await server.open(
             route_epoch,

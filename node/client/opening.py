@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import trio
 
 from ..errors import NoChainError, ServerFailed
-from .deadlines import NOT_ALLOWED_SECONDS, RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL, SUSPECT_SECONDS
+from .deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL
 from .history import History
 from .links import HistoryLost, Link, close_links, open_links, replay, step_limit
-from .refusals import is_lost, not_allowed, with_refusals
+from .refusals import is_lost, note_failure, with_refusals
 from .router import Router
 from .server_session import SessionSpec
 
@@ -79,7 +79,7 @@ async def open_chain(
         except ServerFailed as error:
             await close_links(links)
             refused[error.peer_id] = error
-            router.suspect(error.peer_id, NOT_ALLOWED_SECONDS if not_allowed(error) else SUSPECT_SECONDS)
+            note_failure(router, error)
         except BaseException:
             await close_links(links)
             raise

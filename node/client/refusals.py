@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ...protocols import wire_pb2 as wire
-from ..errors import NoChainError, ServerFailed, SwarmError
+from ..errors import NoChainError, ServerCheated, ServerFailed, SwarmError
+from .deadlines import NOT_ALLOWED_SECONDS, SUSPECT_SECONDS
+from .router import Router
 from .server_session import ServerRefused
 
 MAX_FAILURES: Final = 8
@@ -21,6 +23,14 @@ def give_up_on_the_step(failures: Sequence[ServerFailed]) -> None:
     refusals = [error for error in failures if _code(error) == wire.ERROR_BAD_REQUEST]
     if len(refusals) > 1 or len(failures) > MAX_FAILURES:
         raise SwarmError(f"{len(failures)} servers in a row failed at one step: {failures[-1]}")
+
+
+def note_failure(router: Router, error: ServerFailed) -> None:
+    """Lets the client know what to think of a server that failed or said no."""
+    if isinstance(error, ServerCheated):
+        router.accuse(error.peer_id, str(error))
+    else:
+        router.suspect(error.peer_id, NOT_ALLOWED_SECONDS if not_allowed(error) else SUSPECT_SECONDS)
 
 
 def is_lost(error: ServerFailed) -> bool:

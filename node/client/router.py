@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import trio
 
 from .deadlines import SUSPECT_SECONDS
+from .promise import Promise
+from .receipt_log import ReceiptArchive
 from .routing import Hop
 from .server_session import HopTiming, InferenceStream, SessionSpec
 
@@ -24,6 +26,13 @@ class Router(Protocol):
     async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
         """The best others for the blocks of one hop of `route`. Raises NoChainError."""
 
+    @property
+    def receipts(self) -> ReceiptArchive:
+        """Where the receipts of servers are kept."""
+
+    def promised(self, peer_id: str) -> Promise | None:
+        """What this server has announced; None if nothing is known of it."""
+
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
         """A stream to the server of `hop`, with `direct` only on a connection without a relay. Raises ServerFailed."""
 
@@ -32,6 +41,9 @@ class Router(Protocol):
 
     def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
         """Notes that a server failed or said no: for so long it is asked only if nobody else is left."""
+
+    def accuse(self, peer_id: str, reason: str) -> None:
+        """Notes that a server signed something else than it did, or nothing: it is not used for long."""
 
     def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
         """Hears of every answer, and how many bytes went both ways for it."""

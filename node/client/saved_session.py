@@ -57,7 +57,8 @@ async def resumed_links(router: Router, spec: SessionSpec, saved: SavedSession) 
 
     async def resume_one(each: SavedLink) -> None:
         hop = Hop(each.peer_id, Span(each.start, each.end))
-        server = ServerSession(await router.connect(hop), hop, spec, router.peer_id, each.nonce)
+        stream, promise = await router.connect(hop), router.promised(hop.peer_id)
+        server = ServerSession(stream, hop, spec, router.peer_id, each.nonce, promise=promise)
         links.append(Link(server))
         positions.append(await server.resume(each.epoch))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -10,7 +11,7 @@ from typing import Final
 import trio
 
 from ...crypto.identity import peer_id_to_bytes
-from ...crypto.receipts import NO_RECEIPT, Receipt
+from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import MessageStream, PeerError, ProtocolError
 from ...protocols.ids import PROTOCOL_VERSION, Span
@@ -20,11 +21,14 @@ from ...protocols.inference import (
     Refusal,
     hash_of_step,
     receipt_from_wire,
+    root_of,
     sha256,
 )
 from ...protocols.tensor_header import TensorError, all_finite, wire_nbytes
-from ..errors import ServerFailed
+from ..errors import ServerCheated, ServerFailed
 from .deadlines import CLOSE_TIMEOUT, PATH_KEEP, SEND_TIMEOUT
+from .promise import Promise, check_time
+from .receipt_log import SessionLog
 from .routing import Hop
 
 InferenceStream = MessageStream[wire.InferenceFrame]
@@ -110,10 +114,20 @@ class ServerSession:
         draining: the server has said that it will stop.
         pushed_steps: how many steps came to it from the server before it.
         bytes_sent, bytes_received: tensor bytes between this client and the server.
+
+    `promise` is what the server has announced, to which it is held; `log` keeps its receipts.
     """
 
     def __init__(
-        self, stream: InferenceStream, hop: Hop, spec: SessionSpec, client: str, nonce: bytes | None = None
+        self,
+        stream: InferenceStream,
+        hop: Hop,
+        spec: SessionSpec,
+        client: str,
+        nonce: bytes | None = None,
+        *,
+        promise: Promise | None = None,
+        log: SessionLog | None = None,
     ) -> None:
         self.hop = hop
         self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
@@ -132,7 +146,10 @@ class ServerSession:
         self._granted = wire.Granted()
         self._sequence = 0
         self._answered = 0
-        self._last_receipt = NO_RECEIPT
+        self._last_receipt = b""
+        self._promise = promise
+        self._log = log
+        self._opened_ms = _now_ms()
         self._sent: tuple[int, InferenceStream] | None = None  # the last step that was sent, and on what
         self._attempt = 0
 
@@ -161,6 +178,9 @@ class ServerSession:
             keep_ms=round(max(spec.keep, PATH_KEEP) * 1000),
         )
         self._granted = await self._ask(self._stream, wire.InferenceFrame(open=message), spec.cache_wait + SEND_TIMEOUT)
+        self._last_receipt = root_of(message, self._client, self.epoch)
+        if self._log is not None:
+            self._log.begin(message, self.epoch)
 
     async def resume(self, epoch: bytes) -> int:
         """Takes up the session that an earlier process left there; returns how many tokens of a row it holds.
@@ -198,7 +218,7 @@ class ServerSession:
             if granted.session_epoch != self.epoch or not self._answered <= granted.sequence <= self._sequence:
                 raise self._failed("it took up another session, or at another step")
             if granted.sequence == self._answered and granted.last_receipt != self._last_receipt:
-                raise self._failed("its receipts do not follow each other")
+                raise self._cheated("its receipts do not follow each other")
         except BaseException:
             with trio.CancelScope(shield=True):
                 await stream.reset()
@@ -244,6 +264,8 @@ class ServerSession:
             raise self._failed("it answered with something else than Granted")
         if frame.granted.codec != spec.codec or not frame.granted.max_step_tokens:
             raise self._failed(f"it granted codec {frame.granted.codec!r} instead of {spec.codec!r}")
+        if self._promise is not None and (broken := self._promise.broken_by_grant(frame.granted)):
+            raise self._cheated(broken)
         self.max_step_tokens = frame.granted.max_step_tokens
         return frame.granted
 
@@ -276,6 +298,8 @@ class ServerSession:
             StreamLost: the server is gone or does not read.
         """
         self._sent = step.sequence, self._stream
+        if self._log is not None:
+            self._log.asked(step, chunk.tensor, chunk.payload)
         try:
             await self._stream.send(
                 wire.InferenceFrame(step=step, tensors=[chunk.tensor]), [chunk.payload], timeout=SEND_TIMEOUT
@@ -325,9 +349,11 @@ class ServerSession:
             return  # a second copy
         receipt = self._receipt_of(reply)
         if receipt.previous_receipt != self._last_receipt or not receipt.is_signed_by(self.hop.peer_id):
-            raise self._failed("its receipts do not follow each other")
+            raise self._cheated("its receipts do not follow each other")
         self._answered = reply.sequence
         self._last_receipt = receipt.hash()
+        if self._log is not None:
+            self._log.answered(reply.sequence, receipt, None)
 
     async def _checked(self, reply: wire.Reply, answer: Chunk, step: wire.Step, chunk: Chunk, begun: float) -> Answer:
         tensor, asked = answer.tensor, chunk.tensor
@@ -367,6 +393,8 @@ class ServerSession:
         if not finite:
             raise self._failed("it answered NaN or infinity")
         receipt = self._receipt_of(reply)
+        if not reply.receipt.signature:
+            raise self._cheated("it does not sign what it answers")
         expected = replace(
             receipt,
             protocol_version=PROTOCOL_VERSION,
@@ -385,16 +413,24 @@ class ServerSession:
             adapter=b"",
         )
         if receipt != expected:
-            raise self._failed("its receipt is for something else than what was sent and came back")
+            raise self._cheated("its receipt is for something else than what was sent and came back")
         if not receipt.is_signed_by(self.hop.peer_id):
-            raise self._failed("its receipt is not signed by its key")
+            raise self._cheated("its receipt is not signed by its key")
+        wrong = check_time(receipt, self._opened_ms, _now_ms())
+        if wrong is None and self._promise is not None:
+            wrong = self._promise.broken_by(receipt)
+        if wrong is not None:
+            raise self._cheated(wrong)
         self._last_receipt = receipt.hash()
+        if self._log is not None:
+            self._log.asked(step, chunk.tensor, chunk.payload)
+            self._log.answered(step.sequence, receipt, answer.payload)
 
     def _receipt_of(self, reply: wire.Reply) -> Receipt:
         try:
             return receipt_from_wire(reply.receipt)
         except ValueError as error:
-            raise self._failed(f"its receipt cannot be read: {error}") from None
+            raise self._cheated(f"its receipt cannot be read: {error}") from None
 
     async def close(self) -> None:
         """Says goodbye, so that the cache is free at once. Never raises."""
@@ -427,3 +463,10 @@ class ServerSession:
 
     def _failed(self, what: str) -> ServerFailed:
         return ServerFailed(f"{self._name} failed: {what}", self.hop.peer_id)
+
+    def _cheated(self, what: str) -> ServerCheated:
+        return ServerCheated(f"{self._name} cannot be believed: {what}", self.hop.peer_id)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -23,7 +23,7 @@ from .history import History, Input
 from .links import Link, Standby, catch_up, close_links, leave_links, open_links, step_limit
 from .opening import RouteEpoch, open_chain
 from .path_loss import Loss, after_loss
-from .refusals import give_up_on_the_step
+from .refusals import give_up_on_the_step, note_failure
 from .router import Router
 from .routing import Hop
 from .saved_session import SavedSession, resumed_links, saved_session
@@ -375,7 +375,7 @@ class ClientSession:
             NoChainError: nobody else holds its blocks.
         """
         failed = links[index]
-        self._router.suspect(error.peer_id)
+        note_failure(self._router, error)
         if failed.standby is not None and failed.standby.ready and await self._switch(links, index):
             return
         if failed.standby is not None:

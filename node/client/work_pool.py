@@ -15,14 +15,13 @@ from ...protocols.training import MAX_HEADER, PIECE_BYTES
 from ..errors import NoChainError, ServerFailed
 from .chains import Chain, apportion, choose_chains, rows_of_micro_batch, seconds_of, stages_of
 from .deadlines import (
-    NOT_ALLOWED_SECONDS,
     OPEN_TIMEOUT,
     RECOVERY_TIMEOUT,
     REOPEN_TIMEOUT,
     RETRY_INTERVAL,
     work_patience,
 )
-from .refusals import is_lost, not_allowed, with_refusals
+from .refusals import is_lost, not_allowed, note_failure, with_refusals
 from .routing import Candidate, Hop, cheapest_chain
 from .server_session import ServerRefused
 from .work_stream import Packed, Reply, ServerWorks, StreamBroken, Task, WorkSpec
@@ -191,7 +190,15 @@ class WorkPool:
             raise ServerFailed(
                 f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}", hop.peer_id
             ) from error
-        works = ServerWorks(stream, hop, spec, self._client.peer_id, protocol)
+        works = ServerWorks(
+            stream,
+            hop,
+            spec,
+            self._client.peer_id,
+            protocol,
+            promise=self._client.promised(hop.peer_id),
+            archive=self._client.receipts,
+        )
         await works.open()
         return works
 
@@ -206,10 +213,8 @@ class WorkPool:
         """Lets others be preferred to a server that failed; what it refuses says nothing of what else it can do."""
         if isinstance(error, ServerRefused) and error.code == wire.ERROR_UNSUPPORTED and protocol == BACKWARD:
             self._no_gradients[error.peer_id] = error
-        elif not_allowed(error):
-            self._client.suspect(error.peer_id, NOT_ALLOWED_SECONDS)
-        elif not isinstance(error, ServerRefused) or error.code == wire.ERROR_INTERNAL:
-            self._client.suspect(error.peer_id)
+        elif not isinstance(error, ServerRefused) or error.code == wire.ERROR_INTERNAL or not_allowed(error):
+            note_failure(self._client, error)
 
     def _patience(self, hop: Hop, task: Task, protocol: str) -> float:
         cost = BACKWARD_COST if protocol == BACKWARD else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Final
 
 import trio
 
-from ...crypto.receipts import NO_RECEIPT
+from ...crypto.receipts import NO_RECEIPT, Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import PeerError
 from ...protocols.ids import BACKWARD, PROTOCOL_VERSION
@@ -26,8 +27,10 @@ from ...protocols.training import (
     receive_pieces,
     send_in_pieces,
 )
-from ..errors import ServerFailed
+from ..errors import ServerCheated, ServerFailed
 from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
+from .promise import Promise, check_time
+from .receipt_log import LoggedWork, ReceiptArchive
 from .routing import Hop
 from .server_session import ServerRefused
 
@@ -95,13 +98,26 @@ class ServerWorks:
     Once a work has failed or was given up on the way the stream is of no use: `broken`.
     """
 
-    def __init__(self, stream: WorkStream, hop: Hop, spec: WorkSpec, client: str, protocol: str) -> None:
+    def __init__(
+        self,
+        stream: WorkStream,
+        hop: Hop,
+        spec: WorkSpec,
+        client: str,
+        protocol: str,
+        *,
+        promise: Promise | None = None,
+        archive: ReceiptArchive | None = None,
+    ) -> None:
         self.hop = hop
         self.protocol = protocol
         self.broken = False
         self._stream = stream
         self._spec = spec
         self._client = client
+        self._promise = promise
+        self._archive = archive
+        self._opened_ms = _now_ms()
         self._nonce = os.urandom(NONCE_BYTES)
         self._granted = wire.WorkGranted()
         self._credits = trio.Semaphore(0)
@@ -136,6 +152,8 @@ class ServerWorks:
                 raise self._failed("it answered with something else than WorkGranted")
             if not granted.credits:
                 raise self._failed("it granted no credits")
+            if self._promise is not None and (broken := self._promise.broken_by_grant(granted)):
+                raise self._cheated(broken)
             self.broken = False
         except PeerError as error:
             raise self._failed(str(error)) from error
@@ -168,7 +186,9 @@ class ServerWorks:
                     reply, payloads = await self._receive(work, task, timeout)
                     previous, self._last_receipt = self._last_receipt, self._hash_of_receipt(reply)
                 chunks = [Packed(tensor, payload) for tensor, payload in zip(reply.tensors, payloads, strict=True)]
-                await trio.to_thread.run_sync(self._check, reply, work, task, chunks, previous)
+                receipt = await trio.to_thread.run_sync(self._check, reply, work, task, chunks, previous)
+                if self._archive is not None and self._archive.shares:
+                    self._archive.add_work(self._logged(receipt, work, task, chunks))
                 done = True
                 return Reply(chunks, reply.compute_us / 1e6)
             except PeerError as error:
@@ -229,7 +249,7 @@ class ServerWorks:
 
     def _check(
         self, reply: wire.WorkReply, work: wire.Work, task: Task, answers: Sequence[Packed], previous: bytes
-    ) -> None:
+    ) -> Receipt:
         """Checks that the receipt is this server's, and for exactly what was sent and came back.
 
         Raises:
@@ -237,6 +257,8 @@ class ServerWorks:
         """
         if not all(all_finite(chunk.tensor, chunk.payload) for chunk in answers):
             raise self._failed("it answered NaN or infinity")
+        if not reply.receipt.signature:
+            raise self._cheated("it does not sign what it answers")
         receipt = receipt_from_wire(reply.receipt)
         expected = replace(
             receipt,
@@ -261,15 +283,35 @@ class ServerWorks:
             adapter=b"",
         )
         if receipt != expected:
-            raise self._failed("its receipt is for something else than what was sent and came back")
+            raise self._cheated("its receipt is for something else than what was sent and came back")
         if not receipt.is_signed_by(self.hop.peer_id):
-            raise self._failed("its receipt is not signed by its key")
+            raise self._cheated("its receipt is not signed by its key")
+        wrong = check_time(receipt, self._opened_ms, _now_ms())
+        if wrong is None and self._promise is not None:
+            wrong = self._promise.broken_by(receipt)
+        if wrong is not None:
+            raise self._cheated(wrong)
+        return receipt
+
+    def _logged(self, receipt: Receipt, work: wire.Work, task: Task, answers: Sequence[Packed]) -> LoggedWork:
+        kept = task.kept
+        return LoggedWork(
+            self.hop.peer_id,
+            self.protocol,
+            receipt,
+            work,
+            tuple(chunk.payload for chunk in task.chunks),
+            None if kept is None else wire.Keep(names=kept.names, tensors=[chunk.tensor for chunk in kept.chunks]),
+            () if kept is None else tuple(chunk.payload for chunk in kept.chunks),
+            tuple(chunk.tensor for chunk in answers),
+            tuple(chunk.payload for chunk in answers),
+        )
 
     def _hash_of_receipt(self, reply: wire.WorkReply) -> bytes:
         try:
             return receipt_from_wire(reply.receipt).hash()
         except ValueError as error:
-            raise self._failed(f"its receipt cannot be read: {error}") from None
+            raise self._cheated(f"its receipt cannot be read: {error}") from None
 
     async def close(self) -> None:
         """Says goodbye, so that what the server keeps is free at once. Never raises."""
@@ -296,3 +338,12 @@ class ServerWorks:
 
     def _failed(self, what: str) -> ServerFailed:
         return ServerFailed(f"server {self.hop.peer_id} (blocks {self.hop.span}) failed: {what}", self.hop.peer_id)
+
+    def _cheated(self, what: str) -> ServerCheated:
+        return ServerCheated(
+            f"server {self.hop.peer_id} (blocks {self.hop.span}) cannot be believed: {what}", self.hop.peer_id
+        )
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ...crypto.identity import peer_id_to_bytes
-from ...crypto.receipts import NO_RECEIPT, Receipt
+from ...crypto.receipts import Receipt, session_root
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import MessageStream, PeerError, StreamClosed, StreamTimeout
 from ...protocols.ids import PROTOCOL_VERSION
@@ -80,7 +80,18 @@ class ServerSession:
         self._sequence = 0
         self._position = 0
         self._route_epoch = terms.route_epoch
-        self._last_receipt = NO_RECEIPT
+        self._last_receipt = session_root(
+            client=client,
+            nonce=terms.nonce,
+            session_epoch=self.epoch,
+            model_version=terms.model_version,
+            span=(terms.span.start, terms.span.end),
+            batch=terms.batch,
+            left_padding=terms.left_padding,
+            codec=terms.codec,
+            dtype=terms.dtype,
+            adapter=terms.adapter,
+        )
         self._replies: deque[_SentReply] = deque(maxlen=CREDITS)
         self._loan: Loan | None = None
         self._attempt = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,19 +11,24 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.crypto.receipts import Receipt
+from petalnode.node.client.promise import Promise
+from petalnode.node.client.receipt_log import SessionLog
 from petalnode.node.client.routing import Hop
 from petalnode.node.client.server_session import Chunk, ServerSession, SessionSpec
-from petalnode.node.errors import ServerFailed
+from petalnode.node.errors import ServerCheated, ServerFailed
 from petalnode.node.swarm.swarm import SwarmConfig, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE, Span
-from petalnode.protocols.inference import hash_of_step, receipt_to_wire
+from petalnode.protocols.inference import hash_of_step, receipt_to_wire, root_of
 from tests.swarm.processes import LOOPBACK
 
 OTHER = Identity.from_seed(bytes(range(32)))
 SPEC = SessionSpec(model_version=b"m" * 32, span=Span(0, 2), batch=1, max_length=16)
+PROMISE = Promise(SPEC.model_version, Span(0, 4), "float32", "none")
+HONEST_MISTAKES = ("another position", "another sequence")
+"""Answers that nobody signed: they are of no use, but say nothing of what the server would sign."""
 Cheat = Callable[[wire.Reply, Receipt, Identity], None]
 
 
@@ -35,12 +41,27 @@ def signed(**changed: object) -> Cheat:
     return cheat
 
 
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def dated(seconds: float) -> Cheat:
+    def cheat(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
+        signed(time_ms=now_ms() + round(1000 * seconds))(reply, receipt, identity)
+
+    return cheat
+
+
 def unsigned(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
     reply.receipt.signature = bytes(64)
 
 
 def signed_by_another(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
     reply.receipt.CopyFrom(receipt_to_wire(receipt.signed(OTHER)))
+
+
+def not_signing(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
+    reply.receipt.signature = b""
 
 
 def no_receipt(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
@@ -56,7 +77,11 @@ def another_sequence(reply: wire.Reply, receipt: Receipt, identity: Identity) ->
 
 
 CHEATS: dict[str, Cheat] = {
-    "no signature": unsigned,
+    "no signature": not_signing,
+    "an empty signature": unsigned,
+    "a clock that is far ahead": dated(3600),
+    "a clock that is far behind": dated(-3600),
+    "an adapter that was not asked for": signed(adapter=b"x" * 32),
     "another's signature": signed_by_another,
     "no receipt": no_receipt,
     "another position": another_position,
@@ -75,12 +100,17 @@ CHEATS: dict[str, Cheat] = {
 }
 
 
+def name_of(cheat: Cheat) -> str:
+    return next(name for name, each in CHEATS.items() if each is cheat)
+
+
 def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStream[wire.InferenceFrame]], object]:
     """A server whose blocks change nothing, and which cheats at its second step."""
 
     async def handle(stream: MessageStream[wire.InferenceFrame]) -> None:
         frame, _ = await stream.receive(timeout=10)
-        terms, epoch, previous, count = frame.open, b"e" * 16, NO_RECEIPT, 0
+        terms, epoch, previous, count = frame.open, b"e" * 16, b"", 0
+        previous = root_of(terms, stream.peer_id, epoch)
         granted = wire.Granted(session_epoch=epoch, codec=terms.codec, dtype="float32", quantisation="none")
         granted.max_step_tokens = granted.credits = 4
         await stream.send(wire.InferenceFrame(granted=granted), timeout=10)
@@ -102,7 +132,7 @@ def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStrea
                 reply_hash=hashlib.sha256(payload).digest(),
                 previous_receipt=previous,
                 upstream_receipt=b"",
-                time_ms=0,
+                time_ms=now_ms(),
             ).signed(identity)
             previous = receipt.hash()
             reply = wire.Reply(
@@ -115,7 +145,7 @@ def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStrea
     return handle
 
 
-def talk(cheat: Cheat | None) -> None:
+def talk(cheat: Cheat | None, promise: Promise | None = None, log: SessionLog | None = None) -> None:
     async def main() -> None:
         identity = Identity.generate()
         with trio.fail_after(40):
@@ -124,7 +154,9 @@ def talk(cheat: Cheat | None) -> None:
                 config = SwarmConfig(Identity.generate(), peers=tuple(server.addrs), serve_dht=False)
                 async with open_swarm(config) as client:
                     stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=10)
-                    session = ServerSession(stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id)
+                    session = ServerSession(
+                        stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id, promise=promise, log=log
+                    )
                     await session.open(1, None, None)
                     chunk = Chunk(wire.Tensor(shape=[1, 1, 4], dtype="float32", codec="none", nbytes=16), bytes(16))
                     assert (await session.exchange(chunk, 0, (), 1)).payload == bytes(16)
@@ -134,13 +166,28 @@ def talk(cheat: Cheat | None) -> None:
                         with pytest.raises(ServerFailed) as caught:
                             await session.exchange(chunk, 1, (), 1)
                         assert caught.value.peer_id == server.peer_id
+                        assert isinstance(caught.value, ServerCheated) == (name_of(cheat) not in HONEST_MISTAKES)
                     await session.close()
 
     trio.run(main)
 
 
-def test_an_honest_server_is_believed() -> None:
-    talk(None)
+def test_an_honest_server_is_believed_and_its_receipts_kept() -> None:
+    log = SessionLog("server", keeps_tensors=True)
+    talk(None, PROMISE, log)
+    assert log.complete and log.opening is not None
+    assert [each.receipt.sequence for each in log.entries] == [1, 2]
+    assert [each.step and each.step.position for each in log.entries] == [0, 1]
+    assert {each.input for each in log.entries} == {each.output for each in log.entries} == {bytes(16)}
+    first, second = log.entries
+    assert first.receipt.previous_receipt == root_of(log.opening, first.receipt.client, log.epoch)
+    assert second.receipt.previous_receipt == first.receipt.hash()
+
+
+@pytest.mark.parametrize("promised", [{"dtype": "bfloat16"}, {"quantisation": "nf4"}])
+def test_a_server_is_held_to_what_it_announced(promised: dict[str, str]) -> None:
+    with pytest.raises(ServerCheated, match="announces"):
+        talk(None, replace(PROMISE, **promised))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", CHEATS)

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from petalnode.crypto.receipts import NO_RECEIPT
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
-from petalnode.protocols.inference import hash_of_step, receipt_from_wire
+from petalnode.protocols.inference import hash_of_step, receipt_from_wire, root_of
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Node
 from tests.swarm.raw import HIDDEN, RawSession, Run, raw_client, values
@@ -257,7 +256,7 @@ def test_only_the_last_replies_are_kept(server: Node, run: Run) -> None:
 def test_receipts_say_what_was_asked_and_answered_and_form_a_chain(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready, batch=2)
-        previous = NO_RECEIPT
+        previous = root_of(session.terms, swarm.peer_id, session.granted.session_epoch)
         for sequence, position, tokens, reorder in ((1, 0, 3, []), (2, 3, 1, [1, 1]), (3, 2, 1, [])):
             sent = values(tokens, rows=2, seed=sequence)
             frame, (payload,) = await session.step(sequence, position, sent, reorder=reorder)

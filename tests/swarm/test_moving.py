@@ -19,6 +19,7 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.client.chunks import from_chunks, to_chunks
+from petalnode.node.client.receipt_log import ReceiptArchive
 from petalnode.node.client.routing import Hop
 from petalnode.node.client.server_session import InferenceStream, SessionSpec
 from petalnode.node.client.session import ClientSession
@@ -101,6 +102,16 @@ class OneRoute(Ways):
         return stream
 
     def suspect(self, peer_id: str, seconds: float = 0) -> None:
+        pass
+
+    @property
+    def receipts(self) -> ReceiptArchive:
+        return ReceiptArchive()
+
+    def promised(self, peer_id: str) -> None:
+        pass
+
+    def accuse(self, peer_id: str, reason: str) -> None:
         pass
 
     def note_transfer(self, timing: Any, nbytes: int) -> None:

@@ -1,0 +1,159 @@
+"""The receipts that a client keeps of what servers did for it, each with what was asked. Bounded; no clock, no network.
+
+A receipt alone proves what a server signed. To judge whether that was right, somebody has to see what it was asked, and
+for a step of a session everything that was asked before. Clients that let others audit their receipts keep the tensors
+too, as long as there is room; they mostly are in memory in any case, because a session can be rebuilt from them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ...crypto.receipts import Receipt
+from ...protocols import wire_pb2 as wire
+
+LAST_RECEIPTS: Final = 4096
+"""Of one session; about 1 KB each. A session that is longer cannot be audited from its beginning."""
+LAST_SESSIONS: Final = 64
+LAST_WORKS: Final = 64
+SHARED_BYTES: Final = 256 << 20
+"""Tensors that a client keeps for auditors, all sessions together."""
+_MAX_PENDING: Final = 1024
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """A step that a server answered. `step` is None if it is not known any more what it was; tensors that are not kept
+    are None. `asked` describes `input`; the output has its shape, dtype and codec."""
+
+    receipt: Receipt
+    step: wire.Step | None
+    asked: wire.Tensor | None
+    input: bytes | None
+    output: bytes | None
+
+
+@dataclass(frozen=True)
+class LoggedWork:
+    """A work that a server answered. Payloads are in the order of the tensors of work, keep and reply."""
+
+    peer_id: str
+    protocol: str
+    receipt: Receipt
+    work: wire.Work
+    inputs: tuple[bytes | bytearray, ...]
+    keep: wire.Keep | None
+    kept: tuple[bytes | bytearray, ...]
+    reply: tuple[wire.Tensor, ...]
+    outputs: tuple[bytes | bytearray, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(each) for each in (*self.inputs, *self.kept, *self.outputs))
+
+
+class SessionLog:
+    """The receipts of one session at one server, in order. With `keeps_tensors`, what was sent and came back too.
+
+    Attributes:
+        opening: the Open; None before that, and of a session that another process has opened.
+        complete: whether every receipt since then is here, with its step.
+        nbytes: of the tensors that are kept.
+    """
+
+    def __init__(self, peer_id: str, *, keeps_tensors: bool = False, limit: int = LAST_RECEIPTS) -> None:
+        self.peer_id = peer_id
+        self.opening: wire.Open | None = None
+        self.epoch = b""
+        self.complete = False
+        self.nbytes = 0
+        self._keeps = keeps_tensors
+        self._entries: deque[LoggedStep] = deque()
+        self._limit = limit
+        self._pending: OrderedDict[int, tuple[wire.Step, wire.Tensor, bytes | None]] = OrderedDict()
+
+    @property
+    def entries(self) -> Sequence[LoggedStep]:
+        return self._entries
+
+    def begin(self, opening: wire.Open, epoch: bytes) -> None:
+        self.opening = opening
+        self.epoch = epoch
+        self.complete = True
+
+    def asked(self, step: wire.Step, tensor: wire.Tensor, payload: bytes) -> None:
+        """Notes what is sent, or has been sent on by another server."""
+        self._pending[step.sequence] = (step, tensor, payload if self._keeps else None)
+        if len(self._pending) > _MAX_PENDING:
+            self._pending.popitem(last=False)
+
+    def answered(self, sequence: int, receipt: Receipt, output: bytes | None) -> None:
+        """Notes a receipt whose signature and place in the chain are right."""
+        for old in [each for each in self._pending if each < sequence]:
+            del self._pending[old]
+        step, tensor, payload = self._pending.pop(sequence, (None, None, None))
+        kept = output if self._keeps else None
+        self.complete = self.complete and step is not None
+        self.nbytes += len(payload or b"") + len(kept or b"")
+        self._entries.append(LoggedStep(receipt, step, tensor, payload, kept))
+        if len(self._entries) > self._limit:
+            oldest = self._entries.popleft()
+            self.nbytes -= len(oldest.input or b"") + len(oldest.output or b"")
+            self.complete = False
+
+    def forget_tensors(self) -> None:
+        """Keeps the receipts only, from now on."""
+        self._keeps = False
+        self._pending = OrderedDict((key, (step, tensor, None)) for key, (step, tensor, _) in self._pending.items())
+        self._entries = deque(LoggedStep(each.receipt, each.step, each.asked, None, None) for each in self._entries)
+        self.nbytes = 0
+
+
+class ReceiptArchive:
+    """What a client keeps of its last sessions and works; the oldest go first.
+
+    `shared_bytes` is the room for tensors, 0 to keep none.
+    """
+
+    def __init__(self, shared_bytes: int = 0) -> None:
+        self._room = shared_bytes
+        self._sessions: deque[SessionLog] = deque(maxlen=LAST_SESSIONS)
+        self._works: deque[LoggedWork] = deque(maxlen=LAST_WORKS)
+
+    @property
+    def shares(self) -> bool:
+        return self._room > 0
+
+    @property
+    def sessions(self) -> Sequence[SessionLog]:
+        return self._sessions
+
+    @property
+    def works(self) -> Sequence[LoggedWork]:
+        """With their tensors; none are kept by a client that does not share them."""
+        return self._works
+
+    def session(self, peer_id: str) -> SessionLog:
+        """A log for a new session at a server."""
+        self._make_room()
+        log = SessionLog(peer_id, keeps_tensors=self.shares)
+        self._sessions.append(log)
+        return log
+
+    def add_work(self, work: LoggedWork) -> None:
+        if self.shares and work.nbytes <= self._room // 4:
+            self._works.append(work)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        used = sum(log.nbytes for log in self._sessions) + sum(work.nbytes for work in self._works)
+        while used > self._room and self._works:
+            used -= self._works.popleft().nbytes
+        for log in self._sessions:
+            if used <= self._room:
+                break
+            used -= log.nbytes
+            log.forget_tensors()
