@@ -25,6 +25,7 @@ __all__ = [
     "ServerFailed",
     "SwarmError",
     "__version__",
+    "load_adapter",
 ]
 
 if TYPE_CHECKING:
@@ -34,21 +35,23 @@ if TYPE_CHECKING:
     from .node.client.remote import RemoteSequential
     from .node.client.tuning import PromptTuning
     from .node.errors import BadInput, ModelError, NoChainError, PetalnodeError, ServerFailed, SwarmError
+    from .node.tuning.adapter_folder import load_adapter
 
 
 _IN_MODULES = {
-    "AutoDistributedModelForCausalLM": "model",
-    "AutoDistributedModelForSequenceClassification": "classification",
-    "LoraTuning": "lora",
-    "PromptTuning": "tuning",
-    "RemoteSequential": "remote",
+    "AutoDistributedModelForCausalLM": "client.model",
+    "AutoDistributedModelForSequenceClassification": "client.classification",
+    "LoraTuning": "client.lora",
+    "PromptTuning": "client.tuning",
+    "RemoteSequential": "client.remote",
+    "load_adapter": "tuning.adapter_folder",
 }
 
 
 def __getattr__(name: str) -> Any:
     # On first use: the command line needs neither torch nor transformers for most of what it does.
     if name in _IN_MODULES:
-        return getattr(import_module(f".node.client.{_IN_MODULES[name]}", __name__), name)
+        return getattr(import_module(f".node.{_IN_MODULES[name]}", __name__), name)
     if name in __all__:
         from .node import errors
 

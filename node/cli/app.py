@@ -41,7 +41,7 @@ def _root(
     pass
 
 
-_COMMANDS = ("demo", "serve", "chat", "status", "bootstrap", "doctor", "swarm-key", "plan")
+_COMMANDS = ("demo", "serve", "chat", "status", "bootstrap", "doctor", "swarm-key", "plan", "tune")
 
 
 def _register(arguments: list[str]) -> None:

@@ -23,6 +23,7 @@ from ..models import ModelFolder, resolve
 from ..swarm.swarm import Swarm
 from .join import JoinOptions, joined, joins_swarm
 from .output import Output, ProgressBars
+from .served import served_model
 from .terminal import LineReader, stopped_by_ctrl_c
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, save
             if join.identity is not None:
                 output.errors.print(f"the peer id of this client is {swarm.peer_id}", style="dim", markup=False)
             if model is None:
-                model = await _served_model(swarm)
+                model = await served_model(swarm)
             bars = ProgressBars(output.errors)
             folder = await trio.to_thread.run_sync(lambda: resolve(model, need="client", progress=bars))
             bars.stop()
@@ -122,22 +123,6 @@ def _import_generation() -> None:
 async def _in_thread(function: Callable[[], object]) -> None:
     """Runs `function` in a worker thread, which is left behind if an error elsewhere cancels the wait."""
     await trio.to_thread.run_sync(function, abandon_on_cancel=True)
-
-
-async def _served_model(swarm: Swarm) -> str:
-    """The one model that the swarm serves.
-
-    Raises:
-        SwarmError: it serves none.
-        BadInput: it serves several.
-    """
-    view = await swarm.refresh(timeout=REFRESH_TIMEOUT)
-    names = sorted({name for name, _ in view.models(now=time.time()).values()})
-    if not names:
-        raise SwarmError("nobody in this swarm serves a model (yet): start one with `petalnode serve`")
-    if len(names) > 1:
-        raise BadInput(f"this swarm serves several models: name one of {', '.join(names)}")
-    return names[0]
 
 
 async def chat_in(

@@ -53,9 +53,10 @@ class LoraTuning(nn.Module):
             raise BadInput(f"a rank of {r} changes nothing: give r of 1 or more")
         self.r = r
         self.lora_alpha = lora_alpha
-        numbers = range(model.num_blocks) if layers_to_transform is None else sorted(set(layers_to_transform))
+        numbers = list(range(model.num_blocks)) if layers_to_transform is None else sorted(set(layers_to_transform))
         if not numbers or not 0 <= min(numbers) <= max(numbers) < model.num_blocks:
-            raise BadInput(f"layers_to_transform takes numbers of 0 .. {model.num_blocks - 1}, not {list(numbers)}")
+            raise BadInput(f"layers_to_transform takes numbers of 0 .. {model.num_blocks - 1}, not {numbers}")
+        self.block_numbers = numbers
         self.target_modules = tuple(target_modules or _usual_targets(model.linears[numbers[0]]))
         self.weights = nn.ParameterDict()
         device = model.transformers_model.device
@@ -105,11 +106,26 @@ class LoraTuning(nn.Module):
 
     def peft_state_dict(self) -> Mapping[str, torch.Tensor]:
         """The weights under the names that peft saves them with in adapter_model.safetensors."""
-        path = self._model[0].blocks_path
-        return {
-            f"base_model.model.{path}.{name.block}.{name.path}.{name.part}.weight": weight.detach()
-            for name, weight in ((_name(key), weight) for key, weight in self.weights.items())
-        }
+        return {self._peft_name(key): weight.detach() for key, weight in self.weights.items()}
+
+    @torch.no_grad()
+    def load_peft_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes over weights that go by the names of `peft_state_dict`.
+
+        Raises:
+            BadInput: there are others than these, or of other shapes.
+        """
+        own = {self._peft_name(key): weight for key, weight in self.weights.items()}
+        if strange := own.keys() ^ tensors.keys():
+            raise BadInput(f"the weights {min(strange)} are missing, or are those of something else")
+        for name, weight in own.items():
+            if tensors[name].shape != weight.shape:
+                raise BadInput(f"{name} has shape {list(tensors[name].shape)}, not {list(weight.shape)}")
+            weight.copy_(tensors[name])
+
+    def _peft_name(self, key: str) -> str:
+        name = _name(key)
+        return f"base_model.model.{self._model[0].blocks_path}.{name.block}.{name.path}.{name.part}.weight"
 
 
 def _name(key: str) -> LoraName:

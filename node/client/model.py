@@ -93,6 +93,7 @@ class DistributedModel:
             `model.remote_blocks = nn.Sequential(blocks[:10], MyAdapter(), blocks[10:])`. Its parameters are among the
             model's then.
         num_blocks, hidden_size: of the whole model.
+        version: the model version, 32 bytes.
         any_token: a token id that is not the padding's.
         linears: per block, (values in, values out) of its linear layers, by their paths in it.
         blocks_path: the name of the list of blocks in the transformers model.
@@ -113,6 +114,7 @@ class DistributedModel:
         self.blocks_path = opened.local.blocks_path
         self._local = opened.local
         self._runtime = opened.runtime
+        self.version = opened.runtime.value.model.version
         self._wait = wait
         self._request_timeout = request_timeout
         blocks = Span(0, opened.local.num_blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..errors import ModelError
 from ..models import ModelFolder
@@ -13,12 +14,9 @@ class Text:
     """Tokenizer and chat template of a model."""
 
     def __init__(self, folder: ModelFolder) -> None:
-        from transformers import AutoTokenizer, GenerationConfig
+        from transformers import GenerationConfig
 
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{folder.path} has no tokenizer that can be used ({error}); copy its files too") from None
+        self._tokenizer = load_tokenizer(folder)
         stops: set[int] = set()
         try:
             configured = GenerationConfig.from_pretrained(folder.path, local_files_only=True).eos_token_id
@@ -52,3 +50,16 @@ class Text:
                 write(piece)
 
         return on_token
+
+
+def load_tokenizer(folder: ModelFolder) -> Any:
+    """
+    Raises:
+        ModelError: the folder has none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder.path} has no tokenizer that can be used ({error}); copy its files too") from None

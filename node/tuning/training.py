@@ -1,0 +1,221 @@
+"""The loop of a training: batches through the swarm, steps of the optimiser, evaluations.
+
+Fine-tuning as in Petals (NeurIPS 2023, section 3.4): all that is learned, and the optimiser, stay with the client.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import torch
+
+from ..errors import BadInput, NoChainError
+from .checkpoint import Checkpoint, differences
+from .early_stop import EarlyStop
+from .events import Evaluated, Event, StepDone, StoppedEarly, Waiting
+from .recipe import Recipe
+from .row import Batch, Row, batch_of
+from .schedule import is_due, learning_rate, rows_of_step
+from .tuned import Tuned
+
+T = TypeVar("T")
+
+_RETRY_SECONDS: Final = 2.0
+
+
+class Training:
+    """One training and where it stands. Whatever interrupts `run`, the state is that after a whole step.
+
+    Args:
+        about: names what is trained on what; with the recipe it must be the same when a training goes on.
+        padding: a token id.
+    """
+
+    def __init__(
+        self,
+        tuned: Tuned,
+        recipe: Recipe,
+        train: Sequence[Row],
+        held_out: Sequence[Row] = (),
+        *,
+        about: Mapping[str, Any],
+        padding: int = 0,
+    ) -> None:
+        self.tuned = tuned
+        self.recipe = recipe
+        self.step = 0
+        self.loss = math.nan
+        self.early_stop = EarlyStop(recipe.patience)
+        self._fixed = {**about, **recipe.fixed()}
+        self._train = train
+        self._held_out = held_out
+        self._padding = padding
+        self._evaluated = 0
+        self._best: dict[str, torch.Tensor] = {}
+        self._weights = tuned.weights
+        self._optimiser = torch.optim.AdamW(
+            self._weights.values(), lr=recipe.peak, weight_decay=recipe.weight_decay, foreach=False
+        )
+
+    def run(self) -> Iterator[Event]:
+        """Trains until all steps are done or nothing gets better, telling of it.
+
+        May be left at any time, by Ctrl-C as well, and gone on with by calling it again.
+
+        Raises:
+            BadInput: the loss is not finite any more.
+            SwarmError: what the swarm cannot do, unless it is that servers are missing, which is waited for.
+        """
+        recipe = self.recipe
+        while True:
+            if (
+                self._held_out
+                and self._evaluated < self.step
+                and is_due(self.step, recipe.evaluate_every, recipe.steps)
+            ):
+                yield from self._evaluate()
+            if self.early_stop.is_over:
+                yield StoppedEarly(self.step, self.early_stop.worse)
+                return
+            if self.step >= recipe.steps:
+                return
+            yield from self._one_step()
+
+    def _one_step(self) -> Iterator[Event]:
+        recipe = self.recipe
+        numbers = rows_of_step(self.step, len(self._train), recipe.batch_size, recipe.seed)
+        batch = batch_of([self._train[number] for number in numbers], self._padding)
+        begun = time.perf_counter()
+
+        def forward_and_back() -> float:
+            self._optimiser.zero_grad()
+            mean, _ = self.tuned.loss(batch)
+            mean.backward()
+            return float(mean.detach())
+
+        loss = yield from _patiently(forward_and_back)
+        rate = learning_rate(self.step, recipe.steps, peak=recipe.peak, warmup=recipe.warmup, shape=recipe.shape)
+        length = float(torch.nn.utils.clip_grad_norm_(self._weights.values(), recipe.clip))
+        if not math.isfinite(loss) or not math.isfinite(length):
+            raise BadInput(
+                f"the loss or its gradient is not finite at step {self.step + 1}: lower --learning-rate and start again"
+            )
+        with uninterrupted():
+            for group in self._optimiser.param_groups:
+                group["lr"] = rate
+            self._optimiser.step()
+            self.step += 1
+            self.loss = loss
+        speed = batch.tokens / (time.perf_counter() - begun)
+        yield StepDone(self.step, recipe.steps, loss, rate, speed)
+
+    def _evaluate(self) -> Iterator[Event]:
+        total, count, right = 0.0, 0, 0
+        size = self.recipe.batch_size
+        for start in range(0, len(self._held_out), size):
+            batch = batch_of(self._held_out[start : start + size], self._padding)
+            mean, logits = yield from _patiently(partial(self._loss, batch))
+            counted = batch.counted(self.tuned.prefix)
+            total += float(mean) * counted
+            count += counted
+            if batch.labels.dim() == 1:
+                right += int((logits.argmax(-1).cpu() == batch.labels).sum())
+        loss = total / count
+        with uninterrupted():
+            self.early_stop = self.early_stop.after(loss)
+            self._evaluated = self.step
+            if self.early_stop.improved:
+                self._best = self.tuned.copy()
+        accuracy = None if self.tuned.model.labels_are_tokens else right / count
+        yield Evaluated(self.step, loss, accuracy, self.early_stop.improved)
+
+    @torch.no_grad()
+    def _loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tuned.loss(batch)
+
+    def take_best(self) -> None:
+        """Puts back the weights of the best evaluation, if there was one."""
+        if self._best:
+            self.tuned.load(self._best)
+
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint(
+            recipe=self._fixed,
+            step=self.step,
+            evaluated=self._evaluated,
+            early_stop=self.early_stop,
+            loss=self.loss,
+            weights=self.tuned.copy(),
+            optimiser={
+                f"{name}/{entry}": value.detach().cpu()
+                for name, weight in self._weights.items()
+                for entry, value in self._optimiser.state[weight].items()
+            },
+            best=self._best,
+        )
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Goes on where `checkpoint` was made.
+
+        Raises:
+            BadInput: it was another training.
+        """
+        changed = differences(self._fixed, checkpoint.recipe)
+        if changed:
+            raise BadInput(
+                f"the checkpoint is of another training ({'; '.join(changed)}): give the options that it was started "
+                "with, or another --out"
+            )
+        try:
+            self.tuned.load(checkpoint.weights)
+            for name, weight in self._weights.items():
+                held = {
+                    entry.removeprefix(f"{name}/"): value
+                    for entry, value in checkpoint.optimiser.items()
+                    if entry.rpartition("/")[0] == name
+                }
+                if held:
+                    self._optimiser.state[weight] = {
+                        entry: value if entry == "step" else value.to(weight.device) for entry, value in held.items()
+                    }
+        except (KeyError, RuntimeError) as error:
+            raise BadInput(f"the checkpoint does not fit this model: {error}") from None
+        self.step = checkpoint.step
+        self.loss = checkpoint.loss
+        self.early_stop = checkpoint.early_stop
+        self._evaluated = checkpoint.evaluated
+        self._best = dict(checkpoint.best)
+
+
+def _patiently(attempt: Callable[[], T]) -> Generator[Event, None, T]:
+    """What `attempt` returns. While no chain covers the model, it is tried again and again."""
+    while True:
+        try:
+            return attempt()
+        except NoChainError as error:
+            yield Waiting(str(error))
+            time.sleep(_RETRY_SECONDS)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C within it comes into effect behind it."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
+        yield
+        return
+    came: list[Any] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt

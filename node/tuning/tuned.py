@@ -1,0 +1,108 @@
+"""What is trained: one of the methods on a model of the swarm, and the head of a classifier beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..client.lora import LoraTuning
+from ..client.model import DistributedModel
+from ..client.tuning import PromptTuning
+from ..models.adapter_note import Method
+from .row import Batch
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """
+    Attributes:
+        virtual_tokens: of prompts.
+        rank, alpha, target_modules: of LoRA; without modules, those that are usual for the architecture.
+    """
+
+    method: Method = "prompt"
+    virtual_tokens: int = 16
+    rank: int = 8
+    alpha: float = 16.0
+    target_modules: tuple[str, ...] = ()
+
+
+class Tuned:
+    """The trained weights, by names, and the loss of a batch.
+
+    Attributes:
+        module: a PromptTuning or LoraTuning of `model`.
+        prefix: virtual tokens before every row.
+    """
+
+    def __init__(self, model: DistributedModel, module: PromptTuning | LoraTuning) -> None:
+        self.model = model
+        self.module = module
+        self.prefix = module.num_virtual_tokens if isinstance(module, PromptTuning) else 0
+
+    @classmethod
+    def of(cls, model: DistributedModel, options: MethodOptions, seed: int) -> Tuned:
+        """The start of a training, the same each time for one seed.
+
+        Raises:
+            BadInput: the options do not fit the model.
+        """
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            for weight in head_of(model).values():
+                # As transformers makes a new head, but by this seed.
+                nn.init.normal_(weight, std=0.02) if weight.dim() > 1 else nn.init.zeros_(weight)
+            if options.method == "lora":
+                return cls(
+                    model,
+                    LoraTuning(
+                        model, options.rank, lora_alpha=options.alpha, target_modules=options.target_modules or None
+                    ),
+                )
+            return cls(model, PromptTuning(model, options.virtual_tokens, deep=options.method == "deep-prompt"))
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """All that is trained; those of the head are called head.*."""
+        named = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+        return named | {f"head.{name}": each for name, each in head_of(self.model).items()}
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(mean loss, logits)
+
+        Raises:
+            BadInput: weights or activations are NaN or infinite.
+            SwarmError: no chain covers the model, or what went wrong there.
+        """
+        device = self.model.transformers_model.device
+        output: Any = self.module(
+            batch.ids.to(device), attention_mask=batch.mask.to(device), labels=batch.labels.to(device)
+        )
+        return output.loss, output.logits
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        return {name: each.detach().to("cpu", copy=True) for name, each in self.weights.items()}
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Takes over weights of a copy.
+
+        Raises:
+            KeyError, RuntimeError: they are those of something else.
+        """
+        for name, each in self.weights.items():
+            if weights[name].shape != each.shape:
+                raise RuntimeError(f"{name} has shape {list(weights[name].shape)}, not {list(each.shape)}")
+            each.copy_(weights[name])
+
+
+def head_of(model: DistributedModel) -> dict[str, nn.Parameter]:
+    """The weights of a classifier's own head, by their names in the transformers model; none of a language model."""
+    if model.labels_are_tokens:
+        return {}
+    base = f"{model.transformers_model.base_model_prefix}."
+    return {name: each for name, each in model.transformers_model.named_parameters() if not name.startswith(base)}

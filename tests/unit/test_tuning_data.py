@@ -1,0 +1,137 @@
+"""Examples from JSONL, rows of tokens, and what is done when: nothing here needs a swarm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from petalnode.node.errors import BadInput
+from petalnode.node.tuning.early_stop import EarlyStop
+from petalnode.node.tuning.example import Example, read_dataset, split
+from petalnode.node.tuning.row import IGNORED, batch_of, rows_of
+from petalnode.node.tuning.schedule import SHAPES, learning_rate, rows_of_step, steps_of_epoch
+from tests.swarm.tokenizer import save_tokenizer
+
+
+def written(path: Path, *lines: object) -> Path:
+    path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines) + "\n")
+    return path
+
+
+def test_the_three_kinds_of_lines(tmp_path: Path) -> None:
+    mixed = read_dataset(written(tmp_path / "a", {"text": "t"}, "", {"prompt": "p", "completion": "c", "more": 1}))
+    assert mixed.examples == (Example("t"), Example("c", prompt="p")) and mixed.labels == ()
+    classes = read_dataset(written(tmp_path / "b", *({"text": "t", "label": label} for label in (10, "no", 9, 10))))
+    assert classes.labels == ("9", "10", "no")
+    assert classes.hash != mixed.hash
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 2: this is not JSON"),
+        ("[]", "line 2: a line takes an object"),
+        ({"txt": "t"}, 'line 2: "text" is missing; a line takes'),
+        ({"text": ""}, 'line 2: "text" takes a text that is not empty'),
+        ({"prompt": "p"}, 'line 2: "completion" is missing'),
+        ({"prompt": 1, "completion": "c"}, 'line 2: "prompt" takes a text'),
+        ({"text": "t", "label": 1.5}, 'line 2: "label" takes a text or a whole number'),
+        ({"text": "t", "label": "x"}, "line 2: either all lines"),
+    ],
+)
+def test_a_bad_line_is_named(line: object, says: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=says.replace("[", r"\[")):
+        read_dataset(written(tmp_path / "data.jsonl", {"text": "good"}, line))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}')
+    (tmp_path / "empty").write_text("\n \n")
+    for name, says in {"latin": "line 2: this is not UTF-8", "empty": "holds no examples", "none": "no file"}.items():
+        with pytest.raises(BadInput, match=says):
+            read_dataset(tmp_path / name)
+    with pytest.raises(BadInput, match="folder"):
+        read_dataset(tmp_path)
+
+
+@given(count=st.integers(1, 60), share=st.floats(0, 0.9), seed=st.integers())
+def test_a_split_loses_nothing(count: int, share: float, seed: int) -> None:
+    examples = [Example(str(number)) for number in range(count)]
+    train, held_out = split(examples, share, seed)
+    assert sorted((*train, *held_out), key=lambda each: int(each.text)) == examples
+    assert (train, held_out) == split(examples, share, seed)
+    assert train and bool(held_out) == (share > 0 and count > 1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    found = AutoTokenizer.from_pretrained(folder)
+    found.eos_token = "\n"
+    return found
+
+
+def test_rows(tokenizer: Any) -> None:
+    def of(example: Example, length: int = 20, *, chat: bool = False) -> list[tuple[str, str]]:
+        rows = rows_of([example], tokenizer, max_length=length, chat=chat)
+        return [
+            (tokenizer.decode(each.tokens[: each.given]), tokenizer.decode(each.tokens[each.given :])) for each in rows
+        ]
+
+    assert of(Example("abc")) == [("", "abc\n")]
+    assert of(Example("abcdefg"), 4) == [("", "abcd"), ("", "efg\n")]
+    assert of(Example("abcdefgh"), 4) == [("", "abcd"), ("", "efgh")]  # one token alone has nothing before it
+    assert of(Example("no", prompt="yes?")) == [("yes?", "no\n")]
+    assert of(Example("no", prompt="yes?"), chat=True) == [("u:yes?\na:", "no\n")]
+    assert of(Example("no", prompt="yes?"), 5) == [("yes?", "n")]
+    assert of(Example("no", prompt="yes?"), 4) == []
+    assert of(Example("no", prompt="")) == [("", "no\n")]
+    [row] = rows_of([Example("abc", label="x")], tokenizer, max_length=2, chat=True, labels=("w", "x"))
+    assert row.label == 1 and tokenizer.decode(row.tokens) == "ab"
+
+
+def test_batches(tokenizer: Any) -> None:
+    rows = rows_of([Example("ab", prompt="x"), Example("c")], tokenizer, max_length=9, chat=False)
+    batch = batch_of(rows, 0)
+    assert batch.ids.shape == batch.mask.shape == batch.labels.shape == (2, 4) and batch.tokens == 6
+    assert batch.labels[0].tolist()[0] == IGNORED and batch.labels[1].tolist()[2:] == [IGNORED] * 2
+    assert batch.mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert (batch.counted(0), batch.counted(4)) == (4, 5)
+
+
+@given(rows=st.integers(1, 50), size=st.integers(1, 20), seed=st.integers(0, 9))
+def test_an_epoch_has_each_row_once(rows: int, size: int, seed: int) -> None:
+    steps = steps_of_epoch(rows, size)
+    epochs = [[rows_of_step(epoch * steps + index, rows, size, seed) for index in range(steps)] for epoch in range(2)]
+    for epoch in epochs:
+        assert all(len(batch) == size for batch in epoch[:-1])
+        assert sorted(number for batch in epoch for number in batch) == list(range(rows))
+
+
+@given(st.integers(1, 200), st.integers(0, 50), st.sampled_from(SHAPES))
+def test_learning_rates(steps: int, warmup: int, shape: Any) -> None:
+    rates = [learning_rate(step, steps, peak=2.0, warmup=warmup, shape=shape) for step in range(steps)]
+    assert all(0 < rate <= 2.0 for rate in rates)
+    assert rates[:warmup] == sorted(rates[:warmup]) and rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    assert warmup >= steps or rates[warmup] == pytest.approx(2.0)
+
+
+@given(st.lists(st.floats(0, 10), max_size=30), st.integers(1, 5))
+def test_stopping_early(losses: list[float], patience: int) -> None:
+    stop = EarlyStop(patience)
+    for index, loss in enumerate(losses):
+        stop = stop.after(loss)
+        seen = losses[: index + 1]
+        assert stop.best == min(seen)
+        assert stop.is_over == (min(seen[: max(0, len(seen) - patience)], default=99) <= min(seen[-patience:]))
+        assert stop.improved == (loss < min(seen[:-1], default=99))
+        assert not EarlyStop(None, stop.best, stop.worse).is_over
+        if stop.is_over:
+            return
