@@ -93,11 +93,13 @@ def session_root(
     codec: str,
     dtype: str,
     adapter: bytes,
+    pledge: bytes,
 ) -> bytes:
     """Hash of the terms on which a session was opened: the first receipt of the session follows it.
 
     So a chain of receipts proves, beside what was asked, under which terms: without the padding of its rows, nobody
-    could recompute a step. `left_padding` is empty if no row is padded; `dtype` is that of tensors before the codec.
+    could recompute a step. `left_padding` is empty if no row is padded; `dtype` is that of tensors before the codec;
+    `pledge` the hash of the server's pledge, empty for none.
     """
     return digest(
         SESSION_DOMAIN,
@@ -111,6 +113,7 @@ def session_root(
         codec,
         dtype,
         adapter,
+        pledge,
     )
 
 

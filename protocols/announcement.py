@@ -16,8 +16,10 @@ from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from ..crypto.identity import Identity, peer_id_from_bytes, peer_id_to_bytes, verify
+from ..crypto.pledge import Pledge
 from . import wire_pb2 as wire
 from .ids import Span
+from .pledge import pledge_from_wire, pledge_to_wire
 
 DOMAIN: Final = "petalnode/announcement/1"
 CLOCK_TOLERANCE: Final = 10.0  # seconds that the clocks of two nodes may differ
@@ -74,8 +76,9 @@ class Announcement:
     span; `rtts` seconds to other servers by peer id; `addrs` textual multiaddrs without /p2p; `relay` is set if it
     is one that takes reservations; `fixed` if it stays with its span whatever the swarm needs; `next_span` is where it
     means to go, `span` itself for one that has not begun to load; `network_seconds` what the bytes of a token take
-    into it and out of it (0: not measured), `load_seconds` what loading a block took. `sequence` (nanoseconds since
-    1970) and `expires` (seconds since 1970) are set anew each time it is published.
+    into it and out of it (0: not measured), `load_seconds` what loading a block took; `pledge` is what it
+    stands by (whose signature was not checked yet), `device` the kind that it computes on. `sequence` (nanoseconds
+    since 1970) and `expires` (seconds since 1970) are set anew each time it is published.
     """
 
     peer_id: str
@@ -104,6 +107,8 @@ class Announcement:
     next_span: Span | None = None
     network_seconds: float = 0.0
     load_seconds: float = 0.0
+    pledge: Pledge | None = None
+    device: str = ""
 
     def to_wire(self) -> wire.Announcement:
         """The message that is signed.
@@ -141,6 +146,8 @@ class Announcement:
             next_span=wire.Span(start=self.next_span.start, end=self.next_span.end) if self.next_span else None,
             network_us=min(round(self.network_seconds * 1e6), _MAX_STEP_US),
             load_ms=min(round(self.load_seconds * 1e3), _MAX_LOAD_MS),
+            pledge=pledge_to_wire(self.pledge) if self.pledge is not None else None,
+            device=self.device,
         )
         _check_message(message)
         return message
@@ -249,6 +256,7 @@ def _check_message(message: wire.Announcement) -> None:
         message.quantisation,
         message.software_version,
         message.public_name,
+        message.device,
         *message.adapters,
     )
     checks = {
@@ -302,4 +310,14 @@ def _content(message: wire.Announcement) -> Announcement:
         next_span=Span(message.next_span.start, message.next_span.end) if message.HasField("next_span") else None,
         network_seconds=message.network_us / 1e6,
         load_seconds=message.load_ms / 1e3,
+        pledge=_pledge(message) if message.HasField("pledge") else None,
+        device=message.device,
     )
+
+
+def _pledge(message: wire.Announcement) -> Pledge:
+    pledge = pledge_from_wire(message.pledge)
+    # Its signature is checked by who relies on it: most readers do not.
+    if message.pledge.server != message.peer_id:
+        raise ValueError("the pledge is another server's")
+    return pledge

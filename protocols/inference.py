@@ -121,8 +121,11 @@ def terms_of(message: wire.Open) -> SessionTerms:
     )
 
 
-def root_of(message: wire.Open, client: str, session_epoch: bytes) -> bytes:
-    """What the first receipt of the session that `message` opened has as its previous one."""
+def root_of(message: wire.Open, client: str, session_epoch: bytes, pledge: bytes = b"") -> bytes:
+    """What the first receipt of the session that `message` opened has as its previous one.
+
+    `pledge` is the hash of the one that was granted with it; empty for none.
+    """
     return session_root(
         client=client,
         nonce=message.nonce,
@@ -134,6 +137,7 @@ def root_of(message: wire.Open, client: str, session_epoch: bytes) -> bytes:
         codec=message.codec,
         dtype=message.activation_dtype,
         adapter=message.adapter,
+        pledge=pledge,
     )
 
 

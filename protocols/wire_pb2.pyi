@@ -238,6 +238,8 @@ class Announcement(google.protobuf.message.Message):
     NEXT_SPAN_FIELD_NUMBER: builtins.int
     NETWORK_US_FIELD_NUMBER: builtins.int
     LOAD_MS_FIELD_NUMBER: builtins.int
+    PLEDGE_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     peer_id: builtins.bytes
     sequence: builtins.int
     """nanoseconds since 1970 when it was made; higher replaces lower"""
@@ -268,6 +270,8 @@ class Announcement(google.protobuf.message.Message):
     """what the bytes of a token take into it and out of it, microseconds; 0: not measured"""
     load_ms: builtins.int
     """what loading a block took it, milliseconds; 0: not measured"""
+    device: builtins.str
+    """kind of device that it computes on: "cpu", "cuda", "mps" """
     @property
     def span(self) -> Global___Span: ...
     @property
@@ -285,6 +289,10 @@ class Announcement(google.protobuf.message.Message):
     @property
     def next_span(self) -> Global___Span:
         """where it means to go; its own span: it has not begun to load; unset: it stays"""
+
+    @property
+    def pledge(self) -> Global___Pledge:
+        """what it stands by; unset: nothing"""
 
     def __init__(
         self,
@@ -315,11 +323,68 @@ class Announcement(google.protobuf.message.Message):
         next_span: Global___Span | None = ...,
         network_us: builtins.int = ...,
         load_ms: builtins.int = ...,
+        pledge: Global___Pledge | None = ...,
+        device: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["next_span", b"next_span", "relay", b"relay", "span", b"span"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "addrs", b"addrs", "cache_tokens", b"cache_tokens", "cache_tokens_free", b"cache_tokens_free", "dtype", b"dtype", "expires_ms", b"expires_ms", "fixed", b"fixed", "forward_tokens_per_second", b"forward_tokens_per_second", "load_ms", b"load_ms", "max_session_length", b"max_session_length", "model_name", b"model_name", "model_version", b"model_version", "network_us", b"network_us", "next_span", b"next_span", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "public_name", b"public_name", "quantisation", b"quantisation", "queue_depth", b"queue_depth", "relay", b"relay", "rtts", b"rtts", "sequence", b"sequence", "software_version", b"software_version", "span", b"span", "state", b"state", "step_us", b"step_us"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["next_span", b"next_span", "pledge", b"pledge", "relay", b"relay", "span", b"span"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "addrs", b"addrs", "cache_tokens", b"cache_tokens", "cache_tokens_free", b"cache_tokens_free", "device", b"device", "dtype", b"dtype", "expires_ms", b"expires_ms", "fixed", b"fixed", "forward_tokens_per_second", b"forward_tokens_per_second", "load_ms", b"load_ms", "max_session_length", b"max_session_length", "model_name", b"model_name", "model_version", b"model_version", "network_us", b"network_us", "next_span", b"next_span", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "pledge", b"pledge", "public_name", b"public_name", "quantisation", b"quantisation", "queue_depth", b"queue_depth", "relay", b"relay", "rtts", b"rtts", "sequence", b"sequence", "software_version", b"software_version", "span", b"span", "state", b"state", "step_us", b"step_us"]) -> None: ...
 
 Global___Announcement: typing_extensions.TypeAlias = Announcement
+
+@typing.final
+class Pledge(google.protobuf.message.Message):
+    """A server's statement that it stands by its receipts for this model, these blocks, this dtype and quantisation."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: builtins.int
+    MODEL_VERSION_FIELD_NUMBER: builtins.int
+    SPAN_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    QUANTISATION_FIELD_NUMBER: builtins.int
+    DEPOSIT_FIELD_NUMBER: builtins.int
+    FROM_MS_FIELD_NUMBER: builtins.int
+    UNTIL_MS_FIELD_NUMBER: builtins.int
+    HOLDER_FIELD_NUMBER: builtins.int
+    VOUCHER_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    server: builtins.bytes
+    """peer id"""
+    model_version: builtins.bytes
+    dtype: builtins.str
+    quantisation: builtins.str
+    deposit: builtins.int
+    """points that it loses when a fault is proved"""
+    from_ms: builtins.int
+    """milliseconds since 1970"""
+    until_ms: builtins.int
+    holder: builtins.bytes
+    """peer id of the validator that keeps the deposit; empty: nobody, it is a mere promise"""
+    voucher: builtins.bytes
+    """the holder's signature that it does"""
+    signature: builtins.bytes
+    """by the server's key, over all of the above in canonical form"""
+    @property
+    def span(self) -> Global___Span: ...
+    def __init__(
+        self,
+        *,
+        server: builtins.bytes = ...,
+        model_version: builtins.bytes = ...,
+        span: Global___Span | None = ...,
+        dtype: builtins.str = ...,
+        quantisation: builtins.str = ...,
+        deposit: builtins.int = ...,
+        from_ms: builtins.int = ...,
+        until_ms: builtins.int = ...,
+        holder: builtins.bytes = ...,
+        voucher: builtins.bytes = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["span", b"span"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deposit", b"deposit", "dtype", b"dtype", "from_ms", b"from_ms", "holder", b"holder", "model_version", b"model_version", "quantisation", b"quantisation", "server", b"server", "signature", b"signature", "span", b"span", "until_ms", b"until_ms", "voucher", b"voucher"]) -> None: ...
+
+Global___Pledge: typing_extensions.TypeAlias = Pledge
 
 @typing.final
 class SignedAnnouncement(google.protobuf.message.Message):
@@ -697,6 +762,7 @@ class Granted(google.protobuf.message.Message):
     POSITION_FIELD_NUMBER: builtins.int
     SEQUENCE_FIELD_NUMBER: builtins.int
     LAST_RECEIPT_FIELD_NUMBER: builtins.int
+    PLEDGE_FIELD_NUMBER: builtins.int
     session_epoch: builtins.bytes
     """16 random bytes of the server"""
     cache_tokens: builtins.int
@@ -717,6 +783,10 @@ class Granted(google.protobuf.message.Message):
     """after Resume: of the last step done, whose reply comes or has come"""
     last_receipt: builtins.bytes
     """after Resume: hash of the last receipt"""
+    @property
+    def pledge(self) -> Global___Pledge:
+        """under which the session runs"""
+
     def __init__(
         self,
         *,
@@ -731,8 +801,10 @@ class Granted(google.protobuf.message.Message):
         position: builtins.int = ...,
         sequence: builtins.int = ...,
         last_receipt: builtins.bytes = ...,
+        pledge: Global___Pledge | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "max_step_tokens", b"max_step_tokens", "position", b"position", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["pledge", b"pledge"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
 
 Global___Granted: typing_extensions.TypeAlias = Granted
 
@@ -1073,6 +1145,7 @@ class WorkGranted(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     QUANTISATION_FIELD_NUMBER: builtins.int
     CREDITS_FIELD_NUMBER: builtins.int
+    PLEDGE_FIELD_NUMBER: builtins.int
     session_epoch: builtins.bytes
     """16 random bytes of the server"""
     dtype: builtins.str
@@ -1080,6 +1153,8 @@ class WorkGranted(google.protobuf.message.Message):
     quantisation: builtins.str
     credits: builtins.int
     """works that may be under way at once"""
+    @property
+    def pledge(self) -> Global___Pledge: ...
     def __init__(
         self,
         *,
@@ -1087,8 +1162,10 @@ class WorkGranted(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         quantisation: builtins.str = ...,
         credits: builtins.int = ...,
+        pledge: Global___Pledge | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["credits", b"credits", "dtype", b"dtype", "quantisation", b"quantisation", "session_epoch", b"session_epoch"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["pledge", b"pledge"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["credits", b"credits", "dtype", b"dtype", "pledge", b"pledge", "quantisation", b"quantisation", "session_epoch", b"session_epoch"]) -> None: ...
 
 Global___WorkGranted: typing_extensions.TypeAlias = WorkGranted
 
@@ -1346,6 +1423,164 @@ class WorkFrame(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "granted", "keep", "work", "reply", "piece", "error", "close", "adapter", "adapter_state"] | None: ...
 
 Global___WorkFrame: typing_extensions.TypeAlias = WorkFrame
+
+@typing.final
+class EvidenceStep(google.protobuf.message.Message):
+    """--- evidence: what a node shows to others of a server that was at fault -------------------------------------------
+
+    One step of a session. In the bundle its tensor has the name "input.N", N counting the steps from 0.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECEIPT_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    TENSOR_FIELD_NUMBER: builtins.int
+    @property
+    def receipt(self) -> Global___Receipt: ...
+    @property
+    def step(self) -> Global___Step: ...
+    @property
+    def tensor(self) -> Global___Tensor: ...
+    def __init__(
+        self,
+        *,
+        receipt: Global___Receipt | None = ...,
+        step: Global___Step | None = ...,
+        tensor: Global___Tensor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["receipt", b"receipt", "step", b"step", "tensor", b"tensor"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["receipt", b"receipt", "step", b"step", "tensor", b"tensor"]) -> None: ...
+
+Global___EvidenceStep: typing_extensions.TypeAlias = EvidenceStep
+
+@typing.final
+class EvidenceWork(google.protobuf.message.Message):
+    """One work. In the bundle: "input.N", "kept.N", "output.N", in the order of the tensors of work, keep and reply."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
+    WORK_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
+    REPLY_FIELD_NUMBER: builtins.int
+    protocol: builtins.str
+    @property
+    def receipt(self) -> Global___Receipt: ...
+    @property
+    def work(self) -> Global___Work: ...
+    @property
+    def keep(self) -> Global___Keep:
+        """its number says nothing"""
+
+    @property
+    def reply(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def __init__(
+        self,
+        *,
+        protocol: builtins.str = ...,
+        receipt: Global___Receipt | None = ...,
+        work: Global___Work | None = ...,
+        keep: Global___Keep | None = ...,
+        reply: collections.abc.Iterable[Global___Tensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["keep", b"keep", "receipt", b"receipt", "work", b"work"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["keep", b"keep", "protocol", b"protocol", "receipt", b"receipt", "reply", b"reply", "work", b"work"]) -> None: ...
+
+Global___EvidenceWork: typing_extensions.TypeAlias = EvidenceWork
+
+@typing.final
+class Evidence(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    ACCUSED_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    RECEIPTS_FIELD_NUMBER: builtins.int
+    OPENING_FIELD_NUMBER: builtins.int
+    SESSION_EPOCH_FIELD_NUMBER: builtins.int
+    PLEDGE_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    WORK_FIELD_NUMBER: builtins.int
+    SERVER_DEVICE_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    TOLERANCE_FIELD_NUMBER: builtins.int
+    TIME_MS_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    accused: builtins.bytes
+    """peer id"""
+    kind: builtins.str
+    """"equivocation", "pledge", "answer" """
+    session_epoch: builtins.bytes
+    server_device: builtins.str
+    """as the server announced it"""
+    error: builtins.float
+    """what the accuser found, in its own computation"""
+    tolerance: builtins.float
+    time_ms: builtins.int
+    @property
+    def receipts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Receipt]:
+        """equivocation: the two"""
+
+    @property
+    def opening(self) -> Global___Open:
+        """answer of a session, pledge: as the client sent it"""
+
+    @property
+    def pledge(self) -> Global___Pledge:
+        """under which the session ran, if any"""
+
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EvidenceStep]:
+        """from the session's first to the one at fault, whose output is "output" """
+
+    @property
+    def work(self) -> Global___EvidenceWork: ...
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        accused: builtins.bytes = ...,
+        kind: builtins.str = ...,
+        receipts: collections.abc.Iterable[Global___Receipt] | None = ...,
+        opening: Global___Open | None = ...,
+        session_epoch: builtins.bytes = ...,
+        pledge: Global___Pledge | None = ...,
+        steps: collections.abc.Iterable[Global___EvidenceStep] | None = ...,
+        work: Global___EvidenceWork | None = ...,
+        server_device: builtins.str = ...,
+        error: builtins.float = ...,
+        tolerance: builtins.float = ...,
+        time_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["opening", b"opening", "pledge", b"pledge", "work", b"work"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accused", b"accused", "error", b"error", "kind", b"kind", "opening", b"opening", "pledge", b"pledge", "receipts", b"receipts", "server_device", b"server_device", "session_epoch", b"session_epoch", "steps", b"steps", "time_ms", b"time_ms", "tolerance", b"tolerance", "version", b"version", "work", b"work"]) -> None: ...
+
+Global___Evidence: typing_extensions.TypeAlias = Evidence
+
+@typing.final
+class SignedEvidence(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVIDENCE_FIELD_NUMBER: builtins.int
+    ACCUSER_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    evidence: builtins.bytes
+    """serialised Evidence: signed as these bytes"""
+    accuser: builtins.bytes
+    """peer id"""
+    signature: builtins.bytes
+    def __init__(
+        self,
+        *,
+        evidence: builtins.bytes = ...,
+        accuser: builtins.bytes = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accuser", b"accuser", "evidence", b"evidence", "signature", b"signature"]) -> None: ...
+
+Global___SignedEvidence: typing_extensions.TypeAlias = SignedEvidence
 
 @typing.final
 class TransferFrame(google.protobuf.message.Message):

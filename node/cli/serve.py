@@ -55,6 +55,9 @@ def serve(
             help="Change blocks where that gains so much, for as many as the model has; off: keep those of the start.",
         ),
     ] = "20%",
+    pledge: Annotated[
+        int, typer.Option(min=0, metavar="POINTS", help="Promise to lose so many points if a fault is proved.")
+    ] = 0,
     max_disk: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Keep models on this disk within this, such as 50G.")
     ] = None,
@@ -85,6 +88,7 @@ def serve(
         drain_timeout=drain_timeout,
         allow_clients=_clients(allow_client),
         gain=_gain(rebalance),
+        pledge=pledge,
         max_disk=None if max_disk is None else parse_size(max_disk, "--max-disk"),
     )
     if blocks is not None and options.num_blocks is not None:

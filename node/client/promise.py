@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...crypto.pledge import Pledge
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import CLOCK_TOLERANCE, Announcement
 from ...protocols.ids import Span
+from ...protocols.pledge import pledge_from_wire
 
 
 def check_time(receipt: Receipt, since_ms: int, now_ms: int) -> str | None:
@@ -21,6 +23,31 @@ def check_time(receipt: Receipt, since_ms: int, now_ms: int) -> str | None:
     return None
 
 
+def granted_pledge(
+    granted: wire.Granted | wire.WorkGranted, peer_id: str, model_version: bytes, span: Span, now_ms: int
+) -> Pledge | None:
+    """The checked pledge under which `peer_id` grants these blocks; None for none.
+
+    Raises:
+        ValueError: it is not the server's, not in force, or for something else than is granted.
+    """
+    if not granted.HasField("pledge"):
+        return None
+    pledge = pledge_from_wire(granted.pledge)
+    if pledge.server != peer_id or not pledge.is_signed:
+        raise ValueError("its pledge is not signed by its key")
+    tolerance = round(CLOCK_TOLERANCE * 1000)
+    if not (pledge.is_in_force(now_ms - tolerance) or pledge.is_in_force(now_ms + tolerance)):
+        raise ValueError("its pledge is not in force")
+    if (pledge.model_version, pledge.dtype, pledge.quantisation) != (
+        model_version,
+        granted.dtype,
+        granted.quantisation,
+    ) or not Span(*pledge.span).covers(span):
+        raise ValueError("its pledge is for something else than it grants")
+    return pledge
+
+
 @dataclass(frozen=True)
 class Promise:
     """What a server announced. An empty `dtype` or `quantisation` promises nothing."""
@@ -29,11 +56,12 @@ class Promise:
     span: Span
     dtype: str
     quantisation: str
+    pledge: Pledge | None = None
 
     @classmethod
     def of(cls, announced: Announcement) -> Promise:
         # A server that is still loading does not know its dtype.
-        return cls(announced.model_version, announced.span, announced.dtype, announced.quantisation)
+        return cls(announced.model_version, announced.span, announced.dtype, announced.quantisation, announced.pledge)
 
     def broken_by_grant(self, granted: wire.Granted | wire.WorkGranted) -> str | None:
         """What is wrong with a grant; None if nothing is."""
@@ -42,6 +70,8 @@ class Promise:
                 f"it announces {_kind(self.dtype, self.quantisation)} and grants "
                 f"{_kind(granted.dtype, granted.quantisation)}"
             )
+        if self.pledge is not None and self.pledge.deposit > granted.pledge.deposit:
+            return f"it announces a pledge of {self.pledge.deposit} points and grants one of {granted.pledge.deposit}"
         return None
 
     def broken_by(self, receipt: Receipt) -> str | None:

@@ -59,7 +59,7 @@ class SessionLog:
     """The receipts of one session at one server, in order. With `keeps_tensors`, what was sent and came back too.
 
     Attributes:
-        opening: the Open; None before that, and of a session that another process has opened.
+        opening, granted: how it was opened; None before that, and of a session that another process has opened.
         complete: whether every receipt since then is here, with its step.
         nbytes: of the tensors that are kept.
     """
@@ -67,7 +67,7 @@ class SessionLog:
     def __init__(self, peer_id: str, *, keeps_tensors: bool = False, limit: int = LAST_RECEIPTS) -> None:
         self.peer_id = peer_id
         self.opening: wire.Open | None = None
-        self.epoch = b""
+        self.granted: wire.Granted | None = None
         self.complete = False
         self.nbytes = 0
         self._keeps = keeps_tensors
@@ -79,9 +79,9 @@ class SessionLog:
     def entries(self) -> Sequence[LoggedStep]:
         return self._entries
 
-    def begin(self, opening: wire.Open, epoch: bytes) -> None:
+    def begin(self, opening: wire.Open, granted: wire.Granted) -> None:
         self.opening = opening
-        self.epoch = epoch
+        self.granted = granted
         self.complete = True
 
     def asked(self, step: wire.Step, tensor: wire.Tensor, payload: bytes) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 import trio
 
 from ...crypto.identity import peer_id_to_bytes
+from ...crypto.pledge import Pledge
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import MessageStream, PeerError, ProtocolError
@@ -27,7 +28,7 @@ from ...protocols.inference import (
 from ...protocols.tensor_header import TensorError, all_finite, wire_nbytes
 from ..errors import ServerCheated, ServerFailed
 from .deadlines import CLOSE_TIMEOUT, PATH_KEEP, SEND_TIMEOUT
-from .promise import Promise, check_time
+from .promise import Promise, check_time, granted_pledge
 from .receipt_log import SessionLog
 from .routing import Hop
 
@@ -178,9 +179,10 @@ class ServerSession:
             keep_ms=round(max(spec.keep, PATH_KEEP) * 1000),
         )
         self._granted = await self._ask(self._stream, wire.InferenceFrame(open=message), spec.cache_wait + SEND_TIMEOUT)
-        self._last_receipt = root_of(message, self._client, self.epoch)
+        pledge = self._check_pledge(self._granted)
+        self._last_receipt = root_of(message, self._client, self.epoch, pledge.hash() if pledge is not None else b"")
         if self._log is not None:
-            self._log.begin(message, self.epoch)
+            self._log.begin(message, self._granted)
 
     async def resume(self, epoch: bytes) -> int:
         """Takes up the session that an earlier process left there; returns how many tokens of a row it holds.
@@ -268,6 +270,12 @@ class ServerSession:
             raise self._cheated(broken)
         self.max_step_tokens = frame.granted.max_step_tokens
         return frame.granted
+
+    def _check_pledge(self, granted: wire.Granted) -> Pledge | None:
+        try:
+            return granted_pledge(granted, self.hop.peer_id, self._spec.model_version, self.hop.span, _now_ms())
+        except ValueError as error:
+            raise self._cheated(str(error)) from None
 
     def target(self) -> wire.PushTarget:
         """Where another server pushes the next step of this session to. Takes a sequence number for it."""

@@ -29,7 +29,7 @@ from ...protocols.training import (
 )
 from ..errors import ServerCheated, ServerFailed
 from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
-from .promise import Promise, check_time
+from .promise import Promise, check_time, granted_pledge
 from .receipt_log import LoggedWork, ReceiptArchive
 from .routing import Hop
 from .server_session import ServerRefused
@@ -154,6 +154,7 @@ class ServerWorks:
                 raise self._failed("it granted no credits")
             if self._promise is not None and (broken := self._promise.broken_by_grant(granted)):
                 raise self._cheated(broken)
+            self._check_pledge(granted)
             self.broken = False
         except PeerError as error:
             raise self._failed(str(error)) from error
@@ -163,6 +164,12 @@ class ServerWorks:
                     await self._stream.reset()
         self._granted = granted
         self._credits = trio.Semaphore(min(granted.credits, MAX_CREDITS))
+
+    def _check_pledge(self, granted: wire.WorkGranted) -> None:
+        try:
+            granted_pledge(granted, self.hop.peer_id, self._spec.model_version, self.hop.span, _now_ms())
+        except ValueError as error:
+            raise self._cheated(str(error)) from None
 
     async def run(self, task: Task, timeout: float) -> Reply:
         """Sends one work and returns the checked reply.

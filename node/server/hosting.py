@@ -27,6 +27,7 @@ from .neighbours import Neighbours, keep_rtts
 from .network_speed import keep_measured
 from .options import OnEvent, ServerOptions
 from .placing import Placing
+from .pledging import pledger
 from .sizing import cache_tokens_that_fit
 from .speed_record import BlockSpeed, SpeedKey
 
@@ -124,6 +125,7 @@ class _Hosting:
             quantisation=blocks.quantisation,
             max_length=blocks.max_positions,
         )
+        self._pledger = pledger(post.identity, hosted, options.pledge)
         self._service = service = InferenceService(
             hosted,
             self._compute,
@@ -132,8 +134,11 @@ class _Hosting:
             Neighbours(post.swarm, hosted.model_version),
             self._on_change,
             options.allow_clients,
+            self._pledger,
         )
-        training = TrainingService(hosted, self._compute, post.identity, blocks.can_backward, options.allow_clients)
+        training = TrainingService(
+            hosted, self._compute, post.identity, blocks.can_backward, options.allow_clients, self._pledger
+        )
         self._serve(service, training)
         self._compute.on_decode = self._live.note
         await self._compute.call(return_memory)
@@ -253,6 +258,8 @@ class _Hosting:
             network_seconds=self._measured.get("network", 0.0),
             load_seconds=self._load_seconds,
             next_span=self._next_span,
+            pledge=self._pledger(),
+            device=self._compute.blocks.device.type,
         )
 
     def _ready(self) -> dict[str, object]:

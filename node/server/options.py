@@ -20,6 +20,7 @@ class ServerOptions:
 
     `allow_clients` are the peer ids that may use this server; none lets everybody. `gain` is what a change of blocks
     has to gain (node/placement/plan.py), None: the blocks are never changed. `max_disk` is in bytes.
+    `pledge` is how many points the server promises to lose when a fault of it is proved.
     """
 
     model: str
@@ -37,6 +38,7 @@ class ServerOptions:
     allow_clients: tuple[str, ...] = ()
     gain: float | None = 0.2
     max_disk: int | None = None
+    pledge: int = 0
 
     @property
     def stays(self) -> bool:

@@ -14,6 +14,7 @@ from ...protocols.inference import Refusal, SessionTerms, bad_request, terms_of
 from .admission import Hosted, check_client, check_terms
 from .cache_budget import CacheBudget, CacheFull
 from .compute import ComputeThread
+from .pledging import Pledger
 from .pushes import Neighbours, PushStream
 from .session import IDLE_TIMEOUT, SEND_TIMEOUT, InferenceStream, ServerSession, not_held
 
@@ -27,7 +28,8 @@ MAX_SESSIONS: Final = 512
 class InferenceService:
     """Serves sessions of one hosted span. `on_change` is called when free cache or queue depth have changed.
 
-    `allowed_clients`: the peer ids that get sessions; none lets everybody.
+    `allowed_clients`: the peer ids that get sessions; none lets everybody. `pledger` gives the pledge for
+    a session that is opened.
 
     Attributes:
         draining: set it and new sessions are refused and present clients told to leave.
@@ -42,12 +44,14 @@ class InferenceService:
         neighbours: Neighbours,
         on_change: Callable[[], None] = lambda: None,
         allowed_clients: Collection[str] = (),
+        pledger: Pledger = lambda: None,
     ) -> None:
         self.hosted = hosted
         self.budget = budget
         self.compute = compute
         self.identity = identity
         self.neighbours = neighbours
+        self.pledger = pledger
         self.draining = False
         self.sessions = 0
         self._by_key: dict[tuple[str, bytes], ServerSession] = {}

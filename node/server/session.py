@@ -28,6 +28,7 @@ from ...protocols.inference import (
     receipt_to_wire,
     sha256,
 )
+from ...protocols.pledge import pledge_to_wire
 from .admission import check_step, step_tokens
 from .cache_budget import Loan
 from .compute import ComputeSession, StepInput, StepOutput
@@ -80,6 +81,7 @@ class ServerSession:
         self._sequence = 0
         self._position = 0
         self._route_epoch = terms.route_epoch
+        self._pledge = service.pledger()
         self._last_receipt = session_root(
             client=client,
             nonce=terms.nonce,
@@ -91,6 +93,7 @@ class ServerSession:
             codec=terms.codec,
             dtype=terms.dtype,
             adapter=terms.adapter,
+            pledge=self._pledge.hash() if self._pledge is not None else b"",
         )
         self._replies: deque[_SentReply] = deque(maxlen=CREDITS)
         self._loan: Loan | None = None
@@ -243,6 +246,7 @@ class ServerSession:
             position=self._position,
             sequence=self._sequence,
             last_receipt=self._last_receipt,
+            pledge=pledge_to_wire(self._pledge) if self._pledge is not None else None,
         )
 
     async def _listen(self, stream: InferenceStream) -> None:

@@ -20,6 +20,7 @@ from ..blocks.passes import Passes
 from .admission import Hosted, check_client
 from .cache_budget import CacheBudget
 from .compute import ComputeThread
+from .pledging import Pledger
 from .training_checks import check_work_terms
 from .training_stream import TrainingStream
 
@@ -51,11 +52,13 @@ class TrainingService:
         identity: Identity,
         refuses_backward: str | None,
         allowed_clients: Collection[str] = (),
+        pledger: Pledger = lambda: None,
     ) -> None:
         """
         Args:
             refuses_backward: why there are no gradients here; None if there are.
             allowed_clients: the peer ids that are served; none lets everybody.
+            pledger: gives the pledge for a stream that is opened.
         """
         memory = psutil.virtual_memory().available
         self.hosted = hosted
@@ -67,6 +70,7 @@ class TrainingService:
         self.passes = Passes(compute.blocks, int(ACTIVATION_SHARE * _free_memory(compute.blocks.device, memory)))
         first = hosted.span.start
         self.linears = {first + index: linear_shapes(block) for index, block in enumerate(compute.blocks.stack.blocks)}
+        self.pledger = pledger
         self.draining = False
         self._refuses_backward = refuses_backward
         self._allowed_clients = frozenset(allowed_clients)

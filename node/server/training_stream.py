@@ -17,6 +17,7 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.framing import PeerError, StreamTimeout
 from ...protocols.ids import BACKWARD, PROTOCOL_VERSION
 from ...protocols.inference import EPOCH_BYTES, Refusal, bad_request, receipt_to_wire
+from ...protocols.pledge import pledge_to_wire
 from ...protocols.training import (
     KEPT_SETS,
     WorkStream,
@@ -76,12 +77,13 @@ class TrainingStream:
         Raises:
             PeerError: the client is gone.
         """
-        hosted = self._service.hosted
+        hosted, pledge = self._service.hosted, self._service.pledger()
         granted = wire.WorkGranted(
             session_epoch=self._epoch,
             dtype=hosted.dtype,
             quantisation=hosted.quantisation,
             credits=CREDITS,
+            pledge=pledge_to_wire(pledge) if pledge is not None else None,
         )
         await self._stream.send(wire.WorkFrame(granted=granted), timeout=PIECE_TIMEOUT)
         try:

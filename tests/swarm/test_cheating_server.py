@@ -175,12 +175,12 @@ def talk(cheat: Cheat | None, promise: Promise | None = None, log: SessionLog | 
 def test_an_honest_server_is_believed_and_its_receipts_kept() -> None:
     log = SessionLog("server", keeps_tensors=True)
     talk(None, PROMISE, log)
-    assert log.complete and log.opening is not None
+    assert log.complete and log.opening is not None and log.granted is not None
     assert [each.receipt.sequence for each in log.entries] == [1, 2]
     assert [each.step and each.step.position for each in log.entries] == [0, 1]
     assert {each.input for each in log.entries} == {each.output for each in log.entries} == {bytes(16)}
     first, second = log.entries
-    assert first.receipt.previous_receipt == root_of(log.opening, first.receipt.client, log.epoch)
+    assert first.receipt.previous_receipt == root_of(log.opening, first.receipt.client, log.granted.session_epoch)
     assert second.receipt.previous_receipt == first.receipt.hash()
 
 

@@ -13,6 +13,7 @@ from petalnode.node.swarm.swarm import Swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.inference import hash_of_step, receipt_from_wire, root_of
+from petalnode.protocols.pledge import pledge_from_wire
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Node
 from tests.swarm.raw import HIDDEN, RawSession, Run, raw_client, values
@@ -256,14 +257,16 @@ def test_only_the_last_replies_are_kept(server: Node, run: Run) -> None:
 def test_receipts_say_what_was_asked_and_answered_and_form_a_chain(server: Node, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready, batch=2)
-        previous = root_of(session.terms, swarm.peer_id, session.granted.session_epoch)
+        pledge = pledge_from_wire(session.granted.pledge)
+        assert pledge.is_signed and pledge.server == server.peer_id and pledge.deposit == 0
+        previous = root_of(session.terms, swarm.peer_id, session.granted.session_epoch, pledge.hash())
         for sequence, position, tokens, reorder in ((1, 0, 3, []), (2, 3, 1, [1, 1]), (3, 2, 1, [])):
             sent = values(tokens, rows=2, seed=sequence)
             frame, (payload,) = await session.step(sequence, position, sent, reorder=reorder)
             receipt = receipt_from_wire(frame.reply.receipt)
             step = wire.Step(sequence=sequence, position=position, reorder=reorder, route_epoch=1)
             tensor = wire.Tensor(shape=[2, tokens, HIDDEN], dtype="float32", codec="none")
-            assert receipt.is_signed_by(server.peer_id)
+            assert receipt.is_signed_by(server.peer_id) and pledge.covers(receipt)
             assert receipt.request_hash == hash_of_step(step, tensor, hashlib.sha256(sent).digest())
             assert receipt.reply_hash == hashlib.sha256(payload).digest()
             assert receipt.previous_receipt == previous

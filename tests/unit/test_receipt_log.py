@@ -22,7 +22,7 @@ def receipt(sequence: int) -> Receipt:
 
 def filled(count: int, **options: int | bool) -> SessionLog:
     log = SessionLog("server", **options)  # type: ignore[arg-type]
-    log.begin(wire.Open(), b"e" * 16)
+    log.begin(wire.Open(), wire.Granted(session_epoch=b"e" * 16))
     for sequence in range(1, count + 1):
         log.asked(wire.Step(sequence=sequence), TENSOR, bytes(16))
         log.answered(sequence, receipt(sequence), bytes(16))
