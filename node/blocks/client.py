@@ -136,9 +136,28 @@ class ClientModel:
     @torch.no_grad()
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [batch, tokens, vocabulary] of what left the last block, [batch, tokens, hidden size]."""
-        given = hidden.to(self.device, self.dtype)
-        ids = torch.full(given.shape[:2], self.any_token, device=self.device)
-        self._here.instead = lambda _: given
+        return self._logits(hidden.to(self.device, self.dtype))
+
+    @torch.enable_grad()
+    def loss_gradient(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The gradient of the loss with respect to what left the last block: what a fine-tuning sends back.
+
+        Args:
+            hidden: [batch, tokens, hidden size].
+            labels: int64 [batch, tokens]; token t is predicted from those before it.
+
+        Returns:
+            As `hidden`, in its dtype.
+        """
+        given = hidden.detach().to(self.device, self.dtype).requires_grad_()
+        logits = self._logits(given)[:, :-1].flatten(0, 1).float()
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten().to(logits.device))
+        (gradient,) = torch.autograd.grad(loss, given)
+        return gradient.to(hidden.device, hidden.dtype)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        ids = torch.full(hidden.shape[:2], self.any_token, device=self.device)
+        self._here.instead = lambda _: hidden
         try:
             logits: torch.Tensor = self.model(ids, use_cache=False).logits
         finally:

@@ -41,7 +41,7 @@ def _root(
     pass
 
 
-_COMMANDS = ("demo", "serve", "chat", "status", "bootstrap", "doctor", "swarm-key", "plan", "tune")
+_COMMANDS = ("demo", "serve", "chat", "status", "bootstrap", "doctor", "swarm-key", "plan", "tune", "validate")
 
 
 def _register(arguments: list[str]) -> None:

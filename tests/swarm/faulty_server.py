@@ -40,10 +40,10 @@ def install(control: Path) -> None:
     swarm_module.Swarm.set_handler = set_handler  # type: ignore[method-assign]
 
 
-def order(control: Path, fault: str = "", at: int = 1) -> None:
-    """Tells a faulty server what to do in sessions that open from now on."""
+def order(control: Path, fault: str = "", at: int = 1, *, blocks: str = "", amount: float = 0.0) -> None:
+    """Tells a faulty server what to do in sessions that open from now on; `blocks` and `amount`: see `false_blocks`."""
     written = control.with_suffix(".new")
-    written.write_text(json.dumps({"fault": fault, "at": at}))
+    written.write_text(json.dumps({"fault": fault, "at": at, "blocks": blocks, "amount": amount}))
     written.replace(control)
 
 

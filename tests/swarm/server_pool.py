@@ -113,7 +113,7 @@ class ServerPool:
         identity: Path | None = None,
         fault: Path | None = None,
     ) -> PooledServer:
-        """Returns at once; `ready` waits. `fault` is the control file of `faulty_server`."""
+        """Returns at once; `ready` waits. `fault` is the control file of `faulty_server` and `false_blocks`."""
         with self._lock:
             number = len(self.servers)
             output = self._home / f"server-{number}.out"
@@ -194,9 +194,10 @@ def _serve(request: dict[str, Any]) -> None:
     for path, number in ((Path(os.devnull), 0), (output, 1), (output.with_suffix(".err"), 2)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), number)
     if request["fault"] is not None:
-        from tests.swarm.faulty_server import install
+        from tests.swarm import false_blocks, faulty_server
 
-        install(Path(request["fault"]))
+        faulty_server.install(Path(request["fault"]))
+        false_blocks.install(Path(request["fault"]))
     sys.argv = ["petalnode", *request["arguments"]]
     code: object = 1
     try:

@@ -1,0 +1,106 @@
+"""What a validator has found so far: verdicts on disk, the oldest of which make room for new ones."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from ...protocols.ids import Span
+from ..errors import MachineError
+from .verdicts import Verdict
+
+MOST_VERDICTS: Final = 100_000
+"""About 30 MB."""
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS verdicts (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    time REAL NOT NULL,
+    model_version BLOB NOT NULL,
+    peer_id TEXT NOT NULL,
+    first_block INTEGER NOT NULL,
+    end_block INTEGER NOT NULL,
+    verdict TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    error REAL,
+    tolerance REAL,
+    requests INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_peer ON verdicts (model_version, peer_id, time);
+"""
+
+
+class History:
+    """Verdicts of one validator in an sqlite file. A context manager; belongs to one thread at a time.
+
+    Raises:
+        MachineError: the file cannot be written, or is no database.
+    """
+
+    def __init__(self, file: Path, most: int = MOST_VERDICTS) -> None:
+        self._file = file
+        self._most = most
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(file, check_same_thread=False, timeout=10)
+            self._database.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise self._unusable(error) from error
+
+    def add(self, model_version: bytes, verdict: Verdict, now: float | None = None) -> None:
+        """Keeps a verdict, and forgets what is too much."""
+        blocks = (verdict.blocks.start, verdict.blocks.end)
+        found = (verdict.verdict, verdict.kind, verdict.reason, verdict.error, verdict.tolerance, verdict.requests)
+        row = (time.time() if now is None else now, model_version, verdict.peer_id, *blocks, *found)
+        try:
+            with self._database:
+                self._database.execute(f"INSERT INTO verdicts VALUES (NULL{', ?' * len(row)})", row)
+                self._database.execute(
+                    "DELETE FROM verdicts WHERE number <= (SELECT MAX(number) FROM verdicts) - ?", (self._most,)
+                )
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def seconds_since(self, model_version: bytes, now: float | None = None) -> dict[str, float]:
+        """By peer id, how long ago its last verdict was."""
+        moment = time.time() if now is None else now
+        rows = self._database.execute(
+            "SELECT peer_id, MAX(time) FROM verdicts WHERE model_version = ? GROUP BY peer_id", (model_version,)
+        )
+        return {peer_id: max(0.0, moment - last) for peer_id, last in rows}
+
+    def counts(self, model_version: bytes) -> dict[str, dict[str, int]]:
+        """By peer id, how many verdicts there are of each kind."""
+        rows = self._database.execute(
+            "SELECT peer_id, verdict, COUNT(*) FROM verdicts WHERE model_version = ? GROUP BY peer_id, verdict",
+            (model_version,),
+        )
+        found: dict[str, dict[str, int]] = {}
+        for peer_id, verdict, count in rows:
+            found.setdefault(peer_id, {})[verdict] = count
+        return found
+
+    def last(self, model_version: bytes, peer_id: str, count: int = 20) -> list[Verdict]:
+        """Its last verdicts, the newest first."""
+        rows = self._database.execute(
+            "SELECT first_block, end_block, verdict, reason, error, tolerance, kind, requests FROM verdicts "
+            "WHERE model_version = ? AND peer_id = ? ORDER BY number DESC LIMIT ?",
+            (model_version, peer_id, count),
+        )
+        return [Verdict(peer_id, Span(start, end), *rest) for start, end, *rest in rows]
+
+    def _unusable(self, error: Exception) -> MachineError:
+        return MachineError(
+            f"the validator's history {self._file} cannot be used ({error}): free the disk, or move the file away"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._database.close()

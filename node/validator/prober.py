@@ -1,0 +1,306 @@
+"""Carries out one probe: a conversation or a batch as any client has them, of which every answer is kept.
+
+Each probe is a node of its own: a fresh key, a host that joins and leaves, set up like that of `chat`. The client's own
+classes do the talking, so a probe is a user in all but its purpose; only the chain is chosen by the validator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, Final
+
+import torch
+import trio
+
+from ...crypto.identity import Identity
+from ...protocols.announcement import Announcement
+from ...protocols.ids import BACKWARD, FORWARD
+from ...protocols.tensors import decode, dtype_name, encode
+from ..blocks.client import ClientModel
+from ..blocks.passes import Batch
+from ..client.chunks import from_chunks, to_chunks
+from ..client.core import SwarmClient, SwarmModel
+from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
+from ..client.dialogue import Dialogue
+from ..client.generation import Sampler, Sampling
+from ..client.routing import Candidate, Hop
+from ..client.server_session import Chunk, SessionSpec
+from ..client.text import Text
+from ..client.work_stream import Packed, Task, WorkSpec
+from ..errors import NoChainError, ServerFailed, SwarmError
+from ..swarm.swarm import SwarmConfig, open_swarm
+from .observed import Observed, session_question, tensors_of
+from .plan import Probe
+from .texts import passage, question
+from .truth import PassQuestion, SessionAnswer, SessionQuestion, Step, Truth
+
+PROBE_TIMEOUT: Final = 300.0
+"""Of a whole probe, in seconds: what has been seen by then counts."""
+_ROOM: Final = (256, 512, 512, 1024)
+"""Tokens that users reserve for an answer."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What came of a probe: answers to be judged, and per server why there are none (more)."""
+
+    probe: Probe
+    observed: tuple[Observed, ...]
+    failures: Mapping[str, ServerFailed | SwarmError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the validator has of the model itself: `local` holds embeddings and head, `text` the tokenizer, if any."""
+
+    model: SwarmModel
+    local: ClientModel
+    text: Text | None
+
+    def prompt(self, random: Random) -> list[int]:
+        """Tokens of a question, with the model's chat template."""
+        if self.text is None:
+            return self._any_tokens(random, random.randint(5, 60))
+        return self.text.tokenize(Dialogue().plus("user", question(random)).turns)
+
+    def rows(self, random: Random, rows: int, tokens: int) -> torch.Tensor:
+        """int64 [rows, tokens] of running text, cut at the same length."""
+        each = []
+        for _ in range(rows):
+            row: list[int] = []
+            while len(row) < tokens:
+                if self.text is None:
+                    row += self._any_tokens(random, tokens)
+                else:
+                    row += self.text.tokenize(Dialogue().plus("user", passage(random, 4)).turns)
+            each.append(row[:tokens])
+        return torch.tensor(each)
+
+    def _any_tokens(self, random: Random, count: int) -> list[int]:
+        vocabulary = int(self.local.model.config.get_text_config().vocab_size)
+        return [random.randrange(vocabulary) for _ in range(count)]
+
+
+class _RoutedClient(SwarmClient):
+    """A client that takes the chain that it was given, and gives up where another would look for other servers."""
+
+    def __init__(self, swarm: Any, model: SwarmModel, nursery: trio.Nursery, route: Sequence[Hop]) -> None:
+        super().__init__(swarm, model, nursery)
+        self._route = tuple(route)
+        self.failures: dict[str, ServerFailed | SwarmError] = {}
+
+    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
+        if isinstance(excluded, Mapping):
+            self.failures.update(excluded)
+        if any(hop.peer_id in excluded for hop in self._route):
+            raise NoChainError("a server of the probe's chain has failed", ())
+        return self._route
+
+    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
+        raise NoChainError("a probe has no standbys", ())
+
+    async def candidates(self, excluded: Collection[str] = ()) -> tuple[Candidate, ...]:
+        # All are measured, as every client does; the answer is of no use here.
+        return await super().candidates(excluded)
+
+    def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
+        self.failures.setdefault(peer_id, ServerFailed(f"server {peer_id} failed", peer_id))
+
+
+async def run_probe(config: SwarmConfig, own: Own, probe: Probe) -> Probed:
+    """Joins under a new key, does what `probe` says, leaves, and returns what was seen.
+
+    A server's fault is no error: it is in `failures`.
+
+    Raises:
+        SwarmError: no peer answers.
+    """
+    observed: list[Observed] = []
+    failures: dict[str, ServerFailed | SwarmError] = {}
+    async with open_swarm(replace(config, identity=Identity.generate())) as swarm:
+        with suppress(SwarmError):
+            await swarm.refresh(model_version=own.model.version, timeout=REFRESH_TIMEOUT)
+        announced = {each.peer_id: each for each in swarm.view.servers(own.model.version, now=time.time())}
+        async with trio.open_nursery() as nursery:
+            client = _RoutedClient(swarm, own.model, nursery, probe.route)
+            nursery.start_soon(client.candidates)
+            with trio.move_on_after(PROBE_TIMEOUT) as scope:
+                try:
+                    if probe.kind == "chat":
+                        await _chat(client, own, probe, announced, observed)
+                    else:
+                        await _train(client, own, probe, announced, observed)
+                except ServerFailed as error:
+                    failures[error.peer_id] = error
+                except SwarmError as error:
+                    failures.update({hop.peer_id: error for hop in probe.route if not client.failures})
+            failures.update({peer: error for peer, error in client.failures.items() if peer not in failures})
+            if scope.cancelled_caught:
+                late = SwarmError(f"the probe was not done after {PROBE_TIMEOUT:.0f} s")
+                failures.update({hop.peer_id: late for hop in probe.route if hop.peer_id not in failures})
+            nursery.cancel_scope.cancel()
+    return Probed(probe, tuple(observed), failures)
+
+
+# --- a conversation
+
+
+async def _chat(
+    client: SwarmClient, own: Own, probe: Probe, announced: Mapping[str, Announcement], observed: list[Observed]
+) -> None:
+    random = Random(probe.seed)
+    prompt = own.prompt(random)
+    limit = min(_session_limit(probe, announced), own.local.max_positions or 4096)
+    del prompt[max(1, limit - probe.new_tokens) :]
+    spec = SessionSpec(
+        model_version=own.model.version,
+        span=probe.span,
+        batch=1,
+        max_length=min(limit, len(prompt) + max(probe.new_tokens, random.choice(_ROOM))),
+        dtype=dtype_name(own.local.dtype),
+    )
+    steps = await trio.to_thread.run_sync(_Steps, own, probe, random, prompt)
+    outputs: list[Chunk] = []
+    async with client.session(spec) as session:
+        try:
+            for _ in range(probe.new_tokens):
+                chunks = await trio.to_thread.run_sync(
+                    lambda: to_chunks(steps.next(), session.spec.codec, session.max_step_tokens)
+                )
+                answered = await session.step(chunks)
+                outputs += answered
+                if not await trio.to_thread.run_sync(steps.take, answered):
+                    break
+        finally:
+            # What servers said before one of them failed counts, too.
+            observed += _of_session(session.inputs, outputs, announced)
+
+
+class _Steps:
+    """What enters the first server of the chain: the prompt, then a token at a time.
+
+    Of a chain over the whole model the tokens are drawn from its own answers. Where the swarm holds a part of the model
+    only, they are those of a text, and the blocks before the part are computed here.
+    """
+
+    def __init__(self, own: Own, probe: Probe, random: Random, prompt: list[int]) -> None:
+        self._own = own
+        self._tokens = list(prompt)
+        self._sent = 0
+        self._whole = probe.span.start == 0 and probe.span.end == own.local.num_blocks
+        self._sampler = Sampler(Sampling(probe.new_tokens, probe.temperature, 1.0, probe.seed % 2**31))
+        self._hidden: torch.Tensor | None = None
+        if not self._whole:
+            self._tokens += own.rows(random, 1, probe.new_tokens)[0].tolist()
+            self._hidden = _entering(own, probe.span.start, torch.tensor([self._tokens]))
+        self._prompt = len(prompt)
+
+    def next(self) -> torch.Tensor:
+        """Hidden states [1, tokens, hidden size] of the next step."""
+        if self._hidden is not None:
+            start, self._sent = self._sent, self._sent + 1 if self._sent else self._prompt
+            return self._hidden[:, start : self._sent]
+        start, self._sent = self._sent, len(self._tokens)
+        return self._own.local.embed(torch.tensor([self._tokens[start:]]), start)
+
+    def take(self, answered: Sequence[Chunk]) -> bool:
+        """Draws the next token from an answer; false if the answer is at its end."""
+        if self._hidden is not None:
+            return self._sent < len(self._tokens)
+        last = from_chunks(answered[-1:])[:, -1:]
+        token = self._sampler.next(self._tokens, self._own.local.head(last)[0, -1])
+        self._tokens.append(token)
+        return self._own.text is None or token not in self._own.text.stop_tokens
+
+
+def _entering(own: Own, block: int, tokens: torch.Tensor) -> torch.Tensor:
+    """What enters `block` for int64 [rows, tokens], computed here: [rows, tokens, hidden size]."""
+    hidden = own.local.embed(tokens)
+    if not block:
+        return hidden
+    from ...protocols.ids import Span
+
+    truth = Truth(own.model.folder.path, dtype_name(own.local.dtype), "none")
+    (answer,) = truth.answer([SessionQuestion(Span(0, block), (Step(0, hidden),))])
+    assert isinstance(answer, SessionAnswer)
+    return answer.outputs[0]
+
+
+def _of_session(
+    inputs: Sequence[tuple[Hop, Sequence[Any]]], outputs: Sequence[Chunk], announced: Mapping[str, Announcement]
+) -> list[Observed]:
+    """Per server, what it took and what it gave: what entered the next one, or came to the client."""
+    found = []
+    following = [tuple(each.chunk for each in taken) for _, taken in inputs[1:]] + [tuple(outputs)]
+    for (hop, taken), given in zip(inputs, following, strict=True):
+        count = min(len(taken), len(given))
+        server = announced.get(hop.peer_id)
+        if not count or server is None:
+            continue
+        found.append(
+            Observed(
+                hop.peer_id,
+                hop.span,
+                server.dtype,
+                server.quantisation,
+                session_question(hop.span, taken[:count]),
+                tensors_of(given[:count]),
+            )
+        )
+    return found
+
+
+def _session_limit(probe: Probe, announced: Mapping[str, Announcement]) -> int:
+    """Tokens of a session that all servers of the chain take."""
+    servers = [announced[hop.peer_id] for hop in probe.route if hop.peer_id in announced]
+    limits = [min(each.max_session_length or 4096, max(each.cache_tokens, 1)) for each in servers]
+    return min(limits, default=4096)
+
+
+# --- a batch of a fine-tuning
+
+
+async def _train(
+    client: SwarmClient, own: Own, probe: Probe, announced: Mapping[str, Announcement], observed: list[Observed]
+) -> None:
+    random = Random(probe.seed)
+    tokens = own.rows(random, probe.rows, min(probe.new_tokens, own.local.max_positions or probe.new_tokens))
+    hidden = await trio.to_thread.run_sync(_entering, own, probe.span.start, tokens)
+    works = WorkSpec(own.model.version, "none", dtype_name(hidden.dtype))
+    chunk = Packed(*encode(hidden, "none"))
+    entered: list[tuple[Hop, Packed]] = []
+    for hop in probe.route:
+        (output,) = await client.works.run(FORWARD, hop, works, Task((chunk,)), None)
+        entered.append((hop, chunk))
+        observed += _of_pass(hop, chunk, None, output, announced)
+        chunk = output
+    whole = probe.span.end == own.local.num_blocks
+
+    def first_gradient() -> torch.Tensor:
+        left = decode(chunk.tensor, chunk.payload)
+        if whole:
+            return own.local.loss_gradient(left, tokens)
+        generator = torch.Generator().manual_seed(probe.seed % 2**31)
+        return 1e-3 * torch.randn(left.shape, generator=generator).to(left.dtype)
+
+    flowing = Packed(*encode(await trio.to_thread.run_sync(first_gradient), "none"))
+    for hop, given in reversed(entered):
+        answer = await client.works.run(BACKWARD, hop, works, Task((given, flowing)), None)
+        observed += _of_pass(hop, given, flowing, answer[0], announced)
+        flowing = answer[0]
+
+
+def _of_pass(
+    hop: Hop, given: Packed, gradient: Packed | None, answer: Packed, announced: Mapping[str, Announcement]
+) -> list[Observed]:
+    server = announced.get(hop.peer_id)
+    if server is None:
+        return []
+    flowing = None if gradient is None else decode(gradient.tensor, gradient.payload)
+    asked = PassQuestion(Batch(hop.span, decode(given.tensor, given.payload)), flowing)
+    claimed = (decode(answer.tensor, answer.payload),)
+    return [Observed(hop.peer_id, hop.span, server.dtype, server.quantisation, asked, claimed)]

@@ -1,0 +1,188 @@
+"""From what servers answered to verdicts: recomputes everything, block by block, and judges each answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...protocols.ids import Span
+from ..errors import PetalnodeError
+from ..models.progress import Progress, no_progress
+from .judging import Distance, Result, distance, judge_distance
+from .observed import Observed
+from .substitution import COARSER, SUSPICIOUS, Share, share_of
+from .tolerances import Calibration, Kind, find_tolerance
+from .truth import Answer, SessionAnswer, Truth
+
+_WORSE: Final[dict[Result, int]] = {"ok": 0, "inconclusive": 1, "faulty": 2}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one server: what `petalnode validate --json` prints.
+
+    `error` and `tolerance` are those that decided, relative to the truth's size; `kind` says by what it was found:
+    "forward" or "backward", "receipts", or "" if nothing could be asked. `requests` were recomputed for it.
+    """
+
+    peer_id: str
+    blocks: Span
+    verdict: Result
+    reason: str
+    error: float | None
+    tolerance: float | None
+    kind: str = ""
+    requests: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        """As the contract has them."""
+        return {
+            "peer_id": self.peer_id,
+            "blocks": [self.blocks.start, self.blocks.end],
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "error": _finite(self.error),
+            "tolerance": _finite(self.tolerance),
+            "kind": self.kind,
+            "requests": self.requests,
+        }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON knows no infinity; 1e30 is as wrong."""
+    return None if value is None else min(value, 1e30)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An observation beside the truth. `shares` say how near it is to what other weights give, by their name."""
+
+    observed: Observed
+    found: Distance
+    shares: dict[str, Share]
+
+
+class Judge:
+    """Recomputes and compares; belongs into a worker thread, one call at a time.
+
+    Args:
+        folder: the model with all weights of the blocks that are judged.
+        device: where to recompute.
+        table: tolerances; by default those of this package.
+        suspicion: mean error from which on coarser weights are looked for.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: str = "cpu",
+        progress: Progress = no_progress,
+        table: Sequence[Calibration] | None = None,
+        suspicion: float = SUSPICIOUS,
+    ) -> None:
+        self._folder = folder
+        self._device = device
+        self._progress = progress
+        self._table = table
+        self._suspicion = suspicion
+        self.largest_block = 0
+
+    def judge(self, observed: Sequence[Observed]) -> list[Verdict]:
+        """A verdict for each observation, in order.
+
+        Raises:
+            PetalnodeError: the model's weights are not here, or this machine cannot compute with them.
+        """
+        return [self.verdict(each) for each in self.compare(observed)]
+
+    def compare(self, observed: Sequence[Observed]) -> list[Compared]:
+        """How far each observation is from the truth."""
+        truths: dict[int, torch.Tensor] = {}
+        for (dtype, quantisation), indices in _grouped(observed, lambda each: (each.dtype, each.quantisation)).items():
+            truths.update(self._truths(observed, indices, dtype, quantisation))
+        claimed = {index: torch.cat(each.claimed, dim=1) for index, each in enumerate(observed)}
+        found = {
+            index: distance(claimed[index], truths[index])
+            if claimed[index].shape == truths[index].shape
+            else Distance(float("inf"), float("inf"), 0)
+            for index in truths
+        }
+        shares: dict[int, dict[str, Share]] = {index: {} for index in truths}
+        suspects = [index for index in truths if self._suspicion <= found[index].mean < float("inf")]
+        for dtype, quantisation in dict.fromkeys(
+            (observed[index].dtype, other) for index in suspects for other in COARSER[observed[index].quantisation]
+        ):
+            indices = [
+                index
+                for index in suspects
+                if observed[index].dtype == dtype and quantisation in COARSER[observed[index].quantisation]
+            ]
+            try:
+                others = self._truths(observed, indices, dtype, quantisation)
+            except PetalnodeError:
+                continue  # nobody holds this model in such weights, then
+            for index, other in others.items():
+                shares[index][quantisation] = share_of(claimed[index], truths[index], other)
+        return [Compared(each, found[index], shares[index]) for index, each in enumerate(observed)]
+
+    def _truths(
+        self, observed: Sequence[Observed], indices: Sequence[int], dtype: str, quantisation: str
+    ) -> dict[int, torch.Tensor]:
+        truth = Truth(self._folder, dtype, quantisation, self._device, self._progress)
+        answers = truth.answer([observed[index].question for index in indices])
+        self.largest_block = max(self.largest_block, truth.largest_block)
+        return {index: _joined(answer) for index, answer in zip(indices, answers, strict=True)}
+
+    def verdict(self, compared: Compared) -> Verdict:
+        each = compared.observed
+        tolerance = find_tolerance(
+            Kind(
+                each.dtype,
+                each.quantisation,
+                each.direction,
+                len(each.span),
+                each.codec,
+                each.device or "cpu",
+                torch.device(self._device).type,
+            ),
+            self._table,
+        )
+        what = "its answer" if each.direction == "forward" else "its gradient"
+        judged = judge_distance(compared.found, tolerance, what)
+        result, reason, error, limit = judged.result, judged.reason, judged.error, judged.tolerance
+        for name, share in compared.shares.items():
+            if tolerance is not None and share.is_substitution:
+                result, error = "faulty", compared.found.mean
+                declared = f"{each.dtype} weights" if each.quantisation == "none" else f"{each.quantisation} weights"
+                reason = (
+                    f"{what} is what {name} weights give ({share.share:.2f} of the way), and it declared {declared}"
+                )
+                break
+        return Verdict(each.peer_id, each.span, result, reason, error, limit, each.direction, each.requests)
+
+
+def _joined(answer: Answer) -> torch.Tensor:
+    if isinstance(answer, SessionAnswer):
+        return torch.cat(answer.outputs, dim=1)
+    if answer.gradients is not None:
+        return answer.gradients.hidden
+    assert answer.output is not None
+    return answer.output
+
+
+def worst_of(verdicts: Iterable[Verdict], blocks: Span) -> Verdict:
+    """One verdict of one server: the worst of several, over all `blocks` that it holds."""
+    several = list(verdicts)
+    worst = max(several, key=lambda each: (_WORSE[each.verdict], (each.error or 0.0) / (each.tolerance or 1.0)))
+    return replace(worst, blocks=blocks, requests=sum(each.requests for each in several))
+
+
+def _grouped(observed: Sequence[Observed], key: Callable[[Observed], Any]) -> dict[Any, list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for index, each in enumerate(observed):
+        groups.setdefault(key(each), []).append(index)
+    return groups

@@ -1,0 +1,235 @@
+"""A real server whose blocks compute something else than it says, in a process of the tests; its receipts are in order.
+
+`install(control)` changes this process only. Sessions and passes that begin from then on follow `control`, a JSON file
+that `faulty_server.order` writes, such as {"blocks": "noise", "amount": 0.02}. No such file or an empty name: honest.
+What each name does is said beside it in `FALSE`. `amount` is the relative size of noise and the share of requests
+(`sometimes`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from petalnode.node.blocks import span as span_module
+from petalnode.node.blocks.cache import SpanCache
+from petalnode.node.blocks.passes import Gradients, Passes
+from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.server import session as session_module
+from petalnode.protocols.ids import Span
+
+FALSE: Final = {
+    "noise": "noise of `amount` times each token's size on every output",
+    "sometimes": "noise of half of each token's size on a share `amount` of the outputs",
+    "skipped": "the middle block of its span is left out",
+    "wrong": "the middle block of its span has the weights of its neighbour in the model",
+    "int8": "int8 weights, whatever was announced",
+    "nf4": "nf4 weights, whatever was announced",
+    "stale": "attention forgets what was decoded: only the prompt and the last token are in the cache",
+    "replayed": "every decode step answers what the one before it answered",
+    "another": "outputs of another prompt",
+    "known": "skips a block for clients that it has met before, honest to all others",
+    "gradients": "forward passes are right; gradients come back as they went in",
+}
+
+_random = torch.Generator().manual_seed(0)
+
+
+def install(control: Path) -> None:
+    """Makes every server that this process starts from now on one whose blocks follow `control`."""
+    loading = span_module.load_span
+
+    def load_false(folder: Path, span: Span, **options: Any) -> BlockSpan:
+        blocks = loading(folder, span, **options)
+        return _FalseBlocks.of(blocks, folder, control)
+
+    span_module.load_span = load_false  # type: ignore[assignment]  # the server imports it when it loads
+    opening = session_module.ServerSession.__init__
+
+    def opened(self: Any, service: Any, client: str, terms: Any, compute: Any, keep: float) -> None:
+        cache = compute.cache
+        cache.meets(client)
+        opening(self, service, client, terms, compute, keep)
+
+    session_module.ServerSession.__init__ = opened  # type: ignore[method-assign,assignment]
+    forward, backward = Passes.forward, Passes.backward
+
+    def passing_forward(self: Passes, batch: Any) -> Any:
+        blocks = self._span
+        name, amount = blocks.ordered() if isinstance(blocks, _FalseBlocks) else ("", 0.0)
+        other = blocks.instead(name) if isinstance(blocks, _FalseBlocks) else None
+        output = yield from forward(self if other is None else Passes(other, self._activation_bytes), batch)
+        return _noisy(output, name, amount)
+
+    def passing_backward(self: Passes, batch: Any, gradient: torch.Tensor) -> Any:
+        blocks = self._span
+        name, amount = blocks.ordered() if isinstance(blocks, _FalseBlocks) else ("", 0.0)
+        other = blocks.instead(name) if isinstance(blocks, _FalseBlocks) else None
+        found = yield from backward(self if other is None else Passes(other, self._activation_bytes), batch, gradient)
+        if name == "gradients":
+            return Gradients(gradient.to(found.hidden.dtype), found.prompts, found.lora)
+        return Gradients(_noisy(found.hidden, name, amount), found.prompts, found.lora)
+
+    Passes.forward = passing_forward  # type: ignore[method-assign]
+    Passes.backward = passing_backward  # type: ignore[method-assign]
+
+
+class _FalseCache(SpanCache):
+    """The honest cache of a session, and beside it what the false answers need."""
+
+    fault = ""
+    amount = 0.0
+    twin: SpanCache | None = None
+    before: torch.Tensor | None = None
+    prompt = 0
+    known: set[str]
+
+    def meets(self, client: str) -> None:
+        """The session is this client's."""
+        if self.fault == "known":
+            if client not in self.known:
+                self.fault = ""
+            self.known.add(client)
+
+    def rollback(self, length: int) -> None:
+        super().rollback(length)
+        if self.twin is not None:
+            self.twin.rollback(min(length, self.twin.length))
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        super().reorder(rows)
+        if self.twin is not None:
+            self.twin.reorder(rows)
+
+    def free(self) -> None:
+        super().free()
+        if self.twin is not None:
+            self.twin.free()
+
+
+class _FalseBlocks(BlockSpan):
+    """Computes what is right, to keep the cache as it must be, and answers what is ordered."""
+
+    @classmethod
+    def of(cls, blocks: BlockSpan, folder: Path, control: Path) -> _FalseBlocks:
+        blocks.__class__ = cls
+        assert isinstance(blocks, _FalseBlocks)
+        blocks._folder = folder
+        blocks._control = control
+        blocks._others = {}
+        blocks._known = set()
+        blocks._heard = []
+        return blocks
+
+    def ordered(self) -> tuple[str, float]:
+        wanted = json.loads(self._control.read_text()) if self._control.exists() else {}
+        return wanted.get("blocks", ""), wanted.get("amount", 0.0)
+
+    def instead(self, name: str) -> BlockSpan | None:
+        """The blocks that the fault `name` computes with; None: the right ones."""
+        name = "skipped" if name == "known" else name
+        if name not in ("skipped", "wrong", "int8", "nf4"):
+            return None
+        if name not in self._others:
+            self._others[name] = self._load(name)
+        return self._others[name]
+
+    def _load(self, name: str) -> BlockSpan:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if name in ("int8", "nf4"):
+            return load_span(self._folder, self.span, device=str(self.device), dtype=dtype, quantisation=name)
+        options: Any = {"device": str(self.device), "dtype": dtype, "quantisation": self.quantisation}
+        other = load_span(self._folder, self.span, **options)
+        middle = len(self.span) // 2
+        if name == "skipped":
+            block = other.stack.blocks[middle]
+            block.forward = other.stack._hand_on
+            other.supports_ragged = False
+            return other
+        number = self.span.start + middle
+        neighbour = number + 1 if number + 1 < self.num_blocks else number - 1
+        (wrong,) = load_span(self._folder, Span(neighbour, neighbour + 1), **options).stack.blocks
+        other.stack.blocks[middle].load_state_dict(wrong.state_dict(), assign=True)
+        return other
+
+    def make_cache(self, *args: Any, **options: Any) -> SpanCache:
+        cache = super().make_cache(*args, **options)
+        cache.__class__ = _FalseCache
+        assert isinstance(cache, _FalseCache)
+        cache.fault, cache.amount = self.ordered()
+        cache.known = self._known
+        blocks = self.instead(cache.fault) or (self if cache.fault in ("stale", "another") else None)
+        if blocks is not None:
+            cache.twin = BlockSpan.make_cache(blocks, *args, **options)
+        return cache
+
+    def forward(self, hidden: torch.Tensor, cache: SpanCache) -> torch.Tensor:
+        output = super().forward(hidden, cache)
+        return self._said(hidden, output, cache, super().forward)
+
+    def decode(self, steps: Sequence[tuple[torch.Tensor, SpanCache]]) -> list[torch.Tensor]:
+        outputs = super().decode(steps)
+        if not all(isinstance(cache, _FalseCache) for _, cache in steps):  # while it is being loaded
+            return outputs
+        one: Callable[..., torch.Tensor] = lambda hidden, cache: BlockSpan.decode(self, [(hidden, cache)])[0]  # noqa: E731
+        return [self._said(hidden, out, cache, one) for (hidden, cache), out in zip(steps, outputs, strict=True)]
+
+    def _said(
+        self, hidden: torch.Tensor, output: torch.Tensor, cache: SpanCache, compute: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        if not isinstance(cache, _FalseCache) or not cache.fault:
+            return output
+        decodes = hidden.shape[1] == 1
+        twin = cache.twin
+        match cache.fault:
+            case "stale" if twin is not None:
+                cache.prompt = cache.prompt if decodes else twin.length + hidden.shape[1]
+                twin.rollback(min(twin.length, cache.prompt) if decodes else twin.length)
+                return compute(hidden, twin)
+            case "another" if twin is not None:
+                return compute(self._of_another(hidden), twin)
+            case "replayed":
+                before, cache.before = cache.before, output
+                return before if decodes and before is not None and before.shape == output.shape else output
+            case _ if twin is not None:
+                other = self.instead(cache.fault)
+                assert other is not None
+                return other.decode([(hidden, twin)])[0] if decodes else other.forward(hidden, twin)
+        return _noisy(output, cache.fault, cache.amount)
+
+    def _of_another(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Tokens that other steps have brought here, as many as in `hidden`."""
+        held = torch.cat(self._heard) if self._heard else hidden.flatten(0, 1).flip(0)
+        self._heard = [*self._heard[-63:], hidden.flatten(0, 1).clone()]
+        count = hidden.shape[0] * hidden.shape[1]
+        return held.repeat(count // len(held) + 1, 1)[:count].view_as(hidden)
+
+
+def _noisy(output: torch.Tensor, name: str, amount: float) -> torch.Tensor:
+    if name == "sometimes":
+        if torch.rand((), generator=_random).item() >= amount:
+            return output
+        amount = 0.5
+    elif name != "noise":
+        return output
+    noise = torch.randn(output.shape, generator=_random).to(output.device)
+    size = output.float().square().mean(-1, keepdim=True).sqrt()
+    return (output.float() + amount * size * noise).to(output.dtype)
+
+
+def _main() -> None:
+    """`python -m tests.swarm.false_blocks CONTROL serve MODEL ...` is `petalnode serve MODEL ...` with such blocks."""
+    import sys
+
+    from petalnode.__main__ import main
+
+    install(Path(sys.argv.pop(1)))
+    main()
+
+
+if __name__ == "__main__":
+    _main()

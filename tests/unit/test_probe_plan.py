@@ -1,0 +1,82 @@
+"""Every server is asked for every block it has, over chains that hold together."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.node.validator.plan import Probe, Serving, chain_through, next_probe, waiting_seconds, whole_round
+from petalnode.node.validator.texts import question
+from petalnode.protocols.ids import Span
+
+NUM_BLOCKS = 12
+
+
+@st.composite
+def swarms(draw: st.DrawFn) -> list[Serving]:
+    spans = draw(
+        st.lists(
+            st.tuples(st.integers(0, NUM_BLOCKS - 1), st.integers(1, NUM_BLOCKS)).map(
+                lambda pair: Span(pair[0], min(NUM_BLOCKS, pair[0] + pair[1]))
+            ),
+            min_size=1,
+            max_size=7,
+        )
+    )
+    return [Serving(f"server-{index}", span) for index, span in enumerate(spans)]
+
+
+def check_chain(probe: Probe, servers: list[Serving]) -> None:
+    spans = {each.peer_id: each.span for each in servers}
+    for hop in probe.route:
+        assert spans[hop.peer_id].covers(hop.span)
+    for one, other in zip(probe.route, probe.route[1:], strict=False):
+        assert one.span.end == other.span.start
+        assert one.peer_id != other.peer_id
+
+
+@given(swarms(), st.randoms(use_true_random=False))
+def test_a_round_asks_every_server_for_all_of_its_blocks(servers: list[Serving], random: Random) -> None:
+    probes = whole_round(servers, NUM_BLOCKS, random)
+    for kind in ("chat", "training"):
+        asked = {(hop.peer_id, hop.span) for probe in probes if probe.kind == kind for hop in probe.route}
+        assert asked >= {(each.peer_id, each.span) for each in servers}
+    for probe in probes:
+        check_chain(probe, servers)
+
+
+@given(swarms(), st.randoms(use_true_random=False))
+def test_a_chain_is_as_long_as_the_swarm_allows(servers: list[Serving], random: Random) -> None:
+    """A conversation needs all blocks: a shorter chain than could be had is no user's."""
+    for target in servers:
+        route = chain_through(target, servers, NUM_BLOCKS, random)
+        others = [each for each in servers if each.peer_id != target.peer_id]
+        start, end = route[0].span.start, route[-1].span.end
+        assert not any(start - 1 in each.span for each in others)
+        assert not any(end in each.span for each in others)
+
+
+def test_whoever_was_not_asked_for_long_is_asked_rather() -> None:
+    servers = [Serving("fresh", Span(0, 6)), Serving("stale", Span(0, 6))]
+    random = Random(1)
+    targets = [
+        next_probe(servers, {"fresh": 1.0, "stale": 999.0}, 6, random).route[0].peer_id  # one server holds it all
+        for _ in range(200)
+    ]
+    assert targets.count("stale") > 150
+    assert targets.count("fresh") > 0 or targets.count("stale") < 200
+
+
+def test_waiting_has_the_mean_that_was_asked_for() -> None:
+    random = Random(2)
+    waits = [waiting_seconds(30.0, random) for _ in range(4000)]
+    assert sum(waits) / len(waits) == pytest.approx(30.0, rel=0.1)
+    assert min(waits) < 1.0 and max(waits) > 120.0  # no server can tell when the next one comes
+
+
+def test_questions_differ() -> None:
+    random = Random(3)
+    assert len({question(random) for _ in range(500)}) > 400
