@@ -1456,7 +1456,9 @@ Global___EvidenceStep: typing_extensions.TypeAlias = EvidenceStep
 
 @typing.final
 class EvidenceWork(google.protobuf.message.Message):
-    """One work. In the bundle: "input.N", "kept.N", "output.N", in the order of the tensors of work, keep and reply."""
+    """One work. In the bundle: "input.N", "kept.N", "output.N", in the order of the tensors of work, keep and reply. The reply
+    has the form of the work's first tensor and, for a backward pass, of what was kept.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1464,7 +1466,6 @@ class EvidenceWork(google.protobuf.message.Message):
     RECEIPT_FIELD_NUMBER: builtins.int
     WORK_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
-    REPLY_FIELD_NUMBER: builtins.int
     protocol: builtins.str
     @property
     def receipt(self) -> Global___Receipt: ...
@@ -1474,8 +1475,6 @@ class EvidenceWork(google.protobuf.message.Message):
     def keep(self) -> Global___Keep:
         """its number says nothing"""
 
-    @property
-    def reply(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
     def __init__(
         self,
         *,
@@ -1483,10 +1482,9 @@ class EvidenceWork(google.protobuf.message.Message):
         receipt: Global___Receipt | None = ...,
         work: Global___Work | None = ...,
         keep: Global___Keep | None = ...,
-        reply: collections.abc.Iterable[Global___Tensor] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["keep", b"keep", "receipt", b"receipt", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["keep", b"keep", "protocol", b"protocol", "receipt", b"receipt", "reply", b"reply", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keep", b"keep", "protocol", b"protocol", "receipt", b"receipt", "work", b"work"]) -> None: ...
 
 Global___EvidenceWork: typing_extensions.TypeAlias = EvidenceWork
 
@@ -1521,7 +1519,7 @@ class Evidence(google.protobuf.message.Message):
     time_ms: builtins.int
     @property
     def receipts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Receipt]:
-        """equivocation: the two"""
+        """equivocation: the two; pledge: from the session's first to the one outside"""
 
     @property
     def opening(self) -> Global___Open:
@@ -1529,7 +1527,7 @@ class Evidence(google.protobuf.message.Message):
 
     @property
     def pledge(self) -> Global___Pledge:
-        """under which the session ran, if any"""
+        """under which it ran, if any"""
 
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EvidenceStep]:

@@ -41,7 +41,19 @@ def _root(
     pass
 
 
-_COMMANDS = ("demo", "serve", "chat", "status", "bootstrap", "doctor", "swarm-key", "plan", "tune", "validate")
+_COMMANDS = (
+    "demo",
+    "serve",
+    "chat",
+    "status",
+    "bootstrap",
+    "doctor",
+    "swarm-key",
+    "plan",
+    "tune",
+    "validate",
+    "verify-evidence",
+)
 
 
 def _register(arguments: list[str]) -> None:

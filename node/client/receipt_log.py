@@ -47,8 +47,8 @@ class LoggedWork:
     inputs: tuple[bytes | bytearray, ...]
     keep: wire.Keep | None
     kept: tuple[bytes | bytearray, ...]
-    reply: tuple[wire.Tensor, ...]
     outputs: tuple[bytes | bytearray, ...]
+    pledge: wire.Pledge | None = None
 
     @property
     def nbytes(self) -> int:

@@ -310,8 +310,8 @@ class ServerWorks:
             tuple(chunk.payload for chunk in task.chunks),
             None if kept is None else wire.Keep(names=kept.names, tensors=[chunk.tensor for chunk in kept.chunks]),
             () if kept is None else tuple(chunk.payload for chunk in kept.chunks),
-            tuple(chunk.tensor for chunk in answers),
             tuple(chunk.payload for chunk in answers),
+            self._granted.pledge if self._granted.HasField("pledge") else None,
         )
 
     def _hash_of_receipt(self, reply: wire.WorkReply) -> bytes:

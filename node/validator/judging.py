@@ -19,6 +19,8 @@ from .tolerances import Kind, Tolerance, find_tolerance
 
 Result = Literal["ok", "faulty", "inconclusive"]
 
+BEYOND: Final = 1e9
+"""The distance of what is no number at all, and the largest that is told: JSON knows no infinity."""
 _LEAST_SHARE: Final = 0.05
 """A token whose truth is below this share of the median token's counts as if it had so much: where next to nothing is
 right, next to nothing too much is no fault. Gradients have many such tokens."""
@@ -62,11 +64,12 @@ def distance(claimed: torch.Tensor, truth: torch.Tensor) -> Distance:
 def relative_distance(errors: torch.Tensor, sizes: torch.Tensor) -> Distance:
     """From the norms per token of the difference and of the truth."""
     if not bool(torch.isfinite(errors).all()):
-        return Distance(float("inf"), float("inf"), len(errors))
+        return Distance(BEYOND, BEYOND, len(errors))
     present = sizes[sizes > 0]
     least = _LEAST_SHARE * float(present.median()) if len(present) else 0.0
     relative = errors / sizes.clamp(min=max(least, torch.finfo(torch.float64).tiny))
-    return Distance(float(relative.max()), float(relative.square().mean().sqrt()), len(errors))
+    worst, mean = float(relative.max()), float(relative.square().mean().sqrt())
+    return Distance(min(worst, BEYOND), min(mean, BEYOND), len(errors))
 
 
 def judge(claimed: torch.Tensor, truth: torch.Tensor, tolerance: Tolerance | None) -> Judgement:
@@ -78,7 +81,7 @@ def judge(claimed: torch.Tensor, truth: torch.Tensor, tolerance: Tolerance | Non
     """
     if claimed.shape != truth.shape:
         reason = f"its answer has the shape {tuple(claimed.shape)} instead of {tuple(truth.shape)}"
-        return Judgement("faulty", reason, float("inf"), 0.0)
+        return Judgement("faulty", reason, BEYOND, 0.0)
     return judge_distance(distance(claimed, truth), tolerance)
 
 

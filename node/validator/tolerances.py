@@ -79,7 +79,8 @@ class Kind:
     """What kind of answer is judged.
 
     `dtype` and `quantisation` are what the server says that it computed in, and what the truth is computed in;
-    `blocks` how many the answer went through; `codec` under which it came (the truth has none).
+    `blocks` how many the answer went through; `codec` under which it came (the truth has none). An empty
+    `server_device` is an unknown one.
     """
 
     dtype: str
@@ -92,14 +93,24 @@ class Kind:
 
 
 def find_tolerance(kind: Kind, table: Sequence[Calibration] | None = None) -> Tolerance | None:
-    """The tolerance for answers of this kind; None if nobody measured it."""
-    for row in calibrations() if table is None else table:
-        if (row.dtype, row.quantisation, row.direction) == (kind.dtype, kind.quantisation, kind.direction) and {
-            row.server_device,
-            row.own_device,
-        } == {kind.server_device, kind.own_device}:
-            return tolerance_of(row, kind.blocks).plus(CODEC_SLACK[kind.codec])
-    return None
+    """The tolerance for answers of this kind; None if nobody measured it. For an unknown server's device, the widest
+    that was measured against one's own."""
+    matching = [
+        tolerance_of(row, kind.blocks).plus(CODEC_SLACK[kind.codec])
+        for row in (calibrations() if table is None else table)
+        if (row.dtype, row.quantisation, row.direction) == (kind.dtype, kind.quantisation, kind.direction)
+        and _is_between(row, kind)
+    ]
+    if not matching:
+        return None
+    return Tolerance(*(max(limits) for limits in zip(*map(astuple, matching), strict=True)))
+
+
+def _is_between(row: Calibration, kind: Kind) -> bool:
+    devices = {row.server_device, row.own_device}
+    if not kind.server_device:
+        return kind.own_device in devices
+    return devices == {kind.server_device, kind.own_device}
 
 
 @lru_cache(maxsize=1)

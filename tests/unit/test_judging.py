@@ -92,6 +92,9 @@ def test_the_tolerance_grows_with_a_longer_span_and_never_shrinks() -> None:
     assert find_tolerance(replace(kind, quantisation="int8"), [row]) is None
     assert find_tolerance(replace(kind, server_device="cpu"), [row]) is None
     assert find_tolerance(replace(kind, direction="backward"), [row]) is None
+    wider = replace(row, own_device="cpu", worst=1.0)
+    assert find_tolerance(replace(kind, server_device=""), [row, wider]) == tolerance_of(wider, 8)
+    assert find_tolerance(replace(kind, server_device="", own_device="mps"), [row, wider]) is None
     coarse = find_tolerance(replace(kind, codec="int8-block64"), [row])
     assert coarse is not None and coarse.ok_mean > found.ok_mean
 

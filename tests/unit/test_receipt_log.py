@@ -69,7 +69,7 @@ def test_the_archive_is_bounded() -> None:
         archive.session("server")
     assert len(archive.sessions) == LAST_SESSIONS
     assert first.nbytes == 0
-    work = LoggedWork("server", "/x", RECEIPT, wire.Work(), (bytes(100),), None, (), (TENSOR,), (bytes(100),))
+    work = LoggedWork("server", "/x", RECEIPT, wire.Work(), (bytes(100),), None, (), (bytes(100),))
     for _ in range(20):
         archive.add_work(work)
     assert sum(each.nbytes for each in archive.works) <= 1000

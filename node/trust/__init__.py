@@ -1,0 +1,1 @@
+"""What a node makes of others: evidence of their faults, bans, reputation."""

@@ -1,0 +1,276 @@
+"""Evidence as a file: everything that a third party needs to check a server's fault alone, signed by who brings it.
+
+A bundle is a `.safetensors` file: its tensors, all of type U8, are payloads as they stood on the wire, and its metadata
+holds one entry, a serialised and signed `wire.Evidence` in base64. So any tool of the format lists it, and no number is
+copied or converted on the way. The accuser's signature says who brings it, nothing else: what counts are the server's.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from google.protobuf.message import DecodeError, Message
+
+from ...crypto.canonical import digest
+from ...crypto.evidence import ACCUSATION_DOMAIN, is_accusation_signed
+from ...crypto.identity import Identity, peer_id_from_bytes, peer_id_to_bytes
+from ...crypto.receipts import Receipt
+from ...protocols import wire_pb2 as wire
+from ...protocols.inference import receipt_to_wire
+from ..client.receipt_log import LoggedWork, SessionLog
+from ..errors import BadInput
+
+MAX_BUNDLE: Final = 256 << 20
+"""Bytes of a file."""
+MAX_STATEMENT: Final = 8 << 20
+"""Bytes of the evidence without the tensors."""
+_METADATA: Final = "petalnode_evidence"
+_VERSION: Final = 1
+_MAX_TENSORS: Final = 20_000
+KINDS: Final = ("equivocation", "pledge", "answer")
+
+
+class BadBundle(BadInput):
+    """No evidence at all: it cannot be read, or is not signed by who it says."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Evidence that can be read; whether it proves anything is another matter.
+
+    `statement` is the serialised `wire.Evidence` that the `accuser` signed; `payloads` the bytes that it speaks of.
+    """
+
+    statement: bytes
+    accuser: str
+    signature: bytes
+    payloads: Mapping[str, bytes]
+
+    @cached_property
+    def evidence(self) -> wire.Evidence:
+        return wire.Evidence.FromString(self.statement)
+
+    @property
+    def accused(self) -> str:
+        return peer_id_from_bytes(self.evidence.accused)
+
+    @cached_property
+    def id(self) -> bytes:
+        """32 bytes that name the evidence, whoever stores it how."""
+        return digest(ACCUSATION_DOMAIN, self.statement)
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        import numpy as np
+        from safetensors.numpy import save
+
+        signed = wire.SignedEvidence(
+            evidence=self.statement, accuser=peer_id_to_bytes(self.accuser), signature=self.signature
+        )
+        arrays = {name: np.frombuffer(data, np.uint8) for name, data in self.payloads.items()}
+        metadata = {_METADATA: base64.b64encode(signed.SerializeToString(deterministic=True)).decode()}
+        return bytes(save(arrays, metadata))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Bundle:
+        """Reads a file, from anybody.
+
+        Raises:
+            BadBundle: with the reason.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        if len(data) > MAX_BUNDLE:
+            raise BadBundle(f"{len(data) >> 20} MiB are more than evidence may have ({MAX_BUNDLE >> 20} MiB)")
+        try:
+            signed = wire.SignedEvidence.FromString(_metadata(data))
+            accuser = peer_id_from_bytes(signed.accuser)
+            payloads = {name: array.tobytes() for name, array in load(data).items()}
+            bundle = cls(signed.evidence, accuser, signed.signature, payloads)
+            _ = bundle.accused
+        except (DecodeError, SafetensorError, ValueError, KeyError) as error:
+            raise BadBundle(f"this is no evidence: {error}") from None
+        if len(bundle.statement) > MAX_STATEMENT or len(payloads) > _MAX_TENSORS:
+            raise BadBundle("the evidence is too long")
+        if bundle.evidence.version != _VERSION or bundle.evidence.kind not in KINDS:
+            raise BadBundle(
+                f"evidence of kind {bundle.evidence.kind!r}, version {bundle.evidence.version}, is not known here; "
+                "a newer petalnode may know it"
+            )
+        if not is_accusation_signed(accuser, bundle.statement, bundle.signature):
+            raise BadBundle(f"the evidence is not signed by {accuser}, who is said to bring it")
+        return bundle
+
+    def save(self, path: Path) -> None:
+        """Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.part")
+        temporary.write_bytes(self.to_bytes())
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Bundle:
+        """
+        Raises:
+            BadBundle: the file cannot be read, or is no evidence.
+        """
+        try:
+            if path.stat().st_size > MAX_BUNDLE:
+                raise BadBundle(f"{path} has more than {MAX_BUNDLE >> 20} MiB: that is no evidence")
+            data = path.read_bytes()
+        except OSError as error:
+            raise BadBundle(f"cannot read the evidence {path}: {error.strerror}") from None
+        try:
+            return cls.from_bytes(data)
+        except BadBundle as error:
+            raise BadBundle(f"{path}: {error}") from None
+
+
+def _metadata(data: bytes) -> bytes:
+    """Our entry of a safetensors file's header: 8 bytes of length, little-endian, then that much JSON."""
+    size = int.from_bytes(data[:8], "little")
+    if not 2 <= size <= min(len(data) - 8, 2 * MAX_STATEMENT + 200 * _MAX_TENSORS):
+        raise ValueError("it is no safetensors file")
+    header = json.loads(data[8 : 8 + size])
+    text = header.get("__metadata__", {}).get(_METADATA) if isinstance(header, dict) else None
+    if not isinstance(text, str):
+        raise ValueError("it is a safetensors file without evidence in it")  # noqa: TRY004
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from None
+
+
+# --- making them
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the accuser has computed itself, and on what the server says to compute; for information only."""
+
+    error: float = 0.0
+    tolerance: float = 0.0
+    server_device: str = ""
+
+
+def equivocation_bundle(accuser: Identity, accused: str, first: Receipt, second: Receipt) -> Bundle:
+    """Of two receipts that contradict each other."""
+    evidence = _evidence("equivocation", accused)
+    evidence.receipts.extend([receipt_to_wire(first), receipt_to_wire(second)])
+    return _signed(accuser, evidence, {})
+
+
+def pledge_bundle(accuser: Identity, log: SessionLog, receipts: Sequence[Receipt]) -> Bundle:
+    """Of a session whose last receipt is outside of the pledge that it ran under; `receipts` are all of it.
+
+    Raises:
+        ValueError: there is no pledge.
+    """
+    evidence = _evidence("pledge", log.peer_id)
+    _opened(evidence, log)
+    if not evidence.HasField("pledge"):
+        raise ValueError("the session ran under no pledge")
+    evidence.receipts.extend(map(receipt_to_wire, receipts))
+    return _signed(accuser, evidence, {})
+
+
+def session_bundle(accuser: Identity, log: SessionLog, index: int, found: Found | None = None) -> Bundle:
+    """Of the answer to step `index` of a session, counted in the log from 0, and all that led to it.
+
+    Raises:
+        ValueError: the log does not go back to the beginning, or the tensors were not kept, or are too large.
+    """
+    if not log.complete:
+        raise ValueError("not all of the session's receipts are here")
+    evidence = _evidence("answer", log.peer_id, found)
+    _opened(evidence, log)
+    entries = [log.entries[number] for number in range(index + 1)]
+    payloads = {}
+    for number in needed([_known(each.step) for each in entries]):
+        payloads[f"input.{number}"] = _kept(entries[number].input)
+    payloads["output"] = _kept(entries[-1].output)
+    for each in entries:
+        evidence.steps.append(
+            wire.EvidenceStep(receipt=receipt_to_wire(each.receipt), step=each.step, tensor=each.asked)
+        )
+    return _signed(accuser, evidence, payloads)
+
+
+def work_bundle(accuser: Identity, work: LoggedWork, found: Found | None = None) -> Bundle:
+    """Of the reply to one work.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    evidence = _evidence("answer", work.peer_id, found)
+    evidence.work.CopyFrom(
+        wire.EvidenceWork(protocol=work.protocol, receipt=receipt_to_wire(work.receipt), work=work.work, keep=work.keep)
+    )
+    if work.pledge is not None:
+        evidence.pledge.CopyFrom(work.pledge)
+    payloads: dict[str, bytes] = {}
+    for name, parts in (("input", work.inputs), ("kept", work.kept), ("output", work.outputs)):
+        payloads |= {f"{name}.{number}": bytes(part) for number, part in enumerate(parts)}
+    return _signed(accuser, evidence, payloads)
+
+
+def needed(steps: Sequence[wire.Step]) -> list[int]:
+    """The numbers of the steps whose tensors are needed to recompute the last one: those that no rollback has undone.
+
+    A step whose rows changed places is always needed: no rollback undoes that.
+    """
+    kept: list[int] = []
+    for number, step in enumerate(steps):
+        kept = [each for each in kept if steps[each].position < step.position or steps[each].reorder]
+        kept.append(number)
+    return kept
+
+
+def _evidence(kind: str, accused: str, found: Found | None = None) -> wire.Evidence:
+    found = found or Found()
+    return wire.Evidence(
+        version=_VERSION,
+        accused=peer_id_to_bytes(accused),
+        kind=kind,
+        error=found.error,
+        tolerance=found.tolerance,
+        server_device=found.server_device,
+        time_ms=time.time_ns() // 1_000_000,
+    )
+
+
+def _opened(evidence: wire.Evidence, log: SessionLog) -> None:
+    if log.opening is None or log.granted is None:
+        raise ValueError("it is not known here how the session was opened")
+    evidence.opening.CopyFrom(log.opening)
+    evidence.session_epoch = log.granted.session_epoch
+    if log.granted.HasField("pledge"):
+        evidence.pledge.CopyFrom(log.granted.pledge)
+
+
+def _known(step: wire.Step | None) -> wire.Step:
+    if step is None:
+        raise ValueError("not all of the session's steps are here")
+    return step
+
+
+def _kept(payload: bytes | None) -> bytes:
+    if payload is None:
+        raise ValueError("the tensors of the session were not kept")
+    return payload
+
+
+def _signed(accuser: Identity, evidence: Message, payloads: Mapping[str, bytes]) -> Bundle:
+    statement = evidence.SerializeToString(deterministic=True)
+    if len(statement) > MAX_STATEMENT or sum(map(len, payloads.values())) > MAX_BUNDLE - 2 * MAX_STATEMENT:
+        raise ValueError("this is more than evidence may have")
+    return Bundle(statement, accuser.peer_id, accuser.sign(ACCUSATION_DOMAIN, statement), payloads)

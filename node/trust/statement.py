@@ -1,0 +1,171 @@
+"""What evidence shows before anything is recomputed: signatures, chains and hashes. Needs no weights and no torch.
+
+Every check here is of the server's own signatures. What the accuser adds (its findings, the time) decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...crypto.evidence import NotProven, check_chain, check_equivocation, check_pledge_broken
+from ...crypto.receipts import Receipt
+from ...protocols import wire_pb2 as wire
+from ...protocols.ids import BACKWARD, FORWARD, Span
+from ...protocols.inference import (
+    MAX_BATCH,
+    MAX_LENGTH,
+    Refusal,
+    SessionTerms,
+    hash_of_step,
+    receipt_from_wire,
+    root_of,
+    sha256,
+    terms_of,
+)
+from ...protocols.pledge import pledge_from_wire
+from ...protocols.training import NOTHING_KEPT, hash_of_keep, hash_of_payloads, hash_of_work
+from .bundle import Bundle, needed
+
+
+@dataclass(frozen=True)
+class SelfProven:
+    """The signatures alone prove the fault."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class SessionClaim:
+    """The server did answer the last of `steps` with `output`; whether that is right has to be recomputed.
+
+    `steps` are those that the answer depends on, each with its tensor's header and bytes.
+    """
+
+    receipt: Receipt
+    terms: SessionTerms
+    steps: tuple[tuple[wire.Step, wire.Tensor, bytes], ...]
+    output: bytes
+
+
+@dataclass(frozen=True)
+class WorkClaim:
+    """The server did answer `work` with `outputs`; whether that is right has to be recomputed."""
+
+    receipt: Receipt
+    protocol: str
+    work: wire.Work
+    inputs: tuple[bytes, ...]
+    keep: wire.Keep | None
+    kept: tuple[bytes, ...]
+    outputs: tuple[bytes, ...]
+
+
+Shown = SelfProven | SessionClaim | WorkClaim
+
+
+def check_statement(bundle: Bundle) -> Shown:
+    """What the server's signatures say.
+
+    Raises:
+        NotProven: something does not belong together, or is not signed by the accused.
+    """
+    evidence, accused = bundle.evidence, bundle.accused
+    try:
+        if evidence.kind == "equivocation":
+            if len(evidence.receipts) != 2:
+                raise NotProven("two receipts are wanted")
+            return SelfProven(check_equivocation(accused, *map(receipt_from_wire, evidence.receipts)))
+        if evidence.kind == "pledge":
+            receipts = [receipt_from_wire(each) for each in evidence.receipts]
+            if not receipts:
+                raise NotProven("there is no receipt")
+            pledge = pledge_from_wire(evidence.pledge)
+            return SelfProven(check_pledge_broken(accused, pledge, _root(evidence, receipts[0]), receipts))
+        if evidence.HasField("work"):
+            return _work(bundle)
+        return _session(bundle)
+    except Refusal as refusal:
+        raise NotProven(f"no server takes such a request: {refusal.message}") from None
+    except ValueError as error:
+        raise NotProven(f"it contradicts itself: {error}") from None
+
+
+def _root(evidence: wire.Evidence, first: Receipt) -> bytes:
+    pledge = pledge_from_wire(evidence.pledge).hash() if evidence.HasField("pledge") else b""
+    return root_of(evidence.opening, first.client, evidence.session_epoch, pledge)
+
+
+def _session(bundle: Bundle) -> SessionClaim:
+    evidence = bundle.evidence
+    if not evidence.steps:
+        raise NotProven("there is no receipt")
+    receipts = [receipt_from_wire(each.receipt) for each in evidence.steps]
+    last = receipts[-1]
+    check_chain(bundle.accused, _root(evidence, receipts[0]), receipts)
+    terms = terms_of(evidence.opening)
+    if (last.model_version, Span(*last.span)) != (terms.model_version, terms.span):
+        raise NotProven("the receipt is for other blocks than the session was opened for")
+    wanted = frozenset(needed([each.step for each in evidence.steps]))
+    length = 0
+    steps = []
+    for number, (each, receipt) in enumerate(zip(evidence.steps, receipts, strict=True)):
+        _check_form(each, terms, length)
+        length = each.step.position + each.tensor.shape[1]
+        if number not in wanted:
+            continue
+        payload = _payload(bundle, f"input.{number}")
+        if hash_of_step(each.step, each.tensor, sha256(payload)) != receipt.request_hash:
+            raise NotProven(f"step {receipt.sequence} is not what the server's receipt says that it was asked")
+        steps.append((each.step, each.tensor, payload))
+    output = _payload(bundle, "output")
+    if sha256(output) != last.reply_hash:
+        raise NotProven("the answer is not the one that the server signed")
+    return SessionClaim(last, terms, tuple(steps), output)
+
+
+def _check_form(each: wire.EvidenceStep, terms: SessionTerms, length: int) -> None:
+    """Whether it is a step that a server takes in a session of these terms that holds `length` tokens of a row."""
+    shape = tuple(each.tensor.shape)
+    if len(shape) != 3 or shape[0] != terms.batch or not shape[1] or not shape[2]:
+        raise NotProven(f"a step of shape {shape} is none of {terms.batch} rows")
+    if each.step.position > length or each.step.position + shape[1] > min(terms.max_length, MAX_LENGTH):
+        raise NotProven(f"step {each.step.sequence} does not follow what the session holds")
+    if each.step.reorder and (len(each.step.reorder) != terms.batch or max(each.step.reorder) >= terms.batch):
+        raise NotProven(f"step {each.step.sequence} takes rows from where there are none")
+    if (each.tensor.codec, each.tensor.dtype) != (terms.codec, terms.dtype):
+        raise NotProven(f"step {each.step.sequence} has another codec than the session")
+
+
+def _work(bundle: Bundle) -> WorkClaim:
+    evidence = bundle.evidence.work
+    receipt = receipt_from_wire(evidence.receipt)
+    if not receipt.is_signed_by(bundle.accused):
+        raise NotProven(f"the receipt is not signed by {bundle.accused}")
+    if evidence.protocol not in (FORWARD, BACKWARD):
+        raise NotProven(f"{evidence.protocol!r} is no pass")
+    work = evidence.work
+    keep = evidence.keep if evidence.HasField("keep") else None
+    count = 2 if evidence.protocol == BACKWARD else 1
+    if len(work.tensors) != count:
+        raise NotProven(f"such a pass takes {count} tensors, not {len(work.tensors)}")
+    for tensor in work.tensors:
+        shape = tuple(tensor.shape)
+        if len(shape) != 3 or not 1 <= shape[0] <= MAX_BATCH or not all(shape):
+            raise NotProven(f"a pass over a tensor of shape {shape}")
+    inputs = tuple(_payload(bundle, f"input.{number}") for number in range(count))
+    kept = tuple(_payload(bundle, f"kept.{number}") for number in range(len(keep.tensors) if keep else 0))
+    kept_hash = NOTHING_KEPT if keep is None else hash_of_keep(keep, hash_of_payloads(kept))
+    if hash_of_work(evidence.protocol, work, hash_of_payloads(inputs), kept_hash) != receipt.request_hash:
+        raise NotProven("the work is not what the server's receipt says that it was asked")
+    answers = 1 + (len(kept) if evidence.protocol == BACKWARD else 0)
+    outputs = tuple(_payload(bundle, f"output.{number}") for number in range(answers))
+    if hash_of_payloads(outputs) != receipt.reply_hash:
+        raise NotProven("the answer is not the one that the server signed")
+    return WorkClaim(receipt, evidence.protocol, work, inputs, keep, kept, outputs)
+
+
+def _payload(bundle: Bundle, name: str) -> bytes:
+    found = bundle.payloads.get(name)
+    if found is None:
+        raise NotProven(f"the tensor {name} is missing")
+    return found

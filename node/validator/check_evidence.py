@@ -1,0 +1,163 @@
+"""Checks evidence with one's own weights: the answer that a server signed is recomputed and compared.
+
+What the evidence says of the server's device is the accuser's word, so the widest tolerance applies that was measured
+for the dtype and quantisation that the server signed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...crypto.evidence import NotProven
+from ...protocols import wire_pb2 as wire
+from ...protocols.ids import BACKWARD, Span
+from ...protocols.inference import Refusal
+from ...protocols.tensor_header import TensorError
+from ...protocols.tensors import decode
+from ...protocols.training import WorkTerms
+from ..errors import BadInput
+from ..models import ModelFolder, compute_manifest
+from ..models.progress import Progress, no_progress
+from ..server.training_job import unpack_keep, unpack_work
+from ..trust.bundle import Bundle
+from ..trust.statement import SelfProven, SessionClaim, WorkClaim, check_statement
+from .judging import Judgement, judge, judge_answer
+from .tolerances import Kind, find_tolerance
+from .truth import PassAnswer, PassQuestion, SessionAnswer, SessionQuestion, Step, Truth
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`proven`: the accused server is at fault. `error` and `tolerance` are 0 where nothing was recomputed."""
+
+    proven: bool
+    reason: str
+    error: float = 0.0
+    tolerance: float = 0.0
+
+
+def wanted_blocks(bundle: Bundle) -> Span | None:
+    """The blocks whose weights are needed to check the evidence; None for none."""
+    try:
+        shown = check_statement(bundle)
+    except NotProven:
+        return None
+    return None if isinstance(shown, SelfProven) else Span(*shown.receipt.span)
+
+
+def check_evidence(
+    bundle: Bundle, folder: ModelFolder | None, *, device: str = "cpu", progress: Progress = no_progress
+) -> Outcome:
+    """Whether the evidence proves what it says. Takes as long as recomputing it: off the trio thread.
+
+    Args:
+        folder: the whole model; None if there is none, which does for faults that prove themselves.
+
+    Raises:
+        BadInput: weights are needed, and none are there, or those of another model.
+        ModelError, MachineError: as `Truth.answer`.
+    """
+    try:
+        shown = check_statement(bundle)
+        if isinstance(shown, SelfProven):
+            return Outcome(True, shown.reason)
+        if folder is None:
+            raise BadInput(
+                f"this evidence can be checked only with the weights of model version "
+                f"{shown.receipt.model_version.hex()[:12]}: name the model"
+            )
+        if shown.receipt.adapter:
+            raise NotProven("the session used an adapter, whose weights are not part of the evidence")
+        version = compute_manifest(folder, progress).version
+        if version != shown.receipt.model_version:
+            raise BadInput(
+                f"this evidence is about model version {shown.receipt.model_version.hex()[:12]}; {folder.path} is "
+                f"{version.hex()[:12]}: name the model that it is about"
+            )
+        judge_it = _judge_session if isinstance(shown, SessionClaim) else _judge_work
+        try:
+            judged = judge_it(shown, folder, device, progress)  # type: ignore[arg-type]
+        except (TensorError, Refusal, ValueError) as error:
+            if isinstance(error, BadInput):
+                raise
+            raise NotProven(f"it cannot be recomputed: {error}") from None
+    except NotProven as error:
+        return Outcome(False, str(error))
+    return Outcome(judged.result == "faulty", judged.reason, judged.error, judged.tolerance)
+
+
+def _kind(claim: SessionClaim | WorkClaim, direction: str, codec: str, device: str) -> Kind:
+    receipt = claim.receipt
+    return Kind(
+        receipt.dtype,
+        receipt.quantisation,
+        "backward" if direction == BACKWARD else "forward",
+        receipt.span[1] - receipt.span[0],
+        codec,
+        server_device="",
+        own_device=torch.device(device).type,
+    )
+
+
+def _judge_session(claim: SessionClaim, folder: ModelFolder, device: str, progress: Progress) -> Judgement:
+    steps = [
+        Step(step.position, _finite(decode(tensor, payload)), tuple(step.reorder))
+        for step, tensor, payload in claim.steps
+    ]
+    question = SessionQuestion(Span(*claim.receipt.span), tuple(steps), claim.terms.left_padding)
+    (answer,) = _truth(claim, folder, device, progress).answer([question])
+    assert isinstance(answer, SessionAnswer)
+    step, tensor, _ = claim.steps[-1]
+    claimed = decode(tensor, claim.output)
+    padding = torch.tensor(claim.terms.left_padding or [0] * claim.terms.batch).unsqueeze(1)
+    counts = torch.arange(step.position, step.position + claimed.shape[1]) >= padding
+    kind = _kind(claim, "", tensor.codec, device)
+    return judge_answer(kind, claimed, answer.outputs[-1], counts)
+
+
+def _judge_work(claim: WorkClaim, folder: ModelFolder, device: str, progress: Progress) -> Judgement:
+    described = [claim.work.tensors[0]]
+    kept = None
+    if claim.keep is not None:
+        kept = unpack_keep(claim.keep, [bytearray(each) for each in claim.kept])
+        described += claim.keep.tensors
+    tensor = described[0]
+    terms = WorkTerms(claim.receipt.model_version, Span(*claim.receipt.span), tensor.codec, tensor.dtype, b"")
+    job = unpack_work(claim.protocol, terms, claim.work, [bytearray(each) for each in claim.inputs], kept)
+    (answer,) = _truth(claim, folder, device, progress).answer([PassQuestion(job.batch, job.gradient)])
+    assert isinstance(answer, PassAnswer)
+    claimed = [decode(each, payload) for each, payload in zip(described, claim.outputs, strict=False)]
+    kind = _kind(claim, claim.protocol, tensor.codec, device)
+    if answer.gradients is None:
+        assert answer.output is not None
+        return judge_answer(kind, claimed[0], answer.output, job.batch.mask)
+    judged = [judge_answer(kind, claimed[0], answer.gradients.hidden, job.batch.mask)]
+    others = _kept_gradients(answer, claim.keep)
+    tolerance = find_tolerance(kind)
+    # A gradient of a shared tensor is a sum over tokens: it is one value, judged as a whole.
+    judged += [
+        judge(one.reshape(1, 1, -1), right.reshape(1, 1, -1), tolerance)
+        for one, right in zip(claimed[1:], others, strict=True)
+    ]
+    order = ("faulty", "inconclusive", "ok")
+    return min(judged, key=lambda each: order.index(each.result))
+
+
+def _kept_gradients(answer: PassAnswer, keep: wire.Keep | None) -> list[torch.Tensor]:
+    assert answer.gradients is not None
+    lora = {str(name): tensor for name, tensor in answer.gradients.lora.items()}
+    prompts = answer.gradients.prompts
+    found = [lora.get(name, prompts) for name in (keep.names if keep is not None else ())]
+    return [each for each in found if each is not None]
+
+
+def _truth(claim: SessionClaim | WorkClaim, folder: ModelFolder, device: str, progress: Progress) -> Truth:
+    return Truth(folder.path, claim.receipt.dtype, claim.receipt.quantisation, device, progress)
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    if not bool(torch.isfinite(tensor).all()):
+        raise NotProven("what was asked holds NaN or infinity, which no server takes")
+    return tensor

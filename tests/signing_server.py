@@ -1,0 +1,152 @@
+"""A server without a network: answers what it is asked with real blocks, or with something else, and signs it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from petalnode.crypto.identity import Identity
+from petalnode.crypto.pledge import Pledge
+from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.node.blocks.passes import Batch, Passes
+from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.client.receipt_log import LoggedWork, SessionLog
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import BACKWARD, FORWARD, Span
+from petalnode.protocols.inference import hash_of_step, root_of, sha256
+from petalnode.protocols.pledge import pledge_to_wire
+from petalnode.protocols.tensors import decode, encode
+from petalnode.protocols.training import NOTHING_KEPT, hash_of_payloads, hash_of_work
+
+Spoil = Callable[[torch.Tensor], torch.Tensor]
+
+
+def honest(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def spoiled(tensor: torch.Tensor) -> torch.Tensor:
+    """A tenth too much, in random directions."""
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5))
+    return tensor + 0.1 * noise * tensor.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+
+
+class SigningServer:
+    """Serves `span` of the model in `folder`, whose version is `version`."""
+
+    def __init__(
+        self, folder: Path, version: bytes, span: Span, *, dtype: str = "float32", quant: str = "none"
+    ) -> None:
+        self.identity = Identity.generate()
+        self.client = Identity.generate()
+        self.version = version
+        self.span = span
+        self.dtype = dtype
+        self.quant = quant
+        self.blocks: BlockSpan = load_span(folder, span, device="cpu", dtype=dtype, quantisation=quant)
+        now = time.time_ns() // 1_000_000
+        self.pledge = Pledge(
+            self.identity.peer_id, version, (span.start, span.end), dtype, quant, 10, now - 1000, now + 100_000
+        ).signed(self.identity)
+
+    def session(
+        self,
+        steps: Sequence[tuple[int, torch.Tensor, Sequence[int]]],
+        *,
+        spoil: Spoil = honest,
+        left_padding: Sequence[int] = (),
+        codec: str = "none",
+        **signed: object,
+    ) -> SessionLog:
+        """The client's log of a session of (position, hidden, reorder).
+
+        The last answer is spoiled, and its receipt says what `signed` says.
+        """
+        rows = steps[0][1].shape[0]
+        opening = wire.Open(
+            protocol_version=1,
+            model_version=self.version,
+            span=wire.Span(start=self.span.start, end=self.span.end),
+            max_length=100,
+            batch=rows,
+            left_padding=left_padding,
+            codec=codec,
+            activation_dtype="float32",
+            nonce=os.urandom(16),
+        )
+        granted = wire.Granted(session_epoch=os.urandom(16), pledge=pledge_to_wire(self.pledge))
+        log = SessionLog(self.identity.peer_id, keeps_tensors=True)
+        log.begin(opening, granted)
+        previous = root_of(opening, self.client.peer_id, granted.session_epoch, self.pledge.hash())
+        cache = self.blocks.make_cache(rows, 100, list(left_padding) or None)
+        for sequence, (position, hidden, reorder) in enumerate(steps, 1):
+            tensor, payload = encode(hidden, codec)
+            step = wire.Step(sequence=sequence, position=position, reorder=reorder, route_epoch=1)
+            if position < cache.length:
+                cache.rollback(position)
+            if reorder:
+                cache.reorder(reorder)
+            output = self.blocks.forward(decode(tensor, payload), cache)
+            last = sequence == len(steps)
+            _, answer = encode(spoil(output) if last else output, codec)
+            receipt = self.receipt(
+                nonce=opening.nonce,
+                session_epoch=granted.session_epoch,
+                sequence=sequence,
+                request_hash=hash_of_step(step, tensor, sha256(payload)),
+                reply_hash=sha256(answer),
+                previous_receipt=previous,
+            )
+            if last and signed:
+                receipt = replace(receipt, **signed).signed(self.identity)  # type: ignore[arg-type]
+            log.asked(step, tensor, payload)
+            log.answered(sequence, receipt, answer)
+            previous = receipt.hash()
+        return log
+
+    def work(self, hidden: torch.Tensor, gradient: torch.Tensor | None = None, *, spoil: Spoil = honest) -> LoggedWork:
+        """The client's log of one pass."""
+        protocol = FORWARD if gradient is None else BACKWARD
+        sent = [encode(each, "none") for each in (hidden, gradient) if each is not None]
+        work = wire.Work(sequence=1, tensors=[tensor for tensor, _ in sent])
+        inputs = tuple(payload for _, payload in sent)
+        passes = Passes(self.blocks, 1 << 40)
+        passing = (
+            passes.forward(Batch(self.span, hidden))
+            if gradient is None
+            else passes.backward(Batch(self.span, hidden), gradient)
+        )
+        while True:
+            try:
+                next(passing)
+            except StopIteration as end:
+                result = end.value
+                break
+        _, answer = encode(spoil(result if gradient is None else result.hidden), "none")
+        receipt = self.receipt(
+            nonce=os.urandom(16),
+            session_epoch=os.urandom(16),
+            sequence=1,
+            request_hash=hash_of_work(protocol, work, hash_of_payloads(inputs), NOTHING_KEPT),
+            reply_hash=hash_of_payloads([answer]),
+            previous_receipt=NO_RECEIPT,
+        )
+        return LoggedWork(self.identity.peer_id, protocol, receipt, work, inputs, None, (), (answer,))
+
+    def receipt(self, **fields: object) -> Receipt:
+        usual: dict[str, object] = {
+            "protocol_version": 1,
+            "model_version": self.version,
+            "span": (self.span.start, self.span.end),
+            "dtype": self.dtype,
+            "quantisation": self.quant,
+            "client": self.client.peer_id,
+            "upstream_receipt": b"",
+            "time_ms": time.time_ns() // 1_000_000,
+        }
+        return Receipt(**usual | fields).signed(self.identity)  # type: ignore[arg-type]

@@ -1,0 +1,235 @@
+"""Evidence as a file: what third parties find proved and what refuted, with real blocks and without a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from petalnode.crypto.evidence import ACCUSATION_DOMAIN
+from petalnode.crypto.identity import Identity
+from petalnode.node.client.receipt_log import SessionLog
+from petalnode.node.errors import BadInput
+from petalnode.node.models import compute_manifest
+from petalnode.node.models.folder import ModelFolder, open_folder
+from petalnode.node.trust.bundle import (
+    BadBundle,
+    Bundle,
+    equivocation_bundle,
+    needed,
+    pledge_bundle,
+    session_bundle,
+    work_bundle,
+)
+from petalnode.node.validator.check_evidence import check_evidence
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import Span
+from tests.signing_server import SigningServer, spoiled
+from tests.swarm.processes import environment, petalnode
+from tests.tiny_models import HIDDEN, save_tiny
+
+ACCUSER = Identity.from_seed(bytes(range(7, 39)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    path = tmp_path_factory.mktemp("model")
+    save_tiny("llama", path)
+    return open_folder(path, "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(folder: ModelFolder) -> SigningServer:
+    return SigningServer(folder.path, compute_manifest(folder).version, Span(1, 4))
+
+
+def hidden(tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+STEPS = [(0, hidden(7, 2), ()), (7, hidden(1, 2, 1), ()), (5, hidden(3, 2, 2), (1, 0)), (8, hidden(1, 2, 3), ())]
+"""A prefill, a step, a rollback in which the rows change places, and a step."""
+
+
+def reread(bundle: Bundle) -> Bundle:
+    return Bundle.from_bytes(bundle.to_bytes())
+
+
+@pytest.mark.parametrize(("codec", "padding"), [("none", ()), ("bfloat16", (0, 3)), ("int8-block64", ())])
+def test_a_wrong_answer_is_proved_and_a_right_one_refuted(
+    server: SigningServer, folder: ModelFolder, padding: tuple[int, ...], codec: str
+) -> None:
+    for spoil, proven in ((None, False), (spoiled, True)):
+        options = {} if spoil is None else {"spoil": spoil}
+        log = server.session(STEPS, left_padding=padding, codec=codec, **options)  # type: ignore[arg-type]
+        outcome = check_evidence(reread(session_bundle(ACCUSER, log, len(STEPS) - 1)), folder)
+        assert outcome.proven == proven, outcome
+        assert (outcome.error > outcome.tolerance) == proven
+        earlier = check_evidence(reread(session_bundle(ACCUSER, log, 1)), folder)
+        assert not earlier.proven, earlier
+
+
+def test_what_was_rolled_back_is_not_needed(server: SigningServer) -> None:
+    steps = [(0, hidden(6), ()), (6, hidden(1), ()), (4, hidden(2), ()), (6, hidden(1), ())]
+    bundle = session_bundle(ACCUSER, server.session(steps), 3)
+    assert set(bundle.payloads) == {"input.0", "input.2", "input.3", "output"}
+    assert needed([wire.Step(position=0), wire.Step(position=4, reorder=[0]), wire.Step(position=0)]) == [1, 2]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_wrong_pass_is_proved_and_a_right_one_refuted(
+    server: SigningServer, folder: ModelFolder, backward: bool
+) -> None:
+    gradient = hidden(5, 2, 9) if backward else None
+    assert not check_evidence(reread(work_bundle(ACCUSER, server.work(hidden(5, 2), gradient))), folder).proven
+    wrong = check_evidence(reread(work_bundle(ACCUSER, server.work(hidden(5, 2), gradient, spoil=spoiled))), folder)
+    assert wrong.proven or "nobody has measured" in wrong.reason
+
+
+def test_the_server_is_held_to_the_dtype_that_it_signed(server: SigningServer, folder: ModelFolder) -> None:
+    """What is right in bfloat16 is wrong in float32."""
+    coarse = SigningServer(folder.path, server.version, server.span, dtype="bfloat16")
+    assert not check_evidence(session_bundle(ACCUSER, coarse.session(STEPS), 3), folder).proven
+    coarse.dtype = "float32"
+    assert check_evidence(session_bundle(ACCUSER, coarse.session(STEPS), 3), folder).proven
+
+
+# --- liars who accuse
+
+
+def altered(bundle: Bundle, change: Callable[[wire.Evidence, dict[str, bytes]], None]) -> Bundle:
+    """Evidence as somebody makes it who wants a server to look bad: changed and signed anew by him."""
+    evidence, payloads = wire.Evidence(), dict(bundle.payloads)
+    evidence.CopyFrom(bundle.evidence)
+    change(evidence, payloads)
+    statement = evidence.SerializeToString(deterministic=True)
+    return Bundle(statement, ACCUSER.peer_id, ACCUSER.sign(ACCUSATION_DOMAIN, statement), payloads)
+
+
+def flip(name: str) -> Callable[[wire.Evidence, dict[str, bytes]], None]:
+    def change(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
+        payloads[name] = bytes([payloads[name][0] ^ 1]) + payloads[name][1:]
+
+    return change
+
+
+def drop(name: str) -> Callable[[wire.Evidence, dict[str, bytes]], None]:
+    return lambda evidence, payloads: payloads.pop(name) and None
+
+
+LIES: dict[str, Callable[[wire.Evidence, dict[str, bytes]], None]] = {
+    "another answer": flip("output"),
+    "another question": flip("input.3"),
+    "another past": flip("input.0"),
+    "no answer": drop("output"),
+    "no past": drop("input.0"),
+    "no steps": lambda evidence, payloads: evidence.ClearField("steps"),
+    "a step left out": lambda evidence, payloads: evidence.steps.pop(1) and None,
+    "the first step left out": lambda evidence, payloads: evidence.steps.pop(0) and None,
+    "other padding": lambda evidence, payloads: evidence.opening.left_padding.extend([0, 3]),
+    "another codec": lambda evidence, payloads: setattr(evidence.opening, "codec", "float16"),
+    "fewer rows": lambda evidence, payloads: setattr(evidence.opening, "batch", 1),
+    "another epoch": lambda evidence, payloads: setattr(evidence, "session_epoch", b"x" * 16),
+    "no pledge": lambda evidence, payloads: evidence.ClearField("pledge"),
+    "another server": lambda evidence, payloads: setattr(evidence, "accused", b"\0$\x08\x01\x12 " + b"x" * 32),
+    "another position": lambda evidence, payloads: setattr(evidence.steps[3].step, "position", 7),
+    "another order": lambda evidence, payloads: evidence.steps[2].step.ClearField("reorder"),
+    "another dtype": lambda evidence, payloads: setattr(evidence.steps[3].receipt, "dtype", "bfloat16"),
+    "no signature": lambda evidence, payloads: setattr(evidence.steps[3].receipt, "signature", b""),
+    "a position beyond": lambda evidence, payloads: setattr(evidence.steps[0].step, "position", 1 << 60),
+    "no shape": lambda evidence, payloads: evidence.steps[0].tensor.ClearField("shape"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lying_accuser_is_refuted(server: SigningServer, folder: ModelFolder, name: str) -> None:
+    honest = session_bundle(ACCUSER, server.session(STEPS), 3)
+    outcome = check_evidence(reread(altered(honest, LIES[name])), folder)
+    assert not outcome.proven and outcome.reason
+    wrong = session_bundle(ACCUSER, server.session(STEPS, spoil=spoiled), 3)
+    assert not check_evidence(reread(altered(wrong, LIES[name])), folder).proven
+
+
+def test_nobody_can_accuse_with_his_own_signature(server: SigningServer, folder: ModelFolder) -> None:
+    liar = SigningServer(folder.path, server.version, server.span)
+    log = liar.session(STEPS, spoil=spoiled)
+    log.peer_id = server.identity.peer_id
+    assert not check_evidence(session_bundle(ACCUSER, log, 3), folder).proven
+
+
+# --- faults that prove themselves
+
+
+def test_equivocation_and_broken_pledges_need_no_weights(server: SigningServer) -> None:
+    log = server.session(STEPS)
+    receipts = [each.receipt for each in log.entries]
+    other = replace(receipts[3], reply_hash=b"x" * 32).signed(server.identity)
+    assert check_evidence(reread(equivocation_bundle(ACCUSER, log.peer_id, receipts[3], other)), None).proven
+    assert not check_evidence(reread(equivocation_bundle(ACCUSER, log.peer_id, receipts[3], receipts[3])), None).proven
+    assert not check_evidence(reread(pledge_bundle(ACCUSER, log, receipts)), None).proven
+    outside = server.session(STEPS, span=(1, 5))
+    assert check_evidence(
+        reread(pledge_bundle(ACCUSER, outside, [each.receipt for each in outside.entries])), None
+    ).proven
+
+
+def test_what_cannot_be_checked_is_said(server: SigningServer, folder: ModelFolder, tmp_path: Path) -> None:
+    bundle = session_bundle(ACCUSER, server.session(STEPS), 3)
+    with pytest.raises(BadInput, match="name the model"):
+        check_evidence(bundle, None)
+    save_tiny("llama", tmp_path, seed=3)
+    with pytest.raises(BadInput, match="is about model version"):
+        check_evidence(bundle, open_folder(tmp_path, "other"))
+    log = server.session(STEPS)
+    log.forget_tensors()
+    with pytest.raises(ValueError, match="not kept"):
+        session_bundle(ACCUSER, log, 3)
+    with pytest.raises(ValueError, match="not all"):
+        session_bundle(ACCUSER, SessionLog("x"), 0)
+
+
+# --- files
+
+
+def test_a_file_survives_and_a_damaged_one_is_told(server: SigningServer, tmp_path: Path) -> None:
+    bundle = session_bundle(ACCUSER, server.session(STEPS), 3)
+    path = tmp_path / "a" / "b.evidence"
+    bundle.save(path)
+    back = Bundle.load(path)
+    assert back == bundle and back.id == bundle.id and back.accuser == ACCUSER.peer_id
+    data = path.read_bytes()
+    for damaged in (b"", b"x", data[:100], data[:-5], b"\xff" * 64, data + b"x", b"{}" * 500):
+        path.write_bytes(damaged)
+        with pytest.raises(BadBundle):
+            Bundle.load(path)
+    with pytest.raises(BadBundle, match="cannot read"):
+        Bundle.load(tmp_path / "nothing")
+    with pytest.raises(BadBundle, match="not signed"):
+        reread(replace(bundle, signature=bytes(64)))
+    with pytest.raises(BadBundle, match="not signed"):
+        reread(replace(bundle, accuser=server.identity.peer_id))
+    with pytest.raises(BadBundle, match="not known"):
+        reread(altered(bundle, lambda evidence, payloads: setattr(evidence, "kind", "rumour")))
+
+
+def test_the_command_says_proven_refuted_or_unreadable(
+    server: SigningServer, folder: ModelFolder, tmp_path: Path
+) -> None:
+    env = environment(tmp_path)
+    wrong, right, junk = (tmp_path / name for name in ("wrong.evidence", "right.evidence", "junk.evidence"))
+    session_bundle(ACCUSER, server.session(STEPS, spoil=spoiled), 3).save(wrong)
+    session_bundle(ACCUSER, server.session(STEPS), 3).save(right)
+    junk.write_bytes(b"junk")
+    for path, code, verdict in ((wrong, 0, "proven"), (right, 1, "refuted")):
+        done = petalnode("verify-evidence", str(path), str(folder.path), "--json", env=env)
+        assert done.code == code, done
+        (told,) = done.objects
+        assert (told["verdict"], told["peer_id"]) == (verdict, server.identity.peer_id)
+        assert (told["error"] > told["tolerance"]) == (verdict == "proven")
+        json.dumps(told, allow_nan=False)
+    done = petalnode("verify-evidence", str(junk), env=env)
+    assert done.code == 2 and "no evidence" in done.err and "Traceback" not in done.err
