@@ -1,7 +1,10 @@
-"""A small model hub on loopback: the few endpoints that fetching a model needs, with gates and broken connections."""
+"""A small model hub on loopback: the few endpoints that fetching a model needs, with gates and broken connections, and
+those with which adapters are found and uploaded.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -10,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs
 
 COMMIT = "c0ffee" + "0" * 34
 
@@ -23,12 +27,14 @@ class Hub:
         token: if given, the model is gated: only requests with it get files.
         cut: file name -> bytes after which the connection breaks, once.
         gets: (file name, first byte asked for) of every GET of a file.
+        uploaded: repositories that were made here, by their ids, and their files.
     """
 
     folder: Path
     token: str | None = None
     cut: dict[str, int] = field(default_factory=dict)
     gets: list[tuple[str, int]] = field(default_factory=list)
+    uploaded: dict[str, dict[str, bytes]] = field(default_factory=dict)
     url: str = ""
 
 
@@ -60,7 +66,51 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=False)
 
     def do_GET(self) -> None:
+        if self.path.partition("?")[0] == "/api/models":
+            return self._search()
         self._answer(body=True)
+
+    def do_POST(self) -> None:
+        given = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Authorization") != f"Bearer {self.served.token}":
+            return self._refuse(401, "")
+        words = self.path.strip("/").split("/")
+        if words == ["api", "validate-yaml"]:
+            return self._json({"errors": [], "warnings": []})
+        if words == ["api", "repos", "create"]:
+            asked = json.loads(given)
+            name = f"{asked['organization']}/{asked['name']}"
+            if name in self.served.uploaded:
+                return self._json({"error": "You already created this model repo"}, status=409)
+            self.served.uploaded[name] = {}
+            return self._json({"url": f"{self.served.url}/{name}"})
+        name = "/".join(words[2:4])
+        if words[4] == "preupload":
+            files = json.loads(given)["files"]
+            return self._json({"files": [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in files]})
+        assert words[4] == "commit"
+        for line in map(json.loads, given.splitlines()):
+            if line["key"] == "file":
+                content = base64.b64decode(line["value"]["content"])
+                self.served.uploaded[name][line["value"]["path"]] = content
+        self._json({"success": True, "commitOid": COMMIT, "commitUrl": f"{self.served.url}/{name}/commit/{COMMIT}"})
+
+    def _search(self) -> None:
+        wanted = set(parse_qs(self.path.partition("?")[2]).get("filter", []))
+        found = []
+        for name, files in self.served.uploaded.items():
+            tags = _tags(files.get("README.md", b"").decode())
+            if wanted <= set(tags):
+                found.append({"id": name, "modelId": name, "tags": tags})
+        self._json(found)
+
+    def _json(self, answer: object, status: int = 200) -> None:
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -70,6 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
         api = words[:2] == ["api", "models"]
         if api:
             words = words[2:]
+        uploaded = self.served.uploaded.get("/".join(words[:2]))
+        if uploaded is not None:
+            return self._uploaded("/".join(words[:2]), uploaded, None if api else "/".join(words[4:]), body=body)
         if words[:2] != ["org", "tiny"]:
             return self._refuse(404, "RepoNotFound")
         revision = words[3] if len(words) > 3 else "main"
@@ -89,6 +142,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+    def _uploaded(self, name: str, files: dict[str, bytes], file: str | None, *, body: bool) -> None:
+        if file is None:
+            siblings = [{"rfilename": each, "size": len(content)} for each, content in files.items()]
+            return self._json({"id": name, "sha": COMMIT, "siblings": siblings})
+        if file not in files:
+            return self._refuse(404, "EntryNotFound")
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha256(files[file]).hexdigest()}"')
+        self.send_header("Content-Length", str(len(files[file])))
+        self.end_headers()
+        if body:
+            self.wfile.write(files[file])
 
     def _file(self, name: str, *, body: bool) -> None:
         path = self.served.folder / name
@@ -122,3 +189,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+
+def _tags(card: str) -> list[str]:
+    """Those of a model card's metadata."""
+    lines = [line for line in card.splitlines() if line.startswith("tags: ")]
+    return list(json.loads(lines[0].removeprefix("tags: "))) if lines else []

@@ -51,6 +51,7 @@ _COMMANDS = (
     "swarm-key",
     "plan",
     "tune",
+    "adapters",
     "validate",
     "verify-evidence",
 )
@@ -61,7 +62,11 @@ def _register(arguments: list[str]) -> None:
     called = [name for name in arguments[:1] if name in _COMMANDS]
     for name in called or _COMMANDS:
         function = name.replace("-", "_")
-        app.command(name)(getattr(importlib.import_module(f".{function}", __package__), function))
+        found = getattr(importlib.import_module(f".{function}", __package__), function)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name)(found)
 
 
 def main() -> NoReturn:

@@ -320,11 +320,10 @@ class _Run:
     def _loop(self, training: Training, report: Report) -> None:
         from ..tuning.checkpoint import save_checkpoint
         from ..tuning.events import StepDone
-        from ..tuning.schedule import is_due
 
         for event in training.run():
             report.tell(event)
-            if isinstance(event, StepDone) and is_due(event.step, training.recipe.checkpoint_every, -1):
+            if isinstance(event, StepDone) and event.step % training.recipe.checkpoint_every == 0:
                 save_checkpoint(self._options.out, training.checkpoint())
 
     def _keep(self, training: Training, *, interrupted: bool) -> None:

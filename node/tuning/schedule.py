@@ -36,5 +36,5 @@ def learning_rate(step: int, steps: int, *, peak: float, warmup: int, shape: Sha
 
 
 def is_due(step: int, every: int, steps: int) -> bool:
-    """Whether after `step` steps it is time for what is done every `every` steps and after the last one."""
-    return step > 0 and (step % every == 0 or step == steps)
+    """Whether after `step` steps it is time for what is done at the start, every `every` steps and at the end."""
+    return step % every == 0 or step == steps

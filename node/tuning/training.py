@@ -57,7 +57,7 @@ class Training:
         self._train = train
         self._held_out = held_out
         self._padding = padding
-        self._evaluated = 0
+        self._evaluated = -1
         self._best: dict[str, torch.Tensor] = {}
         self._weights = tuned.weights
         self._optimiser = torch.optim.AdamW(
