@@ -16,6 +16,7 @@ from .identity import Identity, verify
 
 RECEIPT_DOMAIN: Final = "petalnode/receipt/1"
 REQUEST_DOMAIN: Final = "petalnode/request/1"
+COUNTERSIGNATURE_DOMAIN: Final = "petalnode/countersignature/1"
 SESSION_DOMAIN: Final = "petalnode/session/1"
 NO_RECEIPT: Final = bytes(32)
 """Stands where a stream of works has no previous receipt yet; a session's first receipt refers to `session_root`."""
@@ -79,6 +80,16 @@ class Receipt:
     def hash(self) -> bytes:
         """What the next receipt of the session, and a downstream server's, refers to. Covers the signature."""
         return digest(RECEIPT_DOMAIN, self.canonical_bytes(), self.signature)
+
+
+def countersign(client: Identity, receipt: Receipt) -> bytes:
+    """The client's word that the server did this for it: 64 bytes. Given to auditors, on request."""
+    return client.sign(COUNTERSIGNATURE_DOMAIN, receipt.hash())
+
+
+def is_countersigned(receipt: Receipt, signature: bytes) -> bool:
+    """Whether the client that the receipt names says so."""
+    return verify(receipt.client, COUNTERSIGNATURE_DOMAIN, receipt.hash(), signature)
 
 
 def session_root(

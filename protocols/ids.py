@@ -12,6 +12,8 @@ DIRECTORY: Final = "/petalnode/directory/1"
 MANIFEST: Final = "/petalnode/manifest/1"
 FORWARD: Final = "/petalnode/forward/1"
 BACKWARD: Final = "/petalnode/backward/1"
+RECEIPTS: Final = "/petalnode/receipts/1"
+EVIDENCE: Final = "/petalnode/evidence/1"
 ADAPTER: Final = "/petalnode/adapter/1"
 TRANSFER: Final = "/petalnode/transfer/1"
 

@@ -1581,6 +1581,133 @@ class SignedEvidence(google.protobuf.message.Message):
 Global___SignedEvidence: typing_extensions.TypeAlias = SignedEvidence
 
 @typing.final
+class Offer(google.protobuf.message.Message):
+    """/petalnode/receipts/1: a client shows an auditor of its choice what servers signed for it. Opened by the client:
+
+      client                               auditor
+      Offer (its newest receipts) ->
+                                        <- Pick (one of them)
+      Sending, pieces ->                                                 (evidence of kind "answer", signed by the client)
+      ...
+                                        <- Close
+
+    /petalnode/evidence/1: Fetch by its id -> Sending and pieces, or Error; again and again, until Close.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECEIPTS_FIELD_NUMBER: builtins.int
+    COUNTERSIGNATURES_FIELD_NUMBER: builtins.int
+    @property
+    def receipts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Receipt]: ...
+    @property
+    def countersignatures(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """by the client, over the hash of each receipt"""
+
+    def __init__(
+        self,
+        *,
+        receipts: collections.abc.Iterable[Global___Receipt] | None = ...,
+        countersignatures: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["countersignatures", b"countersignatures", "receipts", b"receipts"]) -> None: ...
+
+Global___Offer: typing_extensions.TypeAlias = Offer
+
+@typing.final
+class Pick(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """counts from 0"""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number"]) -> None: ...
+
+Global___Pick: typing_extensions.TypeAlias = Pick
+
+@typing.final
+class Fetch(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    id: builtins.bytes
+    def __init__(
+        self,
+        *,
+        id: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id"]) -> None: ...
+
+Global___Fetch: typing_extensions.TypeAlias = Fetch
+
+@typing.final
+class Sending(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NBYTES_FIELD_NUMBER: builtins.int
+    nbytes: builtins.int
+    """of a bundle, whose bytes follow in pieces"""
+    def __init__(
+        self,
+        *,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nbytes", b"nbytes"]) -> None: ...
+
+Global___Sending: typing_extensions.TypeAlias = Sending
+
+@typing.final
+class EvidenceFrame(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFER_FIELD_NUMBER: builtins.int
+    PICK_FIELD_NUMBER: builtins.int
+    FETCH_FIELD_NUMBER: builtins.int
+    SENDING_FIELD_NUMBER: builtins.int
+    PIECE_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    CLOSE_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    @property
+    def offer(self) -> Global___Offer: ...
+    @property
+    def pick(self) -> Global___Pick: ...
+    @property
+    def fetch(self) -> Global___Fetch: ...
+    @property
+    def sending(self) -> Global___Sending: ...
+    @property
+    def piece(self) -> Global___Piece: ...
+    @property
+    def error(self) -> Global___Error: ...
+    @property
+    def close(self) -> Global___Close: ...
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def __init__(
+        self,
+        *,
+        offer: Global___Offer | None = ...,
+        pick: Global___Pick | None = ...,
+        fetch: Global___Fetch | None = ...,
+        sending: Global___Sending | None = ...,
+        piece: Global___Piece | None = ...,
+        error: Global___Error | None = ...,
+        close: Global___Close | None = ...,
+        tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "close", b"close", "error", b"error", "fetch", b"fetch", "offer", b"offer", "pick", b"pick", "piece", b"piece", "sending", b"sending"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "close", b"close", "error", b"error", "fetch", b"fetch", "offer", b"offer", "pick", b"pick", "piece", b"piece", "sending", b"sending", "tensors", b"tensors"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["offer", "pick", "fetch", "sending", "piece", "error", "close"] | None: ...
+
+Global___EvidenceFrame: typing_extensions.TypeAlias = EvidenceFrame
+
+@typing.final
 class TransferFrame(google.protobuf.message.Message):
     """/petalnode/transfer/1: bytes there and bytes back, to measure how fast they pass."""
 

@@ -28,7 +28,7 @@ from .deadlines import (
     SUSPECT_SECONDS,
 )
 from .promise import Promise
-from .receipt_log import ReceiptArchive
+from .receipt_log import SHARED_BYTES, ReceiptArchive
 from .routing import Candidate, Hop, cheapest_chain, second_best
 from .saved_session import SavedSession
 from .server_session import HopTiming, InferenceStream, SessionSpec
@@ -101,14 +101,31 @@ async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress =
 
 @asynccontextmanager
 async def open_client(
-    swarm: Swarm, model: SwarmModel, *, allowed: Collection[str] = (), blocked: Collection[str] = ()
+    swarm: Swarm,
+    model: SwarmModel,
+    *,
+    allowed: Collection[str] = (),
+    blocked: Collection[str] = (),
+    share_receipts: Sequence[str] = (),
 ) -> AsyncIterator[SwarmClient]:
-    """A client for the length of the block. `allowed` and `blocked` are peer ids; no `allowed` allows everybody."""
+    """A client for the length of the block. `allowed` and `blocked` are peer ids; no `allowed` allows everybody.
+
+    `share_receipts` are auditors, multiaddrs with /p2p, that may see what is sent and received (`sharing`).
+    """
     async with trio.open_nursery() as nursery:
         client = SwarmClient(swarm, model, nursery, allowed=allowed, blocked=blocked)
+        if share_receipts:
+            client.receipts = ReceiptArchive(SHARED_BYTES)
+            nursery.start_soon(_share, swarm, client.receipts, share_receipts)
         nursery.start_soon(client.candidates)  # so that the first session finds the round trips measured
         yield client
         nursery.cancel_scope.cancel()
+
+
+async def _share(swarm: Swarm, archive: ReceiptArchive, auditors: Sequence[str]) -> None:
+    from .sharing import share_receipts
+
+    await share_receipts(swarm, archive, auditors)
 
 
 class SwarmClient:

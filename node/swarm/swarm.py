@@ -121,6 +121,10 @@ class Swarm:
         return self._host.peer_id
 
     @property
+    def identity(self) -> Identity:
+        return self._config.identity
+
+    @property
     def addrs(self) -> list[str]:
         """Concrete multiaddrs under which this node may be reached, with /p2p; none for a pure client."""
         return self._host.addrs()

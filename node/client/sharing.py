@@ -1,0 +1,146 @@
+"""Shows receipts, and what they are for, to the auditors that a person has named. Nobody else ever sees any.
+
+Only so can a server be caught that is honest to strangers: it cannot know which of its answers are looked at later. Who
+audits sees the hidden states, and from those of the first blocks the text can be recovered: name auditors that may read
+along. The client calls, so that it works from behind NAT, and no server can tell who shares.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from ...crypto.receipts import Receipt, countersign
+from ...protocols import wire_pb2 as wire
+from ...protocols.evidence import (
+    MAX_HEADER,
+    MAX_OFFER,
+    MAX_SHARED,
+    PIECE_BYTES,
+    EvidenceStream,
+    check_pick,
+    send_bundle,
+)
+from ...protocols.framing import PeerError
+from ...protocols.ids import RECEIPTS
+from ...protocols.inference import Refusal, receipt_to_wire
+from ..swarm.addresses import parse_peer
+from ..swarm.swarm import Swarm
+from ..trust.bundle import Bundle, session_bundle, work_bundle
+from .receipt_log import LoggedWork, ReceiptArchive, SessionLog
+
+log = logging.getLogger(__name__)
+
+SHARE_INTERVAL: Final = 20.0
+"""Between two calls at one auditor, more or less: a random time."""
+OPEN_TIMEOUT: Final = 10.0
+PICK_TIMEOUT: Final = 120.0
+"""The auditor may be computing."""
+PIECE_TIMEOUT: Final = 30.0
+MOST_PICKS: Final = 16
+"""That a client answers in one call."""
+LAST_CALL: Final = 5.0
+"""Seconds for a client that ends to be audited."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An answer that an auditor may pick: step `index` of a session, or a work."""
+
+    receipt: Receipt
+    source: SessionLog | LoggedWork
+    index: int = 0
+
+
+def auditable(archive: ReceiptArchive) -> list[Shown]:
+    """Every answer for which all is here that its recomputation needs."""
+    found = [
+        Shown(entry.receipt, log, index)
+        for log in archive.sessions
+        if log.complete and log.nbytes
+        for index, entry in enumerate(log.entries)
+        if entry.output is not None
+    ]
+    return found + [Shown(work.receipt, work) for work in archive.works]
+
+
+async def share_receipts(swarm: Swarm, archive: ReceiptArchive, auditors: Sequence[str]) -> None:
+    """Calls each of `auditors`, multiaddrs with /p2p, again and again, while there is something new to show. When it is
+    cancelled it calls once more. Never raises for anything that an auditor does."""
+    async with trio.open_nursery() as nursery:
+        for auditor in auditors:
+            nursery.start_soon(_keep_calling, swarm, archive, auditor)
+
+
+async def _keep_calling(swarm: Swarm, archive: ReceiptArchive, auditor: str) -> None:
+    seen: set[bytes] = set()
+    try:
+        while True:
+            await trio.sleep(random.uniform(0.5, 1.5) * SHARE_INTERVAL)
+            await _call(swarm, archive, auditor, seen)
+    finally:
+        with trio.CancelScope(shield=True), trio.move_on_after(LAST_CALL):
+            await _call(swarm, archive, auditor, seen)
+
+
+async def _call(swarm: Swarm, archive: ReceiptArchive, auditor: str, seen: set[bytes]) -> None:
+    fresh = [shown for shown in auditable(archive) if shown.receipt.signature not in seen]
+    if not fresh:
+        return
+    offered = random.sample(fresh, min(len(fresh), MAX_OFFER))
+    peer_id, addr = parse_peer(auditor)
+    try:
+        async with swarm.open_stream(
+            peer_id,
+            RECEIPTS,
+            wire.EvidenceFrame,
+            addrs=(addr,),
+            timeout=OPEN_TIMEOUT,
+            max_header=MAX_HEADER,
+            max_payload=PIECE_BYTES,
+        ) as stream:
+            await _show(swarm, stream, offered)
+    except PeerError as error:
+        log.info("the auditor %s cannot be shown receipts: %s", peer_id, error)
+        return
+    except Refusal as refusal:
+        log.info("the auditor %s asks for nonsense: %s", peer_id, refusal)
+    seen.update(shown.receipt.signature for shown in fresh)
+    present = {shown.receipt.signature for shown in auditable(archive)}
+    seen &= present
+
+
+async def _show(swarm: Swarm, stream: EvidenceStream, offered: Sequence[Shown]) -> None:
+    offer = wire.Offer(
+        receipts=[receipt_to_wire(shown.receipt) for shown in offered],
+        countersignatures=[countersign(swarm.identity, shown.receipt) for shown in offered],
+    )
+    await stream.send(wire.EvidenceFrame(offer=offer), timeout=PIECE_TIMEOUT)
+    for _ in range(MOST_PICKS):
+        frame, _ = await stream.receive(timeout=PICK_TIMEOUT)
+        number = check_pick(frame, len(offered))
+        if number is None:
+            return
+        data = await trio.to_thread.run_sync(_packed, swarm, offered[number])
+        if data is None:
+            error = wire.Error(code=wire.ERROR_NOT_FOUND, message="this is not here any more, or is too large")
+            await stream.send(wire.EvidenceFrame(error=error), timeout=PIECE_TIMEOUT)
+        else:
+            await send_bundle(stream, data, timeout=PIECE_TIMEOUT)
+
+
+def _packed(swarm: Swarm, shown: Shown) -> bytes | None:
+    bundle: Bundle | None = None
+    with suppress(ValueError, IndexError):  # its tensors may just have been forgotten
+        if isinstance(shown.source, LoggedWork):
+            bundle = work_bundle(swarm.identity, shown.source)
+        else:
+            bundle = session_bundle(swarm.identity, shown.source, shown.index)
+    data = bundle.to_bytes() if bundle is not None else b""
+    return data if 0 < len(data) <= MAX_SHARED else None

@@ -1,0 +1,147 @@
+"""The auditor's side of `/petalnode/receipts/1`: takes a random sample of what clients show, to be judged in peace."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from ...crypto.receipts import Receipt, is_countersigned
+from ...protocols import wire_pb2 as wire
+from ...protocols.evidence import (
+    MAX_HEADER,
+    MAX_OFFER,
+    MAX_SHARED,
+    PIECE_BYTES,
+    EvidenceStream,
+    receive_bundle,
+)
+from ...protocols.framing import ProtocolError
+from ...protocols.ids import RECEIPTS
+from ...protocols.inference import Refusal, receipt_from_wire
+from ..swarm.swarm import Swarm
+from ..trust.bundle import BadBundle, Bundle
+
+OFFER_TIMEOUT: Final = 30.0
+PIECE_TIMEOUT: Final = 30.0
+CALLS_PER_MINUTE: Final = 12
+"""That one client may make."""
+MOST_CALLS: Final = 8
+"""At once, of all clients."""
+MOST_WAITING: Final = 32
+"""Bundles that wait to be judged, and how many bytes they may have together."""
+MOST_WAITING_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a client shows: the bundle says what a server was asked and what it signed.
+
+    Nothing in it was checked but the countersignature; `check_evidence` tells whether it proves a fault.
+    """
+
+    client: str
+    receipt: Receipt
+    bundle: Bundle
+
+
+def choose(receipts: Sequence[Receipt], known: Callable[[Receipt], bool], count: int) -> list[int]:
+    """The numbers of `count` receipts at random, of those that this auditor can judge (`known`)."""
+    usable = [number for number, receipt in enumerate(receipts) if known(receipt)]
+    return random.sample(usable, min(count, len(usable)))
+
+
+class AuditDesk:
+    """Where clients bring their receipts. Made on a swarm that listens; `next` gives one audit after the other.
+
+    `known` says whether a receipt can be judged here (its model version, say); `sample` is how many are taken of each
+    call.
+    """
+
+    def __init__(self, swarm: Swarm, known: Callable[[Receipt], bool], *, sample: int = 2) -> None:
+        self._known = known
+        self._sample = sample
+        self._calls: dict[str, deque[float]] = {}
+        self._open = 0
+        self._bytes = 0
+        self._in, self._out = trio.open_memory_channel[Audit](MOST_WAITING)
+        swarm.set_handler(RECEIPTS, wire.EvidenceFrame, self._serve, max_header=MAX_HEADER, max_payload=PIECE_BYTES)
+
+    async def next(self) -> Audit:
+        """Waits for the next one."""
+        audit = await self._out.receive()
+        self._bytes -= _size(audit)
+        return audit
+
+    async def _serve(self, stream: EvidenceStream) -> None:
+        frame, _ = await stream.receive(timeout=OFFER_TIMEOUT)
+        if frame.WhichOneof("body") != "offer":
+            raise ProtocolError(f"{stream.peer_id} offers no receipts", stream.peer_id)
+        if self._may_call(stream.peer_id):
+            self._open += 1
+            try:
+                await self._take(stream, frame.offer)
+            finally:
+                self._open -= 1
+        await stream.send(wire.EvidenceFrame(close=wire.Close()), timeout=PIECE_TIMEOUT)
+
+    def _may_call(self, peer_id: str) -> bool:
+        now = trio.current_time()
+        for other in [each for each, calls in self._calls.items() if not calls or calls[-1] < now - 60]:
+            del self._calls[other]
+        calls = self._calls.setdefault(peer_id, deque(maxlen=CALLS_PER_MINUTE))
+        if self._open >= MOST_CALLS or (len(calls) == CALLS_PER_MINUTE and calls[0] > now - 60):
+            return False
+        calls.append(now)
+        return True
+
+    async def _take(self, stream: EvidenceStream, offer: wire.Offer) -> None:
+        try:
+            receipts = [receipt_from_wire(each) for each in offer.receipts[:MAX_OFFER]]
+        except ValueError as error:
+            raise ProtocolError(f"{stream.peer_id} offers what is no receipt: {error}", stream.peer_id) from None
+        signatures = offer.countersignatures
+        for number in choose(receipts, self._known, self._sample):
+            receipt = receipts[number]
+            if (
+                receipt.client != stream.peer_id
+                or number >= len(signatures)
+                or not is_countersigned(receipt, signatures[number])
+            ):
+                raise ProtocolError(f"{stream.peer_id} offers a receipt that it does not stand by", stream.peer_id)
+            await stream.send(wire.EvidenceFrame(pick=wire.Pick(number=number)), timeout=PIECE_TIMEOUT)
+            try:
+                data = await receive_bundle(stream, limit=MAX_SHARED, timeout=PIECE_TIMEOUT)
+                bundle = await trio.to_thread.run_sync(Bundle.from_bytes, data)
+            except Refusal:
+                continue
+            except BadBundle as error:
+                raise ProtocolError(f"{stream.peer_id} shows nonsense: {error}", stream.peer_id) from None
+            self._put(Audit(stream.peer_id, receipt, bundle), stream.peer_id)
+
+    def _put(self, audit: Audit, peer_id: str) -> None:
+        if _judged(audit.bundle) != audit.receipt.signature or audit.bundle.accuser != peer_id:
+            raise ProtocolError(f"{peer_id} shows something else than was picked", peer_id)
+        if self._bytes + _size(audit) > MOST_WAITING_BYTES:
+            return
+        try:
+            self._in.send_nowait(audit)
+        except trio.WouldBlock:
+            return
+        self._bytes += _size(audit)
+
+
+def _judged(bundle: Bundle) -> bytes:
+    """The signature of the receipt that a bundle is about."""
+    evidence = bundle.evidence
+    if evidence.HasField("work"):
+        return evidence.work.receipt.signature
+    return evidence.steps[-1].receipt.signature if evidence.steps else b""
+
+
+def _size(audit: Audit) -> int:
+    return len(audit.bundle.statement) + sum(map(len, audit.bundle.payloads.values()))
