@@ -179,6 +179,11 @@ async def send_in_pieces(
         PeerError: as `MessageStream.send`.
     """
     await stream.send(head, timeout=timeout)
+    await send_pieces(stream, payloads, timeout=timeout)
+
+
+async def send_pieces(stream: WorkStream, payloads: Sequence[Buffer], *, timeout: float) -> None:
+    """Sends the bytes of tensors that the other side has heard of; as `send_in_pieces`."""
     for views in _pieces(payloads):
         piece = wire.WorkFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=view.nbytes) for view in views])
         await stream.send(piece, views, timeout=timeout)

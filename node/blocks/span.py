@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,12 @@ from ...protocols.ids import Span
 from ..errors import BadInput, MachineError, ModelError
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import Quantisation, choose_quantisation
+from .adapter import NotByRow, SpanAdapter, Use, changed_by, make_span_adapter, prompted_by
 from .attention import RaggedView, SessionView
 from .cache import BlockCacheSpec, SpanCache
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
+from .lora import linear_shapes
 from .ragged import agrees_with_single_steps
 from .skeleton import Skeleton, build, fill
 from .stack import BlockStack
@@ -40,6 +45,7 @@ class BlockSpan:
         supports_ragged: whether `decode` runs the sessions as one batch.
         quantisation: how coarsely the weights are held.
         stack: the blocks themselves, for passes without a cache.
+        linears: (values in, values out) of the linear layers that adapters may change, by block and path.
         can_backward: why these blocks give no gradients; None if they do.
     """
 
@@ -58,7 +64,9 @@ class BlockSpan:
         self.supports_ragged = False
         self.can_backward: str | None = None
         self.stack = stack
+        self.linears = {span.start + index: linear_shapes(block) for index, block in enumerate(stack.blocks)}
         self._specs = tuple(specs)
+        self._mixes_adapters = True
 
     def make_cache(
         self, batch: int, max_length: int, left_padding: Sequence[int] | None = None, part: Span | None = None
@@ -88,12 +96,18 @@ class BlockSpan:
             first=first,
         )
 
+    def make_adapter(self, tensors: Mapping[str, torch.Tensor]) -> SpanAdapter:
+        """What `tensors` change of these blocks; checked before by `protocols.adapter.check_tensors`."""
+        blocks = {self.span.start + index: block for index, block in enumerate(self.stack.blocks)}
+        return make_span_adapter(tensors, blocks, self.dtype, self.device)
+
     @torch.inference_mode()
-    def forward(self, hidden: torch.Tensor, cache: SpanCache) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, cache: SpanCache, adapter: SpanAdapter | None = None) -> torch.Tensor:
         """Runs the next tokens of one session (prefill, a chunk, a step) and keeps them in its cache.
 
         Args:
             hidden: float [batch, tokens, hidden size] of any dtype and device.
+            adapter: changes the blocks for this session.
 
         Returns:
             The same shape, dtype and device.
@@ -109,20 +123,25 @@ class BlockSpan:
             padding = torch.tensor(cache.left_padding, device=self.device).unsqueeze(1)
             positions = (positions - padding).clamp(min=0)
             mask = (torch.arange(cache.length + tokens, device=self.device) >= padding).long()
-        output = self.stack.run(
-            hidden.to(self.device, self.dtype), SessionView(cache), positions, mask, part=self._part(cache)
-        )
+        uses = [Use(adapter, 0, cache.batch, cache.batch)] if adapter is not None else []
+        with changed_by(uses), self._prompted(cache, tokens, adapter):
+            output = self.stack.run(
+                hidden.to(self.device, self.dtype), SessionView(cache), positions, mask, part=self._part(cache)
+            )
         cache.advance(tokens)
         return output.to(hidden.device, hidden.dtype)
 
     @torch.inference_mode()
-    def decode(self, steps: Sequence[tuple[torch.Tensor, SpanCache]]) -> list[torch.Tensor]:
+    def decode(
+        self, steps: Sequence[tuple[torch.Tensor, SpanCache]], adapters: Sequence[SpanAdapter | None] = ()
+    ) -> list[torch.Tensor]:
         """One token for every row of several sessions, as one batch where the architecture allows it.
 
         Differs from separate `forward` calls in the last bits only.
 
         Args:
             steps: per session, float [its rows, 1, hidden size] and its cache; no cache twice.
+            adapters: per session what changes the blocks for it, or None; empty: none has any.
 
         Returns:
             Per session what `forward` would return.
@@ -134,33 +153,65 @@ class BlockSpan:
             self._check(hidden, cache)
             if hidden.shape[1] != 1:
                 raise ValueError(f"a decode step takes one token for each row, not {hidden.shape[1]}")
-        if not self.supports_ragged:
-            return [self.forward(hidden, cache) for hidden, cache in steps]
+        members = [
+            _Member(index, hidden, cache, adapter)
+            for index, ((hidden, cache), adapter) in enumerate(zip(steps, adapters or [None] * len(steps), strict=True))
+        ]
         outputs: dict[int, torch.Tensor] = {}
-        for part in dict.fromkeys(self._part(cache) for _, cache in steps):
-            members = [index for index, (_, cache) in enumerate(steps) if self._part(cache) == part]
-            together = self._decode_together([steps[index] for index in members], part)
-            outputs.update(zip(members, together, strict=True))
+        together: dict[object, list[_Member]] = {}
+        for each in members:
+            if not self.supports_ragged or self._among_prompts(each.cache, each.adapter):
+                outputs[each.index] = self.forward(each.hidden, each.cache, each.adapter)
+            else:
+                key = (self._part(each.cache), None if self._mixes_adapters else id(each.adapter))
+                together.setdefault(key, []).append(each)
+        for batch in together.values():
+            try:
+                outputs.update(self._decode_together(batch))
+            except NotByRow:
+                # Nothing has advanced: what was written is written again.
+                self._mixes_adapters = False
+                rest = self.decode([(each.hidden, each.cache) for each in batch], [each.adapter for each in batch])
+                outputs.update(zip((each.index for each in batch), rest, strict=True))
         return [outputs[index] for index in range(len(steps))]
 
-    def _decode_together(
-        self, steps: Sequence[tuple[torch.Tensor, SpanCache]], part: range | None
-    ) -> list[torch.Tensor]:
-        caches = [cache for _, cache in steps]
-        each = [hidden.to(self.device, self.dtype) for hidden, _ in steps]
-        together = each[0] if len(each) == 1 else torch.cat(each)
+    def _decode_together(self, batch: list[_Member]) -> dict[int, torch.Tensor]:
+        if any(each.adapter is not None for each in batch):
+            batch = sorted(batch, key=lambda each: id(each.adapter))  # each adapter's rows stand together
+        caches = [each.cache for each in batch]
+        hidden = [each.hidden.to(self.device, self.dtype) for each in batch]
         positions = [max(cache.length - padding, 0) for cache in caches for padding in cache.left_padding]
-        output = self.stack.run(
-            together,
-            RaggedView(caches),
-            torch.tensor(positions, device=self.device).unsqueeze(1),
-            ragged=True,
-            part=part,
-        )
+        with changed_by(_uses(batch)):
+            output = self.stack.run(
+                hidden[0] if len(hidden) == 1 else torch.cat(hidden),
+                RaggedView(caches),
+                torch.tensor(positions, device=self.device).unsqueeze(1),
+                ragged=True,
+                part=self._part(caches[0]),
+            )
         for cache in caches:
             cache.advance(1)
         parts = torch.split(output, [cache.batch for cache in caches])
-        return [part.to(hidden.device, hidden.dtype) for part, (hidden, _) in zip(parts, steps, strict=True)]
+        return {
+            each.index: part.to(each.hidden.device, each.hidden.dtype) for part, each in zip(parts, batch, strict=True)
+        }
+
+    def _among_prompts(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
+        """Whether deep prompts are added to some of the next tokens."""
+        return adapter is not None and cache.length - max(cache.left_padding) < adapter.prefix
+
+    def _prompted(self, cache: SpanCache, tokens: int, adapter: SpanAdapter | None) -> AbstractContextManager[None]:
+        """The next tokens with deep prompts, where these have any for them and the session's blocks."""
+        if adapter is None or not self._among_prompts(cache, adapter):
+            return nullcontext()
+        padding = torch.tensor(cache.left_padding, device=self.device).unsqueeze(1)
+        places = torch.arange(cache.length, cache.length + tokens, device=self.device) - padding
+        prompts = [
+            (self.stack.blocks[block - self.span.start], prompt)
+            for block, prompt in adapter.prompts.items()
+            if cache.first <= block - self.span.start < cache.first + len(cache.specs)
+        ]
+        return prompted_by(prompts, places)
 
     def _part(self, cache: SpanCache) -> range | None:
         """The indices of the session's blocks within the span; None if it runs through all of them."""
@@ -175,6 +226,29 @@ class BlockSpan:
             )
         if cache.length + hidden.shape[1] > cache.max_length or not hidden.shape[1]:
             raise ValueError(f"{hidden.shape[1]} more tokens do not fit: {cache.length} of {cache.max_length} are held")
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One session's step in a batch of decode steps."""
+
+    index: int
+    hidden: torch.Tensor
+    cache: SpanCache
+    adapter: SpanAdapter | None
+
+
+def _uses(batch: Sequence[_Member]) -> list[Use]:
+    """Whose rows are changed by what; those of one adapter stand together."""
+    rows = sum(each.cache.batch for each in batch)
+    uses: list[Use] = []
+    start = 0
+    for adapter, members in groupby(batch, lambda each: each.adapter):
+        end = start + sum(each.cache.batch for each in members)
+        if adapter is not None:
+            uses.append(Use(adapter, start, end, rows))
+        start = end
+    return uses
 
 
 def load_span(

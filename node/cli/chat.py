@@ -48,6 +48,7 @@ class ChatOptions:
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
     session: Path | None = None
+    adapter: str | None = None
 
 
 @joins_swarm
@@ -72,6 +73,10 @@ def chat(
         Path | None,
         typer.Option(metavar="FILE", help="Keep the conversation in this file, and go on with what it holds."),
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="PATH|NAME", help="A folder with a peft adapter, or the name of one that servers hold."),
+    ] = None,
     *,
     join: JoinOptions,
 ) -> None:
@@ -87,6 +92,7 @@ def chat(
         allow=tuple(allow or ()),
         deny=tuple(deny or ()),
         session=session,
+        adapter=adapter,
     )
     if session is None:
         trio.run(_chat, model, options, join, None)
@@ -134,7 +140,9 @@ async def chat_in(
         PetalnodeError: a one-shot answer cannot be had. In a chat the reason is printed and the chat goes on.
     """
     from ..blocks.client import load_client
+    from ..client.adapters import choose_adapter, fit_adapter
     from ..client.generation import Conversation, Sampling
+    from ..models.adapter import Adapter
 
     prompt = options.prompt
     if prompt is None and not sys.stdin.isatty():
@@ -145,7 +153,11 @@ async def chat_in(
     loaded: list[Any] = []
 
     def load() -> None:
-        loaded.extend((load_client(folder.path), Text(folder)))
+        adapter = choose_adapter(options.adapter) if options.adapter is not None else None
+        client_part = load_client(folder.path)
+        if isinstance(adapter, Adapter):
+            fit_adapter(adapter, client_part)
+        loaded.extend((client_part, Text(folder), adapter))
 
     identified: list[SwarmModel] = []
 
@@ -157,17 +169,25 @@ async def chat_in(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_in_thread, load)
         nursery.start_soon(identify)
-    model, text = loaded
-    context = min(MAX_CONTEXT, model.max_positions or MAX_CONTEXT)
+    model, text, adapter = loaded
+    soft_prompt = adapter.soft_prompt if isinstance(adapter, Adapter) else None
+    virtual = 0 if soft_prompt is None else len(soft_prompt)
+    context = min(MAX_CONTEXT, (model.max_positions or MAX_CONTEXT) - virtual)
     if prompt is not None and saved is None:
         # One question needs no more of the servers' cache than its own length; a conversation will be longer.
         tokens = len(text.tokenize(_opening(options).plus("user", prompt).turns))
         context = min(context, tokens + sampling.max_new_tokens)
-    async with open_client(swarm, identified[0], allowed=options.allow, blocked=options.deny) as client:
-        conversation = Conversation(client, model, max_length=context, stop_tokens=text.stop_tokens)
+    async with open_client(
+        swarm, identified[0], allowed=options.allow, blocked=options.deny, adapter=adapter
+    ) as client:
+        held = await client.adapter()
+        conversation = Conversation(
+            client, model, max_length=context, stop_tokens=text.stop_tokens, soft_prompt=soft_prompt
+        )
         async with aclosing(conversation):
             if saved is not None:
-                saved = saved.check_model(client.model.version)
+                identity = adapter.identity if isinstance(adapter, Adapter) else held.hash.hex() if held else ""
+                saved = saved.check_model(client.model.version).with_adapter(identity)
                 conversation.keep(saved.tokens, saved.session)
             chatter = _Chatter(conversation, text, sampling, options, output, saved)
             if prompt is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import trio
@@ -68,6 +69,10 @@ def serve(
         list[str] | None,
         typer.Option(metavar="PEER", help="Serve only this client (`chat --identity FILE` prints its id); repeatable."),
     ] = None,
+    adapter: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="A LoRA adapter (a peft folder) for whoever names it; repeatable."),
+    ] = None,
     until_eof: Annotated[
         bool, typer.Option("--until-eof", help="Stop when standard input ends: for programs that start servers.")
     ] = False,
@@ -90,6 +95,7 @@ def serve(
         gain=_gain(rebalance),
         pledge=pledge,
         max_disk=None if max_disk is None else parse_size(max_disk, "--max-disk"),
+        adapters=tuple(adapter or ()),
     )
     if blocks is not None and options.num_blocks is not None:
         raise BadInput("--blocks says which blocks, --num-blocks how many: give one of them")
@@ -152,6 +158,8 @@ def _say_ready(output: Output, join: JoinOptions, fields: dict[str, Any]) -> Non
         f"{_held(fields)} on {fields['device']}, {fields['throughput']:.1f} steps/s, "
         f"{fields['cache_tokens']} cache tokens"
     )
+    if fields["adapters"]:
+        output.say(f"adapters: {', '.join(fields['adapters'])}")
     if fields["addrs"]:
         how = join_by(join, fields["addrs"][0])
         output.say(f"to serve with it:  petalnode serve {fields['model']} {how}")

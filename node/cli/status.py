@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...protocols.announcement import Announcement, ServerState
+from ..client.adapters import announced
 from ..client.routing import describe_blocks
 from ..errors import SwarmError
 from .join import JoinOptions, joined, joins_swarm
@@ -85,6 +86,7 @@ def _as_json(
                 "cache_tokens": server.cache_tokens,
                 "dtype": server.dtype,
                 "quantisation": server.quantisation,
+                "adapters": [each.name for each in announced(server)],
                 "queue_depth": server.queue_depth,
                 "addrs": list(server.addrs),
                 "software_version": server.software_version,
@@ -106,6 +108,9 @@ def _table(name: str, version: bytes, num_blocks: int, servers: Sequence[Announc
     table.add_column("state")
     table.add_column("steps/s", justify="right")
     table.add_column("free cache", justify="right")
+    with_adapters = any(announced(server) for server in servers)
+    if with_adapters:
+        table.add_column("adapters")
     for server in servers:
         table.add_row(
             _bar(server, num_blocks),
@@ -114,6 +119,7 @@ def _table(name: str, version: bytes, num_blocks: int, servers: Sequence[Announc
             server.state.name.lower(),
             f"{_throughput(server):.1f}",
             f"{server.cache_tokens_free}",
+            *([", ".join(each.name for each in announced(server))] if with_adapters else []),
         )
     return table
 

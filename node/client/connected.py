@@ -15,18 +15,21 @@ from ...crypto.swarm_key import SwarmKeyError, find_swarm_key
 from ..blocks.client import ClientModel, load_client
 from ..errors import BadInput, MachineError
 from ..models import Progress, resolve
+from ..models.adapter import Adapter
 from ..swarm.swarm import SwarmConfig, open_swarm
+from .adapters import choose_adapter, fit_adapter
 from .core import SwarmClient, identify_model, open_client
 from .runtime import TrioThread
 
 
 @dataclass(frozen=True)
 class Opened:
-    """`path` is the folder that the local part was loaded from."""
+    """`path` is the folder that the local part was loaded from; `adapter` is None if only servers have it."""
 
     local: ClientModel
     runtime: TrioThread[SwarmClient]
     path: Path
+    adapter: Adapter | None = None
 
 
 def open_model(
@@ -41,8 +44,11 @@ def open_model(
     progress: Progress,
     swarm_key: str | os.PathLike[str] | None = None,
     identity: str | os.PathLike[str] | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    head: bool = False,
 ) -> Opened:
-    """The arguments are those of `AutoDistributedModelForCausalLM.from_pretrained`.
+    """The arguments are those of `AutoDistributedModelForCausalLM.from_pretrained`. `head`: the model has one of its
+    own, which an adapter may bring.
 
     Raises:
         ModelError: the model cannot be found or used.
@@ -61,9 +67,12 @@ def open_model(
         psk = None if swarm_key is None else find_swarm_key(swarm_key)
     except SwarmKeyError as error:
         raise BadInput(str(error)) from error
+    chosen = None if adapter is None else choose_adapter(str(adapter))
     folder = resolve(model, need="client", progress=progress, revision=revision)
     dtype_text = str(dtype).removeprefix("torch.")
     local = load_client(folder.path, device="cpu" if device is None else str(device), dtype=dtype_text)
+    if isinstance(chosen, Adapter):
+        fit_adapter(chosen, local, head=head)
 
     @asynccontextmanager
     async def resource() -> AsyncIterator[SwarmClient]:
@@ -73,11 +82,11 @@ def open_model(
             async with open_swarm(config) as swarm:
                 identified = await identify_model(swarm, folder, progress)
                 async with open_client(
-                    swarm, identified, allowed=allowed_servers or (), blocked=blocked_servers or ()
+                    swarm, identified, allowed=allowed_servers or (), blocked=blocked_servers or (), adapter=chosen
                 ) as client:
                     yield client
 
-    return Opened(local, TrioThread(resource), folder.path)
+    return Opened(local, TrioThread(resource), folder.path, chosen if isinstance(chosen, Adapter) else None)
 
 
 def _hold(path: Path, stack: ExitStack) -> Identity:

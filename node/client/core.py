@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
 from ...protocols import wire_pb2 as wire
+from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
-from ...protocols.ids import INFERENCE
+from ...protocols.ids import ADAPTER, INFERENCE
+from ...protocols.training import PIECE_BYTES
 from ..errors import BadInput, ModelError, NoChainError, ServerFailed, SwarmError
 from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_part
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
+from .adapters import SessionAdapter, bring, named, names_held, say_goodbye
 from .deadlines import (
     CHEATED_SECONDS,
     MEASURE_TIMEOUT,
     OPEN_TIMEOUT,
     REFRESH_TIMEOUT,
+    RETRY_INTERVAL,
     RTT_LIFETIME,
     RTT_TIMEOUT,
     SUSPECT_SECONDS,
@@ -34,6 +38,11 @@ from .saved_session import SavedSession
 from .server_session import HopTiming, InferenceStream, SessionSpec
 from .session import ClientSession
 from .work_pool import WorkPool
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..models.adapter import Adapter
 
 BANDWIDTH_BYTES: Final = 1 << 16
 """Steps below this say more of the round trip than of the bandwidth."""
@@ -107,13 +116,20 @@ async def open_client(
     allowed: Collection[str] = (),
     blocked: Collection[str] = (),
     share_receipts: Sequence[str] = (),
+    adapter: Adapter | str | None = None,
 ) -> AsyncIterator[SwarmClient]:
-    """A client for the length of the block. `allowed` and `blocked` are peer ids; no `allowed` allows everybody.
+    """A client for the length of the block.
 
-    `share_receipts` are auditors, multiaddrs with /p2p, that may see what is sent and received (`sharing`).
+    `allowed` and `blocked` are peer ids; no `allowed` allows everybody. `share_receipts` are auditors, multiaddrs with
+    /p2p, that may see what is sent and received (`sharing`). `adapter` changes the blocks for all sessions that name
+    none: one that is brought to servers, or the name of one that they hold.
+
+    Raises:
+        BadInput: the adapter was trained for another version of the model.
     """
+    changes = _session_adapter(adapter, model)
     async with trio.open_nursery() as nursery:
-        client = SwarmClient(swarm, model, nursery, allowed=allowed, blocked=blocked)
+        client = SwarmClient(swarm, model, nursery, allowed=allowed, blocked=blocked, adapter=changes)
         if share_receipts:
             client.receipts = ReceiptArchive(SHARED_BYTES)
             nursery.start_soon(_share, swarm, client.receipts, share_receipts)
@@ -128,6 +144,18 @@ async def _share(swarm: Swarm, archive: ReceiptArchive, auditors: Sequence[str])
     await share_receipts(swarm, archive, auditors)
 
 
+def _session_adapter(adapter: Adapter | str | None, model: SwarmModel) -> SessionAdapter | str | None:
+    """What sessions are changed by; an adapter that is only a prompt changes no blocks, and a name is looked up later.
+
+    Raises:
+        BadInput: it was trained for another version of the model.
+    """
+    if adapter is None or isinstance(adapter, str):
+        return adapter
+    adapter.check_model(model.version, model.name)
+    return SessionAdapter.of(adapter) if adapter.hash else None
+
+
 class SwarmClient:
     """Opens sessions of one model, and runs batches without a cache (`works`); made by `open_client`."""
 
@@ -139,7 +167,9 @@ class SwarmClient:
         *,
         allowed: Collection[str] = (),
         blocked: Collection[str] = (),
+        adapter: SessionAdapter | str | None = None,
     ) -> None:
+        self._adapter = adapter
         self._nursery = nursery
         self.swarm = swarm
         self.model = model
@@ -167,9 +197,16 @@ class SwarmClient:
             and (not self._allowed or server.peer_id in self._allowed)
         )
 
-    async def candidates(self, excluded: Collection[str] = ()) -> tuple[Candidate, ...]:
-        """The servers that answer soon, each with its round trip. Those that failed lately come with a penalty."""
+    async def candidates(
+        self, excluded: Collection[str] = (), adapter: SessionAdapter | None = None
+    ) -> tuple[Candidate, ...]:
+        """The servers that answer soon, each with its round trip. Those that failed lately come with a penalty.
+
+        If `adapter` cannot be brought to servers, only those that hold it.
+        """
         servers = [server for server in self.servers() if server.peer_id not in excluded]
+        if adapter is not None and adapter.content is None:
+            servers = [server for server in servers if adapter.is_held_by(server)]
         measuring = [self._measuring(server.peer_id) for server in servers if self._rtt(server.peer_id) is None]
         with trio.move_on_after(RTT_TIMEOUT):
             for done in measuring:
@@ -251,7 +288,7 @@ class SwarmClient:
             NoChainError: naming the blocks that nobody holds.
             BadInput: a session of this length is more than the servers of the model take.
         """
-        candidates = await self.candidates(excluded)
+        candidates = await self.candidates(excluded, spec.adapter)
         longest = max((each.max_session_length or 0 for each in candidates), default=spec.max_length)
         if longest < spec.max_length:
             raise BadInput(
@@ -259,9 +296,9 @@ class SwarmClient:
                 f"{longest}: ask for less"
             )
         try:
-            return cheapest_chain(candidates, spec.span, model_name=self.model.name, **self._demand(spec))
+            return cheapest_chain(candidates, spec.span, model_name=self._wanted(spec), **self._demand(spec))
         except NoChainError as error:
-            raise self.explained(error, bool(candidates)) from None
+            raise self.explained(error, bool(candidates) or spec.adapter is not None) from None
 
     async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
         """The best servers for the blocks of one hop of a running session, without that hop's own.
@@ -269,11 +306,17 @@ class SwarmClient:
         Raises:
             NoChainError: nobody else holds them.
         """
-        found = second_best(route, index, await self.candidates(), **self._demand(spec))
+        found = second_best(route, index, await self.candidates(adapter=spec.adapter), **self._demand(spec))
         if found is None:
             blocks = route[index].span
             raise NoChainError(f"nobody else holds blocks {blocks}", tuple(range(blocks.start, blocks.end)))
         return found
+
+    def _wanted(self, spec: SessionSpec) -> str:
+        """What a server must hold, for a person."""
+        if spec.adapter is None or spec.adapter.content is not None:
+            return self.model.name
+        return f"{self.model.name} with the adapter {spec.adapter.name}"
 
     def _demand(self, spec: SessionSpec) -> dict[str, Any]:
         """What a session asks of a route: a decode step is what it does most."""
@@ -312,6 +355,77 @@ class SwarmClient:
                 f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}", hop.peer_id
             ) from error
 
+    @asynccontextmanager
+    async def adapter_at(self, hop: Hop, spec: SessionSpec) -> AsyncIterator[None]:
+        """Within it, the server of `hop` holds the adapter of `spec`, if there is one: it is brought there if need be.
+
+        Raises:
+            ServerFailed: the server cannot be reached, or will not have it.
+        """
+        adapter = spec.adapter
+        record = self.swarm.view.records.get(hop.peer_id)
+        if adapter is None or adapter.content is None or (record is not None and adapter.is_held_by(record.content)):
+            yield
+            return
+        try:
+            stream = await self.swarm.new_stream(
+                hop.peer_id,
+                ADAPTER,
+                wire.WorkFrame,
+                timeout=OPEN_TIMEOUT,
+                max_header=MAX_ADAPTER_HEADER,
+                max_payload=PIECE_BYTES,
+            )
+        except PeerError as error:
+            raise ServerFailed(
+                f"server {hop.peer_id} (blocks {hop.span}) cannot be brought the adapter: {error}", hop.peer_id
+            ) from error
+        try:
+            await bring(stream, adapter, hop, self.model.version)
+            yield
+        finally:
+            await say_goodbye(stream)
+
+    @property
+    def changes(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that change the blocks where a call or session names nothing else.
+
+        Raises:
+            BadInput: only servers have them.
+        """
+        if isinstance(self._adapter, str) or (self._adapter is not None and self._adapter.content is None):
+            raise BadInput(
+                "an adapter that only servers hold is for sessions, as generate() makes them: give the path of its "
+                "folder to use it without a cache, or to train behind it"
+            )
+        return self._adapter.content.tensors if self._adapter is not None and self._adapter.content is not None else {}
+
+    async def adapter(self, *, wait: bool = False) -> SessionAdapter | None:
+        """What changes the blocks of sessions that name nothing else; with `wait`, as soon as servers hold it.
+
+        Raises:
+            NoChainError: no server holds an adapter of this name.
+            BadInput: servers hold several.
+        """
+        if not isinstance(self._adapter, str):
+            return self._adapter
+        while True:
+            found = named(self._adapter, self.servers())
+            if found is None:
+                await self.refresh()
+                found = named(self._adapter, self.servers())
+            if found is not None:
+                self._adapter = found
+                return found
+            if not wait:
+                held = ", ".join(names_held(self.servers())) or "none"
+                raise NoChainError(
+                    f"no server of the swarm holds an adapter {self._adapter} for {self.model.name}; held are: {held}. "
+                    "Start one with `petalnode serve --adapter PATH`, or give the path of its folder",
+                    tuple(range(self.model.num_blocks)),
+                )
+            await trio.sleep(RETRY_INTERVAL)
+
     def watch_direct(self, peer_id: str) -> trio.Event:
         """Set when there is a connection to this peer without a relay."""
         return self.swarm.watch_direct(peer_id)
@@ -331,14 +445,15 @@ class SwarmClient:
     ) -> AsyncIterator[ClientSession]:
         """Opens a session over the best servers that will have it, and closes it on the way out.
 
-        Takes up `saved` instead, if all of its servers still hold it. `spec.model_version` is filled in. With `wait`,
-        a swarm that cannot serve is asked again until it can.
+        Takes up `saved` instead, if all of its servers still hold it. `spec.model_version` is filled in, and the
+        client's adapter if `spec` names none. With `wait`, a swarm that cannot serve is asked again until it can.
 
         Raises:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
             BadInput: no server takes a session like this.
         """
-        session = ClientSession(self, replace(spec, model_version=self.model.version), wait)
+        adapter = spec.adapter or await self.adapter(wait=wait)
+        session = ClientSession(self, replace(spec, model_version=self.model.version, adapter=adapter), wait)
         if saved is None or saved.max_length != spec.max_length or not await session.resume(saved):
             await session.open()
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -81,13 +81,24 @@ class Conversation:
     Args:
         max_length: tokens that the conversation may reach; servers reserve as many.
         stop_tokens: ids that end an answer.
+        soft_prompt: [virtual tokens, embedding size], which stands before all of it and counts beyond max_length.
 
     Attributes:
         reused: tokens of the last prompt that the servers held already.
     """
 
-    def __init__(self, client: SwarmClient, model: ClientModel, *, max_length: int, stop_tokens: Sequence[int]) -> None:
+    def __init__(
+        self,
+        client: SwarmClient,
+        model: ClientModel,
+        *,
+        max_length: int,
+        stop_tokens: Sequence[int],
+        soft_prompt: torch.Tensor | None = None,
+    ) -> None:
         self.max_length = max_length
+        self._soft_prompt = soft_prompt
+        self._virtual = [] if soft_prompt is None else [model.any_token] * len(soft_prompt)
         self._client = client
         self._model = model
         self._stop_tokens = frozenset(stop_tokens)
@@ -151,10 +162,11 @@ class Conversation:
         if len(prompt) + 1 > self.max_length:
             raise BadInput(f"the prompt has {len(prompt)} tokens, and {self.max_length} is the most with an answer")
         sampler = Sampler(sampling)
-        tokens = list(prompt)
+        tokens = [*self._virtual, *prompt]
+        begin = len(tokens)
         session = await self._open()
-        self.reused = min(_common_prefix(self._held, tokens), session.position)
-        limit = min(self.max_length, len(prompt) + sampling.max_new_tokens)
+        self.reused = max(0, min(_common_prefix(self._held, tokens), session.position) - len(self._virtual))
+        limit = min(self.max_length + len(self._virtual), begin + sampling.max_new_tokens)
         while len(tokens) < limit and not (stop is not None and stop.is_set()):
             hidden = await self._advance(tokens)
             token = await trio.to_thread.run_sync(self._choose, sampler, tokens, hidden)
@@ -162,7 +174,7 @@ class Conversation:
                 break
             tokens.append(token)
             on_token(token)
-        return tokens[len(prompt) :]
+        return tokens[begin:]
 
     async def _advance(self, tokens: list[int]) -> list[Chunk]:
         """Brings the session to hold all of `tokens`; returns the last output."""
@@ -178,6 +190,7 @@ class Conversation:
         session = await self._open()
         # At least one token is sent, because its output is what the next one is chosen from.
         start = min(_common_prefix(self._held, tokens), len(tokens) - 1, session.position)
+        start = start if start >= len(self._virtual) else 0
         session.position = start
         del self._held[start:]
         chunks = await trio.to_thread.run_sync(self._embed, tokens[start:], start, session)
@@ -191,7 +204,7 @@ class Conversation:
                 model_version=self._client.model.version,
                 span=Span(0, self._client.model.num_blocks),
                 batch=1,
-                max_length=self.max_length,
+                max_length=self.max_length + len(self._virtual),
                 dtype=dtype_name(self._model.dtype),
                 keep=self._keep,
             )
@@ -201,7 +214,9 @@ class Conversation:
         return self._session
 
     def _embed(self, tokens: list[int], position: int, session: ClientSession) -> list[Chunk]:
-        hidden = self._model.embed(torch.tensor([tokens]), position)
+        prompted = nullcontext() if self._soft_prompt is None else self._model.prompted(self._soft_prompt)
+        with prompted:
+            hidden = self._model.embed(torch.tensor([tokens]), position)
         return to_chunks(hidden, session.spec.codec, session.max_step_tokens)
 
     def _choose(self, sampler: Sampler, tokens: list[int], hidden: list[Chunk]) -> int:

@@ -14,6 +14,7 @@ from ...protocols.ids import Span
 from ...protocols.tensor_header import TensorError
 from ...protocols.tensors import dtype_name
 from ..errors import BadInput, PetalnodeError
+from .adapters import SessionAdapter
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
 from .runtime import TrioThread
@@ -30,6 +31,7 @@ class InferenceSession:
     Attributes:
         max_length: tokens of a row that fit; servers reserve rows x max_length.
         tokens: token ids per row that `generate` has put in, if it was `generate`.
+        adapter: what the blocks are changed by in this session, if not by what the model was opened with.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class InferenceSession:
         wait: bool = False,
         step_timeout: float | None = None,
         on_exit: Callable[[InferenceSession], None] | None = None,
+        adapter: SessionAdapter | None = None,
     ) -> None:
         if max_length < 1:
             raise BadInput(f"a session of max_length {max_length} holds nothing")
@@ -51,6 +54,7 @@ class InferenceSession:
         self._wait = wait
         self._step_timeout = step_timeout
         self._on_exit = on_exit
+        self.adapter = adapter
         self._stack = AsyncExitStack()
         self._session: ClientSession | None = None
         self._closed = False
@@ -144,6 +148,7 @@ class InferenceSession:
             max_length=self.max_length,
             left_padding=tuple(left_padding),
             dtype=dtype,
+            adapter=self.adapter,
         )
         if self._step_timeout is not None:
             spec = replace(spec, step_timeout=self._step_timeout)

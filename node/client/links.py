@@ -99,21 +99,22 @@ async def open_links(
     opened: dict[Hop, Link] = {}
 
     async def open_one(index: int, hop: Hop) -> None:
-        stream = await router.connect(hop)
-        server = ServerSession(
-            stream,
-            hop,
-            spec,
-            router.peer_id,
-            promise=router.promised(hop.peer_id),
-            log=router.receipts.session(hop.peer_id),
-        )
-        opened[hop] = Link(server)
-        await server.open(
-            route_epoch,
-            upstream=route[index - 1].peer_id if index else None,
-            downstream=route[index + 1].peer_id if spec.push and index + 1 < len(route) else None,
-        )
+        async with router.adapter_at(hop, spec):
+            stream = await router.connect(hop)
+            server = ServerSession(
+                stream,
+                hop,
+                spec,
+                router.peer_id,
+                promise=router.promised(hop.peer_id),
+                log=router.receipts.session(hop.peer_id),
+            )
+            opened[hop] = Link(server)
+            await server.open(
+                route_epoch,
+                upstream=route[index - 1].peer_id if index else None,
+                downstream=route[index + 1].peer_id if spec.push and index + 1 < len(route) else None,
+            )
 
     try:
         with unwrapped(ServerFailed):

@@ -85,11 +85,7 @@ class LoraTuning(nn.Module):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own generate with its blocks changed.
-
-        Raises:
-            BadInput: without `use_cache=False`, because sessions do not carry the changes.
-        """
+        """The model's own generate with its blocks changed, in a session that the present weights are brought to."""
         with self.applied():
             return self._model[0].generate(*args, **kwargs)
 

@@ -12,12 +12,16 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from ...protocols.adapter import PROMPTS
 from ...protocols.ids import Span
+from ...protocols.tensor_header import TensorError
 from ...protocols.training import LoraName
 from ..blocks.remote import RemoteCache, RemoteCall
 from ..errors import BadInput
 from ..models import Progress
+from ..models.adapter import Adapter
 from ..models.progress import no_progress
+from .adapters import SessionAdapter
 from .connected import Opened, open_model
 from .inference_session import InferenceSession
 from .remote import RemoteSequential, around_here, surroundings
@@ -44,6 +48,7 @@ class AutoDistributedModelForCausalLM:
         blocked_servers: Collection[str] | None = None,
         request_timeout: float | None = None,
         wait: bool = False,
+        adapter: str | os.PathLike[str] | None = None,
         progress: Progress = no_progress,
     ) -> DistributedModelForCausalLM:
         """Loads embeddings, final norm and head of `model`, and finds the servers that hold its blocks.
@@ -59,6 +64,8 @@ class AutoDistributedModelForCausalLM:
             allowed_servers, blocked_servers: peer ids to use only, or never.
             request_timeout: seconds that a server may take for one step.
             wait: while no chain of servers covers the model, wait for one instead of raising.
+            adapter: a folder with a LoRA adapter or a prompt (peft's format), which is brought to the servers where
+                they do not hold it; or the name of a LoRA adapter that servers hold, and only those are used then.
 
         Raises:
             ModelError: the model cannot be found or used.
@@ -75,6 +82,7 @@ class AutoDistributedModelForCausalLM:
             identity=identity,
             allowed_servers=allowed_servers,
             blocked_servers=blocked_servers,
+            adapter=adapter,
             progress=progress,
         )
         return DistributedModelForCausalLM(opened, wait=wait, request_timeout=request_timeout)
@@ -98,6 +106,7 @@ class DistributedModel:
         linears: per block, (values in, values out) of its linear layers, by their paths in it.
         blocks_path: the name of the list of blocks in the transformers model.
         labels_are_tokens: whether `labels` has an entry for each of `input_ids`.
+        soft_prompt: a `PromptTuning` of the adapter that the model was opened with, through which it is called then.
     """
 
     labels_are_tokens = False
@@ -121,6 +130,12 @@ class DistributedModel:
         self._blocks = RemoteSequential(self._runtime, blocks, wait=wait, step_timeout=request_timeout)
         self._local.layer.inner = self._blocks
         self._local.bind(self._run_blocks)
+        self.soft_prompt: Any = None
+        if opened.adapter is not None and opened.adapter.soft_prompt is not None:
+            from .tuning import PromptTuning
+
+            embeddings = opened.adapter.soft_prompt
+            self.soft_prompt = PromptTuning(self, len(embeddings), init=embeddings).requires_grad_(False)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "transformers_model" not in self.__dict__:
@@ -155,6 +170,8 @@ class DistributedModel:
 
         Batches may be padded at either side.
         """
+        if self.soft_prompt is not None and not self._local.is_prompted:
+            return self.soft_prompt(*args, **kwargs)
         if kwargs.get("past_key_values") is None:
             kwargs.setdefault("use_cache", False)
         return self.transformers_model(*args, **kwargs)
@@ -239,6 +256,10 @@ class DistributedModelForCausalLM(DistributedModel):
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         if input_ids is None or input_ids.dim() != 2 or not input_ids.numel():
             raise BadInput("generate needs input_ids of shape [batch, tokens], with at least one token")
+        if self.soft_prompt is not None and not self._local.is_prompted:
+            if session is not None:
+                raise BadInput("a session is kept by one call only, because a prompt stands before its tokens")
+            return self.soft_prompt.generate(input_ids, **kwargs)
         if kwargs.get("use_cache") is False:
             return self.transformers_model.generate(input_ids, **kwargs)
         if self.remote_blocks is not self._blocks:
@@ -246,8 +267,9 @@ class DistributedModelForCausalLM(DistributedModel):
                 "a session runs through the servers' blocks only, not through the modules that were put between them: "
                 "generate with use_cache=False"
             )
+        adapter = self._adapter_around()
         # What stands for the first tokens of a row under prompts is not in their ids: no session may go on from it.
-        session = session or (None if self._local.is_prompted else self.active_session)
+        session = session or (None if self._local.is_prompted or adapter else self.active_session)
         if session is None:
             length = self._total_length(input_ids.shape[1], kwargs)
             with InferenceSession(
@@ -256,9 +278,28 @@ class DistributedModelForCausalLM(DistributedModel):
                 length,
                 wait=self._wait,
                 step_timeout=self._request_timeout,
+                adapter=adapter,
             ) as own:
                 return self._generate_in(own, input_ids, kwargs)
         return self._generate_in(session, input_ids, kwargs)
+
+    def _adapter_around(self) -> SessionAdapter | None:
+        """LoRA weights and deep prompts that calls of this thread shall be changed by, for a session of their own.
+
+        Raises:
+            BadInput: they cannot be sent.
+        """
+        around = around_here()
+        tensors = {str(name): each.detach() for name, each in around.lora.items()}
+        if around.prompts is not None:
+            tensors |= {f"{block}.{PROMPTS}": each[0].detach() for block, each in enumerate(around.prompts)}
+        for name, each in tensors.items():
+            if not torch.isfinite(each).all():
+                raise BadInput(f"the weights {name} hold NaN or infinity")
+        try:
+            return SessionAdapter.of(Adapter.of("tuned", tensors)) if tensors else None
+        except TensorError as error:
+            raise BadInput(str(error)) from None
 
     def _generate_in(self, session: InferenceSession, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         tokens = input_ids.tolist()
@@ -286,14 +327,16 @@ class DistributedModelForCausalLM(DistributedModel):
 
     def _run_in_session(self, hidden: torch.Tensor, call: RemoteCall, cache: RemoteCache) -> torch.Tensor:
         around = around_here()
-        if around.prompts is not None or around.lora:
-            raise BadInput("deep prompts and LoRA do not go into a session: generate with use_cache=False")
         padding = call.left_padding or ()
         if padding and max(padding) >= call.position + hidden.shape[1]:
             raise BadInput("a row of the attention mask hides all of its tokens")
         session = cache.session
         if not isinstance(session, InferenceSession):
             raise BadInput("a cache belongs to a session here: use generate(), or inference_session() and its step()")
+        if (around.prompts is not None or around.lora) and session.adapter is None:
+            raise BadInput(
+                "deep prompts and LoRA change a session from its beginning: generate without session=, which makes one"
+            )
         if session.position > call.position:
             session.position = call.position
         return session.step(hidden, reorder=cache.take_reorder() or (), left_padding=padding)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ...protocols.adapter import block_of
 from ...protocols.ids import Span
 from ...protocols.training import LoraName
 from .autograd import RemotePass
@@ -45,6 +46,13 @@ def surroundings(around: Surroundings) -> Iterator[None]:
         yield
     finally:
         _AROUND.reset(token)
+
+
+def changes_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Mapping[LoraName, torch.Tensor], torch.Tensor | None]:
+    """The LoRA weights and deep prompts [blocks, 1, prefix, hidden] of an adapter's tensors."""
+    lora = {name: each for key, each in tensors.items() if (name := LoraName.parse(key)) is not None}
+    prompts = {block: each for key, each in tensors.items() if LoraName.parse(key) is None for block in [block_of(key)]}
+    return lora, torch.stack([prompts[block] for block in range(len(prompts))]).unsqueeze(1) if prompts else None
 
 
 class RemoteSequential(nn.Module):
@@ -121,8 +129,12 @@ class RemoteSequential(nn.Module):
             SwarmError: no chain covers the blocks, or several servers failed.
         """
         around = _AROUND.get()
+        lora = around.lora
         if prompts is None and around.prompts is not None:
             prompts = around.prompts[self.span.start : self.span.end]
+        if not lora and prompts is None:
+            lora, deep = changes_of(self._runtime.value.changes)
+            prompts = None if deep is None else deep[self.span.start : self.span.end]
         run = RemotePass(
             self._runtime,
             self.span,
@@ -131,4 +143,4 @@ class RemoteSequential(nn.Module):
             timeout=self._step_timeout,
             wait=self._wait,
         )
-        return run(hidden, prompts, {name: each for name, each in around.lora.items() if name.block in self.span})
+        return run(hidden, prompts, {name: each for name, each in lora.items() if name.block in self.span})

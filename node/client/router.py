@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import trio
@@ -35,6 +36,9 @@ class Router(Protocol):
 
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
         """A stream to the server of `hop`, with `direct` only on a connection without a relay. Raises ServerFailed."""
+
+    def adapter_at(self, hop: Hop, spec: SessionSpec) -> AbstractAsyncContextManager[None]:
+        """Within it, the server of `hop` holds the adapter of `spec`, if there is one. Raises ServerFailed."""
 
     def watch_direct(self, peer_id: str) -> trio.Event:
         """Set when there is a connection to this peer without a relay."""

@@ -22,13 +22,15 @@ FORMAT: Final = "petalnode-chat/1"
 
 @dataclass(frozen=True)
 class SavedChat:
-    """`tokens` are those that the servers of `session` hold; `model_version` is None before the first answer."""
+    """`tokens` are those that the servers of `session` hold, with the adapter of this identity; `model_version` is None
+    before the first answer."""
 
     identity: Identity
     model_version: bytes | None = None
     dialogue: Dialogue = field(default_factory=Dialogue)
     tokens: tuple[int, ...] = ()
     session: SavedSession | None = None
+    adapter: str = ""
 
     def check_model(self, version: bytes) -> SavedChat:
         """This chat, as one of the model of this version.
@@ -42,6 +44,10 @@ class SavedChat:
                 f"(version {(self.model_version or b'').hex()[:12]}): name that one, or another --session file"
             )
         return replace(self, model_version=version)
+
+    def with_adapter(self, identity: str) -> SavedChat:
+        """This chat, to go on with the adapter of this identity: another one's session is of no use for that."""
+        return self if identity == self.adapter else replace(self, tokens=(), session=None, adapter=identity)
 
     def after(self, dialogue: Dialogue, tokens: Sequence[int], session: SavedSession | None) -> SavedChat:
         """The chat one answer later."""
@@ -65,6 +71,7 @@ class SavedChat:
             "model_version": None if self.model_version is None else self.model_version.hex(),
             "turns": [[turn.role, turn.content] for turn in self.dialogue.turns],
             "tokens": list(self.tokens),
+            "adapter": self.adapter,
             "session": None
             if self.session is None
             else {
@@ -88,6 +95,7 @@ class SavedChat:
             model_version=None if data["model_version"] is None else bytes.fromhex(data["model_version"]),
             dialogue=Dialogue(tuple(Turn(str(role), str(content)) for role, content in data["turns"])),
             tokens=tuple(int(token) for token in data["tokens"]),
+            adapter=str(data.get("adapter", "")),
             session=None
             if session is None
             else SavedSession(

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -32,6 +32,9 @@ from .promise import Promise, check_time, granted_pledge
 from .receipt_log import SessionLog
 from .routing import Hop
 
+if TYPE_CHECKING:
+    from .adapters import SessionAdapter
+
 InferenceStream = MessageStream[wire.InferenceFrame]
 
 _HASH_INLINE: Final = 64 * 1024
@@ -43,7 +46,7 @@ class SessionSpec:
     """What a session is opened for. Timeouts in seconds.
 
     `push` lets servers send their outputs to each other. `keep`: closing the session leaves it at the servers for so
-    many seconds. (When only a stream is lost they keep it for a while in any case.)
+    many seconds. (When only a stream is lost they keep it for a while in any case.) `adapter` changes the blocks.
     """
 
     model_version: bytes
@@ -57,6 +60,12 @@ class SessionSpec:
     step_timeout: float = 60.0
     push: bool = True
     keep: float = 0.0
+    adapter: SessionAdapter | None = None
+
+    @property
+    def adapter_hash(self) -> bytes:
+        """Empty without an adapter."""
+        return self.adapter.hash if self.adapter is not None else b""
 
 
 @dataclass(frozen=True)
@@ -170,6 +179,7 @@ class ServerSession:
             batch=spec.batch,
             left_padding=spec.left_padding,
             codec=spec.codec,
+            adapter=spec.adapter_hash,
             nonce=self.nonce,
             route_epoch=route_epoch,
             upstream=peer_id_to_bytes(upstream) if upstream else b"",
@@ -418,7 +428,7 @@ class ServerSession:
             reply_hash=output_hash,
             previous_receipt=self._last_receipt,
             upstream_receipt=step.previous_receipt,
-            adapter=b"",
+            adapter=self._spec.adapter_hash,
         )
         if receipt != expected:
             raise self._cheated("its receipt is for something else than what was sent and came back")

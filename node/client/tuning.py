@@ -84,11 +84,7 @@ class PromptTuning(nn.Module):
     def generate(
         self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """The model's own generate behind the virtual tokens; returns the sequences without them.
-
-        Raises:
-            BadInput: with deep prompts, which sessions do not carry: give `use_cache=False`.
-        """
+        """The model's own generate behind the virtual tokens; returns the sequences without them."""
         model = self._model[0]
         if kwargs.get("use_cache") is False:
             ids, mask = self._prefixed(input_ids, attention_mask)

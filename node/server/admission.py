@@ -70,8 +70,6 @@ def check_terms(terms: SessionTerms, hosted: Hosted) -> None:
         Refusal: with the code and a sentence for the client.
     """
     check_hosted(terms.model_version, terms.span, terms.codec, terms.dtype, hosted)
-    if terms.adapter:
-        raise Refusal(wire.ERROR_UNSUPPORTED, f"adapter {terms.adapter.hex()[:12]} is not here")
     if terms.max_length > hosted.max_length:
         raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {hosted.max_length} tokens, not {terms.max_length}")
 

@@ -27,6 +27,7 @@ from ...protocols.ids import Span
 from ...protocols.inference import Refusal, bad_request, sha256
 from ...protocols.tensor_header import TensorError
 from ...protocols.tensors import decode, dtype_name, encode
+from ..blocks.adapter import SpanAdapter
 from ..blocks.cache import SpanCache
 from ..blocks.passes import Passing
 from ..blocks.span import BlockSpan
@@ -39,10 +40,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ComputeSession:
-    """A session as the compute thread sees it. Only that thread touches `cache`."""
+    """A session as the compute thread sees it. Only that thread touches `cache`; `adapter` changes its blocks."""
 
     cache: SpanCache
     codec: str
+    adapter: SpanAdapter | None = None
     closed: bool = False
 
 
@@ -150,11 +152,19 @@ class ComputeThread:
             await trio.to_thread.run_sync(self._thread.join, abandon_on_cancel=True)
 
     async def open(
-        self, batch: int, max_length: int, left_padding: Sequence[int], codec: str, span: Span
+        self,
+        batch: int,
+        max_length: int,
+        left_padding: Sequence[int],
+        codec: str,
+        span: Span,
+        adapter: SpanAdapter | None = None,
     ) -> ComputeSession:
         """A session with an empty cache of `batch` x `max_length` tokens for the blocks of `span`."""
         return await self.call(
-            lambda: ComputeSession(self.blocks.make_cache(batch, max_length, list(left_padding) or None, span), codec)
+            lambda: ComputeSession(
+                self.blocks.make_cache(batch, max_length, list(left_padding) or None, span), codec, adapter
+            )
         )
 
     def close(self, session: ComputeSession) -> None:
@@ -163,6 +173,7 @@ class ComputeThread:
         def free() -> None:
             session.closed = True
             session.cache.free()
+            session.adapter = None
 
         self._depth += 1
         self._queue.put(_Call(function=free))
@@ -328,7 +339,9 @@ class ComputeThread:
         before = [step.session.cache.length for step in batch]
         begun = time.perf_counter()
         try:
-            outputs = self.blocks.decode([(step.ready_hidden, step.session.cache) for step in batch])
+            outputs = self.blocks.decode(
+                [(step.ready_hidden, step.session.cache) for step in batch], [step.session.adapter for step in batch]
+            )
         except Exception:
             if len(batch) == 1:
                 self._fail(batch[0])
@@ -354,7 +367,8 @@ class ComputeThread:
         hidden = step.ready_hidden
         end = step.progress + chunk
         try:
-            step.outputs.append(self.blocks.forward(hidden[:, step.progress : end], step.session.cache))
+            session = step.session
+            step.outputs.append(self.blocks.forward(hidden[:, step.progress : end], session.cache, session.adapter))
         except Exception:
             self._fail(step)
             return True

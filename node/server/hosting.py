@@ -12,8 +12,9 @@ import trio
 
 from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
+from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
 from ...protocols.announcement import Announcement, ServerState
-from ...protocols.ids import BACKWARD, FORWARD, INFERENCE, PUSH, Span
+from ...protocols.ids import ADAPTER, BACKWARD, FORWARD, INFERENCE, PUSH, Span
 from ...protocols.inference import MAX_STEP_BYTES, Refusal
 from ...protocols.training import MAX_HEADER as MAX_WORK_HEADER
 from ...protocols.training import PIECE_BYTES
@@ -33,6 +34,7 @@ from .speed_record import BlockSpeed, SpeedKey
 
 if TYPE_CHECKING:
     from ..blocks.span import BlockSpan
+    from ..models.adapter import Adapter
     from .compute import ComputeThread
     from .service import InferenceService
     from .training import TrainingService
@@ -52,7 +54,8 @@ _RETRY_PAUSE: Final = 60.0
 class Post:
     """Where and as what a server serves: the same from span to span, but for `announcement`'s span.
 
-    `speed_key` says what a measured speed is kept under; `placing` is how this server sees the swarm.
+    `speed_key` says what a measured speed is kept under; `placing` is how this server sees the swarm;
+    `adapters` are those of its owner.
     """
 
     swarm: Swarm
@@ -62,6 +65,7 @@ class Post:
     folder: ModelFolder
     placing: Placing
     speed_key: SpeedKey
+    adapters: tuple[Adapter, ...] = ()
 
 
 async def host_span(
@@ -102,6 +106,7 @@ class _Hosting:
         self._measured: dict[str, float] = {}
 
     async def run(self, on_ready: Callable[[dict[str, object]], None], stop: trio.Event) -> Move | None:
+        from .adapters import Adapters
         from .admission import Hosted
         from .cache_budget import CacheBudget
         from .memory import return_memory
@@ -126,12 +131,15 @@ class _Hosting:
             max_length=blocks.max_positions,
         )
         self._pledger = pledger(post.identity, hosted, options.pledge)
+        self._adapters = Adapters(hosted, self._compute, options.allow_clients)
+        await self._adapters.load(post.adapters)
         self._service = service = InferenceService(
             hosted,
             self._compute,
             CacheBudget(self._tokens),
             post.identity,
             Neighbours(post.swarm, hosted.model_version),
+            self._adapters,
             self._on_change,
             options.allow_clients,
             self._pledger,
@@ -219,8 +227,12 @@ class _Hosting:
         swarm = self._post.swarm
         swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle, max_payload=MAX_STEP_BYTES)
         swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, max_payload=MAX_STEP_BYTES)
-        for protocol, handler in ((FORWARD, training.handle_forward), (BACKWARD, training.handle_backward)):
-            swarm.set_handler(protocol, wire.WorkFrame, handler, max_header=MAX_WORK_HEADER, max_payload=PIECE_BYTES)
+        for protocol, handler, max_header in (
+            (FORWARD, training.handle_forward, MAX_WORK_HEADER),
+            (BACKWARD, training.handle_backward, MAX_WORK_HEADER),
+            (ADAPTER, self._adapters.handle, MAX_ADAPTER_HEADER),
+        ):
+            swarm.set_handler(protocol, wire.WorkFrame, handler, max_header=max_header, max_payload=PIECE_BYTES)
 
     def refuse(self) -> None:
         """From now on says that nobody is served; the services, and what they hold, can be forgotten."""
@@ -238,7 +250,7 @@ class _Hosting:
 
         swarm.set_handler(INFERENCE, wire.InferenceFrame, inference)
         swarm.set_handler(PUSH, wire.PushFrame, push)
-        for protocol in (FORWARD, BACKWARD):
+        for protocol in (FORWARD, BACKWARD, ADAPTER):
             swarm.set_handler(protocol, wire.WorkFrame, work)
 
     # --- what is announced
@@ -260,6 +272,7 @@ class _Hosting:
             next_span=self._next_span,
             pledge=self._pledger(),
             device=self._compute.blocks.device.type,
+            adapters=self._adapters.announced,
         )
 
     def _ready(self) -> dict[str, object]:
@@ -276,6 +289,7 @@ class _Hosting:
             "device": str(self._compute.blocks.device),
             "cache_tokens": self._tokens,
             "throughput": round(1 / self._live.step_seconds, 2),
+            "adapters": [each.name for each in self._post.adapters],
         }
 
     def _on_change(self) -> None:

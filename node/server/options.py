@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...protocols.ids import Span
 from ..errors import BadInput
@@ -19,8 +20,9 @@ class ServerOptions:
     """What a person asked for; None means: decide. `throughput` in decode steps per second, `drain_timeout` seconds.
 
     `allow_clients` are the peer ids that may use this server; none lets everybody. `gain` is what a change of blocks
-    has to gain (node/placement/plan.py), None: the blocks are never changed. `max_disk` is in bytes.
-    `pledge` is how many points the server promises to lose when a fault of it is proved.
+    has to gain (node/placement/plan.py), None: the blocks are never changed. `max_disk` is in bytes. `pledge` is how
+    many points the server promises to lose when a fault of it is proved. `adapters` are folders of adapters that
+    anybody may name.
     """
 
     model: str
@@ -39,6 +41,7 @@ class ServerOptions:
     gain: float | None = 0.2
     max_disk: int | None = None
     pledge: int = 0
+    adapters: tuple[Path, ...] = ()
 
     @property
     def stays(self) -> bool:

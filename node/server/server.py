@@ -28,6 +28,7 @@ from .hosting import Post, host_span
 from .mover import join_where_needed
 from .network_speed import serve_transfers
 from .options import OnEvent, ServerOptions, check_blocks
+from .owned_adapters import read_owned
 from .placing import Placing
 from .sizing import Memory, Sizing, blocks_that_fit, cache_bytes_per_block, size
 from .source import ModelSource, find_folder, find_source, in_thread
@@ -67,6 +68,7 @@ async def run_server(
         with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
             await swarm.refresh(timeout=REFRESH_TIMEOUT)
         source = await find_source(swarm, folder, options, progress)
+        adapters = await in_thread(lambda: read_owned(options.adapters, source.manifest.version, folder.name))
         swarm.serve_manifest(source.manifest.version, source.manifest.to_wire())
         serve_transfers(swarm)
         if _has_accelerator(options.device):
@@ -84,6 +86,7 @@ async def run_server(
                 replace(DEFAULT, gain=DEFAULT.gain if options.gain is None else options.gain),
             ),
             _speed_key(source, options),
+            tuple(adapters),
         )
         try:
             await _Stay(post, source, progress, started).run(imported, stop)

@@ -11,6 +11,7 @@ from ...crypto.identity import Identity, peer_id_from_bytes
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import PeerError, StreamClosed
 from ...protocols.inference import Refusal, SessionTerms, bad_request, terms_of
+from .adapters import Adapters, Borrowed
 from .admission import Hosted, check_client, check_terms
 from .cache_budget import CacheBudget, CacheFull
 from .compute import ComputeThread
@@ -42,6 +43,7 @@ class InferenceService:
         budget: CacheBudget,
         identity: Identity,
         neighbours: Neighbours,
+        adapters: Adapters,
         on_change: Callable[[], None] = lambda: None,
         allowed_clients: Collection[str] = (),
         pledger: Pledger = lambda: None,
@@ -52,6 +54,7 @@ class InferenceService:
         self.identity = identity
         self.neighbours = neighbours
         self.pledger = pledger
+        self.adapters = adapters
         self.draining = False
         self.sessions = 0
         self._by_key: dict[tuple[str, bytes], ServerSession] = {}
@@ -114,17 +117,19 @@ class InferenceService:
             raise Refusal(wire.ERROR_BUSY, f"this server already has {self.sessions} sessions")
         if (stream.peer_id, terms.nonce) in self._by_key:
             raise bad_request("this nonce names another session")
+        adapter = self.adapters.borrow(terms.adapter, stream.peer_id, terms.span)
         self.sessions += 1
         try:
             await self._acquire(stream, terms.cache_tokens, min(frame.open.wait_ms / 1000, MAX_WAIT))
             evicted = False
             try:
                 self._on_change()
-                evicted = await self._run(stream, terms, frame.open)
+                evicted = await self._run(stream, terms, frame.open, adapter)
             finally:
                 if not evicted:
                     self.budget.release(terms.cache_tokens)
         finally:
+            self.adapters.give_back(adapter)
             self.sessions -= 1
             if not self.sessions:
                 self._idle.set()
@@ -162,9 +167,18 @@ class InferenceService:
                 self.budget.release(tokens)
             raise StreamClosed(f"{stream.peer_id} left while it waited for cache", stream.peer_id)
 
-    async def _run(self, stream: InferenceStream, terms: SessionTerms, opened: wire.Open) -> bool:
+    async def _run(
+        self, stream: InferenceStream, terms: SessionTerms, opened: wire.Open, adapter: Borrowed | None
+    ) -> bool:
         """Serves one session to its end; whether its cache was taken while it waited for its client."""
-        compute = await self.compute.open(terms.batch, terms.max_length, terms.left_padding, terms.codec, terms.span)
+        compute = await self.compute.open(
+            terms.batch,
+            terms.max_length,
+            terms.left_padding,
+            terms.codec,
+            terms.span,
+            adapter.adapter if adapter is not None else None,
+        )
         keep = min(opened.keep_ms / 1000, MAX_KEEP)
         session = ServerSession(self, stream.peer_id, terms, compute, keep)
         key = (stream.peer_id, terms.nonce)

@@ -15,7 +15,6 @@ from ...protocols.framing import PeerError
 from ...protocols.ids import BACKWARD, FORWARD
 from ...protocols.inference import Refusal, bad_request
 from ...protocols.training import MICRO_BATCH_TOKENS, WorkStream, work_terms_of
-from ..blocks.lora import linear_shapes
 from ..blocks.passes import Passes
 from .admission import Hosted, check_client
 from .cache_budget import CacheBudget
@@ -41,7 +40,6 @@ class TrainingService:
     time computes within its share for what autograd keeps.
 
     Attributes:
-        linears: the linear layers that clients may change with LoRA.
         draining: set it and no new work is taken.
     """
 
@@ -68,8 +66,6 @@ class TrainingService:
         self.budget = CacheBudget(max(int(WORK_SHARE * memory), 2 * largest))
         self.kept_budget = CacheBudget(int(KEPT_SHARE * memory))
         self.passes = Passes(compute.blocks, int(ACTIVATION_SHARE * _free_memory(compute.blocks.device, memory)))
-        first = hosted.span.start
-        self.linears = {first + index: linear_shapes(block) for index, block in enumerate(compute.blocks.stack.blocks)}
         self.pledger = pledger
         self.draining = False
         self._refuses_backward = refuses_backward

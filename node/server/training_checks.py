@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from ...protocols import wire_pb2 as wire
+from ...protocols.adapter import Linears, check_tensors
 from ...protocols.inference import Refusal, bad_request
 from ...protocols.tensor_header import TensorError, wire_nbytes
 from ...protocols.training import (
-    LORA_PARTS,
     MAX_KEPT_TENSORS,
     MICRO_BATCH_TOKENS,
     PROMPTS,
@@ -21,9 +20,6 @@ from ...protocols.training import (
     raw_bytes,
 )
 from .admission import Hosted, check_hosted
-
-Linears = Mapping[int, Mapping[str, tuple[int, int]]]
-"""(values in, values out) of the linear layers of blocks, by the block's number and the layer's path in it."""
 
 
 def check_work_terms(terms: WorkTerms, hosted: Hosted) -> None:
@@ -49,38 +45,20 @@ def check_keep(keep: wire.Keep, terms: WorkTerms, hosted: Hosted, linears: Linea
         raise bad_request("Keep takes a name of its own for each tensor")
     if not 1 <= len(keep.tensors) <= MAX_KEPT_TENSORS:
         raise bad_request(f"Keep takes 1 to {MAX_KEPT_TENSORS} tensors, not {len(keep.tensors)}")
-    lora: dict[LoraName, tuple[int, ...]] = {}
+    lora: dict[str, tuple[int, ...]] = {}
     for name, tensor in zip(keep.names, keep.tensors, strict=True):
-        _check_bytes(tensor)
+        check_bytes(tensor)
         shape = tuple(tensor.shape)
-        parsed = LoraName.parse(name)
-        if parsed is not None:
-            lora[parsed] = shape
+        if LoraName.parse(name) is not None:
+            lora[name] = shape
         elif name != PROMPTS:
             raise Refusal(wire.ERROR_UNSUPPORTED, f"this server knows no tensor {name[:100]!r}: only prompts and LoRA")
         elif len(shape) != 4 or shape[0] != len(terms.span) or shape[3] != hosted.hidden_size or not math.prod(shape):
             raise bad_request(f"prompts of {shape} are not [{len(terms.span)}, rows, prefix, {hosted.hidden_size}]")
-    for each, shape in lora.items():
-        _check_lora(each, shape, lora, terms, linears)
-
-
-def _check_lora(
-    name: LoraName,
-    shape: tuple[int, ...],
-    lora: Mapping[LoraName, tuple[int, ...]],
-    terms: WorkTerms,
-    linears: Linears,
-) -> None:
-    if name.block not in terms.span:
-        raise bad_request(f"{name} is not of blocks {terms.span}")
-    layer = linears[name.block].get(name.path)
-    if layer is None:
-        known = ", ".join(linears[name.block])
-        raise bad_request(f"block {name.block} has no linear layer {name.path[:100]!r}; it has {known}")
-    a, b = (lora.get(replace(name, part=part), ()) for part in LORA_PARTS)
-    rank = a[0] if a else 0
-    if a != (rank, layer[0]) or b != (layer[1], rank) or not rank:
-        raise bad_request(f"{name}: lora_A takes [rank, {layer[0]}] and lora_B [{layer[1]}, rank], not {a} and {b}")
+    try:
+        check_tensors(lora, terms.span, linears, hosted.hidden_size)
+    except ValueError as error:
+        raise bad_request(str(error)) from None
 
 
 def check_work(
@@ -111,7 +89,7 @@ def check_work(
             raise bad_request(
                 f"{tensor.dtype} with codec {tensor.codec!r} came; the stream speaks {terms.dtype} with {terms.codec!r}"
             )
-        _check_bytes(tensor)
+        check_bytes(tensor)
     if tokens > hosted.max_length:
         raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {hosted.max_length} tokens, not {tokens}")
     if rows > 1 and rows * tokens > MICRO_BATCH_TOKENS:
@@ -137,7 +115,11 @@ def work_bytes(work: wire.Work, keep: wire.Keep | None) -> int:
     return raw_bytes(work.tensors) + reply
 
 
-def _check_bytes(tensor: wire.Tensor) -> None:
+def check_bytes(tensor: wire.Tensor) -> None:
+    """
+    Raises:
+        Refusal: its size is not that of its shape.
+    """
     try:
         if tensor.nbytes != wire_nbytes(tensor.shape, tensor.dtype, tensor.codec):
             raise bad_request(f"{tensor.nbytes} bytes cannot be shape {tuple(tensor.shape)} as {tensor.dtype}")

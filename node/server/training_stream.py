@@ -134,7 +134,9 @@ class TrainingStream:
                 pass  # a pass has failed: nobody takes works any more, and the answering task ends the stream
 
     async def _keep(self, keep: wire.Keep) -> None:
-        check_keep(keep, self._terms, self._service.hosted, self._service.linears, last=self._kept_number)
+        check_keep(
+            keep, self._terms, self._service.hosted, self._service.compute.blocks.linears, last=self._kept_number
+        )
         if len(self._kept) == KEPT_SETS:
             _, oldest = self._kept.popitem(last=False)
             self._give_back(self._service.kept_budget, raw_bytes(oldest.keep.tensors))

@@ -27,7 +27,7 @@ from ..client.core import SwarmClient, SwarmModel
 from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
 from ..client.dialogue import Dialogue
 from ..client.generation import Sampler, Sampling
-from ..client.routing import Candidate, Hop
+from ..client.routing import Hop
 from ..client.server_session import Chunk, SessionSpec
 from ..client.text import Text
 from ..client.work_stream import Packed, Task, WorkSpec
@@ -102,10 +102,6 @@ class _RoutedClient(SwarmClient):
 
     async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
         raise NoChainError("a probe has no standbys", ())
-
-    async def candidates(self, excluded: Collection[str] = ()) -> tuple[Candidate, ...]:
-        # All are measured, as every client does; the answer is of no use here.
-        return await super().candidates(excluded)
 
     def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
         self.failures.setdefault(peer_id, ServerFailed(f"server {peer_id} failed", peer_id))

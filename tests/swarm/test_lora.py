@@ -136,9 +136,10 @@ def test_what_was_learned_generates(model: DistributedModelForCausalLM, shared_s
     with inside(whole, copied(tuned), tuned.scaling), torch.no_grad():
         expected = whole.generate(ids, **options)
     assert torch.equal(tuned.generate(ids, use_cache=False, **options), expected)
+    assert torch.equal(tuned.generate(ids, **options), expected)  # in a session, which the weights go into
     assert not torch.equal(model.generate(ids, **options), expected)  # the servers keep nothing of it
-    with pytest.raises(BadInput, match="use_cache=False"):
-        tuned.generate(ids, **options)
+    with model.inference_session(max_length=32) as session, pytest.raises(BadInput, match="without session="):
+        tuned.generate(ids, session=session, **options)
 
 
 def test_blocks_at_a_time_are_changed_as_well(model: DistributedModelForCausalLM) -> None:
@@ -174,3 +175,5 @@ def test_weights_that_are_no_numbers_are_refused(model: DistributedModelForCausa
     next(iter(tuned.parameters())).data.fill_(float("nan"))
     with pytest.raises(BadInput, match=r"self_attn.q_proj.lora_A hold NaN"):
         tuned(tokens(1))
+    with pytest.raises(BadInput, match=r"self_attn.q_proj.lora_A hold NaN"):
+        tuned.generate(tokens(1))

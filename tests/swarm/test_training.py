@@ -292,17 +292,18 @@ def test_two_clients_train_different_things_on_the_same_servers(shared_swarm: Sh
         assert torch.equal(got, expected)
 
 
-def test_soft_prompts_generate(model: DistributedModelForCausalLM) -> None:
-    tuned = PromptTuning(model, PREFIX)
+@pytest.mark.parametrize("deep", [False, True])
+def test_prompts_generate(deep: bool, model: DistributedModelForCausalLM) -> None:
+    tuned = PromptTuning(model, PREFIX, deep=deep)
+    if tuned.deep_prompts is not None:
+        tuned.deep_prompts.data.normal_(0, 0.5, generator=torch.Generator().manual_seed(0))
     ids, mask = tokens(2, 9), padded("left", 2, 9)
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
     with_cache = tuned.generate(ids, **options)
     assert torch.equal(with_cache[:, :9], ids) and with_cache.shape == (2, 15)
     assert torch.equal(with_cache, tuned.generate(ids, use_cache=False, **options))
-    deep = PromptTuning(model, PREFIX, deep=True)
-    with pytest.raises(BadInput, match="use_cache=False"):
-        deep.generate(ids, **options)
-    assert deep.generate(ids, use_cache=False, **options).shape == (2, 15)
+    soft = PromptTuning(model, PREFIX, init=tuned.prompt_embeddings).generate(ids, **options)
+    assert torch.equal(soft, with_cache) != deep
 
 
 def test_what_cannot_be_sent_is_said(model: DistributedModelForCausalLM) -> None:

@@ -29,7 +29,6 @@ def test_a_part_of_the_span_is_taken(span: Span) -> None:
         (replace(TERMS, span=Span(5, 7)), wire.ERROR_SPAN_NOT_HOSTED, "2:6"),
         (replace(TERMS, codec="zip"), wire.ERROR_UNSUPPORTED, "zip"),
         (replace(TERMS, dtype="int8"), wire.ERROR_UNSUPPORTED, "int8"),
-        (replace(TERMS, adapter=b"a" * 32), wire.ERROR_UNSUPPORTED, "616161"),
         (replace(TERMS, max_length=129), wire.ERROR_TOO_LONG, "128"),
     ],
 )

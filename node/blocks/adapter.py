@@ -1,0 +1,122 @@
+"""Adapters at work: low-rank changes and deep prompts of several sessions in one pass through the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from ...protocols.training import LORA_PARTS, LoraName
+from .lora import Pair
+
+
+class NotByRow(Exception):
+    """A layer does not get one row of values for each row of the batch: which adapter is whose cannot be told."""
+
+
+@dataclass(frozen=True, eq=False)
+class SpanAdapter:
+    """An adapter's part for hosted blocks, on their device and in their dtype.
+
+    Attributes:
+        pairs: the layers that it changes.
+        prompts: by the block's number, [prefix, hidden size] added to the first positions of what enters it; the same
+            prefix for all.
+    """
+
+    pairs: tuple[tuple[nn.Module, Pair], ...]
+    prompts: Mapping[int, torch.Tensor]
+
+    @property
+    def prefix(self) -> int:
+        """Positions to which prompts are added."""
+        return next((each.shape[0] for each in self.prompts.values()), 0)
+
+
+def make_span_adapter(
+    tensors: Mapping[str, torch.Tensor], blocks: Mapping[int, nn.Module], dtype: torch.dtype, device: torch.device
+) -> SpanAdapter:
+    """What `tensors`, checked and named as in protocols/adapter.py, change of `blocks`."""
+    pairs = []
+    prompts = {}
+    for key, tensor in tensors.items():
+        name = LoraName.parse(key)
+        if name is None:
+            prompts[int(key.partition(".")[0])] = tensor.to(device, dtype)
+        elif name.part == LORA_PARTS[0]:
+            b = tensors[str(replace(name, part=LORA_PARTS[1]))]
+            module = blocks[name.block].get_submodule(name.path)
+            pairs.append((module, (tensor.to(device, dtype), b.to(device, dtype))))
+    return SpanAdapter(tuple(pairs), prompts)
+
+
+@dataclass(frozen=True)
+class Use:
+    """An adapter and whose it is in a pass: rows `start` .. `end - 1` of `rows`."""
+
+    adapter: SpanAdapter
+    start: int
+    end: int
+    rows: int
+
+
+@contextmanager
+def changed_by(uses: Sequence[Use]) -> Iterator[None]:
+    """Within it, the layers return for the rows of each use what its adapter makes of them. For inference only.
+
+    Layers that no use changes are left alone, and without any use nothing is done.
+
+    Raises:
+        NotByRow: in the pass, if not all rows have the same adapter.
+    """
+    changes: dict[nn.Module, list[tuple[Use, Pair]]] = {}
+    for use in uses:
+        for module, pair in use.adapter.pairs:
+            changes.setdefault(module, []).append((use, pair))
+    with ExitStack() as hooks:
+        for module, of_module in changes.items():
+            hooks.callback(module.register_forward_hook(_adding(of_module)).remove)
+        yield
+
+
+def _adding(changes: list[tuple[Use, Pair]]) -> Any:
+    def add(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        given = args[0]
+        for use, (a, b) in changes:
+            rows, changed = given, output
+            if use.end - use.start < use.rows:
+                if given.shape[0] != use.rows:
+                    raise NotByRow
+                rows, changed = given[use.start : use.end], output[use.start : use.end]
+            changed += linear(linear(rows.to(a.dtype), a), b)
+        return output
+
+    return add
+
+
+@contextmanager
+def prompted_by(prompts: Sequence[tuple[nn.Module, torch.Tensor]], places: torch.Tensor) -> Iterator[None]:
+    """Within it, prompts [prefix, hidden] are added to what enters their blocks.
+
+    `places` int64 [rows, tokens]: which of the prefix is added to each token; outside of it, none.
+    """
+    with ExitStack() as hooks:
+        for block, prompt in prompts:
+            meant = ((places >= 0) & (places < len(prompt))).unsqueeze(2)
+            added = torch.where(meant, prompt[places.clamp(0, len(prompt) - 1)], 0)
+            hooks.callback(block.register_forward_pre_hook(_put(added), with_kwargs=True).remove)
+        yield
+
+
+def _put(added: torch.Tensor) -> Any:
+    def put(block: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (args[0] + added, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + added}
+
+    return put
