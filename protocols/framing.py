@@ -17,7 +17,8 @@ from . import wire_pb2 as wire
 
 MAX_HEADER: Final = 64 * 1024
 MAX_PAYLOAD: Final = 64 * 1024 * 1024
-_MAX_TENSORS: Final = 64
+MAX_TENSORS: Final = 64
+"""Of one message."""
 _MAX_VARINT: Final = 4  # bytes; a header never comes near 2**28 bytes
 # A piece fills one Yamux frame and Noise message, which is (30 bytes of headers and tag more) the 65507 bytes that,
 # if a relay carries them, fill one Yamux frame (12 bytes of header) and Noise message (65519) once more.
@@ -169,10 +170,10 @@ class MessageStream(Generic[F]):
                 raise ValueError(f"a payload of {view.nbytes} bytes for a tensor of {tensor.nbytes} bytes")
         header = frame.SerializeToString()
         total = sum(view.nbytes for view in views)
-        if len(header) > self._max_header or total > self._max_payload or len(tensors) > _MAX_TENSORS:
+        if len(header) > self._max_header or total > self._max_payload or len(tensors) > MAX_TENSORS:
             raise ValueError(
                 f"a message with a header of {len(header)} bytes and {len(tensors)} tensors of {total} bytes is "
-                f"over this stream's limits ({self._max_header}, {_MAX_TENSORS}, {self._max_payload})"
+                f"over this stream's limits ({self._max_header}, {MAX_TENSORS}, {self._max_payload})"
             )
         head = _varint(len(header)) + header
         return [memoryview(head), *views], len(head) + total
@@ -247,9 +248,9 @@ class MessageStream(Generic[F]):
             raise self._violation("a header that is no message") from error
         tensors = _tensors(header)
         total = sum(tensor.nbytes for tensor in tensors)
-        if len(tensors) > _MAX_TENSORS or total > self._max_payload:
+        if len(tensors) > MAX_TENSORS or total > self._max_payload:
             raise self._violation(
-                f"{len(tensors)} tensors of {total} bytes; {_MAX_TENSORS} of {self._max_payload} bytes are allowed"
+                f"{len(tensors)} tensors of {total} bytes; {MAX_TENSORS} of {self._max_payload} bytes are allowed"
             )
         del self._buffer[: start + size]
         return header

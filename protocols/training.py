@@ -38,7 +38,7 @@ from typing import Final
 
 from ..crypto.canonical import digest
 from . import wire_pb2 as wire
-from .framing import MessageStream
+from .framing import MAX_TENSORS, MessageStream
 from .ids import Span
 from .inference import HASH_BYTES, MAX_BATCH, NONCE_BYTES, Refusal, bad_request
 from .tensor_header import ITEM_BYTES
@@ -200,7 +200,7 @@ def _pieces(payloads: Sequence[Buffer]) -> Iterator[list[memoryview]]:
             gathered.append(part)
             start += len(part)
             room -= len(part)
-            if not room:
+            if not room or len(gathered) == MAX_TENSORS:
                 yield gathered
                 gathered, room = [], PIECE_BYTES
     if gathered:

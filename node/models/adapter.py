@@ -160,7 +160,8 @@ def read_adapter(folder: Path) -> Adapter:
     if kind == "LORA":
         return _lora(folder, name, config, tensors, note)
     if kind == "PROMPT_TUNING":
-        return Adapter.of(name, {}, soft_prompt=_prompt(tensors, folder), note=note)
+        soft, local = _prompt(tensors, config.get("modules_to_save"), folder)
+        return Adapter.of(name, {}, soft_prompt=soft, local=local, note=note)
     raise BadInput(
         f"{folder / CONFIG} is of peft's type {kind or 'nothing'}: petalnode takes LORA and PROMPT_TUNING adapters"
     )
@@ -247,7 +248,7 @@ def _lora(
             changes[str(weight)] = tensor
             paths[str(weight)] = parameter.removesuffix(f".{weight.part}.weight")
             continue
-        if parameter.rpartition(".")[0].rpartition(".")[2] in saved and not re.search(r"\.\d+\.", parameter):
+        if parameter.partition(".")[0] in saved:
             local[parameter] = tensor
             continue
         raise BadInput(
@@ -318,17 +319,27 @@ def _scaling(path: str, rank: int, config: Mapping[str, Any], folder: Path) -> f
     return scaling
 
 
-def _prompt(tensors: Mapping[str, torch.Tensor], folder: Path) -> torch.Tensor:
-    prompt = tensors.get("prompt_embeddings")
+def _prompt(
+    tensors: Mapping[str, torch.Tensor], heads: Any, folder: Path
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The embeddings of virtual tokens, and the weights of `heads` beside them."""
+    others = dict(tensors)
+    prompt = others.pop("prompt_embeddings", None)
     if prompt is None or prompt.dim() != 2 or not prompt.numel():
         raise BadInput(f"{folder} holds no prompt_embeddings of [virtual tokens, embedding size]")
-    return prompt.float()
+    local = {key.removeprefix("base_model."): tensor for key, tensor in others.items()}
+    for name in local:
+        if name.partition(".")[0] not in (heads or ()):
+            raise BadInput(f"{folder} has {name} beside its prompt, which is nothing that a prompt needs")
+    return prompt.float(), local
 
 
 def _read_deep_prompts(folder: Path, name: str, note: AdapterNote) -> Adapter:
     tensors = _read_tensors(folder / DEEP_PROMPTS)
-    soft, deep = _prompt(tensors, folder), tensors.get("deep_prompts")
+    deep = tensors.pop("deep_prompts", None)
+    heads = {key.removeprefix("base_model.").partition(".")[0] for key in tensors} if note.labels else ()
+    soft, local = _prompt(tensors, heads, folder)
     if deep is None or deep.dim() != 3 or deep.shape[1] != soft.shape[0]:
         raise BadInput(f"{folder / DEEP_PROMPTS} holds no deep_prompts of [blocks, {soft.shape[0]}, hidden size]")
     changes = {f"{block}.{PROMPTS}": each.contiguous() for block, each in enumerate(deep)}
-    return Adapter.of(name, changes, soft_prompt=soft, note=note)
+    return Adapter.of(name, changes, soft_prompt=soft, local=local, note=note)

@@ -68,7 +68,17 @@ async def _sent_and_received(payloads: list[bytes]) -> list[bytearray]:
 
 @pytest.mark.parametrize(
     "sizes",
-    [[], [0], [1], [PIECE_BYTES], [PIECE_BYTES + 1], [3, 0, 5], [PIECE_BYTES - 1, 2, PIECE_BYTES], [3 * PIECE_BYTES]],
+    [
+        [],
+        [0],
+        [1],
+        [PIECE_BYTES],
+        [PIECE_BYTES + 1],
+        [3, 0, 5],
+        [PIECE_BYTES - 1, 2, PIECE_BYTES],
+        [3 * PIECE_BYTES],
+        [1] * 300,
+    ],
 )
 def test_tensors_arrive_as_they_were_sent(sizes: list[int]) -> None:
     payloads = [bytes([number % 251]) * size for number, size in enumerate(sizes, start=7)]
