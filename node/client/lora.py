@@ -105,15 +105,15 @@ class LoraTuning(nn.Module):
         return {self._peft_name(key): weight.detach() for key, weight in self.weights.items()}
 
     @torch.no_grad()
-    def load_peft_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes over weights that go by the names of `peft_state_dict`.
+    def load(self, tensors: Mapping[LoraName, torch.Tensor]) -> None:
+        """Takes over these weights, the scaling apart.
 
         Raises:
             BadInput: there are others than these, or of other shapes.
         """
-        own = {self._peft_name(key): weight for key, weight in self.weights.items()}
+        own = {_name(key): weight for key, weight in self.weights.items()}
         if strange := own.keys() ^ tensors.keys():
-            raise BadInput(f"the weights {min(strange)} are missing, or are those of something else")
+            raise BadInput(f"the weights of {min(map(str, strange))} are missing, or are not wanted here")
         for name, weight in own.items():
             if tensors[name].shape != weight.shape:
                 raise BadInput(f"{name} has shape {list(tensors[name].shape)}, not {list(weight.shape)}")

@@ -7,29 +7,27 @@ names that peft looks for.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ...protocols.adapter import PROMPTS
+from ...protocols.ids import Span
+from ...protocols.training import LORA_PARTS, LoraName
 from ..client.lora import LoraTuning
 from ..client.model import DistributedModel
 from ..client.tuning import PromptTuning
 from ..errors import BadInput
-from ..models.adapter_note import AdapterNote, read_note
+from ..models.adapter import CONFIG, DEEP_PROMPTS, WEIGHTS, Adapter, read_adapter
+from ..models.adapter_note import AdapterNote
 from ..models.cache_dir import disk_errors
 from .tuned import Tuned, head_of
 
-PEFT_CONFIG: Final = "adapter_config.json"
-PEFT_WEIGHTS: Final = "adapter_model.safetensors"
-DEEP_PROMPTS: Final = "deep_prompts.safetensors"
 CARD: Final = "README.md"
 _LORA_BASE: Final = "base_model.model."
 _BASE: Final = "base_model."
-_MAX_BYTES: Final = 4 << 30
 
 
 def save_adapter(folder: Path, tuned: Tuned, note: AdapterNote, card: str) -> None:
@@ -51,12 +49,12 @@ def save_adapter(folder: Path, tuned: Tuned, note: AdapterNote, card: str) -> No
         tensors |= {f"{base}{name}": each.detach() for name, each in head_of(tuned.model).items()}
         tensors = {name: each.cpu().float().contiguous() for name, each in tensors.items()}
         deep = "deep_prompts" in tensors
-        for stale in (PEFT_CONFIG, PEFT_WEIGHTS, DEEP_PROMPTS):
+        for stale in (CONFIG, WEIGHTS, DEEP_PROMPTS):
             (folder / stale).unlink(missing_ok=True)
-        save_file(tensors, folder / (DEEP_PROMPTS if deep else PEFT_WEIGHTS), metadata={"format": "pt"})
+        save_file(tensors, folder / (DEEP_PROMPTS if deep else WEIGHTS), metadata={"format": "pt"})
         if not deep:
             text = json.dumps(_peft_config(tuned, note), indent=2, sort_keys=True)
-            (folder / PEFT_CONFIG).write_text(text + "\n", encoding="utf-8")
+            (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
         note.write(folder)
         (folder / CARD).write_text(card, encoding="utf-8")
 
@@ -100,115 +98,52 @@ def _peft_config(tuned: Tuned, note: AdapterNote) -> dict[str, Any]:
 def load_adapter(model: DistributedModel, folder: Path | str) -> PromptTuning | LoraTuning:
     """What is in an adapter folder (of `petalnode tune`, or of peft: LORA and PROMPT_TUNING), on `model`.
 
-    What comes back generates, classifies, or is trained on. The head of a classifier is put into `model`, which must
-    have been opened with as many labels.
+    What comes back generates, classifies, or is trained on; only to generate, `from_pretrained(adapter=folder)` does as
+    well. The head of a classifier is put into `model`, which must have been opened with as many labels.
 
     Raises:
-        BadInput: it is no such folder, is damaged, belongs to another version of the model, or needs what is not there.
+        BadInput: it is no such folder, is damaged, is of another version of the model, or wants what cannot be done.
     """
-    path = Path(folder)
-    note = read_note(path)
-    version = model.version.hex()
-    if note is not None and note.model_version != version:
-        raise BadInput(
-            f"{path} was trained on version {note.model_version[:12]} of {note.model}, and this is version "
-            f"{version[:12]} of {model.path.name}: open the model that it belongs to"
-        )
-    if note is not None and note.method == "deep-prompt":
-        tensors = _read_tensors(path / DEEP_PROMPTS)
-        module = _prompts(model, tensors, path)
-        _load_head(model, tensors, _BASE, path)
+    adapter = read_adapter(Path(folder))
+    adapter.check_model(model.version, model.path.name)
+    blocks = Span(0, model.num_blocks)
+    adapter.check_fits(blocks, dict(enumerate(model.linears)), model.hidden_size, model.num_blocks)
+    _put_head(model, adapter)
+    if adapter.soft_prompt is not None:
+        prompts = adapter.soft_prompt
+        module = PromptTuning(model, len(prompts), deep=bool(adapter.tensors), init=prompts)
+        if module.deep_prompts is not None:
+            deep = [adapter.tensors[f"{block}.{PROMPTS}"] for block in range(model.num_blocks)]
+            module.deep_prompts.data.copy_(torch.stack(deep))
         return module
-    config = _read_config(path)
-    kind = config.get("peft_type")
-    tensors = _read_tensors(path / PEFT_WEIGHTS)
-    if kind == "PROMPT_TUNING":
-        module = _prompts(model, tensors, path)
-        _load_head(model, tensors, _BASE, path)
-        return module
-    if kind != "LORA":
-        raise BadInput(f"{path} is a {kind} adapter: LORA and PROMPT_TUNING can be loaded")
-    tuned = _lora(model, config, tensors, path)
-    _load_head(model, tensors, _LORA_BASE, path)
-    return tuned
-
-
-def _prompts(model: DistributedModel, tensors: dict[str, torch.Tensor], path: Path) -> PromptTuning:
-    prompts = tensors.pop("prompt_embeddings", None)
-    deep = tensors.pop("deep_prompts", None)
-    if prompts is None or prompts.dim() != 2:
-        raise BadInput(f"{path} holds no prompt_embeddings [tokens, embedding size]: save it again")
-    module = PromptTuning(model, len(prompts), deep=deep is not None, init=prompts)
-    if deep is not None and module.deep_prompts is not None:
-        if deep.shape != module.deep_prompts.shape:
-            raise BadInput(f"the deep prompts in {path} have shape {list(deep.shape)}: they are of another model")
-        module.deep_prompts.data.copy_(deep)
-    return module
-
-
-def _lora(model: DistributedModel, config: dict[str, Any], tensors: dict[str, torch.Tensor], path: Path) -> LoraTuning:
-    wrong = [name for name in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if config.get(name)]
-    if wrong or config.get("bias", "none") != "none":
-        raise BadInput(f"{path} uses {', '.join(wrong) or 'bias'} of peft's LoRA, which the swarm does not do")
-    names = [name for name in tensors if ".lora_" in name]
-    pattern = re.compile(re.escape(f"{_LORA_BASE}{model.blocks_path}.") + r"(\d+)\.(.+)\.lora_[AB]\.weight")
-    found = [match for name in names if (match := pattern.fullmatch(name)) is not None]
-    if not found or len(found) != len(names):
-        raise BadInput(f"{path} changes layers outside the blocks of this model, or none: that cannot be loaded")
-    try:
-        tuned = LoraTuning(
-            model,
-            int(config["r"]),
-            lora_alpha=float(config["lora_alpha"]),
-            target_modules=sorted({match[2] for match in found}),
-            layers_to_transform=sorted({int(match[1]) for match in found}),
-        )
-        tuned.load_peft_state_dict({name: tensors.pop(name) for name in names})
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"{path} does not fit this model: {error}") from None
+    names = {name: parsed for name in adapter.tensors if (parsed := LoraName.parse(name)) is not None}
+    ranks = {adapter.tensors[name].shape[0] for name, parsed in names.items() if parsed.part == LORA_PARTS[0]}
+    if len(ranks) != 1:
+        raise BadInput(f"{folder} has the ranks {sorted(ranks)}: with one rank only can it be trained on")
+    [rank] = ranks
+    tuned = LoraTuning(
+        model,
+        rank,
+        lora_alpha=rank,  # the scaling is in the weights
+        target_modules=sorted({each.path for each in names.values()}),
+        layers_to_transform=sorted({each.block for each in names.values()}),
+    )
+    tuned.load({parsed: adapter.tensors[name] for name, parsed in names.items()})
     return tuned
 
 
 @torch.no_grad()
-def _load_head(model: DistributedModel, tensors: dict[str, torch.Tensor], base: str, path: Path) -> None:
+def _put_head(model: DistributedModel, adapter: Adapter) -> None:
     head = head_of(model)
-    if {name.removeprefix(base) for name in tensors} != set(head):
+    if adapter.local.keys() != head.keys():
         raise BadInput(
-            f"{path} has {', '.join(sorted(tensors)) or 'no weights'} for a head, and the model wants "
-            f"{', '.join(sorted(head)) or 'none'}: open it as a "
-            + ("classifier" if tensors else "language model" if head else "model of that kind")
+            f"the adapter {adapter.name} has {'a' if adapter.local else 'no'} head of its own: open it with "
+            + ("AutoDistributedModelForSequenceClassification" if adapter.local else "AutoDistributedModelForCausalLM")
         )
     for name, weight in head.items():
-        given = tensors[base + name]
+        given = adapter.local[name]
         if given.shape != weight.shape:
-            raise BadInput(f"{path} knows {given.shape[0]} labels: open the model with num_labels={given.shape[0]}")
+            raise BadInput(
+                f"the adapter {adapter.name} tells {len(given)} labels: open it with num_labels={len(given)}"
+            )
         weight.copy_(given)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / PEFT_CONFIG
-    try:
-        config = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise BadInput(f"{path} is no adapter: it has no {PEFT_CONFIG}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"cannot read {file}: {error}") from None
-    if not isinstance(config, dict):
-        raise BadInput(f"{file} is no configuration of an adapter")
-    return config
-
-
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise BadInput(f"{file} is larger than {_MAX_BYTES >> 30} GiB: that is no adapter")
-        with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise BadInput(f"there is no {file}: adapters are read from safetensors only, not from pickles") from None
-    except (SafetensorError, OSError) as error:
-        raise BadInput(f"cannot read {file}: {error}") from None
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise BadInput(f"{file}: {name} holds NaN or infinity")
-    return tensors

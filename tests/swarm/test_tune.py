@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from petalnode import (
@@ -118,7 +118,13 @@ def test_a_classifier_keeps_its_head(method: Method, shared_swarm: SharedSwarm, 
         saved(tuned, tmp_path, method, labels=("a", "b", "c", "d"))
     with opened(shared_swarm, 4) as model:
         assert torch.equal(logits(load_adapter(model, tmp_path), mask), expected)
-    with opened(shared_swarm) as language, pytest.raises(BadInput, match="classifier"):
+    with opened(shared_swarm, None, tmp_path) as model:
+        assert model.config.num_labels == 4
+        if method != "deep-prompt":
+            assert torch.allclose(logits(model, mask), expected, atol=1e-5)
+    with opened(shared_swarm, 3) as other, pytest.raises(BadInput, match="4 labels"):
+        load_adapter(other, tmp_path)
+    with opened(shared_swarm) as language, pytest.raises(BadInput, match="SequenceClassification"):
         load_adapter(language, tmp_path)
     if method != "deep-prompt":
         whole = AutoModelForSequenceClassification.from_pretrained(shared_swarm.folder, num_labels=4)
@@ -143,23 +149,16 @@ def test_adapters_of_peft_are_loaded(shared_swarm: SharedSwarm, tmp_path: Path) 
 def test_adapters_that_cannot_be_loaded(shared_swarm: SharedSwarm, tmp_path: Path) -> None:
     with opened(shared_swarm) as model:
         folder = saved(tuned_on(model, "lora"), tmp_path, "lora")
-        config = json.loads((folder / "adapter_config.json").read_text())
-        for field, value, says in (("peft_type", "LOHA", "LOHA"), ("use_dora", True, "use_dora"), ("r", 5, "shape")):
-            (folder / "adapter_config.json").write_text(json.dumps({**config, field: value}))
-            with pytest.raises(BadInput, match=says):
-                load_adapter(model, folder)
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-        weights = folder / "adapter_model.safetensors"
-        weights.rename(folder / "adapter_model.bin")
-        with pytest.raises(BadInput, match="not from pickles"):
-            load_adapter(model, folder)
-        weights.write_bytes(b"nonsense")
-        with pytest.raises(BadInput, match="cannot read"):
-            load_adapter(model, folder)
         note = read_note(folder)
         assert note is not None
         AdapterNote(note.method, note.model, "00" * 32).write(folder)
         with pytest.raises(BadInput, match="version 000000000000 of tiny-llama"):
+            load_adapter(model, folder)
+        note.write(folder)
+        weights = load_file(folder / "adapter_model.safetensors")
+        several = {name: each[:2] if ".0.self_attn.q_proj.lora_A" in name else each for name, each in weights.items()}
+        save_file(several, folder / "adapter_model.safetensors")
+        with pytest.raises(BadInput):
             load_adapter(model, folder)
 
 
