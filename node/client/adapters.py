@@ -102,7 +102,7 @@ def fit_adapter(adapter: Adapter, local: ClientModel, *, head: bool = False) -> 
             f"the adapter {adapter.name} is not for this model: its prompt has {adapter.soft_prompt.shape[1]} values a "
             f"token, and the embeddings have {width}"
         )
-    if adapter.local:
+    if adapter.local and not head:
         raise BadInput(
             f"the adapter {adapter.name} has a head of its own ({', '.join(adapter.local)}), as classifiers do"
         )
