@@ -13,6 +13,9 @@ import torch
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError
+from petalnode.node.models.adapter_note import AdapterNote
+from petalnode.node.tuning.adapter_folder import save_adapter
+from petalnode.node.tuning.tuned import MethodOptions, Tuned
 from tests.peft_adapters import load_with, save_lora, save_prompt
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Node, Nodes, environment, petalnode
@@ -155,6 +158,25 @@ def test_a_prompt_stays_with_the_client(shared_swarm: SharedSwarm, adapters: Ada
         assert torch.equal(model.generate(ids, **options(ids)), expected)
         with torch.no_grad():
             torch.testing.assert_close(model(ids).logits, logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["prompt", "deep-prompt", "lora"])
+def test_what_was_tuned_is_opened(method: Any, shared_swarm: SharedSwarm, tmp_path: Path) -> None:
+    ids = prompt(2, seed=11)
+    folder = tmp_path / "tuned"
+    with opened(shared_swarm.peer, shared_swarm.folder) as model:
+        tuned = Tuned.of(model, MethodOptions(method, virtual_tokens=3, rank=2), seed=0)
+        generator = torch.Generator().manual_seed(0)
+        for each in tuned.weights.values():
+            each.data.normal_(0, 0.3, generator=generator)
+        expected = tuned.module.generate(ids, **options(ids))
+        with torch.no_grad():
+            logits = tuned.module(ids).logits
+        save_adapter(folder, tuned, AdapterNote(method, "tiny-llama", model.version.hex()), "")
+    with opened(shared_swarm.peer, shared_swarm.folder, folder) as model:
+        assert torch.equal(model.generate(ids, **options(ids)), expected)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-4)
 
 
 def test_the_server_that_held_it_dies(
