@@ -68,6 +68,12 @@ class BlockSpan:
         self._specs = tuple(specs)
         self._mixes_adapters = True
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights in memory, or of the files that are mapped there."""
+        modules = self.stack.blocks
+        return sum(each.nbytes for module in modules for each in (*module.parameters(), *module.buffers()))
+
     def make_cache(
         self, batch: int, max_length: int, left_padding: Sequence[int] | None = None, part: Span | None = None
     ) -> SpanCache:

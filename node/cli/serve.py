@@ -172,8 +172,8 @@ def _say_change(output: Output, event: str, fields: dict[str, Any]) -> None:
     start, end = fields["blocks"]
     if event == "moving":
         first, last = fields["to"]
-        leaving = f", when {fields['sessions']} sessions have moved to other servers" if fields["sessions"] else ""
-        output.say(f"the swarm needs blocks {first}:{last} more than {start}:{end}: changing{leaving} ...")
+        leaving = f" when {fields['sessions']} sessions have moved to other servers" if fields["sessions"] else ""
+        output.say(f"changing from blocks {start}:{end} to {first}:{last}{leaving}: {fields['reason']} ...")
     else:
         output.say(f"serving blocks {start}:{end} after {fields['seconds']:.1f} s, {fields['throughput']:.1f} steps/s")
 

@@ -46,7 +46,8 @@ async def _status(model: str | None, join: JoinOptions) -> None:
             raise SwarmError(f"nobody in this swarm serves {which} (yet)")
         relays = await known_relays(swarm)
         for version, (name, num_blocks) in sorted(models.items(), key=lambda item: item[1]):
-            servers = sorted(view.servers(version, now=time.time()), key=lambda each: (each.span, each.peer_id))
+            known = sorted(view.servers(version, now=time.time()), key=lambda each: (each.span, each.peer_id))
+            servers = [server for server in known if server.num_blocks == num_blocks]
             coverage = coverage_of(servers, num_blocks)
             output.emit(
                 **_as_json(name, version, num_blocks, servers, coverage), relays=[each.as_json() for each in relays]
@@ -54,6 +55,9 @@ async def _status(model: str | None, join: JoinOptions) -> None:
             if not join.json:
                 output.console.print(_table(name, version, num_blocks, servers))
                 missing = [block for block, count in enumerate(coverage) if not count]
+                for server in known:
+                    if server.num_blocks != num_blocks:
+                        output.say(f"left out: {server.peer_id} says that {name} has {server.num_blocks} blocks")
                 if missing:
                     output.say(f"nobody serves {describe_blocks(missing)}: no answers until somebody does", style="red")
         if not join.json:
@@ -88,12 +92,22 @@ def _as_json(
                 "quantisation": server.quantisation,
                 "adapters": [each.name for each in announced(server)],
                 "queue_depth": server.queue_depth,
+                "fixed": server.fixed,
+                "next_blocks": [server.next_span.start, server.next_span.end] if server.next_span else None,
                 "addrs": list(server.addrs),
                 "software_version": server.software_version,
             }
             for server in servers
         ],
     }
+
+
+def _state(server: Announcement) -> str:
+    """What it does, and what it will do if it has said so."""
+    state = server.state.name.lower()
+    if server.next_span is not None and server.next_span != server.span:
+        return f"{state}, goes to {server.next_span}"
+    return f"{state}, fixed" if server.fixed else state
 
 
 def _throughput(server: Announcement) -> float:
@@ -116,7 +130,7 @@ def _table(name: str, version: bytes, num_blocks: int, servers: Sequence[Announc
             _bar(server, num_blocks),
             str(server.span),
             server.public_name or "…" + server.peer_id[-8:],
-            server.state.name.lower(),
+            _state(server),
             f"{_throughput(server):.1f}",
             f"{server.cache_tokens_free}",
             *([", ".join(each.name for each in announced(server))] if with_adapters else []),
@@ -127,6 +141,6 @@ def _table(name: str, version: bytes, num_blocks: int, servers: Sequence[Announc
 def _bar(server: Announcement, num_blocks: int) -> Text:
     width = min(_BAR_WIDTH, max(num_blocks, 20))
     start = round(server.span.start * width / num_blocks)
-    end = max(start + 1, round(server.span.end * width / num_blocks))
+    end = min(width, max(start + 1, round(server.span.end * width / num_blocks)))
     colour = {ServerState.ONLINE: "green", ServerState.JOINING: "yellow"}.get(server.state, "red")
     return Text.assemble(("·" * start, "dim"), ("█" * (end - start), colour), ("·" * (width - end), "dim"))

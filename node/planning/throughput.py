@@ -25,6 +25,7 @@ _MAX_SIZES: Final = 64
 """Lengths of span that are tried for one machine."""
 _MAX_WORK: Final = 80_000_000
 """Spans looked at in all of these together: about a second."""
+_ROUNDING: Final = 1e-12
 _LEAST_WORK: Final = 4_000
 """Spans that could be looked at in the time that placing a machine takes in any case."""
 
@@ -84,7 +85,8 @@ def throughput_bound(capacity: Ints, block_seconds: Floats, num_blocks: int) -> 
     low, high = 0.0, float(speed.sum()) / num_blocks
     for _ in range(100):
         middle = (low + high) / 2
-        if np.minimum(speed, middle * capacity).sum() >= middle * num_blocks:
+        # Machines of just enough room in all are no rounding error short of it.
+        if np.minimum(speed, middle * capacity).sum() >= middle * num_blocks * (1 - _ROUNDING):
             low = middle
         else:
             high = middle

@@ -125,6 +125,7 @@ class ComputeThread:
     Attributes:
         on_decode: told, on the compute thread, of decode steps: their rows, the share of the blocks that they went
             through (on average), and the seconds that they took together.
+        on_prefill: told likewise of each part of a prefill: its tokens (of all rows), share, and seconds.
     """
 
     def __init__(self, blocks: BlockSpan) -> None:
@@ -135,6 +136,7 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._run, name="petalnode-compute", daemon=True)
         self._depth = 0
         self.on_decode: Callable[[int, float, float], None] | None = None
+        self.on_prefill: Callable[[int, float, float], None] | None = None
 
     @property
     def depth(self) -> int:
@@ -342,6 +344,7 @@ class ComputeThread:
             outputs = self.blocks.decode(
                 [(step.ready_hidden, step.session.cache) for step in batch], [step.session.adapter for step in batch]
             )
+            synchronise(self.blocks.device)  # or the time would be that of giving the order
         except Exception:
             if len(batch) == 1:
                 self._fail(batch[0])
@@ -369,11 +372,16 @@ class ComputeThread:
         try:
             session = step.session
             step.outputs.append(self.blocks.forward(hidden[:, step.progress : end], session.cache, session.adapter))
+            synchronise(self.blocks.device)
         except Exception:
             self._fail(step)
             return True
         step.progress = end
-        step.computed += time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        step.computed += seconds
+        if self.on_prefill is not None:
+            share = len(step.session.cache.specs) / len(self.blocks.span)
+            self.on_prefill(chunk * hidden.shape[0], share, seconds)
         if end < hidden.shape[1]:
             return False
         self._answer(step, torch.cat(step.outputs, 1) if len(step.outputs) > 1 else step.outputs[0])

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-import psutil
 import trio
 
 from ...crypto.identity import Identity
@@ -22,10 +21,11 @@ from ..models import ModelFolder
 from ..placement.plan import Move
 from ..swarm.swarm import Swarm
 from . import speed_record
+from .device_memory import claim, device_memory, unused
 from .live_speed import LiveSpeed
 from .mover import next_move
 from .neighbours import Neighbours, keep_rtts
-from .network_speed import keep_measured
+from .network_speed import keep_measured, measure_network
 from .options import OnEvent, ServerOptions
 from .placing import Placing
 from .pledging import pledger
@@ -44,10 +44,12 @@ log = logging.getLogger(__name__)
 _ANNOUNCE_INTERVAL: Final = 2.0
 """Free cache and queue depth change with every session; the swarm hears of it at most this often."""
 _CORRECT_INTERVAL: Final = 30.0
-_GAP_DRAIN: Final = 5.0
+_GAP_DRAIN: Final = 3.0
 """Seconds that sessions have to leave when blocks are missing elsewhere: no other session works till they are there."""
 _REFUSE_TIMEOUT: Final = 5.0
 _RETRY_PAUSE: Final = 60.0
+_NETWORK_TIMEOUT: Final = 4.0
+"""Seconds that measuring the network may hold up the first announcement."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,6 @@ class _Hosting:
         self._changed = trio.Event()
         self._next_span: Span | None = None
         self._rtts: dict[str, float] = {}
-        self._measured: dict[str, float] = {}
 
     async def run(self, on_ready: Callable[[dict[str, object]], None], stop: trio.Event) -> Move | None:
         from .adapters import Adapters
@@ -115,11 +116,14 @@ class _Hosting:
 
         post, options, blocks = self._post, self._post.options, self._compute.blocks
         speed = await self._speed()
-        self._live = LiveSpeed(1 / options.throughput if options.throughput else speed.step_seconds * len(blocks.span))
-        self._forward = 1 / (speed.token_seconds * len(blocks.span))
-        self._tokens = options.cache_tokens or cache_tokens_that_fit(
-            psutil.virtual_memory().available, blocks.cache_bytes_per_token
+        self._byte_seconds = 0.0 if options.throughput else speed.byte_seconds
+        self._live = LiveSpeed(
+            1 / options.throughput if options.throughput else speed.step_seconds * len(blocks.span),
+            speed.token_seconds * len(blocks.span),
         )
+        self._tokens: int = options.cache_tokens or 0
+        if not self._tokens:
+            self._tokens = await trio.to_thread.run_sync(self._fitting_cache)
         self._hosted = hosted = Hosted(
             model_version=self._announcement.model_version,
             model_name=post.folder.name,
@@ -148,7 +152,8 @@ class _Hosting:
             hosted, self._compute, post.identity, blocks.can_backward, options.allow_clients, self._pledger
         )
         self._serve(service, training)
-        self._compute.on_decode = self._live.note
+        self._compute.on_decode = self._live.note_decode
+        self._compute.on_prefill = self._live.note_prefill
         await self._compute.call(return_memory)
         post.swarm.announce(self._current())
         on_ready(self._ready())
@@ -175,8 +180,8 @@ class _Hosting:
             nursery.start_soon(keep_rtts, post.swarm, self._announcement, self._rtts, self._on_change)
             if not options.throughput:
                 nursery.start_soon(self._keep_speed_true)
-                token_bytes = 2 * blocks.hidden_size
-                nursery.start_soon(keep_measured, post.swarm, hosted.model_version, token_bytes, self._measured)
+                known = bool(self._byte_seconds)
+                nursery.start_soon(keep_measured, post.swarm, hosted.model_version, known, self._network_measured)
             if not options.stays:
                 nursery.start_soon(watch_swarm)
             nursery.start_soon(watch_stop)
@@ -199,6 +204,7 @@ class _Hosting:
                 "moving",
                 blocks=[move.source.start, move.source.end],
                 to=[move.target.start, move.target.end],
+                reason=self._post.placing.reason,
                 sessions=self._service.sessions,
             )
         if self._service.sessions or move is not None:
@@ -213,15 +219,29 @@ class _Hosting:
 
         blocks, key = self._compute.blocks, self._post.speed_key
         known = await trio.to_thread.run_sync(speed_record.recall, key)
-        if known is not None:
-            return known
-        measured = await self._compute.call(lambda: measure_speed(blocks))
-        speed = BlockSpeed(
-            measured.step_seconds / len(blocks.span), 1 / (measured.forward_tokens_per_second * len(blocks.span))
-        )
-        self._forward = measured.forward_tokens_per_second
-        await trio.to_thread.run_sync(speed_record.keep, key, speed)
+        speed = known
+        if speed is None:
+            measured = await self._compute.call(lambda: measure_speed(blocks))
+            speed = BlockSpeed(
+                measured.step_seconds / len(blocks.span), 1 / (measured.forward_tokens_per_second * len(blocks.span))
+            )
+        if not speed.byte_seconds and not self._post.options.throughput:
+            version = self._announcement.model_version
+            seconds = await measure_network(self._post.swarm, version, timeout=_NETWORK_TIMEOUT)
+            speed = replace(speed, byte_seconds=seconds)
+        if speed != known:
+            await trio.to_thread.run_sync(speed_record.keep, key, speed)
         return speed
+
+    def _fitting_cache(self) -> int:
+        """Tokens of attention cache to offer; claims their memory, and that of the weights."""
+        blocks = self._compute.blocks
+        memory, weights = device_memory(self._post.options.device), blocks.weight_bytes
+        free = memory.free - unused(weights) if memory.shared else memory.free
+        tokens = cache_tokens_that_fit(max(0, free), blocks.cache_bytes_per_token)
+        if memory.shared:
+            claim(weights + tokens * blocks.cache_bytes_per_token)
+        return tokens
 
     def _serve(self, service: InferenceService, training: TrainingService) -> None:
         swarm = self._post.swarm
@@ -260,14 +280,14 @@ class _Hosting:
             self._announcement,
             state=ServerState.DRAINING if self._service.draining else ServerState.ONLINE,
             step_seconds=self._live.step_seconds,
-            forward_tokens_per_second=self._forward,
+            forward_tokens_per_second=1 / self._live.token_seconds,
             dtype=self._hosted.dtype,
             cache_tokens=self._tokens,
             cache_tokens_free=self._service.budget.free,
             queue_depth=self._compute.depth,
             rtts=dict(self._rtts),
             max_session_length=self._hosted.max_length,
-            network_seconds=self._measured.get("network", 0.0),
+            network_seconds=self._byte_seconds * self._compute.blocks.hidden_size * self._compute.blocks.dtype.itemsize,
             load_seconds=self._load_seconds,
             next_span=self._next_span,
             pledge=self._pledger(),
@@ -308,10 +328,17 @@ class _Hosting:
 
     async def _keep_speed_true(self) -> None:
         """Announces, and keeps for the next run, what steps really take."""
-        token_seconds = 1 / (self._forward * len(self._hosted.span))
         while True:
             await trio.sleep(_CORRECT_INTERVAL)
             if self._live.correct():
-                speed = BlockSpeed(self._live.step_seconds / len(self._hosted.span), token_seconds)
-                await trio.to_thread.run_sync(speed_record.keep, self._post.speed_key, speed)
-                self._on_change()
+                await self._keep_speed()
+
+    async def _network_measured(self, byte_seconds: float) -> None:
+        self._byte_seconds = byte_seconds
+        await self._keep_speed()
+
+    async def _keep_speed(self) -> None:
+        count = len(self._hosted.span)
+        speed = BlockSpeed(self._live.step_seconds / count, self._live.token_seconds / count, self._byte_seconds)
+        await trio.to_thread.run_sync(speed_record.keep, self._post.speed_key, speed)
+        self._on_change()

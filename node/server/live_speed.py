@@ -10,33 +10,49 @@ from ..planning.cost import LOAD_PER_WAITING
 
 _SAMPLES: Final = 64
 _ENOUGH: Final = 16
+_LONG: Final = 32
+"""Tokens at once from which a pass says how fast a long prefill is."""
 _NOTABLE: Final = 0.25
 """Smaller differences are not announced: they would only unsettle who plans with them."""
 
 
 class LiveSpeed:
-    """The middle one of the last steps, once there are enough. `note` may be called from another thread.
+    """The middle one of the last steps, once there are enough. The notes may come from another thread.
 
     Attributes:
         step_seconds: a decode step of one row through the whole span, as it is announced.
+        token_seconds: a token of a long prefill through the whole span.
     """
 
-    def __init__(self, step_seconds: float) -> None:
+    def __init__(self, step_seconds: float, token_seconds: float) -> None:
         self.step_seconds = step_seconds
-        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+        self.token_seconds = token_seconds
+        self._steps: deque[float] = deque(maxlen=_SAMPLES)
+        self._tokens: deque[float] = deque(maxlen=_SAMPLES)
 
-    def note(self, rows: int, share: float, seconds: float) -> None:
+    def note_decode(self, rows: int, share: float, seconds: float) -> None:
         """A decode step of `rows` rows at once through `share` of the span, on average, took `seconds`."""
         if share > 0:
-            self._samples.append(seconds / share / (1 + LOAD_PER_WAITING * (rows - 1)))
+            self._steps.append(seconds / share / (1 + LOAD_PER_WAITING * (rows - 1)))
+
+    def note_prefill(self, tokens: int, share: float, seconds: float) -> None:
+        """`tokens` tokens (of all rows) at once through `share` of the span took `seconds`."""
+        if share > 0 and tokens >= _LONG:
+            self._tokens.append(seconds / share / tokens)
 
     def correct(self) -> bool:
         """Takes over what was noted; whether that is worth announcing."""
-        samples = list(self._samples)
-        if len(samples) < _ENOUGH:
+        step, token = _corrected(self.step_seconds, self._steps), _corrected(self.token_seconds, self._tokens)
+        if (step, token) == (self.step_seconds, self.token_seconds):
             return False
-        middle = statistics.median(samples)
-        if abs(middle - self.step_seconds) < _NOTABLE * self.step_seconds:
-            return False
-        self.step_seconds = middle
+        self.step_seconds, self.token_seconds = step, token
         return True
+
+
+def _corrected(said: float, samples: deque[float]) -> float:
+    """The middle sample if there are enough and it is notably another, else what was said."""
+    found = list(samples)
+    if len(found) < _ENOUGH:
+        return said
+    middle = statistics.median(found)
+    return middle if abs(middle - said) >= _NOTABLE * said else said

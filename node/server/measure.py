@@ -12,6 +12,7 @@ from ..blocks.span import BlockSpan
 
 _STEPS: Final = 5
 _PREFILL: Final = 64
+_PREFILLS: Final = 2
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Speed:
 
 
 def measure_speed(blocks: BlockSpan) -> Speed:
-    """Runs a short prefill and a few decode steps. Call it on the thread that owns the device.
+    """Runs short prefills and a few decode steps. Call it on the thread that owns the device.
 
     The best of several, because whatever else the machine was doing is not the span's cost.
     """
@@ -32,18 +33,20 @@ def measure_speed(blocks: BlockSpan) -> Speed:
     try:
         hidden = torch.zeros(1, tokens, blocks.hidden_size, dtype=blocks.dtype, device=blocks.device)
         blocks.forward(hidden[:, :1], cache)  # the first call allocates and warms up
-        cache.rollback(0)
-        begun = time.perf_counter()
-        blocks.forward(hidden, cache)
-        synchronise(blocks.device)
-        prefill = time.perf_counter() - begun
+        prefills = []
+        for _ in range(_PREFILLS):
+            cache.rollback(0)
+            begun = time.perf_counter()
+            blocks.forward(hidden, cache)
+            synchronise(blocks.device)
+            prefills.append(time.perf_counter() - begun)
         steps = []
         for _ in range(_STEPS):
             begun = time.perf_counter()
             blocks.decode([(hidden[:, :1], cache)])
             synchronise(blocks.device)
             steps.append(time.perf_counter() - begun)
-        return Speed(min(steps), tokens / prefill)
+        return Speed(min(steps), tokens / min(prefills))
     finally:
         cache.free()
 

@@ -20,16 +20,25 @@ from ..swarm.swarm import Swarm
 from .placing import Placing
 
 CHECK_INTERVAL: Final = float(os.environ.get("PETALNODE_CHECK_INTERVAL", "15"))
-"""Seconds between two looks at the plan. A gap that is heard of is looked at at once."""
+"""Seconds between two looks at the plan. A gap that is heard of is looked at at once. The variable is for tests."""
+_GLANCE: Final = 1.0
+"""Seconds between two looks for gaps, and"""
+_GLANCE_COST: Final = 20.0
+"""at least so many times what a look takes."""
 _DELAY: Final = 5.0
 _DELAY_FOR_GAP: Final = 1.0
 _SETTLE: Final = 1.0
 """Seconds in which an announcement has reached those that it concerns."""
+_MOST_LAG: Final = 3.0
 _START_DELAY: Final = 0.5
 _MOST_ROUNDS: Final = 8
+_TRIES: Final = 4
+"""Times that a server that should close a gap tries to come to terms with others before its next check."""
 _REST: Final = 5.0
 """Who has moved stays for so many times what loading took, and for `_LEAST_REST` checks, unless there is a gap."""
 _LEAST_REST: Final = 2
+_PATIENCE: Final = 1.5
+"""Checks for which a gap is left to those that the plan moves there. After that, whoever can closes it."""
 
 Say = Callable[[Span | None], None]
 
@@ -44,19 +53,25 @@ async def join_where_needed(
     if not swarm.connected():  # nobody is there to be waited for
         return await placing.span_to_join(count, throughput)
     await trio.sleep(random.uniform(0, _START_DELAY))
+    await placing.refresh()
+    await placing.probe()
     span: Span | None = None
+    rivals: frozenset[str] = frozenset()
     same = 0
     for _ in range(_MOST_ROUNDS):
-        await placing.refresh()
-        chosen = await placing.span_to_join(count, throughput)
-        if chosen == span:
-            same += 1
-            if same == 2 or not placing.others_choose():
-                break
-        else:
-            span, same = chosen, 0
+        chosen, others = await placing.span_to_join(count, throughput), placing.others_choosing()
+        # Who has begun to load meanwhile changes nothing if the choice is the same: only others that have come do.
+        same = same + 1 if chosen == span and others <= rivals else 0
+        if same == 2 or (same and not others):
+            break
+        if chosen != span:
             say(chosen)
-        await trio.sleep(_SETTLE * random.uniform(0.7, 1.3))
+        span, rivals = chosen, others
+        begun = trio.current_time()
+        await placing.refresh()
+        # Where asking takes long, telling does too.
+        await trio.sleep(_SETTLE * random.uniform(0.7, 1.3) + min(trio.current_time() - begun, _MOST_LAG))
+        await placing.refresh()
     assert span is not None
     return span
 
@@ -69,35 +84,54 @@ async def next_move(
     `load_seconds` is what loading took; `say` announces where this server will go, or that it stays after all.
     """
     rested = trio.current_time() + max(_LEAST_REST * interval, _REST * load_seconds)
+    open_since = float("inf")
     while True:
         await _pause(swarm, placing, interval * random.uniform(0.8, 1.2))
         await placing.probe()
-        placing.notice()
-        gap = bool(placing.gaps())
-        if not gap and trio.current_time() < rested:
-            continue
-        first = await placing.due_move()
-        if first is None:
-            continue
-        await trio.sleep(random.uniform(0, _DELAY_FOR_GAP if gap else _DELAY))
-        await placing.refresh()
-        if await placing.due_move() != first:
-            continue
-        say(first.target)
-        await trio.sleep(_SETTLE)
-        await placing.refresh()
-        if await placing.due_move(contested=True) == first:
-            return first
-        say(None)
+        for _ in range(_TRIES):
+            now, gap = trio.current_time(), bool(placing.gaps())
+            open_since = min(open_since, now) if gap else float("inf")
+            if not gap and now < rested:
+                break
+            by_itself = now > open_since + _PATIENCE * interval
+            move, wanted = await _agreed_move(placing, say, gap=gap, by_itself=by_itself)
+            if move is not None:
+                return move
+            if not wanted or not placing.gaps():
+                break
+
+
+async def _agreed_move(placing: Placing, say: Say, *, gap: bool, by_itself: bool) -> tuple[Move | None, bool]:
+    """The move that this server should make now and that nobody else's excludes; and whether it would make any."""
+    first = await placing.due_move(by_itself=by_itself)
+    if first is None:
+        return None, False
+    await trio.sleep(random.uniform(0, _DELAY_FOR_GAP if gap else _DELAY))
+    await placing.refresh()
+    if await placing.due_move(by_itself=by_itself) != first:
+        return None, True
+    say(first.target)
+    await trio.sleep(_SETTLE)
+    await placing.refresh()
+    if await placing.due_move(contested=True, by_itself=by_itself) == first:
+        return first, True
+    say(None)
+    return None, True
 
 
 async def _pause(swarm: Swarm, placing: Placing, seconds: float) -> None:
-    """Waits, or until a gap is heard of that was not there."""
+    """Waits, or until a gap is heard of that was not there, or a server that held blocks has gone without a word."""
     before = placing.gaps()
+    placing.missed()
+    begun = trio.current_time()
+    pause = min(_GLANCE, seconds)
     with trio.move_on_after(seconds):
         while True:
-            await swarm.wait_changed()
+            await trio.sleep(pause)
+            looked = trio.current_time()
             now = placing.gaps()
-            if now and now != before:
+            missed = placing.missed()
+            pause = max(pause, _GLANCE_COST * (trio.current_time() - looked))
+            if (now and now != before) or (missed and looked > begun + seconds / 5):
                 return
             before = now

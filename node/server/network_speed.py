@@ -1,10 +1,10 @@
-"""How fast the bytes of a token pass into this server and out of it: measured with those it will talk to."""
+"""How fast bytes pass into this server and out of it: measured with those it will talk to."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import trio
@@ -17,9 +17,10 @@ from ..swarm.swarm import Swarm
 
 INTERVAL: Final = 600.0
 """Seconds between two measurements."""
-_FIRST: Final = 20.0
+_SOON: Final = 20.0
+"""Seconds to the next one as long as nobody has answered."""
 _PEERS: Final = 4
-_OPEN_TIMEOUT: Final = 5.0
+_OPEN_TIMEOUT: Final = 3.0
 _TIMEOUT: Final = 10.0
 _AT_ONCE: Final = 2
 
@@ -35,29 +36,35 @@ def serve_transfers(swarm: Swarm) -> None:
     swarm.set_handler(TRANSFER, wire.TransferFrame, handle, max_payload=SIZE)
 
 
-async def network_seconds(swarm: Swarm, peers: Sequence[str], token_bytes: int) -> float | None:
-    """Seconds that `token_bytes` take in and out again, with the best of a few of `peers`; None if none answered.
+async def measure_network(swarm: Swarm, model_version: bytes, *, timeout: float) -> float:
+    """Seconds that a byte takes in and out again, with the best of a few servers of the model; 0 if none answered
+    within `timeout` seconds.
 
     The best: what is slow with one peer may be that peer's own network.
     """
+    servers = [server.peer_id for server in swarm.view.servers(model_version, now=time.time())]
+    peers = [peer_id for peer_id in servers if peer_id != swarm.peer_id]
     found = []
-    for peer_id in random.sample(peers, min(len(peers), _PEERS)):
-        try:
-            async with swarm.open_stream(
-                peer_id, TRANSFER, wire.TransferFrame, timeout=_OPEN_TIMEOUT, max_payload=SIZE
-            ) as stream:
-                found.append(await measure_transfer(stream, timeout=_TIMEOUT))
-        except PeerError:
-            continue
-    return min(found) * token_bytes if found else None
+    with trio.move_on_after(timeout):
+        for peer_id in random.sample(peers, min(len(peers), _PEERS)):
+            try:
+                async with swarm.open_stream(
+                    peer_id, TRANSFER, wire.TransferFrame, timeout=_OPEN_TIMEOUT, max_payload=SIZE
+                ) as stream:
+                    found.append(await measure_transfer(stream, timeout=_TIMEOUT))
+            except PeerError:
+                continue
+    return min(found, default=0.0)
 
 
-async def keep_measured(swarm: Swarm, model_version: bytes, token_bytes: int, measured: dict[str, float]) -> None:
-    """Keeps `measured["network"]` up to date, for as long as it runs."""
-    await trio.sleep(_FIRST * random.uniform(0.5, 1.5))
+async def keep_measured(
+    swarm: Swarm, model_version: bytes, known: bool, on_measured: Callable[[float], Awaitable[None]]
+) -> None:
+    """Measures now and then, as long as it runs, and tells `on_measured` the seconds of a byte. `known`: it has just
+    been measured."""
     while True:
-        peers = [server.peer_id for server in swarm.view.servers(model_version, now=time.time())]
-        seconds = await network_seconds(swarm, [each for each in peers if each != swarm.peer_id], token_bytes)
-        if seconds is not None:
-            measured["network"] = seconds
-        await trio.sleep(INTERVAL * random.uniform(0.8, 1.2))
+        await trio.sleep((INTERVAL if known else _SOON) * random.uniform(0.8, 1.2))
+        seconds = await measure_network(swarm, model_version, timeout=_PEERS * _TIMEOUT)
+        if seconds:
+            known = True
+            await on_measured(seconds)

@@ -6,11 +6,12 @@ import logging
 import random
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 import trio
 
-from ...protocols.announcement import Announcement, ServerState
+from ...protocols.announcement import Announcement
 from ...protocols.framing import PeerError
 from ...protocols.ids import Span
 from ..errors import SwarmError
@@ -18,6 +19,8 @@ from ..placement.holder import Holder, gaps
 from ..placement.joining import span_for_newcomer
 from ..placement.leaving import may_leave
 from ..placement.plan import DEFAULT, Move, Plan, Policy, make_plan
+from ..placement.presence import is_overdue, worth_asking
+from ..placement.reason import why_join, why_move
 from ..placement.seen import Seen, swarm_seen
 from ..placement.turnover import Change, recent, turnover
 from ..swarm.swarm import Swarm
@@ -26,9 +29,8 @@ log = logging.getLogger(__name__)
 
 REFRESH_TIMEOUT: Final = 5.0
 _TOLD: Final = 1000
-_PROBERS: Final = 8
-_MOST_PROBED: Final = 16
-_PROBE_TIMEOUT: Final = 5.0
+_PROBE_TIMEOUT: Final = 3.0
+_PROBE_ROUNDS: Final = 4
 
 
 class Placing:
@@ -44,7 +46,12 @@ class Placing:
         self._there: frozenset[str] | None = None
         self._told: set[str] = set()
         self._planned: tuple[tuple[Holder, ...], float, Plan] | None = None
-        self._dead: dict[str, int] = {}
+        self._dead: dict[str, float] = {}
+        self._reached: set[str] = set()
+        self._near: set[str] = set()
+        self._chance = random.Random()
+        self.reason = ""
+        """Of the last span that was chosen, or move that was due, for a person."""
 
     async def refresh(self) -> None:
         """Asks the swarm who is there. Nobody answering is no error: what was heard has to do."""
@@ -53,36 +60,52 @@ class Placing:
         self.notice()
 
     async def probe(self) -> None:
-        """Finds out whether the only holders of blocks are still there: who was killed has said no goodbye.
+        """Finds out which servers are still there: who was killed has said no goodbye.
 
-        In a large swarm some servers do so each time, so that nobody is asked by hundreds.
+        Who was reached once and is not any more counts as gone until it announces itself anew; so does one that we
+        have never reached, if it is late with that.
         """
-        serving = self.seen().serving
-        if random.random() * len(serving) > _PROBERS:
-            return
-        alone = [
-            holder.peer_id
-            for holder in serving
-            if holder.peer_id != self.peer_id
-            and gaps([other for other in serving if other is not holder], self.num_blocks)
-            and not self._swarm.is_connected(holder.peer_id)
-        ]
+        asked: set[str] = set()
+        for _ in range(_PROBE_ROUNDS):
+            gone = len(self._dead)
+            holders = self.seen().holders
+            near = {each.peer_id for each in holders if self._swarm.is_connected(each.peer_id)}
+            self._reached |= near
+            # What we know as gone makes others the only holders of their blocks.
+            chosen = worth_asking(holders, self.peer_id, near | asked, self.num_blocks, self._chance)
+            asked.update(chosen)
+            async with trio.open_nursery() as nursery:
+                for peer_id in chosen:
+                    nursery.start_soon(self._ask, peer_id)
+            if len(self._dead) == gone:
+                break
+        self.notice()
 
-        async def ask(peer_id: str) -> None:
-            record = self._swarm.view.records.get(peer_id)
-            try:
-                await self._swarm.measure_rtt(peer_id, timeout=_PROBE_TIMEOUT)
-            except PeerError:
-                if record is not None:
-                    self._dead[peer_id] = record.content.sequence
+    async def _ask(self, peer_id: str) -> None:
+        record = self._swarm.view.records.get(peer_id)
+        try:
+            await self._swarm.measure_rtt(peer_id, timeout=_PROBE_TIMEOUT)
+            self._reached.add(peer_id)
+        except PeerError:
+            now = time.time()
+            if record is not None and (
+                peer_id in self._reached or is_overdue(record.content.sequence / 1e9, record.content.expires, now)
+            ):
+                self._dead[peer_id] = now
 
-        async with trio.open_nursery() as nursery:
-            for peer_id in random.sample(alone, min(len(alone), _MOST_PROBED)):
-                nursery.start_soon(ask, peer_id)
+    def missed(self) -> bool:
+        """Whether the connection to a server that still counts has ended since the last time."""
+        servers = {each.peer_id for each in self._announcements()}
+        near = {peer_id for peer_id in servers if self._swarm.is_connected(peer_id)}
+        missed = bool((self._near - near) & servers)
+        self._near = near
+        return missed
 
     def notice(self) -> None:
         """Takes note of who has come and gone since the last time."""
-        self._dead = {peer_id: last for peer_id, last in self._dead.items() if peer_id in self._swarm.view.records}
+        known = self._swarm.view.records
+        self._dead = {peer_id: at for peer_id, at in self._dead.items() if peer_id in known}
+        self._reached &= known.keys()
         there = frozenset(server.peer_id for server in self._announcements()) - {self.peer_id}
         if self._there is not None:
             now = time.time()
@@ -104,34 +127,52 @@ class Placing:
         """The blocks that nobody holds or is about to hold."""
         return gaps(self.seen().holders, self.num_blocks)
 
-    def others_choose(self) -> bool:
-        """Whether other newcomers have not begun to load yet."""
-        return any(
-            each.state is ServerState.JOINING and each.next_span is not None and each.peer_id != self.peer_id
-            for each in self._announcements()
-        )
+    def others_choosing(self) -> frozenset[str]:
+        """The other newcomers that have not begun to load yet."""
+        return self.seen().choosing
 
     async def span_to_join(self, count: int, throughput: float | None) -> Span:
         """The `count` blocks to take, going by `throughput` decode steps a second (None: average)."""
-        holders, rate = self.seen(contested=True).holders, self._turnover()
-        return await trio.to_thread.run_sync(
+        seen, rate = self.seen(contested=True), self._turnover()
+        holders = seen.holders
+        span = await trio.to_thread.run_sync(
             lambda: span_for_newcomer(
-                holders, self.peer_id, throughput, count, self.num_blocks, turnover=rate, policy=self._policy
+                holders,
+                self.peer_id,
+                throughput,
+                count,
+                self.num_blocks,
+                turnover=rate,
+                policy=self._policy,
+                choosing=seen.choosing,
             )
         )
+        others = [holder for holder in holders if holder.peer_id != self.peer_id]
+        self.reason = why_join(others, span, self.num_blocks)
+        return span
 
-    async def due_move(self, *, contested: bool = False) -> Move | None:
-        """Where this server should go now, None if it should stay, or must for now."""
+    async def due_move(self, *, contested: bool = False, by_itself: bool = False) -> Move | None:
+        """Where this server should go now, None if it should stay, or must for now.
+
+        `by_itself`: nobody else is expected to move.
+        """
         seen, rate = self.seen(contested=contested), self._turnover()
         if not any(holder.peer_id == self.peer_id for holder in seen.serving):
             return None
-        if self._planned is None or self._planned[:2] != (seen.holders, rate):
+        holders = seen.holders
+        if by_itself:
+            holders = tuple(replace(each, movable=each.movable and each.peer_id == self.peer_id) for each in holders)
+        if self._planned is None or self._planned[:2] != (holders, rate):
             plan = await trio.to_thread.run_sync(
-                lambda: make_plan(seen.holders, self.num_blocks, turnover=rate, policy=self._policy)
+                lambda: make_plan(holders, self.num_blocks, turnover=rate, policy=self._policy)
             )
-            self._planned = seen.holders, rate, plan
-        move = self._planned[2].of(self.peer_id)
-        return move if move is not None and may_leave(move, seen.serving, self.num_blocks) else None
+            self._planned = holders, rate, plan
+        plan = self._planned[2]
+        move = plan.of(self.peer_id)
+        if move is None or not may_leave(move, seen.serving, self.num_blocks):
+            return None
+        self.reason = why_move(plan, holders, self.num_blocks)
+        return move
 
     def _turnover(self) -> float:
         """In steps, so that what was planned holds for a while."""
@@ -140,4 +181,4 @@ class Placing:
     def _announcements(self) -> list[Announcement]:
         """Of all servers but those that were found dead and have not announced themselves since."""
         servers = self._swarm.view.servers(self._version, now=time.time())
-        return [server for server in servers if server.sequence > self._dead.get(server.peer_id, -1)]
+        return [server for server in servers if server.sequence / 1e9 > self._dead.get(server.peer_id, 0.0)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,26 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import psutil
 import trio
 
 from ...crypto.identity import Identity
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.ids import Span
 from ..errors import PetalnodeError, SwarmError
-from ..models import Checkpoint, ModelFolder
+from ..models import ModelFolder
+from ..models.cache_dir import cache_dir
 from ..models.disk_limit import keep_within, note_use
 from ..models.progress import Progress
-from ..models.quantisation import held_bytes
 from ..placement.plan import DEFAULT
 from ..swarm.swarm import Swarm
+from .device_memory import claim, device_memory, has_accelerator
 from .hosting import Post, host_span
 from .mover import join_where_needed
 from .network_speed import serve_transfers
 from .options import OnEvent, ServerOptions, check_blocks
 from .owned_adapters import read_owned
 from .placing import Placing
-from .sizing import Memory, Sizing, blocks_that_fit, cache_bytes_per_block, size
+from .sizing import USUAL_CACHE_TOKENS, Sizing, blocks_that_fit, cache_bytes_per_block, size
 from .source import ModelSource, find_folder, find_source, in_thread
 from .speed_record import SpeedKey, cpu_name, recall
 
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 
 REFRESH_TIMEOUT: Final = 5.0
 STOP_GRACE: Final = 3.0
-_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-_STORED_BYTES: Final = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+_SIZING_LOCK: Final = "sizing.lock"
 
 
 async def run_server(
@@ -71,7 +69,7 @@ async def run_server(
         adapters = await in_thread(lambda: read_owned(options.adapters, source.manifest.version, folder.name))
         swarm.serve_manifest(source.manifest.version, source.manifest.to_wire())
         serve_transfers(swarm)
-        if _has_accelerator(options.device):
+        if has_accelerator(options.device):
             await imported.wait()  # only then can it be asked
         post = Post(
             swarm,
@@ -104,9 +102,10 @@ class _Stay:
         self._source = source
         self._progress = progress
         self._started = started
+        self._count_reason = self._blocks_reason = ""
 
     async def run(self, imported: _Background, stop: trio.Event) -> None:
-        span = await self._first_span()
+        span = await self._first_span(imported)
         came_from: Span | None = None
         while not stop.is_set():
             began = time.perf_counter()
@@ -126,22 +125,26 @@ class _Stay:
             if move is None:
                 return
             span, came_from = move.target, move.source
+            self._blocks_reason = self._post.placing.reason
 
     def _on_ready(self, event: str, began: float) -> Callable[[dict[str, object]], None]:
         since = self._started if event == "ready" else began
 
         def say(fields: dict[str, object]) -> None:
-            self._post.on_event(event, **fields, seconds=round(time.perf_counter() - since, 2))
+            reasons = {"count_reason": self._count_reason, "blocks_reason": self._blocks_reason}
+            self._post.on_event(event, **fields, **reasons, seconds=round(time.perf_counter() - since, 2))
 
         return say
 
-    async def _first_span(self) -> Span:
+    async def _first_span(self, imported: _Background) -> Span:
         options, folder = self._post.options, self._post.folder
         if options.blocks is not None:
             return options.blocks
         count = options.num_blocks
         if count is None:
+            await imported.wait()
             sizing = await in_thread(lambda: _sizing(self._source.folder, options))
+            self._count_reason = sizing.reason
             self._status(sizing.reason)
             count = sizing.count
         throughput = options.throughput
@@ -153,7 +156,8 @@ class _Stay:
             self._post.swarm.announce(replace(self._joining(span), next_span=span))
 
         span = await join_where_needed(self._post.swarm, self._post.placing, count, throughput, say)
-        self._status(f"taking blocks {span} of {folder.num_blocks} of {folder.name}")
+        self._blocks_reason = self._post.placing.reason
+        self._status(f"taking blocks {span} of {folder.num_blocks} of {folder.name}: {self._blocks_reason}")
         return span
 
     async def _load(self, span: Span, imported: _Background) -> BlockSpan:
@@ -200,53 +204,36 @@ class _Stay:
 
 
 def _sizing(folder: ModelFolder, options: ServerOptions) -> Sizing:
-    """How many blocks fit, by the memory that is free now.
+    """How many blocks fit, by the memory that is free now; claims that for this process.
 
     Raises:
         MachineError: not even one does.
     """
-    tensors = Checkpoint(folder.path, folder.num_blocks).tensors(0)
-    stored = max((_STORED_BYTES.get(tensor.dtype, 2) for tensor in tensors), default=2)
-    item = _ITEM_BYTES.get(options.dtype, stored)
-    sizes = [
-        held_bytes(options.quant, tensor.shape, tensor.nbytes * item // _STORED_BYTES.get(tensor.dtype, item))
-        for tensor in tensors
-    ]
-    # While a block is quantised it is there as it was, too.
-    spare = 0 if options.quant == "none" else sum(tensor.nbytes for tensor in tensors)
-    return blocks_that_fit(
-        _memory(options.device),
-        sum(sizes),
-        folder.num_blocks,
-        cache_bytes=cache_bytes_per_block(folder.config, item),
-        hidden_size=folder.hidden_size,
-        spare=spare,
-    )
+    from filelock import FileLock
 
+    from ..blocks.sizes import largest_block
 
-def _memory(device: str) -> Memory:
-    """Of the device that will hold the blocks; that of a CPU is what programs can have without swapping."""
-    if _has_accelerator(device):
-        import torch
-
-        from ..blocks.config import choose_device
-
-        chosen = choose_device(device)
-        if chosen.type == "cuda":
-            free, total = torch.cuda.mem_get_info(chosen)
-            return Memory(free, total, f"the memory of {torch.cuda.get_device_name(chosen)}")
-    memory = psutil.virtual_memory()
-    return Memory(memory.available, memory.total)
-
-
-def _has_accelerator(device: str) -> bool:
-    """Whether this may be about another device than the CPU; quick, and without torch."""
-    return device != "cpu" and (sys.platform != "linux" or Path("/dev/nvidia0").exists() or device != "auto")
+    block = largest_block(folder.path, options.dtype, options.quant)
+    tokens = options.cache_tokens or USUAL_CACHE_TOKENS
+    with FileLock(cache_dir() / _SIZING_LOCK):  # of several that start at once each sees what the last one claimed
+        memory = device_memory(options.device)
+        sizing = blocks_that_fit(
+            memory,
+            block.held,
+            folder.num_blocks,
+            cache_bytes=cache_bytes_per_block(folder.config, block.item, tokens),
+            cache_tokens=tokens,
+            hidden_size=folder.hidden_size,
+            spare=0 if options.quant == "none" else block.whole,  # while it is quantised it is there as it was, too
+        )
+        if memory.shared:
+            claim(sizing.nbytes)
+    return sizing
 
 
 def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:
     hardware = cpu_name()
-    if _has_accelerator(options.device):
+    if has_accelerator(options.device):
         import torch
 
         from ..blocks.config import choose_device

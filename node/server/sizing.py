@@ -27,26 +27,36 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the device that holds the blocks, in bytes; `place` is what a person calls it."""
+    """Of the device that holds the blocks, in bytes; `place` is what a person calls it, `shared` whether it is that of
+    all programs of the machine."""
 
     free: int
     total: int
     place: str = "memory"
+    shared: bool = True
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """How many blocks, and a sentence that says why."""
+    """How many blocks, a sentence that says why, and the bytes that all of it will take."""
 
     count: int
     reason: str
+    nbytes: int
 
 
 def blocks_that_fit(
-    memory: Memory, block_bytes: int, num_blocks: int, *, cache_bytes: int = 0, hidden_size: int = 0, spare: int = 0
+    memory: Memory,
+    block_bytes: int,
+    num_blocks: int,
+    *,
+    cache_bytes: int = 0,
+    cache_tokens: int = USUAL_CACHE_TOKENS,
+    hidden_size: int = 0,
+    spare: int = 0,
 ) -> Sizing:
-    """How many blocks of `block_bytes` the device holds, with room for `cache_bytes` of attention cache for each, for
-    what computing takes, for `spare` bytes and for a reserve.
+    """How many blocks of `block_bytes` the device holds, with room for `cache_bytes` of attention cache for each (of
+    `cache_tokens` tokens), for what computing takes, for `spare` bytes and for a reserve.
 
     Raises:
         MachineError: if not even one fits.
@@ -66,8 +76,9 @@ def blocks_that_fit(
     return Sizing(
         count,
         f"{whole}: {size(memory.free)} of {memory.place} are free, a block takes {size(block_bytes)} and "
-        f"{size(cache_bytes)} for a cache of {USUAL_CACHE_TOKENS} tokens; {size(computing)} are for computing and "
+        f"{size(cache_bytes)} for a cache of {cache_tokens} tokens; {size(computing)} are for computing and "
         f"{size(reserve)} stay free",
+        count * each + computing,
     )
 
 

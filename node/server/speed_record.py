@@ -1,4 +1,5 @@
-"""How fast this machine computes a block, kept from run to run: a small JSON file in petalnode's cache."""
+"""How fast this machine computes a block, and how fast its network is, kept from run to run: a small JSON file in
+petalnode's cache."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ..models.cache_dir import cache_dir
 
 _FILE: Final = "speeds.json"
 _DOMAIN: Final = "petalnode/speed/1"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _KEPT: Final = 200
 _OLD: Final = 30 * 24 * 3600.0
 """Seconds after which it is measured anew: other programs, dust in the fan."""
@@ -27,10 +28,12 @@ _LIBRARIES: Final = ("torch", "transformers", "petalnode")
 
 @dataclass(frozen=True)
 class BlockSpeed:
-    """Seconds for one block: of a decode step of one row, and of a token of a long prefill."""
+    """Seconds for one block: of a decode step of one row, and of a token of a long prefill; and for a byte into this
+    machine and out of it, 0 if that was not measured."""
 
     step_seconds: float
     token_seconds: float
+    byte_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,18 @@ def recall(key: SpeedKey, now: float | None = None) -> BlockSpeed | None:
     entry = _load().get(key.name())
     if entry is None or not 0 <= (time.time() if now is None else now) - entry[0] < _OLD:
         return None
-    return BlockSpeed(entry[1], entry[2])
+    return BlockSpeed(*entry[1:])
 
 
 def keep(key: SpeedKey, speed: BlockSpeed, now: float | None = None) -> None:
     """Keeps what was measured. That it cannot be written is no error: it is measured again then."""
     entries = _load()
-    entries[key.name()] = (time.time() if now is None else now, speed.step_seconds, speed.token_seconds)
+    entries[key.name()] = (
+        time.time() if now is None else now,
+        speed.step_seconds,
+        speed.token_seconds,
+        speed.byte_seconds,
+    )
     latest = sorted(entries.items(), key=lambda entry: entry[1])[-_KEPT:]
     with suppress(OSError):
         file = cache_dir() / _FILE
@@ -83,14 +91,19 @@ def keep(key: SpeedKey, speed: BlockSpeed, now: float | None = None) -> None:
         Path(stream.name).replace(file)
 
 
-def _load() -> dict[str, tuple[float, float, float]]:
+def _load() -> dict[str, tuple[float, float, float, float]]:
     try:
         stored = json.loads((cache_dir() / _FILE).read_bytes())
         if stored["format"] != _FORMAT:
             return {}
         found = {
-            str(name): (float(at), float(step), float(token)) for name, (at, step, token) in stored["speeds"].items()
+            str(name): (float(at), float(step), float(token), float(byte))
+            for name, (at, step, token, byte) in stored["speeds"].items()
         }
-        return {name: each for name, each in found.items() if all(map(math.isfinite, each)) and min(each[1:]) > 0}
+        return {name: each for name, each in found.items() if _is_usable(each)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
+
+
+def _is_usable(entry: tuple[float, float, float, float]) -> bool:
+    return all(map(math.isfinite, entry)) and min(entry[1:3]) > 0 and entry[3] >= 0

@@ -55,6 +55,7 @@ _PROVIDE_ROUND: Final = 300.0
 _RESTART_PAUSE: Final = 5.0
 _IDLE_STREAM: Final = 60.0  # seconds
 _MAX_MET: Final = 256  # peers found otherwise whose addresses we keep
+_MAX_TOLD: Final = 1000
 _PINGS: Final = 4  # of a measurement of a round trip
 _FAR: Final = 0.02  # seconds of a round trip in which the few milliseconds that opening a stream takes are lost
 _BURST: Final = 300  # frames at once from one stream, and
@@ -89,6 +90,7 @@ class Directory:
             if peer_id != identity.peer_id:
                 self._bootstrap.setdefault(peer_id, []).append(addr)
         self._met: dict[str, tuple[str, ...]] = {}
+        self._told: set[str] = set()  # whose bad announcements were logged
         self._changed = trio.Event()
         self.about: Callable[[], NodeInfo] = lambda: NodeInfo("client")  # what this node answers about itself
         self._own: Announcement | None = None  # as it was given: without addresses, it follows the host's
@@ -148,6 +150,9 @@ class Directory:
             try:
                 record = open_signed(frame.publish, now=time.time())
             except BadAnnouncement as error:
+                if peer_id not in self._told and len(self._told) < _MAX_TOLD:
+                    self._told.add(peer_id)
+                    log.warning("%s announces what cannot be, which is ignored: %s", peer_id, error)
                 raise ProtocolError(f"{peer_id} published a bad announcement: {error}", peer_id) from error
             # Anyone may hand records on when asked, but only a server itself may push its own to us.
             if record.content.peer_id != peer_id:

@@ -36,7 +36,7 @@ def made_up(swarm: Swarm, options: dict) -> Announcement:
         num_blocks=options.get("num_blocks", 64),
         span=Span(*options["blocks"]),
         state=ServerState.ONLINE,
-        step_seconds=0.01,
+        step_seconds=options.get("step_seconds", 0.01),
         cache_tokens=4096,
         cache_tokens_free=4096,
         dtype="float32",

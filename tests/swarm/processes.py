@@ -230,6 +230,10 @@ class Nodes:
         """A light node to join by, which ends with this process whatever happens to it."""
         return self._kept(Running([sys.executable, str(_MEETING_POINT), "{}"], self.env))
 
+    def announcer(self, **options: Any) -> Running:
+        """A node that announces made-up blocks; see announcer.py."""
+        return self._kept(Running([sys.executable, str(_MEETING_POINT), json.dumps(options)], self.env))
+
     def bootstrap(self, *options: str) -> Node:
         return self._started("bootstrap", "--new-swarm", *options)
 

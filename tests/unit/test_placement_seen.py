@@ -63,6 +63,13 @@ def test_of_two_that_mean_to_move_the_smaller_peer_id_goes_first() -> None:
     assert [each.peer_id for each in second.serving] == ["b", "c"]
 
 
+def test_who_has_begun_to_leave_goes_whatever_its_peer_id_is() -> None:
+    swarm = [said("a"), said("b", state=DRAINING, next_span=Span(8, 12)), said("c", 4, 8)]
+    seen = swarm_seen(swarm, BLOCKS, "a", contested=True)
+    assert [(each.peer_id, each.span.start) for each in seen.holders] == [("a", 0), ("b", 8), ("c", 4)]
+    assert [each.peer_id for each in seen.serving] == ["a", "c"]
+
+
 def test_of_two_newcomers_the_smaller_peer_id_chooses_first() -> None:
     choosing = [said(peer, 4, 8, JOINING, next_span=Span(4, 8)) for peer in "ab"]
     assert not swarm_seen(choosing, BLOCKS, "a", contested=True).holders

@@ -10,7 +10,7 @@ from petalnode.node.server.live_speed import LiveSpeed
 from petalnode.node.server.speed_record import BlockSpeed, SpeedKey, cpu_name, keep, recall
 
 KEY = SpeedKey(b"v" * 32, "auto", "none", "some processor", 4)
-SPEED = BlockSpeed(0.002, 0.0001)
+SPEED = BlockSpeed(0.002, 0.0001, 1e-8)
 DAY = 24 * 3600.0
 
 
@@ -45,7 +45,7 @@ def test_what_is_old_is_measured_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 1}', '{"format": 2, "speeds": {}}', '{"format": 1, "speeds": {"a": [1, 2]}}']
+    "text", ["", "{", "[]", '{"format": 2}', '{"format": 1, "speeds": {}}', '{"format": 2, "speeds": {"a": [1, 2, 3]}}']
 )
 def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str) -> None:
     (cache / "speeds.json").write_text(text)
@@ -63,30 +63,39 @@ def test_the_file_does_not_grow_for_ever(cache: Path) -> None:
 
 
 def test_live_steps_correct_what_is_announced_but_not_for_a_trifle() -> None:
-    live = LiveSpeed(0.010)
+    live = LiveSpeed(0.010, 0.001)
     for _ in range(64):
-        live.note(1, 1.0, 0.011)
+        live.note_decode(1, 1.0, 0.011)
     assert not live.correct() and live.step_seconds == 0.010
     for _ in range(64):
-        live.note(1, 1.0, 0.020)
+        live.note_decode(1, 1.0, 0.020)
     assert live.correct() and live.step_seconds == pytest.approx(0.020)
     assert not live.correct()
 
 
+def test_live_prefills_correct_what_is_announced_of_them() -> None:
+    live = LiveSpeed(0.010, 0.001)
+    for _ in range(32):
+        live.note_prefill(8, 1.0, 1.0)  # too short to say anything
+        live.note_prefill(100, 0.5, 0.1)
+    assert live.correct()
+    assert (live.step_seconds, live.token_seconds) == (0.010, pytest.approx(0.002))
+
+
 def test_a_few_steps_or_a_few_slow_ones_correct_nothing() -> None:
-    live = LiveSpeed(0.010)
+    live = LiveSpeed(0.010, 0.001)
     for _ in range(15):
-        live.note(1, 1.0, 0.5)
+        live.note_decode(1, 1.0, 0.5)
     assert not live.correct()
     for _ in range(40):
-        live.note(1, 1.0, 0.010)
+        live.note_decode(1, 1.0, 0.010)
     assert not live.correct()
 
 
 def test_steps_of_many_rows_and_of_a_part_of_the_span_count_for_what_they_are() -> None:
-    live = LiveSpeed(0.010)
+    live = LiveSpeed(0.010, 0.001)
     for _ in range(32):
-        live.note(6, 1.0, 0.010 * (1 + 5 * LOAD_PER_WAITING))
-        live.note(1, 0.25, 0.0025)
-        live.note(1, 0.0, 1.0)
+        live.note_decode(6, 1.0, 0.010 * (1 + 5 * LOAD_PER_WAITING))
+        live.note_decode(1, 0.25, 0.0025)
+        live.note_decode(1, 0.0, 1.0)
     assert not live.correct()

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from petalnode.node.server.device_memory import claim, claimed_by_others, container_limit, device_memory, unused
+from petalnode.node.server.sizing import Memory
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def group(folder: Path, limit: str, used: int, inactive: int, *, old: bool = False) -> None:
+    folder.mkdir(parents=True)
+    (folder / ("memory.limit_in_bytes" if old else "memory.max")).write_text(f"{limit}\n")
+    (folder / ("memory.usage_in_bytes" if old else "memory.current")).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{'total_' if old else ''}inactive_file {inactive}\n")
+
+
+def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
+    own, root = tmp_path / "cgroup", tmp_path / "sys"
+    assert container_limit(root, own) is None
+    own.write_text("0::/user.slice/petalnode.service\n")
+    group(root / "user.slice" / "petalnode.service", "max", 3 * GIB, 0)
+    assert container_limit(root, own) is None
+    group(root / "elsewhere", str(GIB), 0, 0)
+    (root / "user.slice" / "memory.max").write_text(str(8 * GIB))
+    (root / "user.slice" / "memory.current").write_text(str(5 * GIB))
+    (root / "user.slice" / "memory.stat").write_text(f"inactive_file {GIB}\n")
+    assert container_limit(root, own) == Memory(4 * GIB, 8 * GIB)
+
+
+def test_the_limit_of_an_older_system_counts(tmp_path: Path) -> None:
+    own, root = tmp_path / "cgroup", tmp_path / "sys"
+    own.write_text("11:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/system.slice\n")
+    group(root / "memory" / "docker" / "a", str(2 * GIB), GIB, GIB // 2, old=True)
+    assert container_limit(root, own) == Memory(3 * GIB // 2, 2 * GIB)
+    # In a container its own group is seen at the root, whatever its path is outside.
+    group(root / "other", "1", 0, 0)
+    own.write_text("4:memory:/docker/b\n")
+    (root / "memory" / "memory.limit_in_bytes").write_text(str(1 << 63))
+    assert container_limit(root, own) is None
+
+
+def test_what_another_server_has_claimed_is_not_free(cache: Path) -> None:
+    claim(100 * GIB)
+    assert claimed_by_others() == 0  # this process knows what it takes itself
+    code = (
+        "import sys; from petalnode.node.server.device_memory import claim; claim(1 << 40)\n"
+        "print(flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "\n"
+        assert 0.9 * (1 << 40) < claimed_by_others() <= 1 << 40
+        assert device_memory("cpu").free == 0
+    finally:
+        other.communicate()
+    assert claimed_by_others() == 0
+    assert not (cache / "claims" / f"{other.pid}.json").exists()
+    assert device_memory("cpu").free > 0
+
+
+def test_damaged_claims_and_those_of_a_process_of_the_same_number_count_for_nothing(cache: Path) -> None:
+    claim(1)
+    parent = psutil.Process().ppid()
+    for text in ("", "{}", "[]", '{"bytes": "much", "started": 1}', json.dumps({"started": 1.0, "bytes": 1 << 40})):
+        (cache / "claims" / f"{parent}.json").write_text(text)
+        assert claimed_by_others() == 0
+
+
+def test_mapped_weights_are_not_in_use_yet() -> None:
+    assert unused(0) == 0
+    assert unused(1 << 40) > 0.9 * (1 << 40)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.node.placement.holder import Holder, gaps
+from petalnode.node.placement.presence import ASKERS, AT_ONCE, is_overdue, worth_asking
+from petalnode.protocols.ids import Span
+
+BLOCKS = 12
+holders = st.lists(
+    st.builds(
+        lambda number, start, length: Holder(f"peer {number}", Span(start, min(BLOCKS, start + length)), 1.0),
+        st.integers(0, 40),
+        st.integers(0, BLOCKS - 1),
+        st.integers(1, BLOCKS),
+    ),
+    unique_by=lambda holder: holder.peer_id,
+)
+
+
+@given(holders, st.sets(st.integers(0, 40).map("peer {}".format)), st.integers(0, 99))
+def test_only_holders_are_asked_first_and_nobody_twice(found, sure, seed) -> None:
+    asked = worth_asking(found, "peer 0", sure, BLOCKS, random.Random(seed))
+    assert len(asked) == len(set(asked)) <= AT_ONCE
+    assert not set(asked) & (sure | {"peer 0"})
+    able = {holder.peer_id for holder in found} - sure - {"peer 0"}
+    assert set(asked) <= able and (set(asked) == able or len(asked) == AT_ONCE)
+    alone = {
+        each.peer_id
+        for each in found
+        if each.peer_id in able
+        and len(gaps([other for other in found if other is not each], BLOCKS)) > 0
+        and sum(map(len, gaps([other for other in found if other is not each], BLOCKS)))
+        > sum(map(len, gaps(found, BLOCKS)))
+    }
+    assert alone <= set(asked) or set(asked[: len(alone)]) <= alone
+
+
+def test_in_a_large_swarm_a_lonely_server_is_asked_by_some() -> None:
+    swarm = [Holder(f"peer {number}", Span(0, 6), 1.0) for number in range(1000)] + [Holder("alone", Span(6, 12), 1.0)]
+    chance = random.Random(1)
+    askers = sum("alone" in worth_asking(swarm, f"peer {each}", (), BLOCKS, chance) for each in range(1000))
+    assert ASKERS / 2 < askers < 2 * ASKERS
+
+
+def test_who_has_not_repeated_itself_is_overdue() -> None:
+    assert not is_overdue(1000.0, 1045.0, 1020.0)
+    assert is_overdue(1000.0, 1045.0, 1023.0)
