@@ -1,7 +1,7 @@
 """A limit for what petalnode keeps of models on this disk: what was not used for longest goes first.
 
-What counts: models imported into petalnode's cache, its quantised blocks, and models that it fetched into the hub's
-cache, which are known by a note of their own: what other programs keep there is not touched.
+What counts: models imported into petalnode's cache, its quantised blocks, and the weights that it fetched into the
+hub's cache, shard by shard. A note of ours says which these are: what other programs keep there is not touched.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ...protocols.ids import Span
 from ..errors import BadInput
 from .cache_dir import cache_dir
+from .checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +54,46 @@ def to_remove(kept: Sequence[Kept], limit: int, keep: Collection[Path] = ()) -> 
     return tuple(going)
 
 
-def note_use(folder: Path) -> None:
-    """Notes that the model in `folder` is used now. That the note cannot be written is no error."""
+def note_fetched(shards: Collection[Path]) -> None:
+    """Notes that these shards in the hub's cache come there for us, now: they may be removed again. That a note cannot
+    be written is no error."""
+    now = time.time()
+    for folder in {shard.absolute().parent for shard in shards}:
+        names = [shard.name for shard in shards if shard.absolute().parent == folder]
+        _write_note(folder, {**_noted(_note(folder)), **dict.fromkeys(names, now)})
+
+
+def note_use(used: Collection[Path]) -> None:
+    """Notes that these models, or shards in the hub's cache, are used now. Of shards that did not come there for us
+    nothing is noted."""
+    now = time.time()
+    for path in used:
+        folder = path.absolute().parent
+        if not _is_snapshot(folder):
+            _write_note(path.absolute(), {})
+        elif path.name in (noted := _noted(_note(folder))):
+            _write_note(folder, {**noted, path.name: now})
+
+
+def _write_note(folder: Path, files: Mapping[str, float]) -> None:
     note = _note(folder)
     with suppress(OSError):
         note.parent.mkdir(exist_ok=True)
-        note.write_text(json.dumps({"path": str(folder.absolute())}))
+        note.write_text(json.dumps({"path": str(folder), "files": files}))
+
+
+def in_use(folder: Path, num_blocks: int, span: Span) -> tuple[Path, ...]:
+    """What a server of `span` uses of the model in `folder`: the shards with its blocks, or all where it is no snapshot
+    of the hub.
+
+    Raises:
+        ModelError: the weights are not there, or damaged.
+    """
+    if not _is_snapshot(folder.absolute()):
+        return (folder,)
+    checkpoint = Checkpoint(folder, num_blocks)
+    names = {checkpoint.file_of[key] for block in range(span.start, span.end) for key in checkpoint.parts[block]}
+    return tuple(folder.absolute() / name for name in sorted(names))
 
 
 def keep_within(limit: int, keep: Collection[Path] = ()) -> int:
@@ -100,9 +136,20 @@ def _all_kept() -> Iterator[Kept]:
     with suppress(OSError):
         for note in (root / _USED).glob("*.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                path = Path(json.loads(note.read_bytes())["path"])
-                if _is_snapshot(path) and path.is_dir():
-                    yield Kept(path, _nbytes(path), note.stat().st_mtime)
+                folder = Path(json.loads(note.read_bytes())["path"])
+                if _is_snapshot(folder):
+                    for name, used in _noted(note).items():
+                        if Path(name).name == name and (folder / name).exists():
+                            yield Kept(folder / name, _nbytes(folder / name), used)
+
+
+def _noted(note: Path) -> dict[str, float]:
+    """When the shards of a snapshot were used, by name, as far as it is noted."""
+    try:
+        files = json.loads(note.read_bytes())["files"]
+        return {str(name): float(at) for name, at in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _is_snapshot(path: Path) -> bool:
@@ -133,16 +180,29 @@ def _nbytes(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    if path.is_file():
-        path.unlink()
-    elif _is_snapshot(path):
-        # The snapshot is links; what they lead to may be shared with another snapshot of the same model.
-        shared = {file.resolve() for other in path.parent.iterdir() if other != path for file in other.rglob("*")}
-        for file in list(path.rglob("*")):
-            blob = file.resolve()
-            if file.is_symlink() and blob not in shared and blob.parent == path.parent.parent / "blobs":
-                blob.unlink(missing_ok=True)
-        shutil.rmtree(path)
-    else:
-        shutil.rmtree(path)
-    _note(path).unlink(missing_ok=True)
+    if not _is_snapshot(path.parent):
+        if path.is_file():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+        _note(path).unlink(missing_ok=True)
+        return
+    _remove_link(path)
+    folder = path.parent
+    if not any(folder.glob("*.safetensors")):
+        for file in list(folder.iterdir()):
+            if not file.is_dir():
+                _remove_link(file)
+        shutil.rmtree(folder)
+        _note(folder).unlink(missing_ok=True)
+
+
+def _remove_link(file: Path) -> None:
+    """Removes a file of a snapshot, which is a link; what it leads to may be shared with another snapshot."""
+    blob, folder = file.resolve(), file.parent
+    shared = any(
+        other.resolve() == blob for each in folder.parent.iterdir() for other in each.rglob("*") if other != file
+    )
+    if file.is_symlink() and not shared and blob.parent == folder.parent.parent / "blobs":
+        blob.unlink(missing_ok=True)
+    file.unlink()

@@ -23,6 +23,7 @@ from .download import download
 from .folder import ModelFolder, open_folder
 from .parts import Need, Part, find_layout, parts_of_need
 from .progress import Progress
+from .room import MakeRoom, no_room_needed
 
 _TIMEOUT_S = 10.0
 _DEFAULT_REVISION = "main"
@@ -59,7 +60,14 @@ class _Remote:
     files: Mapping[str, int]
 
 
-def fetch(model_id: str, revision: str | None, need: Need, progress: Progress, offline: bool) -> ModelFolder:
+def fetch(
+    model_id: str,
+    revision: str | None,
+    need: Need,
+    progress: Progress,
+    offline: bool,
+    make_room: MakeRoom = no_room_needed,
+) -> ModelFolder:
     """The folder in the hub's cache that holds what `need` asks for of `model_id`; downloads what is not there yet.
 
     If the hub cannot be reached, what the cache has is used.
@@ -77,7 +85,7 @@ def fetch(model_id: str, revision: str | None, need: Need, progress: Progress, o
             raise _Unreachable("the hub is not to be asked (offline)")
         remote = _look_up(model_id, revision or _DEFAULT_REVISION)
         with _no_bars(), disk_errors(cache, f"Downloading {name}"):
-            path = _download_needed(remote, need, cache, progress)
+            path = _download_needed(remote, need, cache, progress, make_room)
             _write_reference(cache, remote, revision or _DEFAULT_REVISION)
         return open_folder(path, name, remote.commit)
     except _Unreachable as error:
@@ -110,7 +118,7 @@ def _look_up(model_id: str, revision: str) -> _Remote:
     return _Remote(model_id, info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()})
 
 
-def _download_needed(remote: _Remote, need: Need, cache: Path, progress: Progress) -> Path:
+def _download_needed(remote: _Remote, need: Need, cache: Path, progress: Progress, make_room: MakeRoom) -> Path:
     """Returns the folder of the snapshot."""
     if _CONFIG not in remote.files:
         raise ModelError(f"{remote.model_id!r} is no transformers model: it has no {_CONFIG}.")
@@ -121,9 +129,11 @@ def _download_needed(remote: _Remote, need: Need, cache: Path, progress: Progres
         for name in remote.files:
             if any(fnmatch.fnmatch(name, pattern) for pattern in _TEXT_FILES):
                 _small_file(remote, name, progress)
-    weights = [name for name in _weight_files(remote, folder, parts, progress) if not (path / name).exists()]
+    needed = _weight_files(remote, folder, parts, progress)
+    weights = [name for name in needed if not (path / name).exists()]
     if weights:
         missing = sum(remote.files[name] for name in weights)
+        make_room({path / name: remote.files[name] for name in weights}, [path / name for name in needed])
         require_space(_existing(cache), missing, f"Downloading {remote.model_id}")
         for name in weights:
             _weights(remote, name, cache, progress)

@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint
 from .folder import ModelFolder, open_folder
 from .parts import Need, parts_of_need
 from .progress import Progress, no_progress
+from .room import MakeRoom, no_room_needed
 
 DEFAULT_MODEL = "smollm2"
 
@@ -31,6 +32,7 @@ def resolve(
     progress: Progress = no_progress,
     revision: str | None = None,
     offline: bool = False,
+    make_room: MakeRoom = no_room_needed,
 ) -> ModelFolder:
     """Finds or fetches `model` and returns its folder, with at least the parts that `need` asks for.
 
@@ -42,6 +44,7 @@ def resolve(
         need: "client" (embeddings, norm, head), a Span of blocks, "all", or "config" for no weights at all.
         revision: branch, tag or commit on the hub; `org/name@revision` says the same.
         offline: fetch nothing; only what is on this disk already is used.
+        make_room: is called before weights come from the hub.
 
     Raises:
         ModelError: if there is no such model, or it cannot be used; says what was found and what to do.
@@ -67,7 +70,7 @@ def resolve(
             raise ModelError(f"{name!r} and revision {revision!r} contradict each other: give one revision.")
         from .hub import fetch
 
-        return _checked(fetch(found["id"], revision or found["revision"], need, progress, offline), need)
+        return _checked(fetch(found["id"], revision or found["revision"], need, progress, offline, make_room), need)
     raise ModelError(_unknown(name))
 
 

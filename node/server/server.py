@@ -18,7 +18,7 @@ from ...protocols.ids import Span
 from ..errors import PetalnodeError, SwarmError
 from ..models import ModelFolder
 from ..models.cache_dir import cache_dir
-from ..models.disk_limit import keep_within, note_use
+from ..models.disk_limit import in_use, keep_within, note_use
 from ..models.progress import Progress
 from ..placement.plan import DEFAULT
 from ..swarm.swarm import Swarm
@@ -165,17 +165,18 @@ class _Stay:
         self._post.swarm.announce(self._joining(span))
         self._status(f"loading blocks {span} of {folder.num_blocks} of {folder.name}")
         path = await self._source.weights(span)
-        await in_thread(lambda: self._keep_disk(path))
+        await in_thread(lambda: self._keep_disk(path, span))
         await imported.wait()
         return await _load(path, span, options, self._progress)
 
-    def _keep_disk(self, path: Path) -> None:
-        note_use(path)
+    def _keep_disk(self, path: Path, span: Span) -> None:
+        used = in_use(path, self._post.folder.num_blocks, span)
+        note_use(used)
         limit = self._post.options.max_disk
-        if limit is not None and (remaining := keep_within(limit, [path])) > limit:
+        if limit is not None and (remaining := keep_within(limit, used)) > limit:
             self._status(
-                f"this model alone takes {size(remaining)} of the disk, more than --max-disk {size(limit)}: everything "
-                "else was removed"
+                f"these blocks alone take {size(remaining)} of the disk, more than --max-disk {size(limit)}: all else "
+                "was removed"
             )
 
     def _joining(self, span: Span) -> Announcement:

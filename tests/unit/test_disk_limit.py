@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.errors import BadInput
-from petalnode.node.models.disk_limit import Kept, keep_within, note_use, parse_size, to_remove
+from petalnode.node.models.disk_limit import (
+    Kept,
+    in_use,
+    keep_within,
+    note_fetched,
+    note_use,
+    parse_size,
+    to_remove,
+)
+from petalnode.protocols.ids import Span
+from tests.tiny_models import save_tiny
 
 kept = st.lists(
     st.builds(Kept, st.integers(0, 20).map(lambda number: Path(f"/m/{number}")), st.integers(0, 100), st.floats(0, 9)),
@@ -50,7 +60,7 @@ def test_imported_models_and_quantised_blocks_are_kept_within_the_limit(cache: P
     block.write_bytes(bytes(500))
     os.utime(block, (1.5e9, 1.5e9))
     (cache / "models" / "other.lock").touch()
-    note_use(used)
+    note_use([used])
     assert keep_within(10_000) == 3500 and old.exists()
     assert keep_within(2500, [new]) == 2500
     assert not old.exists() and block.exists()
@@ -58,33 +68,54 @@ def test_imported_models_and_quantised_blocks_are_kept_within_the_limit(cache: P
     assert new.exists() and not used.exists() and not block.exists()
 
 
-def test_of_the_hubs_cache_only_what_petalnode_fetched_goes(cache: Path, tmp_path: Path) -> None:
-    def snapshot(name: str, *commits: str) -> list[Path]:
-        root = tmp_path / "hub" / f"models--org--{name}"
-        (root / "blobs").mkdir(parents=True)
-        (root / "blobs" / "shared").write_bytes(bytes(100))
-        found = []
-        for commit in commits:
-            folder = root / "snapshots" / commit
-            folder.mkdir(parents=True)
-            (root / "blobs" / commit).write_bytes(bytes(1000))
-            (folder / "model.safetensors").symlink_to(Path("../../blobs") / commit)
-            (folder / "config.json").symlink_to(Path("../../blobs/shared"))
-            found.append(folder)
-        return found
+def snapshot(root: Path, commit: str, **shards: int) -> Path:
+    """A model in the hub's cache: links in a folder per commit, to files that commits may share."""
+    (root / "blobs").mkdir(parents=True, exist_ok=True)
+    folder = root / "snapshots" / commit
+    folder.mkdir(parents=True)
+    for name, nbytes in {"config": 10, **shards}.items():
+        (root / "blobs" / name).write_bytes(bytes(nbytes))
+        suffix = ".json" if name == "config" else ".safetensors"
+        (folder / f"{name}{suffix}").symlink_to(Path("../../blobs") / name)
+    return folder
 
-    (foreign,) = snapshot("foreign", "a" * 40)
-    first, second = snapshot("ours", "b" * 40, "c" * 40)
-    note_use(first)
+
+def test_of_the_hubs_cache_only_what_came_there_for_us_goes_shard_by_shard(cache: Path, tmp_path: Path) -> None:
+    foreign = snapshot(tmp_path / "hub" / "models--org--foreign", "a" * 40, model=1000)
+    ours = snapshot(tmp_path / "hub" / "models--org--ours", "b" * 40, first=1000, second=1000, third=1000)
+    also = snapshot(tmp_path / "hub" / "models--org--ours", "c" * 40, third=1000)
+    blobs = ours.parent.parent / "blobs"
     assert keep_within(0) == 0
-    assert (foreign / "model.safetensors").exists()
-    assert not first.exists() and not (first.parent.parent / "blobs" / ("b" * 40)).exists()
-    assert (second / "model.safetensors").exists() and (second / "config.json").exists()
+    note_use([foreign / "model.safetensors"])
+    assert keep_within(0) == 0
+    note_fetched([ours / "first.safetensors", ours / "third.safetensors"])
+    assert keep_within(2000) == 2000
+    note_fetched([ours / "second.safetensors"])
+    note_use([ours / "first.safetensors"])  # the third is the oldest
+    assert keep_within(2500) == 2000
+    assert not (ours / "third.safetensors").is_symlink()
+    assert (also / "third.safetensors").exists()  # shared with another commit
+    assert keep_within(0, [ours / "first.safetensors"]) == 1000
+    assert not (blobs / "second").exists() and (ours / "config.json").exists()
+    assert keep_within(0) == 0
+    assert not ours.exists() and not (blobs / "first").exists()
+    assert (foreign / "model.safetensors").exists() and (also / "config.json").exists()
+
+
+def test_a_server_uses_the_shards_with_its_blocks(tmp_path: Path) -> None:
+    folder = tmp_path / "models--org--model" / "snapshots" / ("d" * 40)
+    save_tiny("llama", folder, shards="50KB")
+    assert in_use(folder.parent, 6, Span(0, 1)) == (folder.parent,)
+    every = set(in_use(folder, 6, Span(0, 6)))
+    first, last = set(in_use(folder, 6, Span(0, 1))), set(in_use(folder, 6, Span(5, 6)))
+    assert first and last and not first & last and first | last < every
+    assert all(path.is_file() and path.suffix == ".safetensors" for path in every)
 
 
 def test_a_note_about_any_other_folder_removes_nothing(cache: Path, tmp_path: Path) -> None:
     own = model(tmp_path / "my models" / "precious", 1000, 1e9)
-    note_use(own)
+    note_use([own])
+    note_fetched([own / "model.safetensors"])
     assert keep_within(0) == 0
     assert own.exists()
 
