@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from ...protocols.ids import Span
 from ..errors import BadInput
 from .cache_dir import cache_dir
 from .checkpoint import Checkpoint
+from .room import MakeRoom
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +55,25 @@ def to_remove(kept: Sequence[Kept], limit: int, keep: Collection[Path] = ()) -> 
     return tuple(going)
 
 
-def note_fetched(shards: Collection[Path]) -> None:
+def note_fetched(shards: Iterable[Path]) -> None:
     """Notes that these shards in the hub's cache come there for us, now: they may be removed again. That a note cannot
     be written is no error."""
     now = time.time()
-    for folder in {shard.absolute().parent for shard in shards}:
-        names = [shard.name for shard in shards if shard.absolute().parent == folder]
+    every = [shard.absolute() for shard in shards]
+    for folder in {shard.parent for shard in every}:
+        names = [shard.name for shard in every if shard.parent == folder]
         _write_note(folder, {**_noted(_note(folder)), **dict.fromkeys(names, now)})
+
+
+def room_within(limit: int | None) -> MakeRoom:
+    """Before a download, makes so much room that all stays within `limit` bytes; notes that what comes is ours."""
+
+    def make_room(coming: Mapping[Path, int], needed: Collection[Path]) -> None:
+        if limit is not None:
+            keep_within(limit - sum(coming.values()), needed)
+        note_fetched(coming)
+
+    return make_room
 
 
 def note_use(used: Collection[Path]) -> None:
@@ -103,9 +116,10 @@ def keep_within(limit: int, keep: Collection[Path] = ()) -> int:
     """
     kept = tuple(_all_kept())
     remaining = sum(each.nbytes for each in kept)
-    for each in to_remove(kept, limit, {path.absolute() for path in keep}):
+    staying = {path.absolute() for path in keep}
+    for each in to_remove(kept, limit, staying):
         try:
-            _remove(each.path)
+            _remove(each.path, staying)
         except OSError as error:
             log.warning("cannot remove %s to keep within --max-disk: %s", each.path, error)
             continue
@@ -179,7 +193,8 @@ def _nbytes(path: Path) -> int:
     return total
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, staying: Collection[Path]) -> None:
+    """`staying` are files that are or will be there: their snapshot stays, too, though it may have no weights."""
     if not _is_snapshot(path.parent):
         if path.is_file():
             path.unlink()
@@ -189,7 +204,7 @@ def _remove(path: Path) -> None:
         return
     _remove_link(path)
     folder = path.parent
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")) and not any(each.parent == folder for each in staying):
         for file in list(folder.iterdir()):
             if not file.is_dir():
                 _remove_link(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -13,7 +13,7 @@ from ...protocols.framing import PeerError
 from ...protocols.ids import Span
 from ..errors import ModelError, SwarmError
 from ..models import Manifest, ModelFolder, compute_manifest, resolve, verify_part
-from ..models.disk_limit import keep_within, note_fetched
+from ..models.disk_limit import room_within
 from ..models.progress import Progress
 from ..swarm.swarm import Swarm
 from .options import ServerOptions
@@ -83,18 +83,13 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 
 def _fetch(options: ServerOptions, need: Any, progress: Progress) -> ModelFolder:
-    def make_room(coming: Mapping[Path, int], needed: Collection[Path]) -> None:
-        if options.max_disk is not None:
-            keep_within(options.max_disk - sum(coming.values()), needed)
-        note_fetched(coming)
-
     return resolve(
         options.model,
         need=need,
         progress=progress,
         revision=options.revision,
         offline=options.offline,
-        make_room=make_room,
+        make_room=room_within(options.max_disk),
     )
 
 

@@ -22,12 +22,14 @@ SCRIPT = """
 import json, sys
 from petalnode.node.errors import PetalnodeError
 from petalnode.node.models import resolve
+from petalnode.node.models.disk_limit import room_within
 from petalnode.protocols.ids import Span
-model, need, offline = sys.argv[1:]
+model, need, offline, limit = sys.argv[1:]
 last = {}
 try:
     folder = resolve(model, need=Span.parse(need) if ":" in need else need, offline=offline == "yes",
-                     progress=lambda what, done, total: last.update({what: [done, total]}))
+                     progress=lambda what, done, total: last.update({what: [done, total]}),
+                     make_room=room_within(int(limit) if limit else None))
     print(json.dumps({"name": folder.name, "path": str(folder.path), "revision": folder.revision,
                       "files": sorted(file.name for file in folder.path.iterdir()), "progress": last}))
 except PetalnodeError as error:
@@ -43,12 +45,12 @@ class Person:
     endpoint: str
 
     def fetch(
-        self, model: str = "org/tiny", need: str = "all", offline: bool = False, **settings: str
+        self, model: str = "org/tiny", need: str = "all", offline: bool = False, limit: str = "", **settings: str
     ) -> dict[str, Any]:
         environment = {**os.environ, "HF_HOME": str(self.home), "HF_ENDPOINT": self.endpoint, **settings}
         environment["PETALNODE_CACHE"] = str(self.home / "petalnode")
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, model, need, "yes" if offline else "no"],
+            [sys.executable, "-c", SCRIPT, model, need, "yes" if offline else "no", limit],
             env=environment,
             capture_output=True,
             text=True,
@@ -102,6 +104,21 @@ def test_a_server_gets_the_shards_of_its_span_and_nothing_else(hub: Hub, person:
         size = (model / name).stat().st_size
         assert found["progress"][f"Downloading {name}"] == [size, size]
         assert (Path(found["path"]) / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_room_is_made_before_a_download_by_the_shards_that_are_not_needed(
+    hub: Hub, person: Person, model: Path
+) -> None:
+    first, last = shards_of(model, "model.layers.0."), shards_of(model, "model.layers.5.")
+    assert first and last and not first & last
+    assert first <= set(person.fetch(need="0:1")["files"])
+    both = sum((model / name).stat().st_size for name in first | last)
+    assert first | last <= set(person.fetch(need="5:6", limit=str(both))["files"])
+    again = sum((model / name).stat().st_size for name in last)
+    assert set(person.fetch(need="5:6", limit=str(again))["files"]) >= first | last  # nothing comes, nothing goes
+    middle = shards_of(model, "model.layers.3.")
+    found = set(person.fetch(need="3:4", limit=str(again))["files"])
+    assert middle <= found and not first & found
 
 
 def test_a_client_gets_tokenizer_embeddings_and_head(person: Person, model: Path) -> None:
