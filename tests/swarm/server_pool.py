@@ -38,15 +38,17 @@ class PooledServer:
         deadline = monotonic() + START_TIMEOUT
         pause = threading.Event()
         while self._ready is None:
-            for line in self._output.read_text().splitlines(keepends=True):
-                if line.endswith("\n") and line.startswith("{"):
-                    event = json.loads(line)
-                    if event["event"] == "ready":
-                        self._ready = event
+            self._ready = next((event for event in self.events if event["event"] == "ready"), None)
             if self._ready is None:
                 assert monotonic() < deadline, f"{self.arguments} is not ready: {self.errors[-3000:]}"
                 pause.wait(0.02)
         return self._ready
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """All that it has said so far."""
+        lines = self._output.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n") and line.startswith("{")]
 
     @property
     def is_ready(self) -> bool:
@@ -86,7 +88,7 @@ class PooledServer:
 class ServerPool:
     """Starts servers of one model that join at one peer, if they are not given another."""
 
-    def __init__(self, home: Path, folder: Path, peer: str) -> None:
+    def __init__(self, home: Path, folder: Path, peer: str, **variables: str) -> None:
         self.servers: list[PooledServer] = []
         self.peer = peer
         self._home = home
@@ -102,23 +104,24 @@ class ServerPool:
             text=True,
             bufsize=1,
             cwd=Path(__file__).parents[2],
-            env=environment(home) | _path_of_this_process(),
+            env=environment(home, **variables) | _path_of_this_process(),
         )
 
     def start(
         self,
-        blocks: str,
+        blocks: str | None,
         *options: str,
         peer: str | None = None,
         identity: Path | None = None,
         fault: Path | None = None,
     ) -> PooledServer:
-        """Returns at once; `ready` waits. `fault` is the control file of `faulty_server` and `false_blocks`."""
+        """Returns at once; `ready` waits. Without `blocks` it chooses them. `fault` is the control file of `faulty_server` and `false_blocks`."""
         with self._lock:
             number = len(self.servers)
             output = self._home / f"server-{number}.out"
             output.touch()
-            arguments = ["serve", str(self._folder), "--blocks", blocks, "--peer", peer or self.peer, "--json"]
+            arguments = ["serve", str(self._folder), "--peer", peer or self.peer, "--json"]
+            arguments += ["--blocks", blocks] if blocks is not None else []
             arguments += ["--listen", LOOPBACK, "--identity", str(identity or self._home / f"server-{number}.key")]
             request = {
                 "arguments": [*arguments, *options],
@@ -150,8 +153,9 @@ class ServerPool:
 
 
 @contextmanager
-def server_pool(home: Path, folder: Path, peer: str) -> Iterator[ServerPool]:
-    pool = ServerPool(home, folder, peer)
+def server_pool(home: Path, folder: Path, peer: str, **variables: str) -> Iterator[ServerPool]:
+    """`variables` of the servers' environment."""
+    pool = ServerPool(home, folder, peer, **variables)
     try:
         yield pool
     finally:

@@ -22,7 +22,8 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, Announcement, ServerState
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import DIRECTORY, TRANSFER, Span
-from tests.swarm.processes import LOOPBACK, Node, Nodes, nodes, petalnode, until
+from tests.swarm.processes import LOOPBACK, Nodes, nodes, petalnode, until
+from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
 
 BLOCKS = 6
 MODEL = b"m" * 32
@@ -321,90 +322,75 @@ def test_the_network_is_measured_with_those_that_answer() -> None:
 # --- processes
 
 
-class Spans:
-    """Where servers are, by their own words."""
-
-    def __init__(self, started: list[Node]) -> None:
-        self.of = {node: Span(*node.ready["blocks"]) for node in started}
-        self.changes: list[dict[str, Any]] = []
-
-    def listen(self) -> None:
-        for node in self.of:
-            for event in node.events_so_far():
-                if event["event"] == "moving":
-                    self.changes.append(event)
-                if event["event"] == "moved":
-                    self.of[node] = Span(*event["blocks"])
-
-    def held(self) -> list[int]:
-        self.listen()
-        return held(list(self.of.values()))
-
-
 @dataclass(frozen=True)
-class Quick:
-    """Ten servers of two blocks each, started at once, that look at the plan every second."""
+class Ten:
+    """Servers of two blocks each, ten of them started at once, that look at the plan every second."""
 
     nodes: Nodes
-    peer: str
+    pool: ServerPool
     models: Path
-    spans: Spans
     at_first: list[int]
+
+    def held(self) -> list[int]:
+        return held([where_now(server) for server in self.pool.alive])
+
+    def moves(self) -> list[dict[str, Any]]:
+        return [event for server in self.pool.servers for event in server.events if event["event"] == "moving"]
 
     def chat(self) -> None:
         outcome = petalnode(
-            *("chat", "tiny-llama", "--prompt", "hi", "--json", "--max-new-tokens", "4", "--peer", self.peer),
+            *("chat", "tiny-llama", "--prompt", "hi", "--json", "--max-new-tokens", "4", "--peer", self.pool.peer),
             env=self.nodes.env,
             cwd=self.models,
         )
         assert outcome.code == 0, outcome
 
 
+def where_now(server: PooledServer) -> Span:
+    return Span(*[event["blocks"] for event in server.events if event["event"] in ("ready", "moved")][-1])
+
+
 @pytest.fixture(scope="module")
-def ten(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Quick]:
-    with nodes(tmp_path_factory.mktemp("placement")) as started:
-        started.env["PETALNODE_CHECK_INTERVAL"] = "1"
+def ten(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Ten]:
+    home = tmp_path_factory.mktemp("placement")
+    with nodes(home) as started:
         peer: str = started.meeting_point().event("ready")["addrs"][0]
-        options = ("--num-blocks", "2", "--throughput", "5")
-        servers = [started.server(models / "tiny-llama", None, *options, peer=peer) for _ in range(10)]
-        spans = Spans(servers)
-        yield Quick(started, peer, models, spans, held(list(spans.of.values())))
+        with server_pool(home / "pool", models / "tiny-llama", peer, PETALNODE_CHECK_INTERVAL="1") as pool:
+            servers = [pool.start(None, "--num-blocks", "2", "--throughput", "5") for _ in range(10)]
+            yield Ten(started, pool, models, held([Span(*server.ready["blocks"]) for server in servers]))
 
 
-def test_ten_servers_started_at_once_cover_the_model_evenly(ten: Quick) -> None:
+def test_ten_servers_started_at_once_cover_the_model_evenly(ten: Ten) -> None:
     assert min(ten.at_first) >= 2, ten.at_first
     # What they could not settle because the machine was too busy to tell one another in time, they correct.
-    until(lambda: min(ten.spans.held()) >= 3, "the blocks are covered evenly", 60)
+    until(lambda: min(ten.held()) >= 3, "the blocks are covered evenly", 60)
 
 
-def test_a_fast_server_and_absurd_ones_join_and_nobody_moves(ten: Quick) -> None:
-    version = next(iter(ten.spans.of)).ready["model_version"]
-    ten.spans.listen()
-    before = len(ten.spans.changes)
-    made_up = {"model_version": version, "model_name": "tiny-llama", "peers": [ten.peer]}
+def test_a_fast_server_and_absurd_ones_join_and_nobody_moves(ten: Ten) -> None:
+    version = ten.pool.servers[0].ready["model_version"]
+    until(lambda: min(ten.held()) >= 3, "the blocks are covered evenly", 60)
+    before = len(ten.moves())
+    made_up = {"model_version": version, "model_name": "tiny-llama", "peers": [ten.pool.peer]}
     absurd = [
         ten.nodes.announcer(**made_up, blocks=[0, 4000], num_blocks=4096).event("ready")["peer_id"],
         ten.nodes.announcer(**made_up, blocks=[2, 3], num_blocks=6, step_seconds=1e-6).event("ready")["peer_id"],
     ]
-    fast = ten.nodes.server(ten.models / "tiny-llama", None, "--num-blocks", "6", "--throughput", "50", peer=ten.peer)
+    servers = ten.pool.alive
+    fast = ten.pool.start(None, "--num-blocks", "6", "--throughput", "50")
     assert fast.ready["blocks"] == [0, 6] and fast.ready["blocks_reason"]
     ten.chat()  # takes several times as long as the servers' checks are apart
-    ten.spans.listen()
-    assert ten.spans.changes[before:] == []
     for peer_id in absurd:
-        until(lambda peer_id=peer_id: all(peer_id in node.errors for node in ten.spans.of), "all have told of it")
-        assert {node.errors.count(peer_id) for node in ten.spans.of} == {1}
-    fast.stop()
+        until(lambda peer_id=peer_id: all(peer_id in server.errors for server in servers), "all have told of it")
+        assert {server.errors.count(peer_id) for server in servers} == {1}
+    assert ten.moves()[before:] == []
+    fast.kill()
 
 
-def test_the_only_holders_of_blocks_are_killed_and_the_gap_closes(ten: Quick) -> None:
+def test_the_only_holders_of_blocks_are_killed_and_the_gap_closes(ten: Ten) -> None:
     # All holders of block 0 at once, without a goodbye.
-    spans = ten.spans
-    spans.listen()
-    for node in [node for node, span in spans.of.items() if 0 in span]:
-        node.kill()
-        del spans.of[node]
-    assert spans.of
-    until(lambda: min(spans.held()) > 0, "the gap is closed", 90)
-    assert all(change["reason"] for change in spans.changes)
+    for server in [server for server in ten.pool.alive if 0 in where_now(server)]:
+        server.kill()
+    assert ten.pool.alive
+    until(lambda: min(ten.held()) > 0, "the gap is closed", 90)
+    assert all(move["reason"] for move in ten.moves())
     ten.chat()
