@@ -115,7 +115,9 @@ class ServerPool:
         identity: Path | None = None,
         fault: Path | None = None,
     ) -> PooledServer:
-        """Returns at once; `ready` waits. Without `blocks` it chooses them. `fault` is the control file of `faulty_server` and `false_blocks`."""
+        """Returns at once; `ready` waits. Without `blocks` it chooses them. `fault` is the control file of
+        `faulty_server` and `false_blocks`.
+        """
         with self._lock:
             number = len(self.servers)
             output = self._home / f"server-{number}.out"
