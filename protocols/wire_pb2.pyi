@@ -1558,6 +1558,63 @@ class Evidence(google.protobuf.message.Message):
 Global___Evidence: typing_extensions.TypeAlias = Evidence
 
 @typing.final
+class EvidenceNotice(google.protobuf.message.Message):
+    """By gossip: evidence, or where it can be had."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    ACCUSED_FIELD_NUMBER: builtins.int
+    TIME_MS_FIELD_NUMBER: builtins.int
+    BUNDLE_FIELD_NUMBER: builtins.int
+    ENDORSEMENTS_FIELD_NUMBER: builtins.int
+    id: builtins.bytes
+    accused: builtins.bytes
+    """peer id"""
+    time_ms: builtins.int
+    """when the evidence was made"""
+    bundle: builtins.bytes
+    """the file; empty: too large, to be fetched from whoever sent this"""
+    @property
+    def endorsements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Endorsement]: ...
+    def __init__(
+        self,
+        *,
+        id: builtins.bytes = ...,
+        accused: builtins.bytes = ...,
+        time_ms: builtins.int = ...,
+        bundle: builtins.bytes = ...,
+        endorsements: collections.abc.Iterable[Global___Endorsement] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accused", b"accused", "bundle", b"bundle", "endorsements", b"endorsements", "id", b"id", "time_ms", b"time_ms"]) -> None: ...
+
+Global___EvidenceNotice: typing_extensions.TypeAlias = EvidenceNotice
+
+@typing.final
+class Endorsement(google.protobuf.message.Message):
+    """A validator has recomputed the evidence, and it proves a fault."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALIDATOR_FIELD_NUMBER: builtins.int
+    TIME_MS_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    validator: builtins.bytes
+    """peer id"""
+    time_ms: builtins.int
+    signature: builtins.bytes
+    def __init__(
+        self,
+        *,
+        validator: builtins.bytes = ...,
+        time_ms: builtins.int = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["signature", b"signature", "time_ms", b"time_ms", "validator", b"validator"]) -> None: ...
+
+Global___Endorsement: typing_extensions.TypeAlias = Endorsement
+
+@typing.final
 class SignedEvidence(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

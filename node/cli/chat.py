@@ -20,6 +20,7 @@ from ..client.saved_chat import SavedChat, held_chat
 from ..client.text import Text
 from ..errors import BadInput, ExitCode, PetalnodeError, SwarmError
 from ..models import ModelFolder, resolve
+from ..swarm.addresses import parse_peer
 from ..swarm.swarm import Swarm
 from .join import JoinOptions, joined, joins_swarm
 from .output import Output, ProgressBars
@@ -49,6 +50,8 @@ class ChatOptions:
     deny: tuple[str, ...] = ()
     session: Path | None = None
     adapter: str | None = None
+    share_receipts: tuple[str, ...] = ()
+    require_pledge: int | None = None
 
 
 @joins_swarm
@@ -77,6 +80,17 @@ def chat(
         str | None,
         typer.Option(metavar="PATH|NAME", help="A folder with a peft adapter, or the name of one that servers hold."),
     ] = None,
+    share_receipts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MULTIADDR",
+            help="Show this auditor (a `petalnode validate`) what servers answered. It can read along; repeatable.",
+        ),
+    ] = None,
+    require_pledge: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="POINTS", help="Use only servers that pledge at least so many points."),
+    ] = None,
     *,
     join: JoinOptions,
 ) -> None:
@@ -93,7 +107,11 @@ def chat(
         deny=tuple(deny or ()),
         session=session,
         adapter=adapter,
+        share_receipts=tuple(share_receipts or ()),
+        require_pledge=require_pledge,
     )
+    for auditor in options.share_receipts:
+        parse_peer(auditor)
     if session is None:
         trio.run(_chat, model, options, join, None)
         return
@@ -178,7 +196,13 @@ async def chat_in(
         tokens = len(text.tokenize(_opening(options).plus("user", prompt).turns))
         context = min(context, tokens + sampling.max_new_tokens)
     async with open_client(
-        swarm, identified[0], allowed=options.allow, blocked=options.deny, adapter=adapter
+        swarm,
+        identified[0],
+        allowed=options.allow,
+        blocked=options.deny,
+        share_receipts=options.share_receipts,
+        require_pledge=options.require_pledge,
+        adapter=adapter,
     ) as client:
         held = await client.adapter()
         conversation = Conversation(

@@ -23,12 +23,15 @@ from ..errors import BadInput, MachineError, SwarmError
 from ..reach.limits import RelayLimits
 from ..swarm.remembered import memory_file
 from ..swarm.swarm import Swarm, SwarmConfig, open_swarm
+from ..trust.bans import Trusted, parse_trusted
+from ..trust.book import TrustBook, trust_file
 from .output import Output
 from .rates import parse_rate
 
 PEERS_VARIABLE = "PETALNODE_PEERS"
 MDNS_VARIABLE = "PETALNODE_MDNS"
 REMEMBER_VARIABLE = "PETALNODE_REMEMBER"
+GOSSIP_VARIABLE = "PETALNODE_GOSSIP"
 _FIRST_PORT, _PORTS = 20000, 20000
 _HOW_TO_JOIN = (
     "Give --peer MULTIADDR (every server prints its own), or try `petalnode demo` for a swarm on this machine"
@@ -78,7 +81,11 @@ class JoinOptions:
     ] = True
     remember: Annotated[
         bool,
-        typer.Option("--remember/--no-remember", envvar=REMEMBER_VARIABLE, help="Find peers of earlier runs."),
+        typer.Option(
+            "--remember/--no-remember",
+            envvar=REMEMBER_VARIABLE,
+            help="Find peers of earlier runs, and avoid those that cheated.",
+        ),
     ] = True
     max_upload: Annotated[
         str | None, typer.Option(metavar="RATE", help="Send no more than this per second, such as 10MB.")
@@ -86,6 +93,20 @@ class JoinOptions:
     max_download: Annotated[
         str | None, typer.Option(metavar="RATE", help="Receive no more than this per second, such as 10MB.")
     ] = None
+    gossip: Annotated[
+        bool,
+        typer.Option("--gossip/--no-gossip", envvar=GOSSIP_VARIABLE, help="Hear of servers' faults, and pass them on."),
+    ] = False
+    trust_validator: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PEER[=OWNER]",
+            help="Believe this validator, owned by OWNER, when others agree (--trust-quorum); repeatable.",
+        ),
+    ] = None
+    trust_quorum: Annotated[
+        int, typer.Option(min=1, metavar="K", help="Owners of trusted validators that have to agree on a fault.")
+    ] = 2
     log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "warning"
     json: Annotated[bool, typer.Option("--json", help="One JSON object per line on standard output.")] = False
 
@@ -114,6 +135,18 @@ class JoinOptions:
             return None if self.swarm_key is None else load_swarm_key(self.swarm_key)
         except SwarmKeyError as error:
             raise BadInput(str(error)) from error
+
+    @property
+    def trusted(self) -> Trusted:
+        """The validators that are believed.
+
+        Raises:
+            BadInput: a peer id is malformed.
+        """
+        try:
+            return Trusted(dict(map(parse_trusted, self.trust_validator or ())), self.trust_quorum)
+        except ValueError as error:
+            raise BadInput(f"--trust-validator: {error}") from error
 
     @property
     def searches(self) -> bool:
@@ -150,6 +183,8 @@ class JoinOptions:
             remembered=memory_file(data_dir, psk) if self.remember and not self.new_swarm else None,
             max_upload=parse_rate(self.max_upload, "--max-upload"),
             max_download=parse_rate(self.max_download, "--max-download"),
+            gossip=self.gossip,
+            trust=TrustBook(trust_file(data_dir) if self.remember else None, self.trusted),
         )
 
 
@@ -213,7 +248,7 @@ async def joined(
         config = join.config(identity, listens=listens, data_dir=data_dir, relay_limits=relay_limits or RelayLimits())
         if not join.peers and join.searches:
             output.errors.print(f"looking for a swarm: {join.places} ...", style="dim", markup=False)
-        async with _opened(config, fallback=listens and not join.listen) as swarm:
+        async with config.trust.kept(), _opened(config, fallback=listens and not join.listen) as swarm:
             if not listens and swarm.joined is None:
                 raise SwarmError(f"no swarm was found, looking for {join.places}. {_HOW_TO_JOIN}")
             yield swarm, identity

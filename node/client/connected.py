@@ -16,6 +16,7 @@ from ..blocks.client import ClientModel, load_client
 from ..errors import BadInput, MachineError
 from ..models import Progress, resolve
 from ..models.adapter import Adapter
+from ..swarm.addresses import parse_peer
 from ..swarm.swarm import SwarmConfig, open_swarm
 from .adapters import choose_adapter, fit_adapter
 from .core import SwarmClient, identify_model, open_client
@@ -46,6 +47,8 @@ def open_model(
     identity: str | os.PathLike[str] | None = None,
     adapter: str | os.PathLike[str] | None = None,
     head: bool = False,
+    share_receipts: Sequence[str] = (),
+    require_pledge: int | None = None,
 ) -> Opened:
     """The arguments are those of `AutoDistributedModelForCausalLM.from_pretrained`. `head`: the model has one of its
     own, which an adapter may bring.
@@ -63,6 +66,8 @@ def open_model(
         raise BadInput("initial_peers takes a list of multiaddrs, not one string")
     if not peers:
         raise BadInput("which swarm? Give initial_peers=[...] or set PETALNODE_PEERS")
+    for auditor in share_receipts:
+        parse_peer(auditor)
     try:
         psk = None if swarm_key is None else find_swarm_key(swarm_key)
     except SwarmKeyError as error:
@@ -82,7 +87,13 @@ def open_model(
             async with open_swarm(config) as swarm:
                 identified = await identify_model(swarm, folder, progress)
                 async with open_client(
-                    swarm, identified, allowed=allowed_servers or (), blocked=blocked_servers or (), adapter=chosen
+                    swarm,
+                    identified,
+                    allowed=allowed_servers or (),
+                    blocked=blocked_servers or (),
+                    share_receipts=share_receipts,
+                    require_pledge=require_pledge,
+                    adapter=chosen,
                 ) as client:
                     yield client
 

@@ -22,7 +22,6 @@ from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
 from .adapters import SessionAdapter, bring, named, names_held, say_goodbye
 from .deadlines import (
-    CHEATED_SECONDS,
     MEASURE_TIMEOUT,
     OPEN_TIMEOUT,
     REFRESH_TIMEOUT,
@@ -31,7 +30,7 @@ from .deadlines import (
     RTT_TIMEOUT,
     SUSPECT_SECONDS,
 )
-from .promise import Promise
+from .promise import Promise, pledged_points
 from .receipt_log import SHARED_BYTES, ReceiptArchive
 from .routing import Candidate, Hop, cheapest_chain, second_best
 from .saved_session import SavedSession
@@ -117,19 +116,29 @@ async def open_client(
     blocked: Collection[str] = (),
     share_receipts: Sequence[str] = (),
     adapter: Adapter | str | None = None,
+    require_pledge: int | None = None,
 ) -> AsyncIterator[SwarmClient]:
     """A client for the length of the block.
 
     `allowed` and `blocked` are peer ids; no `allowed` allows everybody. `share_receipts` are auditors, multiaddrs with
     /p2p, that may see what is sent and received (`sharing`). `adapter` changes the blocks for all sessions that name
     none: one that is brought to servers, or the name of one that they hold.
+    Servers that do not pledge at least `require_pledge` points are not used; None: whether they pledge or not.
 
     Raises:
         BadInput: the adapter was trained for another version of the model.
     """
     changes = _session_adapter(adapter, model)
     async with trio.open_nursery() as nursery:
-        client = SwarmClient(swarm, model, nursery, allowed=allowed, blocked=blocked, adapter=changes)
+        client = SwarmClient(
+            swarm,
+            model,
+            nursery,
+            allowed=allowed,
+            blocked=blocked,
+            require_pledge=require_pledge,
+            adapter=changes,
+        )
         if share_receipts:
             client.receipts = ReceiptArchive(SHARED_BYTES)
             nursery.start_soon(_share, swarm, client.receipts, share_receipts)
@@ -168,6 +177,7 @@ class SwarmClient:
         allowed: Collection[str] = (),
         blocked: Collection[str] = (),
         adapter: SessionAdapter | str | None = None,
+        require_pledge: int | None = None,
     ) -> None:
         self._adapter = adapter
         self._nursery = nursery
@@ -175,6 +185,7 @@ class SwarmClient:
         self.model = model
         self._allowed = frozenset(allowed)
         self._blocked = frozenset(blocked)
+        self._require_pledge = require_pledge
         self._rtts: dict[str, tuple[float, float]] = {}
         self._measures: dict[str, trio.Event] = {}
         self._suspects: dict[str, float] = {}
@@ -195,7 +206,15 @@ class SwarmClient:
             and server.num_blocks == self.model.num_blocks
             and server.peer_id not in self._blocked
             and (not self._allowed or server.peer_id in self._allowed)
+            and not self.swarm.trust.is_banned(server.peer_id)
+            and self._pledges_enough(server)
         )
+
+    def _pledges_enough(self, server: Announcement) -> bool:
+        if self._require_pledge is None:
+            return True
+        points = pledged_points(server, self.swarm.trust.trusted.owners.keys(), time.time_ns() // 1_000_000)
+        return points is not None and points >= self._require_pledge
 
     async def candidates(
         self, excluded: Collection[str] = (), adapter: SessionAdapter | None = None
@@ -228,7 +247,8 @@ class SwarmClient:
                         queue_depth=server.queue_depth,
                         seconds_per_byte=self._seconds_per_byte.get(server.peer_id, 0.0),
                         rtts=server.rtts,
-                        penalty_seconds=SUSPECT_PENALTY if suspect else 0.0,
+                        penalty_seconds=(SUSPECT_PENALTY if suspect else 0.0)
+                        + self.swarm.trust.penalty_seconds(server.peer_id),
                         max_session_length=server.max_session_length,
                     )
                 )
@@ -270,7 +290,11 @@ class SwarmClient:
 
     def accuse(self, peer_id: str, reason: str) -> None:
         """Notes that a server signed something else than it did, or nothing: it is not used for long."""
-        self.suspect(peer_id, CHEATED_SECONDS)
+        self.swarm.trust.ban(peer_id, reason, "own")
+
+    def note_tokens(self, peer_id: str, tokens: int) -> None:
+        """Hears of tokens that a server answered with a receipt in order."""
+        self.swarm.trust.note_tokens(peer_id, tokens)
 
     def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
         """Learns a server's bandwidth from what is left of a large step after its computing and its round trip."""
@@ -330,6 +354,9 @@ class SwarmClient:
 
     def explained(self, error: NoChainError, any_server: bool) -> NoChainError:
         """The same error, or a better one if the swarm serves other models only."""
+        unused = self._unused()
+        if unused:
+            return NoChainError(f"{error}. Not used: {'; '.join(unused)}", error.missing)
         models = self.swarm.view.models(now=time.time())
         others = {name for version, (name, _) in models.items() if version != self.model.version}
         if any_server or not others:
@@ -339,6 +366,18 @@ class SwarmClient:
             f"{', '.join(sorted(others))}. Name that model, or join another swarm",
             error.missing,
         )
+
+    def _unused(self) -> list[str]:
+        """Which servers of the model are left out for what is known of them, and why."""
+        servers = self.swarm.view.servers(self.model.version, now=time.time())
+        texts = []
+        for server in servers:
+            ban = self.swarm.trust.ban_of(server.peer_id)
+            if ban is not None:
+                texts.append(f"{server.peer_id} (blocks {server.span}), because {ban.reason}")
+            elif not self._pledges_enough(server):
+                texts.append(f"{server.peer_id} (blocks {server.span}) pledges less than {self._require_pledge} points")
+        return texts
 
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
         """A stream to the server of `hop`; with `direct`, only on a connection that there is, without a relay.

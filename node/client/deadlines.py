@@ -30,8 +30,6 @@ RETRY_INTERVAL: Final = 0.5
 """Between two looks."""
 SUSPECT_SECONDS: Final = 15.0
 """For which a server that failed is a last resort only."""
-CHEATED_SECONDS: Final = 3600.0
-"""For which a server is not used that signed something else than it did, or nothing."""
 PATH_KEEP: Final = 15.0
 """For which servers are asked to keep a session whose stream was lost. Whoever needs the cache gets it before."""
 KEEP_GRACE: Final = 5.0

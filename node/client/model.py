@@ -46,6 +46,8 @@ class AutoDistributedModelForCausalLM:
         identity: str | os.PathLike[str] | None = None,
         allowed_servers: Collection[str] | None = None,
         blocked_servers: Collection[str] | None = None,
+        share_receipts: Sequence[str] = (),
+        require_pledge: int | None = None,
         request_timeout: float | None = None,
         wait: bool = False,
         adapter: str | os.PathLike[str] | None = None,
@@ -62,6 +64,8 @@ class AutoDistributedModelForCausalLM:
             identity: file of this client's key, made if missing; by default a new key each time. For servers that
                 serve only clients that they know by their peer id (`petalnode serve --allow-client`).
             allowed_servers, blocked_servers: peer ids to use only, or never.
+            share_receipts: auditors, multiaddrs with /p2p, that may look at what servers answered. They can read along.
+            require_pledge: use only servers that pledge at least so many points.
             request_timeout: seconds that a server may take for one step.
             wait: while no chain of servers covers the model, wait for one instead of raising.
             adapter: a folder with a LoRA adapter or a prompt (peft's format), which is brought to the servers where
@@ -83,6 +87,8 @@ class AutoDistributedModelForCausalLM:
             allowed_servers=allowed_servers,
             blocked_servers=blocked_servers,
             adapter=adapter,
+            share_receipts=share_receipts,
+            require_pledge=require_pledge,
             progress=progress,
         )
         return DistributedModelForCausalLM(opened, wait=wait, request_timeout=request_timeout)

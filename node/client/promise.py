@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ...crypto.pledge import Pledge
 from ...crypto.receipts import Receipt
@@ -21,6 +23,29 @@ def check_time(receipt: Receipt, since_ms: int, now_ms: int) -> str | None:
     if receipt.time_ms < since_ms - tolerance:
         return f"its receipt is dated {(since_ms - receipt.time_ms) / 1000:.0f} s before it was asked"
     return None
+
+
+def pledged_points(announced: Announcement, trusted: Collection[str], now_ms: int) -> int | None:
+    """The points that a server has pledged for what it announces; None if it pledges nothing, or for something else.
+
+    With `trusted` validators, only what one of them keeps; else what the server promises.
+    """
+    pledge = announced.pledge
+    if (
+        pledge is None
+        or not pledge.is_in_force(now_ms)
+        or (pledge.model_version, pledge.dtype, pledge.quantisation)
+        != (announced.model_version, announced.dtype, announced.quantisation)
+        or not Span(*pledge.span).covers(announced.span)
+        or not _is_signed(pledge)
+    ):
+        return None
+    return pledge.backed(trusted) if trusted else pledge.deposit
+
+
+@lru_cache(maxsize=1024)
+def _is_signed(pledge: Pledge) -> bool:
+    return pledge.is_signed
 
 
 def granted_pledge(

@@ -49,6 +49,9 @@ class Router(Protocol):
     def accuse(self, peer_id: str, reason: str) -> None:
         """Notes that a server signed something else than it did, or nothing: it is not used for long."""
 
+    def note_tokens(self, peer_id: str, tokens: int) -> None:
+        """Hears of tokens that a server answered with a receipt in order."""
+
     def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
         """Hears of every answer, and how many bytes went both ways for it."""
 

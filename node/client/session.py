@@ -213,6 +213,7 @@ class ClientSession:
                 asked, on_its_way = None, False
                 continue
             link.history.append(replace(step, chunk=chunk))
+            self._router.note_tokens(link.server.hop.peer_id, chunk.tokens)
             if not losses:  # what a loss took says nothing of the server
                 link.note(chunk.tokens)
                 self._router.note_transfer(link.server.timing, len(chunk.payload) + len(answer.chunk.payload))

@@ -164,6 +164,7 @@ class WorkPool:
                 except StreamBroken:
                     continue  # by another work of ours: this one was not to blame, and nor may be the server
                 self._learn(protocol, hop, reply, task)
+                self._client.note_tokens(hop.peer_id, _block_tokens(hop, task) // len(hop.span))
                 return reply.tensors
         except ServerFailed as error:
             self._note(error, protocol)

@@ -36,6 +36,7 @@ from .wires import CircuitWire, SocketWire, Wire, remote_multiaddr
 
 log = logging.getLogger(__name__)
 
+GOSSIP_PROTOCOLS: Final = ("/meshsub/1.1.0",)
 _CLOSING: Final = 2.0  # seconds for saying goodbye to all
 
 ByteHandler = Callable[[StreamBytes, str], Awaitable[None]]
@@ -196,9 +197,14 @@ class Host:
                 self._network.punching.pop(addr, None)
 
     def relayed_streams(self, peer_id: str) -> int:
-        """How many streams are open with a peer through relays."""
+        """How many streams are open with a peer through relays, but for gossip, which is no reason to keep one."""
         live = self._network.live(_id(peer_id))
-        return sum(conn.muxed_conn.open_streams for conn in live if not path_of(conn).direct)
+        return sum(
+            conn.muxed_conn.open_streams
+            - sum(str(stream.get_protocol()) in GOSSIP_PROTOCOLS for stream in conn.get_streams())
+            for conn in live
+            if not path_of(conn).direct
+        )
 
     async def disconnect(self, peer_id: str) -> None:
         for conn in self._network.get_connections(_id(peer_id)):

@@ -7,7 +7,7 @@ import logging
 import pathlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import trio
 from google.protobuf.message import DecodeError, Message
@@ -17,6 +17,8 @@ from ...crypto.swarm_key import SwarmKeyError, check_swarm_key
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement
 from ...protocols.directory import NodeInfo
+from ...protocols.evidence import MAX_HEADER as MAX_EVIDENCE
+from ...protocols.evidence import PIECE_BYTES
 from ...protocols.framing import (
     MAX_HEADER,
     MAX_PAYLOAD,
@@ -25,13 +27,17 @@ from ...protocols.framing import (
     StreamClosed,
     StreamTimeout,
 )
-from ...protocols.ids import DIRECTORY, MANIFEST
+from ...protocols.ids import DIRECTORY, EVIDENCE, MANIFEST
 from ...protocols.manifest import MAX_HEADER as MAX_MANIFEST
 from ...protocols.manifest import answer_manifests, ask_manifest
 from ..errors import BadInput, SwarmError
 from ..reach.limits import RelayLimits
 from ..reach.reach import Reach, ReachConfig
 from ..reach.reachability import Reachability
+from ..trust.book import TrustBook
+from ..trust.bundle import Bundle
+from ..trust.notice import MAX_NOTICE
+from ..trust.spread import TOPIC, EvidenceSpread, fetch_bundle
 from .addresses import parse_own, parse_peer
 from .dht import Dht, open_dht
 from .directory import Directory
@@ -40,6 +46,9 @@ from .host import Host, open_host
 from .paths import Path
 from .stream_bytes import StreamBytes
 from .view import SwarmView
+
+if TYPE_CHECKING:
+    from .gossip import Gossip
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +70,8 @@ class SwarmConfig:
     place for them to reach it: "auto" (any public node that offers one), "off", or the multiaddr of the one relay to
     use; `relay_limits` are those of this node where it relays for others. `mdns` finds, and is found by, nodes of the
     same local network; `remembered` is the file with the peers of earlier runs. `max_upload` and `max_download` are
-    bytes per second over all connections, None without a limit.
+    bytes per second over all connections, None without a limit. `trust` is what this node thinks of others;
+    with `gossip` it hears evidence of faults, and passes it on.
     """
 
     identity: Identity
@@ -78,12 +88,22 @@ class SwarmConfig:
     remembered: pathlib.Path | None = None
     max_upload: int | None = None
     max_download: int | None = None
+    trust: TrustBook = field(default_factory=TrustBook)
+    gossip: bool = False
 
 
 class Swarm:
     """A running node. Made by `open_swarm`; everything on it belongs to trio's thread."""
 
-    def __init__(self, config: SwarmConfig, host: Host, dht: Dht, nursery: trio.Nursery) -> None:
+    def __init__(
+        self,
+        config: SwarmConfig,
+        host: Host,
+        dht: Dht,
+        nursery: trio.Nursery,
+        evidence: EvidenceSpread,
+        gossip: Gossip | None,
+    ) -> None:
         self._config = config
         self._host = host
         self._nursery = nursery
@@ -113,12 +133,20 @@ class Swarm:
             listen=config.listen,
             psk=config.psk,
         )
+        self._evidence = evidence
+        self._gossip = gossip
+        self.set_handler(EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=MAX_EVIDENCE, max_payload=PIECE_BYTES)
         self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=self._directory.max_header)
         self.set_handler(MANIFEST, wire.ManifestFrame, self._serve_manifests, max_header=MAX_MANIFEST)
 
     @property
     def peer_id(self) -> str:
         return self._host.peer_id
+
+    @property
+    def trust(self) -> TrustBook:
+        """What this node thinks of others."""
+        return self._config.trust
 
     @property
     def identity(self) -> Identity:
@@ -266,6 +294,32 @@ class Swarm:
         event = self._lost.pop(peer_id, None)
         if event is not None:
             event.set()
+
+    # --- evidence
+
+    async def publish_evidence(self, bundle: Bundle, *, recomputed: bool) -> None:
+        """Bans the server whose fault this node has checked itself, and tells all who listen.
+
+        `recomputed`: this node has recomputed the answer, and signs that it has.
+        """
+        data = self._evidence.found(bundle, recomputed=recomputed)
+        if self._gossip is not None:
+            await self._gossip.publish(data)
+
+    async def fetch_evidence(self, peer_id: str, evidence_id: bytes, *, timeout: float) -> Bundle:
+        """The bundle of this id from a peer that has spread it.
+
+        Raises:
+            PeerError, Refusal, BadBundle: it has not, or sends nonsense.
+        """
+        async with self.open_stream(
+            peer_id, EVIDENCE, wire.EvidenceFrame, timeout=timeout, max_header=MAX_EVIDENCE, max_payload=PIECE_BYTES
+        ) as stream:
+            return await fetch_bundle(stream, evidence_id)
+
+    def gossip_peers(self) -> list[str]:
+        """Who listens to evidence, of those that there is a connection to."""
+        return self._gossip.peers() if self._gossip is not None else []
 
     # --- reachability
 
@@ -421,6 +475,18 @@ def _checked(config: SwarmConfig) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
+async def _evidence(config: SwarmConfig, host: Host) -> AsyncIterator[tuple[EvidenceSpread, Gossip | None]]:
+    spread = EvidenceSpread(config.identity, config.trust)
+    if not config.gossip:
+        yield spread, None
+        return
+    from .gossip import open_gossip
+
+    async with open_gossip(host, TOPIC, max_bytes=MAX_NOTICE, accept=spread.accept, deliver=spread.deliver) as gossip:
+        yield spread, gossip
+
+
+@contextlib.asynccontextmanager
 async def open_swarm(config: SwarmConfig) -> AsyncIterator[Swarm]:
     """Joins the swarm for the length of the block; leaves it in order, also when cancelled.
 
@@ -440,10 +506,11 @@ async def open_swarm(config: SwarmConfig) -> AsyncIterator[Swarm]:
     serve_dht = config.serve_dht and bool(config.listen)
     async with (
         open_host(config.identity, on_lost=on_lost, **options) as host,
+        _evidence(config, host) as (evidence, gossip),
         open_dht(host, serve=serve_dht) as dht,
         trio.open_nursery() as nursery,
     ):
-        swarm = Swarm(config, host, dht, nursery)
+        swarm = Swarm(config, host, dht, nursery, evidence, gossip)
         try:
             await swarm.join()
             swarm.start()

@@ -17,6 +17,7 @@ from petalnode.node.client.core import SwarmModel, identify_model, open_client
 from petalnode.node.client.receipt_log import ReceiptArchive
 from petalnode.node.client.server_session import Chunk, SessionSpec
 from petalnode.node.client.sharing import auditable
+from petalnode.node.errors import NoChainError
 from petalnode.node.models.folder import open_folder
 from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
 from petalnode.node.validator.auditing import CALLS_PER_MINUTE, AuditDesk
@@ -90,6 +91,29 @@ def test_who_does_not_share_keeps_nothing(shared_swarm: SharedSwarm) -> None:
                 assert auditable(client.receipts) == []
                 assert [len(log.entries) for log in client.receipts.sessions] == [1, 1, 1]
                 assert all(log.complete for log in client.receipts.sessions)
+
+    run(main)
+
+
+def test_servers_that_are_banned_or_pledge_too_little_are_not_used(shared_swarm: SharedSwarm) -> None:
+    async def main() -> None:
+        folder = open_folder(shared_swarm.folder, "tiny-llama")
+        config = SwarmConfig(Identity.generate(), peers=(shared_swarm.peer,), serve_dht=False)
+        async with open_swarm(config) as swarm:
+            model = await identify_model(swarm, folder)
+            spec = SessionSpec(model.version, Span(0, 6), batch=1, max_length=30)
+            async with open_client(swarm, model, require_pledge=0) as client, client.session(spec) as session:
+                await session.step([chunk(5, 0)])
+                (first, *_) = (hop.peer_id for hop in session.route)
+                assert 0 < swarm.trust.reputation(first) < 0.01
+            async with open_client(swarm, model, require_pledge=1) as client:
+                with pytest.raises(NoChainError, match="pledges less than 1 points"):
+                    await client.route(spec)
+            async with open_client(swarm, model) as client:
+                client.accuse(first, "its receipt is forged")
+                with pytest.raises(NoChainError, match="its receipt is forged") as caught:
+                    await client.route(spec)
+                assert caught.value.missing == (0, 1)
 
     run(main)
 

@@ -114,6 +114,9 @@ class OneRoute(Ways):
     def accuse(self, peer_id: str, reason: str) -> None:
         pass
 
+    def note_tokens(self, peer_id: str, tokens: int) -> None:
+        pass
+
     def note_transfer(self, timing: Any, nbytes: int) -> None:
         pass
 

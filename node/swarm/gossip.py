@@ -1,0 +1,104 @@
+"""Gossip on one topic: libp2p's own gossipsub, on a host of ours, with our limits before anything is passed on.
+
+Traps of py-libp2p 0.8: pubsub hears only of connections that are made after it was attached, so it is attached before
+the node joins; a message is validated before it is seen by us or passed on, in the order of arrival, so the check must
+be quick; the default mesh is made every 120 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+import trio
+from libp2p.custom_types import TProtocol
+from libp2p.peer.id import ID
+from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pb import rpc_pb2
+from libp2p.pubsub.pubsub import Pubsub
+from libp2p.tools.anyio_service import background_trio_service
+
+from .host import GOSSIP_PROTOCOLS, Host, quiet_logs
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT: Final = 5  # seconds
+_DEGREE, _DEGREE_LOW, _DEGREE_HIGH = 6, 4, 12
+_WAITING: Final = 32
+_MESSAGES_PER_SECOND: Final = 2.0
+
+
+Accept = Callable[[str, str, bytes], bool]
+"""(who made it, who handed it on, data) -> whether it is passed on."""
+
+
+class Gossip:
+    """A topic that this node listens to. Made by `open_gossip`."""
+
+    def __init__(self, pubsub: Pubsub, topic: str, own: str) -> None:
+        self._pubsub = pubsub
+        self._topic = topic
+        self._own = own
+        self.peers = lambda: [str(peer) for peer in pubsub.peer_topics.get(topic, ())]
+
+    async def publish(self, data: bytes) -> None:
+        """Hands `data` to all who listen."""
+        await self._pubsub.publish(self._topic, data)
+
+
+@contextlib.asynccontextmanager
+async def open_gossip(
+    host: Host, topic: str, *, max_bytes: int, accept: Accept, deliver: Callable[[str, bytes], None]
+) -> AsyncIterator[Gossip]:
+    """Takes part in `topic` for the length of the block.
+
+    `accept` decides what is passed on and must be quick and not raise; `deliver(who made it, data)` gets what was
+    accepted, but for what this node published itself.
+    """
+    router = GossipSub(
+        protocols=[TProtocol(protocol) for protocol in GOSSIP_PROTOCOLS],
+        degree=_DEGREE,
+        degree_low=_DEGREE_LOW,
+        degree_high=_DEGREE_HIGH,
+        heartbeat_interval=HEARTBEAT,
+        max_messages_per_topic_per_second=_MESSAGES_PER_SECOND,
+    )
+    pubsub = Pubsub(
+        host.libp2p,
+        router,
+        strict_signing=True,
+        allowed_topics={topic},
+        max_inbound_rpc_size=4 * max_bytes,
+    )
+
+    def validate(forwarder: ID, message: rpc_pb2.Message) -> bool:
+        try:
+            maker = str(ID(message.from_id))
+            if maker == host.peer_id:
+                return True
+            if len(message.data) > max_bytes or not accept(maker, str(forwarder), message.data):
+                return False
+        except Exception as error:  # whatever a stranger's message may raise
+            log.debug("a message on %s was dropped: %r", topic, error)
+            return False
+        deliver(maker, message.data)
+        return True
+
+    pubsub.set_topic_validator(topic, validate, False)
+    quiet_logs()
+    async with trio.open_nursery() as nursery, background_trio_service(pubsub), background_trio_service(router):
+        await pubsub.wait_until_ready()
+        subscription = await pubsub.subscribe(topic)
+
+        async def drain() -> None:
+            # What counts was delivered by the validator; the subscription's queue must not fill up.
+            while True:
+                await subscription.get()
+
+        nursery.start_soon(drain)
+        try:
+            yield Gossip(pubsub, topic, host.peer_id)
+        finally:
+            nursery.cancel_scope.cancel()

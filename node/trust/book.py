@@ -1,0 +1,181 @@
+"""Where a node writes down what it thinks of others: bans and standings, kept from run to run in one sqlite file."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from .bans import MAX_BANS, NOBODY, Ban, Source, Trusted, extended
+from .reputation import Standing, newcomer, penalty_seconds, reputation
+
+log = logging.getLogger(__name__)
+
+SAVE_INTERVAL: Final = 15.0
+MAX_STANDINGS: Final = 20_000
+_BUSY_SECONDS: Final = 5.0
+_TABLES: Final = """
+CREATE TABLE IF NOT EXISTS bans (peer_id TEXT PRIMARY KEY, until REAL, reason TEXT, source TEXT, count INTEGER);
+CREATE TABLE IF NOT EXISTS standings
+  (peer_id TEXT PRIMARY KEY, first_seen REAL, updated REAL, tokens REAL, faults REAL);
+"""
+
+
+def trust_file(data_dir: Path) -> Path:
+    """Where nodes of this person keep the book; all of them share it."""
+    return data_dir / "trust.sqlite"
+
+
+class TrustBook:
+    """Bans and standings in memory, written to `file` now and then; without a file they last as long as the process.
+
+    Several processes of one person may use one file: each reads what the others wrote when it reads or writes it. Of
+    two bans the longer one stays. A file that cannot be read or written is told once and does no harm.
+    """
+
+    def __init__(
+        self, file: Path | None = None, trusted: Trusted = NOBODY, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.trusted = trusted
+        self._file = file
+        self._clock = clock
+        self._bans: dict[str, Ban] = {}
+        self._standings: dict[str, Standing] = {}
+        self._dirty_bans: set[str] = set()
+        self._dirty_standings: set[str] = set()
+
+    # --- bans
+
+    def ban(self, peer_id: str, reason: str, source: Source) -> Ban:
+        """Bans a peer, for longer if it was banned before, and takes its reputation."""
+        now = self._clock()
+        found = extended(self._bans.get(peer_id), peer_id, reason, source, now)
+        self._bans[peer_id] = found
+        self._dirty_bans.add(peer_id)
+        self._note(peer_id, (self._standings.get(peer_id) or newcomer(now)).after_fault(now))
+        while len(self._bans) > MAX_BANS:
+            del self._bans[min(self._bans, key=lambda each: self._bans[each].until)]
+        log.warning("%s is not used any more: %s", peer_id, reason)
+        return found
+
+    def ban_of(self, peer_id: str) -> Ban | None:
+        """The ban that holds now."""
+        found = self._bans.get(peer_id)
+        return found if found is not None and found.holds(self._clock()) else None
+
+    def is_banned(self, peer_id: str) -> bool:
+        return self.ban_of(peer_id) is not None
+
+    def bans(self) -> list[Ban]:
+        """All that hold now, the longest first."""
+        now = self._clock()
+        return sorted((each for each in self._bans.values() if each.holds(now)), key=lambda each: -each.until)
+
+    # --- reputation
+
+    def note_tokens(self, peer_id: str, tokens: int, *, recomputed: bool = False) -> None:
+        """Hears of tokens that a peer answered with receipts in order, or that were recomputed and right."""
+        now = self._clock()
+        self._note(
+            peer_id, (self._standings.get(peer_id) or newcomer(now)).after_tokens(tokens, now, recomputed=recomputed)
+        )
+
+    def reputation(self, peer_id: str) -> float:
+        """From 0 to 1."""
+        return reputation(self._standings.get(peer_id), self._clock())
+
+    def penalty_seconds(self, peer_id: str) -> float:
+        """How much farther away the peer shall seem when a route is chosen."""
+        return penalty_seconds(self._standings.get(peer_id), self._clock())
+
+    def _note(self, peer_id: str, standing: Standing) -> None:
+        self._standings[peer_id] = standing
+        self._dirty_standings.add(peer_id)
+        if len(self._standings) > MAX_STANDINGS:
+            for oldest in sorted(self._standings, key=lambda each: self._standings[each].updated)[
+                : MAX_STANDINGS // 10
+            ]:
+                del self._standings[oldest]
+
+    # --- the file
+
+    def load(self) -> None:
+        """Reads the file."""
+        self._use(self._read)
+
+    def _read(self, connection: sqlite3.Connection) -> None:
+        for row in connection.execute("SELECT * FROM bans WHERE until > ? LIMIT ?", (self._clock(), MAX_BANS)):
+            held = self._bans.get(row[0])
+            if held is None or held.until < row[1]:
+                self._bans[row[0]] = Ban(*row)
+        rows = connection.execute("SELECT * FROM standings ORDER BY updated DESC LIMIT ?", (MAX_STANDINGS,))
+        for peer_id, *rest in rows:
+            if peer_id not in self._dirty_standings:
+                self._standings[peer_id] = Standing(*rest)
+
+    def save(self) -> None:
+        """Writes what has changed, and reads what others have."""
+        bans = [self._bans[each] for each in self._take(self._dirty_bans) if each in self._bans]
+        names = self._take(self._dirty_standings)
+        standings = [(each, self._standings[each]) for each in names if each in self._standings]
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.executemany(
+                "INSERT INTO bans VALUES (?, ?, ?, ?, ?) ON CONFLICT (peer_id) DO UPDATE SET "
+                "until = max(until, excluded.until), reason = excluded.reason, source = excluded.source, "
+                "count = max(count, excluded.count)",
+                [(each.peer_id, each.until, each.reason, each.source, each.count) for each in bans],
+            )
+            connection.executemany(
+                "INSERT OR REPLACE INTO standings VALUES (?, ?, ?, ?, ?)",
+                [(name, each.first_seen, each.updated, each.tokens, each.faults) for name, each in standings],
+            )
+            connection.execute("DELETE FROM bans WHERE until < ?", (self._clock(),))
+            self._read(connection)
+
+        self._use(work)
+
+    @staticmethod
+    def _take(names: set[str]) -> list[str]:
+        taken = []
+        while names:
+            taken.append(names.pop())
+        return taken
+
+    def _use(self, work: Callable[[sqlite3.Connection], None]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.closing(sqlite3.connect(self._file, timeout=_BUSY_SECONDS)) as connection:
+                connection.executescript(_TABLES)
+                with connection:
+                    work(connection)
+        except (OSError, sqlite3.Error) as error:
+            log.warning("cannot keep what is known of other nodes in %s: %s", self._file, error)
+            self._file = None
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """For the length of the block the file and the book follow each other."""
+        await trio.to_thread.run_sync(self.load)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._keep)
+            try:
+                yield
+            finally:
+                nursery.cancel_scope.cancel()
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(self.save)
+
+    async def _keep(self) -> None:
+        while True:
+            await trio.sleep(SAVE_INTERVAL)
+            await trio.to_thread.run_sync(self.save)

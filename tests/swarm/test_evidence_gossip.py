@@ -1,0 +1,216 @@
+"""Evidence travels, verdicts do not: who is banned where, and what a flood or a liar achieves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
+from petalnode.node.trust.bans import Endorsement, Trusted
+from petalnode.node.trust.book import TrustBook
+from petalnode.node.trust.bundle import Bundle, equivocation_bundle
+from petalnode.node.trust.notice import MAX_AGE, MAX_ENDORSEMENTS, MAX_NOTICE, RATE, BadNotice, Notice, Rates
+from petalnode.node.trust.spread import MAX_PER_ACCUSED, EvidenceSpread
+from petalnode.protocols.framing import PeerError
+from petalnode.protocols.inference import Refusal
+from tests.swarm.processes import LOOPBACK
+from tests.unit.test_receipts import RECEIPT
+
+KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(1, 9)]
+LIAR, ACCUSER, ANN, BEN, STRANGER = KEYS[:5]
+NOW = 1_700_000_000.0
+
+
+def equivocation(accused: Identity = LIAR, nonce: bytes = b"n" * 16, *, real: bool = True) -> Bundle:
+    first = replace(RECEIPT, nonce=nonce).signed(accused)
+    second = replace(first, reply_hash=b"x" * 32).signed(accused if real else STRANGER)
+    return equivocation_bundle(ACCUSER, accused.peer_id, first, second)
+
+
+def dated(notice: Notice, now: float) -> bytes:
+    return replace(notice, time_ms=round(now * 1000)).to_bytes()
+
+
+def numeric(number: int = 0, *endorsers: Identity, accused: Identity = LIAR) -> bytes:
+    """Evidence that has to be recomputed and is too large for gossip."""
+    key = bytes([number]) * 32
+    signed = [Endorsement.made(each, key, accused.peer_id, 5) for each in endorsers]
+    return Notice(key, accused.peer_id, round(NOW * 1000), None, tuple(signed)).to_bytes()
+
+
+def spread(trusted: Trusted | None = None) -> tuple[EvidenceSpread, TrustBook]:
+    book = TrustBook(None, trusted or Trusted({}), clock=lambda: NOW)
+    return EvidenceSpread(Identity.generate(), book, clock=lambda: NOW), book
+
+
+def hear(ears: EvidenceSpread, data: bytes, maker: str = "maker", forwarder: str = "forwarder") -> bool:
+    accepted = ears.accept(maker, forwarder, data)
+    if accepted:
+        ears.deliver(maker, data)
+    return accepted
+
+
+# --- what a node does with what it hears
+
+
+def test_evidence_that_proves_itself_bans_and_is_passed_on() -> None:
+    ears, book = spread()
+    assert hear(ears, dated(Notice.of(equivocation()), NOW))
+    ban = book.ban_of(LIAR.peer_id)
+    assert ban is not None and ban.source == "evidence" and "two answers" in ban.reason
+    assert not book.is_banned(ACCUSER.peer_id)
+
+
+def test_a_lie_is_neither_believed_nor_passed_on() -> None:
+    ears, book = spread()
+    assert not hear(ears, dated(Notice.of(equivocation(real=False)), NOW))
+    assert not book.is_banned(LIAR.peer_id)
+
+
+def test_what_has_to_be_recomputed_bans_only_with_enough_owners_that_are_trusted() -> None:
+    trusted = Trusted({ANN.peer_id: "ann", BEN.peer_id: "ben", STRANGER.peer_id: "ann"}, quorum=2)
+    ears, book = spread(trusted)
+    assert hear(ears, numeric(1)) and hear(ears, numeric(1, ANN)) and hear(ears, numeric(1, STRANGER), "another")
+    assert hear(ears, numeric(2, BEN), "a third") and hear(ears, numeric(1, *KEYS[5:]), "a fourth")
+    assert not book.is_banned(LIAR.peer_id)  # two keys of one owner; and one of another's for other evidence
+    assert hear(ears, numeric(1, BEN), "a fifth")
+    ban = book.ban_of(LIAR.peer_id)
+    assert ban is not None and ban.source == "validators" and BEN.peer_id in ban.reason
+
+
+def test_who_trusts_nobody_bans_nobody_for_others() -> None:
+    ears, book = spread()
+    assert hear(ears, numeric(1, ANN, BEN, STRANGER))
+    assert not book.bans()
+
+
+def test_strangers_cannot_crowd_out_a_trusted_validator() -> None:
+    ears, book = spread(Trusted({ANN.peer_id: "ann"}, quorum=1))
+    for number in range(MAX_ENDORSEMENTS + 5):
+        assert hear(ears, numeric(1, Identity.generate()), f"maker {number}", f"forwarder {number}")
+    assert hear(ears, numeric(1, ANN), "somebody")
+    assert book.is_banned(LIAR.peer_id)
+
+
+@pytest.mark.parametrize("later", [-MAX_AGE - 60, MAX_AGE + 60])
+def test_old_evidence_and_that_of_tomorrow_is_dropped(later: float) -> None:
+    ears, book = spread()
+    assert not hear(ears, dated(Notice.of(equivocation()), NOW + later))
+    assert not book.bans()
+
+
+def test_forged_endorsements_and_nonsense_are_dropped() -> None:
+    good = Notice.from_bytes(numeric(1, ANN), NOW)
+    for bad in (
+        replace(good, accused=BEN.peer_id),
+        replace(good, evidence_id=b"x" * 32),
+        replace(good, endorsements=good.endorsements * (MAX_ENDORSEMENTS + 1)),
+        replace(good, evidence_id=b"short"),
+        replace(Notice.of(equivocation()), accused=BEN.peer_id, time_ms=round(NOW * 1000)),
+        replace(Notice.of(equivocation()), evidence_id=b"x" * 32, time_ms=round(NOW * 1000)),
+    ):
+        with pytest.raises(BadNotice):
+            Notice.from_bytes(bad.to_bytes(), NOW)
+    for data in (b"", b"\xff" * 100, bytes(MAX_NOTICE + 1)):
+        with pytest.raises(BadNotice):
+            Notice.from_bytes(data, NOW)
+
+
+def test_a_flood_is_cut_off_by_its_maker_and_by_who_hands_it_on() -> None:
+    ears, _ = spread()
+    accepted = [hear(ears, numeric(number % 8), "flooder", f"{number}") for number in range(50)]
+    assert sum(accepted) == RATE
+    assert sum(hear(ears, numeric(number % 8), f"maker {number}", "one neighbour") for number in range(200)) <= 30
+    assert hear(ears, numeric(1), "somebody else", "another neighbour")
+
+
+def test_one_server_is_not_accused_for_ever() -> None:
+    ears, _ = spread()
+    accepted = [hear(ears, numeric(number), f"{number}", f"{number}") for number in range(50)]
+    assert sum(accepted) == MAX_PER_ACCUSED
+    assert hear(ears, numeric(0), "x", "y")  # more endorsements for what is known
+
+
+def test_rates_forget_and_are_bounded() -> None:
+    rates = Rates(limit=2, seconds=10)
+    assert [rates.allows("a", now) for now in (0, 1, 2, 11, 12)] == [True, True, False, True, True]
+    for number in range(3000):
+        rates.allows(f"{number}", 20)
+    assert len(rates._seen) <= 1000
+
+
+# --- real nodes
+
+
+@asynccontextmanager
+async def nodes(*books: TrustBook) -> AsyncIterator[Sequence[Swarm]]:
+    """The first is met by all others."""
+    async with AsyncExitStack() as stack:
+        started: list[Swarm] = []
+        for book in books:
+            config = SwarmConfig(
+                Identity.generate(),
+                listen=(LOOPBACK,),
+                peers=tuple(started[0].addrs) if started else (),
+                trust=book,
+                gossip=True,
+            )
+            started.append(await stack.enter_async_context(open_swarm(config)))
+        yield started
+
+
+def run(main: Callable[[], object]) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(100):
+            await main()  # type: ignore[misc]
+
+    trio.run(bounded)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  (what it waits for tells nobody)
+        await trio.sleep(0.05)
+
+
+def test_evidence_reaches_nodes_that_are_not_connected_to_its_finder() -> None:
+    async def main() -> None:
+        books = [TrustBook() for _ in range(3)]
+        async with nodes(*books) as (_, finder, other):
+            await until(lambda: bool(finder.gossip_peers()) and bool(other.gossip_peers()))
+            bundle = equivocation()
+            await finder.publish_evidence(bundle, recomputed=False)
+            await until(lambda: all(book.is_banned(LIAR.peer_id) for book in books))
+            fetched = await finder.fetch_evidence(other.peer_id, bundle.id, timeout=10)
+            assert fetched == bundle
+            with pytest.raises((PeerError, Refusal)):
+                await finder.fetch_evidence(other.peer_id, b"x" * 32, timeout=10)
+
+    run(main)
+
+
+def test_a_node_that_lies_about_a_server_convinces_nobody() -> None:
+    async def main() -> None:
+        books = [TrustBook() for _ in range(3)]
+        async with nodes(*books) as (_, liar, other):
+            await until(lambda: bool(liar.gossip_peers()) and bool(other.gossip_peers()))
+            await liar.publish_evidence(equivocation(real=False), recomputed=True)
+            for number in range(20):
+                await liar.publish_evidence(equivocation(BEN, bytes([number]) * 16, real=False), recomputed=True)
+            true = equivocation(STRANGER)
+            await other.publish_evidence(true, recomputed=False)
+            await until(lambda: books[0].is_banned(STRANGER.peer_id))
+            await trio.sleep(0.2)
+            assert [ban.peer_id for ban in books[0].bans()] == [STRANGER.peer_id]
+            assert [ban.peer_id for ban in books[2].bans()] == [STRANGER.peer_id]
+
+    run(main)
+
+
+def test_time_is_what_the_clock_says() -> None:
+    assert abs(Notice.of(equivocation()).time_ms / 1000 - time.time()) < 60

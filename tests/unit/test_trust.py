@@ -1,0 +1,199 @@
+"""Reputation, bans and the book that keeps them."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.trust.bans import (
+    CHEATED_SECONDS,
+    LONGEST_SECONDS,
+    PROVEN_SECONDS,
+    Ban,
+    Endorsement,
+    Trusted,
+    extended,
+    parse_trusted,
+)
+from petalnode.node.trust.book import TrustBook
+from petalnode.node.trust.reputation import (
+    HALF_LIFE,
+    NEWCOMER_SECONDS,
+    NEWCOMER_TOKENS,
+    Standing,
+    newcomer,
+    penalty_seconds,
+    reputation,
+)
+
+NOW = 1_700_000_000.0
+KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(1, 6)]
+
+
+# --- reputation
+
+
+def test_a_new_key_starts_low_and_grows_with_verified_tokens() -> None:
+    standing = newcomer(NOW)
+    assert reputation(None, NOW) == reputation(standing, NOW) == 0
+    grown = standing.after_tokens(round(NEWCOMER_TOKENS), NOW, recomputed=True)
+    assert reputation(grown, NOW) == pytest.approx(0.5)
+    assert reputation(standing.after_tokens(round(NEWCOMER_TOKENS), NOW, recomputed=False), NOW) < 0.02
+
+
+def test_reputation_decays_and_a_fault_takes_it() -> None:
+    standing = newcomer(NOW).after_tokens(1_000_000, NOW, recomputed=True)
+    assert reputation(standing, NOW + 20 * HALF_LIFE) < 0.01
+    fallen = standing.after_fault(NOW)
+    assert reputation(fallen, NOW) == 0
+    again = fallen.after_tokens(1_000_000, NOW, recomputed=True)
+    assert reputation(again, NOW) < 0.11
+    assert reputation(again.at(NOW + 5 * HALF_LIFE).after_tokens(1_000_000, NOW + 5 * HALF_LIFE, recomputed=True),
+                      NOW + 5 * HALF_LIFE) > 0.9  # fmt: skip
+
+
+@given(st.integers(0, 10**9), st.floats(0, 20), st.floats(0, 1e8))
+def test_reputation_and_penalty_stay_within_bounds(tokens: int, faults: float, later: float) -> None:
+    standing = Standing(NOW, NOW, float(tokens), faults)
+    assert 0 <= reputation(standing, NOW + later) <= 1
+    assert 0 <= penalty_seconds(standing, NOW + later) <= 600 + NEWCOMER_SECONDS
+    more = standing.after_tokens(1000, NOW + later, recomputed=True)
+    assert reputation(more, NOW + later) >= reputation(standing, NOW + later)
+    assert penalty_seconds(more, NOW + later) <= penalty_seconds(standing, NOW + later)
+
+
+def test_a_route_hardly_avoids_a_newcomer_and_much_a_cheat() -> None:
+    known = newcomer(NOW).after_tokens(10**9, NOW, recomputed=True)
+    assert penalty_seconds(known, NOW) < 1e-5 < penalty_seconds(None, NOW) == NEWCOMER_SECONDS
+    assert penalty_seconds(known.after_fault(NOW), NOW) > 30
+
+
+# --- bans
+
+
+def test_bans_grow_expire_and_never_shrink() -> None:
+    first = extended(None, "peer", "lied", "own", NOW)
+    assert first.until == NOW + CHEATED_SECONDS and first.holds(NOW) and not first.holds(first.until)
+    second = extended(first, "peer", "lied", "own", NOW)
+    assert second.until == NOW + 2 * CHEATED_SECONDS and second.count == 2
+    proven = extended(second, "peer", "proven", "evidence", NOW)
+    assert proven.until == NOW + PROVEN_SECONDS
+    assert extended(proven, "peer", "lied", "own", NOW).until == proven.until
+    long = first
+    for _ in range(100):
+        long = extended(long, "peer", "lied", "own", NOW)
+    assert long.until <= NOW + LONGEST_SECONDS
+
+
+def endorsements(*validators: Identity) -> list[Endorsement]:
+    return [Endorsement.made(each, b"e" * 32, "accused", 5) for each in validators]
+
+
+def test_validators_of_different_owners_have_to_agree() -> None:
+    trusted = Trusted({KEYS[0].peer_id: "ann", KEYS[1].peer_id: "ann", KEYS[2].peer_id: "ben"}, quorum=2)
+    assert not trusted.convinced_by(endorsements(KEYS[0]))
+    assert not trusted.convinced_by(endorsements(KEYS[0], KEYS[1], KEYS[0]))
+    assert not trusted.convinced_by(endorsements(KEYS[0], KEYS[3], KEYS[4]))
+    assert trusted.convinced_by(endorsements(KEYS[1], KEYS[2]))
+    assert not Trusted({}, quorum=0).convinced_by(endorsements(*KEYS))
+
+
+def test_an_endorsement_is_signed() -> None:
+    (good,) = endorsements(KEYS[0])
+    assert good.is_signed
+    for changed in ({"validator": KEYS[1].peer_id}, {"evidence_id": b"x" * 32}, {"accused": "other"}, {"time_ms": 6}):
+        assert not replace(good, **changed).is_signed  # type: ignore[arg-type]
+
+
+def test_a_trusted_validator_is_named_with_its_owner() -> None:
+    peer = KEYS[0].peer_id
+    assert parse_trusted(peer) == (peer, peer) and parse_trusted(f"{peer}=ann") == (peer, "ann")
+    with pytest.raises(ValueError, match="peer id"):
+        parse_trusted("nobody")
+
+
+# --- the book
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_book_outlives_its_process(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "data" / "trust.sqlite"
+    book = TrustBook(file, clock=clock)
+    book.note_tokens("good", 10_000, recomputed=True)
+    book.ban("bad", "it lied", "own")
+    book.save()
+    again = TrustBook(file, clock=clock)
+    again.load()
+    ban = again.ban_of("bad")
+    assert ban is not None and ban.reason == "it lied" and ban.source == "own"
+    assert again.reputation("good") == pytest.approx(0.5) and again.reputation("bad") == 0
+    assert [each.peer_id for each in again.bans()] == ["bad"]
+    clock.now += CHEATED_SECONDS
+    assert not again.is_banned("bad") and again.penalty_seconds("bad") > 30
+    third = TrustBook(file, clock=clock)
+    third.load()
+    assert third.bans() == []
+
+
+def test_two_processes_share_a_book_and_the_longer_ban_stays(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "trust.sqlite"
+    one, other = TrustBook(file, clock=clock), TrustBook(file, clock=clock)
+    one.ban("bad", "proven", "evidence")
+    one.save()
+    other.ban("bad", "lied", "own")
+    other.ban("worse", "lied", "own")
+    other.save()
+    one.save()
+    assert one.is_banned("worse")
+    for book in (one, other):
+        ban = book.ban_of("bad")
+        assert ban is not None and ban.until == NOW + PROVEN_SECONDS
+
+
+def test_books_of_many_threads_do_not_lose_each_other_s_bans(tmp_path: Path) -> None:
+    file = tmp_path / "trust.sqlite"
+
+    def write(number: int) -> None:
+        book = TrustBook(file)
+        for turn in range(5):
+            book.ban(f"peer {number} {turn}", "lied", "own")
+            book.save()
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    book = TrustBook(file)
+    book.load()
+    assert len(book.bans()) == 20
+
+
+def test_a_damaged_book_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "trust.sqlite"
+    file.write_bytes(b"this is no database at all, whatever its name says" * 100)
+    book = TrustBook(file)
+    book.load()
+    book.ban("bad", "it lied", "own")
+    book.save()
+    assert book.is_banned("bad") and "cannot keep" in caplog.text
+    with pytest.raises(sqlite3.Error):
+        sqlite3.connect(file).execute("SELECT * FROM bans")
+
+
+def test_a_ban_says_why() -> None:
+    assert Ban("x", NOW, "why", "own").holds(NOW - 1)
