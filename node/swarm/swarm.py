@@ -317,6 +317,10 @@ class Swarm:
         ) as stream:
             return await fetch_bundle(stream, evidence_id)
 
+    def on_proven(self, callback: Callable[[Bundle], None]) -> None:
+        """`callback` hears of evidence whose fault this node has checked itself; it must not raise."""
+        self._evidence.on_proven.append(callback)
+
     def gossip_peers(self) -> list[str]:
         """Who listens to evidence, of those that there is a connection to."""
         return self._gossip.peers() if self._gossip is not None else []

@@ -223,6 +223,17 @@ def work_bundle(accuser: Identity, work: LoggedWork, found: Found | None = None)
     return _signed(accuser, evidence, payloads)
 
 
+def resigned(bundle: Bundle, accuser: Identity, found: Found | None = None) -> Bundle:
+    """The same facts, brought by another: an auditor that has recomputed what a client showed it."""
+    evidence = wire.Evidence()
+    evidence.CopyFrom(bundle.evidence)
+    found = found or Found()
+    evidence.error, evidence.tolerance = found.error, found.tolerance
+    evidence.server_device = found.server_device
+    evidence.time_ms = time.time_ns() // 1_000_000
+    return _signed(accuser, evidence, bundle.payloads)
+
+
 def needed(steps: Sequence[wire.Step]) -> list[int]:
     """The numbers of the steps whose tensors are needed to recompute the last one: those that no rollback has undone.
 

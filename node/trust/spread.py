@@ -40,9 +40,14 @@ _FETCHES: Final = 20
 
 
 class EvidenceSpread:
-    """What one node knows of evidence. Knows no gossip: `accept` and `deliver` are its ears, `notices` its mouth."""
+    """What one node knows of evidence. Knows no gossip: `accept` and `deliver` are its ears, `found` its mouth.
+
+    Attributes:
+        on_proven: each is called with evidence that this node has checked itself; must not raise.
+    """
 
     def __init__(self, identity: Identity, book: TrustBook, clock: Callable[[], float] = time.time) -> None:
+        self.on_proven: list[Callable[[Bundle], None]] = []
         self._identity = identity
         self._book = book
         self._clock = clock
@@ -91,7 +96,13 @@ class EvidenceSpread:
 
     def _ban(self, notice: Notice, shown: object) -> None:
         if isinstance(shown, SelfProven) and notice.accused != self._identity.peer_id:
+            if notice.bundle is not None:
+                self._tell(notice.bundle)
             self._book.ban(notice.accused, f"{shown.reason} (evidence {notice.evidence_id.hex()[:12]})", "evidence")
+
+    def _tell(self, bundle: Bundle) -> None:
+        for callback in self.on_proven:
+            callback(bundle)
 
     def _remember(self, notice: Notice) -> None:
         key = notice.evidence_id
@@ -131,6 +142,7 @@ class EvidenceSpread:
         self._hold(bundle)
         self._remember(notice)
         self._book.ban(bundle.accused, f"proved here (evidence {bundle.id.hex()[:12]})", "evidence")
+        self._tell(bundle)
         return notice.to_bytes()
 
     # --- /petalnode/evidence/1

@@ -61,7 +61,10 @@ def hear(ears: EvidenceSpread, data: bytes, maker: str = "maker", forwarder: str
 
 def test_evidence_that_proves_itself_bans_and_is_passed_on() -> None:
     ears, book = spread()
+    proven: list[Bundle] = []
+    ears.on_proven.append(proven.append)
     assert hear(ears, dated(Notice.of(equivocation()), NOW))
+    assert [each.accused for each in proven] == [LIAR.peer_id]
     ban = book.ban_of(LIAR.peer_id)
     assert ban is not None and ban.source == "evidence" and "two answers" in ban.reason
     assert not book.is_banned(ACCUSER.peer_id)

@@ -22,6 +22,7 @@ from petalnode.node.trust.bundle import (
     equivocation_bundle,
     needed,
     pledge_bundle,
+    resigned,
     session_bundle,
     work_bundle,
 )
@@ -212,6 +213,8 @@ def test_a_file_survives_and_a_damaged_one_is_told(server: SigningServer, tmp_pa
         reread(replace(bundle, signature=bytes(64)))
     with pytest.raises(BadBundle, match="not signed"):
         reread(replace(bundle, accuser=server.identity.peer_id))
+    other = reread(resigned(bundle, server.client))
+    assert other.accuser == server.client.peer_id and other.accused == bundle.accused and other.id != bundle.id
     with pytest.raises(BadBundle, match="not known"):
         reread(altered(bundle, lambda evidence, payloads: setattr(evidence, "kind", "rumour")))
 
