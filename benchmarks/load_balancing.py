@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from load_balancing_greedy import best_span, descent
 from rich.console import Console
 from rich.table import Table
 
@@ -42,15 +43,15 @@ from petalnode.node.placement.joining import span_for_newcomer
 from petalnode.node.placement.leaving import may_leave
 from petalnode.node.placement.petals import joining_span, moves_to
 from petalnode.node.placement.plan import Plan, Policy, make_plan
+from petalnode.node.placement.search import Search, Terms
 from petalnode.node.placement.seen import USUAL_LOAD
 from petalnode.node.placement.turnover import Change, recent, turnover
 from petalnode.protocols.ids import Span
 
 SERVERS, BLOCKS, DAY = 206, 70, 1440
-QUIET_MINUTES = 10
+QUIET_MINUTES = 30
 SLOWEST = 1e-3
-FREE = Policy(gain=0.0, least_gain=0.0)
-ORACLE_ROUNDS = 3
+ORACLE_EVENNESS = 0.4
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,16 @@ class World:
         self.blocks += len(target)
         self.new_blocks += min(len(target), abs(target.start - holder.span.start))
         self.place(name, target, holder.throughput)
+
+    def go(self, steps: Iterable[tuple[str, Span, float]]) -> None:
+        """Each server goes at once where the last of these steps puts it."""
+        for name, span in {name: span for name, span, _ in steps}.items():
+            if span != self.holders[name].span:
+                self.move(name, span)
+
+    def loaded(self) -> bool:
+        """Whether some server has just loaded."""
+        return any(ready == self.minute for ready in self.ready_at.values())
 
     def serving(self) -> list[Holder]:
         return [holder for name, holder in self.holders.items() if self.ready_at[name] <= self.minute]
@@ -139,7 +150,7 @@ class Petals(NewOnly):
         self._settled = False
 
     def minute(self, world: World, changed: bool) -> None:
-        if self._settled and not changed:
+        if self._settled and not changed and not world.loaded():
             return
         self._settled = True
         for name in world.in_random_order(world.holders):
@@ -155,15 +166,61 @@ class Petals(NewOnly):
                 self._settled = False
 
 
-class Full:
-    """`full`; with `differs`, every server sees the others a little differently."""
+class Repair(NewOnly):
+    """`repair_P`: the steepest moves, up to where the throughput is highest, if it is higher by P % there."""
 
-    def __init__(self, policy: Policy, differs: bool = False) -> None:
-        self._policy, self._differs = policy, differs
+    def __init__(self, p: float) -> None:
+        self._p = p
+
+    def minute(self, world: World, changed: bool) -> None:
+        holders = world.view()
+        if changed or world.loaded():
+            present = swarm_throughput(holders, BLOCKS)
+            steps = list(descent(holders, BLOCKS, upper_bound(holders, BLOCKS)))
+            most = max((throughput for _, _, throughput in steps), default=0.0)
+            if most > present * (1 + self._p):
+                last = next(index for index, step in enumerate(steps) if step[2] == most)
+                world.go(steps[: last + 1])
+
+
+class Band(Nothing):
+    """`band_P`: when P % are missing to the bound, the steepest moves until half of that is, if that gains 2 %."""
+
+    def __init__(self, p: float) -> None:
+        self._p = p
+
+    def joining(self, world: World, machine: Machine) -> Span:
+        holders = world.view()
+        own = Holder(machine.name, Span(0, machine.blocks), machine.throughput)
+        wanted = upper_bound([*holders, own], BLOCKS)
+        return best_span(holders, BLOCKS, machine.throughput, machine.blocks, wanted)
+
+    def minute(self, world: World, changed: bool) -> None:
+        if not changed and not world.loaded():
+            return
+        holders = world.view()
+        present, bound = swarm_throughput(holders, BLOCKS), upper_bound(holders, BLOCKS)
+        if present >= (1 - self._p) * bound:
+            return
+        steps = []
+        for step in descent(holders, BLOCKS, bound):
+            steps.append(step)
+            if step[2] >= (1 - self._p / 2) * bound:
+                break
+        if steps and steps[-1][2] > present * 1.02:
+            world.go(steps)
+
+
+class Full:
+    """`full`: a plan is carried out to its end, unless the swarm changes meanwhile; then there is a new one."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._plan: Plan | None = None
 
     def joining(self, world: World, machine: Machine) -> Span:
         return span_for_newcomer(
-            self._seen(world, machine.name),
+            world.view(),
             machine.name,
             machine.throughput,
             machine.blocks,
@@ -173,62 +230,75 @@ class Full:
         )
 
     def minute(self, world: World, changed: bool) -> None:
-        loaded = any(ready == world.minute for ready in world.ready_at.values())
-        if not changed and not loaded and world.minute % QUIET_MINUTES:
-            return
-        while self._one_moves(world):
-            pass
+        while True:
+            plan = self._plan.rest(world.view()) if self._plan is not None else None
+            if plan is None or (not plan.moves and world.minute % QUIET_MINUTES == 0):
+                plan = make_plan(world.view(), BLOCKS, turnover=world.turnover(), policy=self._policy)
+            self._plan = plan
+            moved = False
+            for move in plan.moves:
+                if may_leave(move, world.serving(), BLOCKS):
+                    world.move(move.peer_id, move.target)
+                    moved = True
+            if not moved:
+                return
 
-    def _one_moves(self, world: World) -> bool:
-        """The first, in random order, that the plan moves, that comes to the same itself and that may leave."""
-        plan = self._plan(world.view(), world)
-        for name in world.in_random_order(move.peer_id for move in plan.moves):
-            own = self._plan(self._seen(world, name), world) if self._differs else plan
-            move = own.of(name)
+
+class FullViews(Full):
+    """`full_views`: every server has its own plan, because it knows the others' throughputs only 10 % up or down.
+
+    They look one after the other, in random order, and each sees where those before it have gone.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy)
+        self._plans: dict[str, Plan] = {}
+        self._errors: dict[tuple[str, str], float] = {}
+
+    def minute(self, world: World, changed: bool) -> None:
+        for name in world.in_random_order(world.holders):
+            if world.ready_at[name] > world.minute:
+                continue
+            seen = [
+                replace(holder, throughput=holder.throughput * self._error(world, name, holder.peer_id))
+                for holder in world.view()
+            ]
+            plan = self._plans[name].rest(seen) if name in self._plans else None
+            if plan is None:
+                plan = make_plan(seen, BLOCKS, turnover=world.turnover(), policy=self._policy)
+            self._plans[name] = plan
+            move = plan.of(name)
             if move is not None and may_leave(move, world.serving(), BLOCKS):
                 world.move(name, move.target)
-                return True
-        return False
 
-    def _plan(self, holders: Sequence[Holder], world: World) -> Plan:
-        return make_plan(holders, BLOCKS, turnover=world.turnover(), policy=self._policy)
-
-    def _seen(self, world: World, name: str) -> list[Holder]:
-        if not self._differs:
-            return world.view()
-        return [
-            replace(holder, throughput=holder.throughput * float(world.chance.uniform(0.9, 1.1)))
-            for holder in world.view()
-            if holder.peer_id == name or world.chance.random() > 0.03
-        ]
+    def _error(self, world: World, name: str, other: str) -> float:
+        if name == other:
+            return 1.0
+        if (name, other) not in self._errors:
+            self._errors[name, other] = float(world.chance.uniform(0.9, 1.1))
+        return self._errors[name, other]
 
 
-class Oracle(Nothing):
-    """Everything anew for nothing, from where it was and from three places nearby."""
-
-    def joining(self, world: World, machine: Machine) -> Span:
-        return joining_span(world.view(), BLOCKS, machine.blocks)
+class Oracle(NewOnly):
+    """Everything anew for nothing and at once: the node's search without its price, from two places."""
 
     def minute(self, world: World, changed: bool) -> None:
         if not changed:
             return
-        best = self._settled(world.view())
-        for _ in range(ORACLE_ROUNDS):
-            kicked = list(best)
-            for index in world.chance.permutation(len(kicked))[: len(kicked) // 5]:
-                length = len(kicked[index].span)
-                start = int(world.chance.integers(0, BLOCKS - length + 1))
-                kicked[index] = replace(kicked[index], span=Span(start, start + length))
-            best = max(best, self._settled(kicked), key=lambda holders: swarm_throughput(holders, BLOCKS))
-        world.holders = {holder.peer_id: holder for holder in best}
-
-    def _settled(self, holders: Sequence[Holder]) -> list[Holder]:
-        while True:
-            plan = make_plan(holders, BLOCKS, policy=FREE)
-            targets = {move.peer_id: move.target for move in plan.moves}
-            holders = [replace(each, span=targets.get(each.peer_id, each.span)) for each in holders]
-            if plan.after <= plan.before:
-                return list(holders)
+        holders = world.view()
+        bound = upper_bound(holders, BLOCKS)
+        lengths = np.array([len(holder.span) for holder in holders], np.intp)
+        speeds = np.array([holder.throughput for holder in holders])
+        starts = np.array([holder.span.start for holder in holders], np.intp)
+        terms = Terms(bound, bound, ORACLE_EVENNESS, 0.0, 1.0 + BLOCKS)
+        search = Search(speeds, lengths, starts, np.zeros(len(holders)), np.arange(len(holders)), BLOCKS, terms)
+        best = search.run(starts)
+        kicked = best.starts.copy()
+        for index in world.chance.permutation(len(holders))[: len(holders) // 5]:
+            kicked[index] = world.chance.integers(0, BLOCKS - lengths[index] + 1)
+        best = min(search.state(starts), best, search.run(kicked), key=lambda state: -state.throughput)
+        for holder, start in zip(holders, best.starts.tolist(), strict=True):
+            world.holders[holder.peer_id] = replace(holder, span=Span(start, start + len(holder.span)))
 
 
 def policies(gain: Policy) -> dict[str, Callable[[], Nothing | Full]]:
@@ -238,8 +308,10 @@ def policies(gain: Policy) -> dict[str, Callable[[], Nothing | Full]]:
         "petals_20": lambda: Petals(0.2),
         "petals_10": lambda: Petals(0.1),
         "petals_1": lambda: Petals(0.01),
+        "repair_5": lambda: Repair(0.05),
+        "band_15": lambda: Band(0.15),
         "full": lambda: Full(gain),
-        "full_views": lambda: Full(gain, differs=True),
+        "full_views": lambda: FullViews(gain),
     }
 
 

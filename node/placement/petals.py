@@ -19,14 +19,12 @@ def weakest_window(throughput: Floats, count: int) -> Span:
     `throughput` is float [blocks]. So gaps come first and the weakest blocks next; ties go to the lowest start.
     """
     count = min(count, len(throughput))
-    windows = np.sort(np.lib.stride_tricks.sliding_window_view(throughput, count), axis=1)
-    rows = np.arange(len(windows))
-    for column in range(count):
-        values = windows[rows, column]
-        rows = rows[values == values.min()]
-        if len(rows) == 1:
-            break
-    return Span(int(rows[0]), int(rows[0]) + count)
+    values, last = throughput.tolist(), len(throughput) - count
+    # The least of all comes first, so only windows with a block that has it are in question.
+    lowest = np.flatnonzero(throughput == throughput.min()).tolist()
+    starts = {start for low in lowest for start in range(max(low - count + 1, 0), min(low, last) + 1)}
+    start = min(sorted(starts), key=lambda start: sorted(values[start : start + count]))
+    return Span(start, start + count)
 
 
 def joining_span(holders: Sequence[Holder], num_blocks: int, count: int) -> Span:

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .holder import Floats, Ints
 
-_TURNS: Final = 80
-_PATIENCE: Final = 30
-"""Turns without anything better after which the search ends."""
+_WORK: Final = 2_200_000
+"""Moves that are looked at in one search, within the limits of the next line: in a small swarm about 0.1 s."""
+_LEAST_TURNS, _MOST_TURNS = 80, 300
+_PATIENCE: Final = 0.34
+"""The share of the turns without anything better after which the search ends."""
 _STAYS: Final = 6
 """Turns for which a server stays where it was moved to."""
 _MOST_MOVERS: Final = 400
@@ -82,7 +85,8 @@ class Search:
         windows = _Windows(self._lengths[rows], self._blocks)
         stays = np.zeros(len(rows), np.intp)
         since = 0
-        for turn in range(_TURNS):
+        turns = min(max(_WORK // (len(rows) * self._blocks), _LEAST_TURNS), _MOST_TURNS)
+        for turn in range(turns):
             costs = self._neighbours(starts, rows, windows)
             costs[stays > turn] = np.inf
             row, start = np.unravel_index(int(costs.argmin()), costs.shape)
@@ -95,9 +99,22 @@ class Search:
                 found = self.state(starts.copy())
                 if found.empty < best.empty or found.throughput >= least_throughput * (1 - _EQUAL):
                     best, since = found, 0
-            if since > _PATIENCE:
+            if since > _PATIENCE * turns:
                 break
         return best
+
+    def may_leave(self, starts: Ints, rows: Ints) -> NDArray[np.bool_]:
+        """Of each of these servers, whether it is the only holder of no block; true of all while there is a gap."""
+        count = self._cover(starts)[1]
+        if not count.all():
+            return np.ones(len(rows), bool)
+        alone = np.concatenate([[0], np.cumsum(count == 1)])
+        return np.asarray(alone[starts[rows] + self._lengths[rows]] == alone[starts[rows]])
+
+    def costs_after(self, starts: Ints, rows: Ints, targets: Ints) -> Floats:
+        """What the placement costs after each of these moves, by itself: float [rows]."""
+        costs = self._neighbours(starts, rows, _Windows(self._lengths[rows], self._blocks))
+        return np.asarray(costs[np.arange(len(rows)), targets])
 
     def _promising(self, starts: Ints) -> Ints:
         """The servers that the search looks at, all if they are few."""

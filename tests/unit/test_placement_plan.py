@@ -101,17 +101,56 @@ def test_plans_come_to_an_end(swarm):
 
 
 @given(swarms())
-def test_moves_of_one_server_at_a_time_come_to_an_end_and_open_no_gap(swarm):
+def test_a_plan_is_carried_out_one_move_after_the_other_and_opens_no_gap(swarm):
     holders, blocks = swarm
+    plan = make_plan(holders, blocks)
+    for number, move in enumerate(plan.moves):
+        rest = plan.rest(holders)
+        assert rest is not None and rest.moves == plan.moves[number:]
+        assert may_leave(move, holders, blocks)
+        before = uncovered(holders, blocks)
+        holders = carried_out(holders, replace(plan, moves=(move,)))
+        assert uncovered(holders, blocks) == 0 or before > 0
+    if plan.moves:
+        assert plan.rest(holders) is None
+
+
+@given(swarms(), st.randoms(use_true_random=False))
+def test_whoever_of_a_plan_goes_first_the_swarm_comes_to_rest(swarm, chance):
+    holders, blocks = swarm
+    plan = None
     for _ in range(60):
-        plan = make_plan(holders, blocks)
+        plan = (plan.rest(holders) if plan is not None else None) or make_plan(holders, blocks)
         able = [move for move in plan.moves if may_leave(move, holders, blocks)]
+        assert able or not plan.moves
         if not able:
             return
-        without = [each for each in holders if each.peer_id != able[0].peer_id]
-        assert not gaps(without, blocks) or gaps(holders, blocks)
-        holders = carried_out(holders, replace(plan, moves=(able[0],)))
+        move = chance.choice(able)
+        holders = carried_out(holders, replace(plan, moves=(move,)))
     pytest.fail("the servers move for ever")
+
+
+def test_a_plan_stands_until_the_swarm_is_another():
+    holders = [
+        Holder("a", Span(0, 8), 10.0),
+        Holder("b", Span(0, 4), 10.0),
+        Holder("c", Span(0, 4), 10.0),
+        Holder("d", Span(0, 4), 10.0),
+        Holder("e", Span(0, 4), 10.0),
+    ]
+    plan = make_plan(holders, 8)
+    assert len(plan.moves) == 2
+    assert plan.rest(holders) == plan
+    assert plan.rest(holders[:-1]) is None
+    assert plan.rest([*holders, Holder("f", Span(0, 4), 1.0)]) is None
+    assert plan.rest([replace(holders[0], throughput=11.0, toll=2.0), *holders[1:]]) == plan
+    assert plan.rest([replace(holders[0], throughput=20.0), *holders[1:]]) is None
+    gone = carried_out(holders, replace(plan, moves=plan.moves[:1]))
+    under_way = [replace(each, movable=each.peer_id != plan.moves[0].peer_id) for each in gone]
+    assert plan.rest(under_way).moves == plan.moves[1:]
+    assert plan.rest([replace(each, movable=False) for each in holders]) is None
+    assert plan.rest(carried_out(holders, replace(plan, moves=(Move("b", Span(0, 4), Span(2, 6)),)))) is None
+    assert plan.rest(carried_out(holders, plan)) is None
 
 
 @given(swarms(), st.integers(1, 12), st.sampled_from(SPEEDS))

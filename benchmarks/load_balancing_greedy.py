@@ -1,0 +1,57 @@
+"""Placing servers by steepest descent on the blocks' missing throughput: what the node's plan is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from petalnode.node.placement.holder import Holder, coverage, swarm_throughput
+from petalnode.protocols.ids import Span
+
+MOST_STEPS = 60
+
+
+def costs(load: NDArray[np.float64], speeds: NDArray[np.float64], lengths: NDArray[np.intp], wanted: float) -> NDArray:
+    """Sum over blocks of max(0, wanted - throughput)^2 with each server put at each start: float [rows, blocks].
+
+    `load` float [rows, blocks] is the throughput without it; infinite where it would not fit.
+    """
+    rows, blocks = load.shape
+    before = np.maximum(wanted - load, 0.0) ** 2
+    change = np.zeros((rows, blocks + 1))
+    np.cumsum(np.maximum(wanted - load - speeds[:, None], 0.0) ** 2 - before, axis=1, out=change[:, 1:])
+    ends = np.arange(blocks) + lengths[:, None]
+    sums = np.take_along_axis(change, np.minimum(ends, blocks), axis=1) - change[:, :-1]
+    return np.where(ends <= blocks, before.sum(axis=1, keepdims=True) + sums, np.inf)
+
+
+def best_span(holders: Sequence[Holder], num_blocks: int, speed: float, count: int, wanted: float) -> Span:
+    """Where a newcomer leaves the least squared deficit."""
+    load = coverage(holders, num_blocks) if holders else np.zeros(num_blocks)
+    start = int(costs(load[None], np.array([speed]), np.array([count], np.intp), wanted).argmin())
+    return Span(start, start + count)
+
+
+def descent(holders: Sequence[Holder], num_blocks: int, wanted: float) -> Iterator[tuple[str, Span, float]]:
+    """One move after the other: peer id, new span, the swarm's throughput then. The deficit falls most per block."""
+    now = list(holders)
+    able = np.array([holder.movable for holder in now])
+    speeds = np.array([holder.throughput for holder in now])
+    lengths = np.array([len(holder.span) for holder in now], np.intp)
+    places = np.arange(num_blocks)
+    for _ in range(MOST_STEPS):
+        starts = np.array([holder.span.start for holder in now])[:, None]
+        own = (places >= starts) & (places < starts + lengths[:, None])
+        load = coverage(now, num_blocks)
+        present = float((np.maximum(wanted - load, 0.0) ** 2).sum())
+        gain = (present - costs(load - own * speeds[:, None], speeds, lengths, wanted)) / lengths[:, None]
+        gain[~able] = -np.inf
+        row, start = np.unravel_index(int(gain.argmax()), gain.shape)
+        if gain[row, start] <= 1e-9 * max(present, 1.0):
+            return
+        span = Span(int(start), int(start) + int(lengths[row]))
+        now[row] = replace(now[row], span=span)
+        yield now[row].peer_id, span, swarm_throughput(now, num_blocks)
