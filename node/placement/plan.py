@@ -23,19 +23,20 @@ from .tiling import tiled
 class Policy:
     """When a move pays. All shares are of the throughput that no placement exceeds.
 
-    `gain`: what a plan has to gain that reloads as many blocks as the model has, in a swarm of usual turnover; one
-    that reloads fewer needs less in proportion, and one in a swarm that changes half as quickly half of that, since the
-    gain lasts twice as long. `least_gain` is needed for anything at all, so that noise moves nobody. `evenness` weighs
-    how far blocks are below `level`: those are the next to be the slowest.
+    `gain`: what a plan has to gain that reloads two thirds as many blocks as the model has, in a swarm of usual
+    turnover; one that reloads fewer needs less in proportion, and one in a swarm that changes half as quickly half of
+    that, since the gain lasts twice as long. `least_gain` is needed for anything at all, so that noise moves nobody.
+    `evenness` weighs how far blocks are below `level`: those are the next to be the slowest.
     """
 
-    gain: float = 0.3
+    gain: float = 0.2
     least_gain: float = 0.005
     evenness: float = 0.6
     level: float = 1.04
 
 
 DEFAULT: Final = Policy()
+_GAIN_FOR: Final = 2 / 3
 _SAME: Final = 1.25
 """A plan stands while no server is so many times as fast or slow as it was: no two measurements are alike."""
 
@@ -116,7 +117,7 @@ def make_plan(
     new = np.array([holder.peer_id in newcomers for holder in ordered])
     movable = np.flatnonzero([holder.movable for holder in ordered])
     scale = upper_bound(ordered, num_blocks) or float(speeds @ lengths) / num_blocks
-    charge = policy.gain * turnover / num_blocks
+    charge = policy.gain * turnover / (_GAIN_FOR * num_blocks)
     reloads = np.where(new, 0.0, lengths * np.array([holder.toll for holder in ordered], float))
     most = charge * float(reloads.sum()) + 1.0 + policy.evenness * policy.level**2 * num_blocks
     terms = Terms(scale, policy.level * scale, policy.evenness, charge, 1.0 + most)

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from .holder import Floats, Ints
 
+_MOST_TURNS, _LEAST_TURNS = 300, 80
+_TURNS_EACH: Final = 4
+"""Turns for each server in a small swarm, and a few besides; the more the better, but little is left to find."""
 _WORK: Final = 2_200_000
-"""Moves that are looked at in one search, within the limits of the next line: in a small swarm about 0.1 s."""
-_LEAST_TURNS, _MOST_TURNS = 80, 300
+"""Moves looked at in one search of a large swarm, as long as that allows the least of turns: about 0.1 s."""
 _PATIENCE: Final = 0.34
 """The share of the turns without anything better after which the search ends."""
 _STAYS: Final = 6
@@ -85,7 +87,8 @@ class Search:
         windows = _Windows(self._lengths[rows], self._blocks)
         stays = np.zeros(len(rows), np.intp)
         since = 0
-        turns = min(max(_WORK // (len(rows) * self._blocks), _LEAST_TURNS), _MOST_TURNS)
+        affordable = max(_WORK // (len(rows) * self._blocks), _LEAST_TURNS)
+        turns = min(20 + _TURNS_EACH * len(rows), _MOST_TURNS, affordable)
         for turn in range(turns):
             costs = self._neighbours(starts, rows, windows)
             costs[stays > turn] = np.inf
