@@ -36,7 +36,7 @@ def card_of(note: AdapterNote) -> str:
     lines += [f"| {_cell(name)} | {_cell(value)} |" for name, value in results.items()]
     lines.append("\n## Use\n")
     if note.task == "language":
-        lines.append("```\npetalnode chat --adapter FOLDER\n```\n" if peft else "")
+        lines.append("```\npetalnode chat --adapter FOLDER\n```\n")
     lines.append(f"```python\n{_python(note)}\n```\n")
     if peft:
         lines.append("Plain peft loads it as well: `PeftModel.from_pretrained(model, FOLDER)`.\n")
