@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -104,12 +105,12 @@ class RemotePass:
             timeout=self.timeout,
             wait=self.wait,
         )
-        parts = [self._part(hidden, start, planned.rows) for start in range(0, rows, planned.rows)]
+        ends = accumulate(planned.rows)
+        parts = [self._part(hidden, slice(end - count, end)) for end, count in zip(ends, planned.rows, strict=True)]
         batch = BatchPass(pool, spec, parts, planned.chains)
         return _joined(self.runtime.call(batch.forward)).to(hidden.device), batch
 
-    def _part(self, hidden: torch.Tensor, start: int, count: int) -> MicroBatch:
-        rows = slice(start, min(start + count, hidden.shape[0]))
+    def _part(self, hidden: torch.Tensor, rows: slice) -> MicroBatch:
         mask, positions = b"", ()
         if self.mask is not None:
             mask = _bits(_of_rows(self.mask, rows, hidden).bool())

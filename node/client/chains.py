@@ -89,6 +89,20 @@ def stages_of(
     return stages
 
 
+def cut(rows: int, most: int) -> list[int]:
+    """Rows of each micro-batch of a batch: `most` at most, and of the first and the last half as many.
+
+    All servers but one of a chain have nothing to do until the first one has come through to them, and again while the
+    last one is at the others. So these are small; in between, larger ones use a processor better.
+    """
+    if rows <= most:
+        return [rows]
+    end = max(1, most // 2)
+    between = rows - 2 * end
+    count = -(-between // most)
+    return [end, *(between // count + (number < between % count) for number in range(count)), end]
+
+
 def apportion(count: int, chains: Sequence[Sequence[Stage]]) -> list[int]:
     """For each of `count` micro-batches the number of its chain: one after the other to where it is done first.
 

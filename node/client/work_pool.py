@@ -13,7 +13,7 @@ from ...protocols.framing import PeerError
 from ...protocols.ids import BACKWARD, Span
 from ...protocols.training import MAX_HEADER, PIECE_BYTES
 from ..errors import NoChainError, ServerFailed
-from .chains import Chain, apportion, choose_chains, rows_of_micro_batch, seconds_of, stages_of
+from .chains import Chain, apportion, choose_chains, cut, rows_of_micro_batch, seconds_of, stages_of
 from .deadlines import (
     OPEN_TIMEOUT,
     RECOVERY_TIMEOUT,
@@ -39,9 +39,9 @@ BACKWARD_COST: Final = 3.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Micro-batches of `rows` rows each, and for each of them its chain."""
+    """For each micro-batch its rows and its chain."""
 
-    rows: int
+    rows: list[int]
     chains: list[Chain]
 
 
@@ -92,12 +92,13 @@ class WorkPool:
             servers = {hop.peer_id for chain in chains for hop in chain}
             for peer_id in servers:
                 self._speeds.setdefault(peer_id, seconds_of(candidates[peer_id]))
-            rows = rows_of_micro_batch(batch, tokens, len(servers))
+            most = rows_of_micro_batch(batch, tokens, len(servers))
             stages = [
-                stages_of(each, candidates, self._speeds, tokens=rows * tokens, token_bytes=token_bytes)
+                stages_of(each, candidates, self._speeds, tokens=most * tokens, token_bytes=token_bytes)
                 for each in chains
             ]
-            return Plan(rows, [chains[number] for number in apportion(-(-batch // rows), stages)])
+            rows = cut(batch, most)
+            return Plan(rows, [chains[number] for number in apportion(len(rows), stages)])
 
         self._forget_idle()
         excluded = self._no_gradients if gradients else {}

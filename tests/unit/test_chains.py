@@ -15,6 +15,7 @@ from petalnode.node.client.chains import (
     Stage,
     apportion,
     choose_chains,
+    cut,
     rows_of_micro_batch,
     seconds_of,
     stages_of,
@@ -113,7 +114,16 @@ def test_micro_batches_are_neither_too_large_nor_too_small(rows: int, tokens: in
     assert each == rows or each * tokens >= LEAST_TOKENS or (each + 1) * tokens > MICRO_BATCH_TOKENS
 
 
+@given(rows=st.integers(1, 300), most=st.integers(1, 40))
+def test_the_first_and_the_last_micro_batch_are_small(rows: int, most: int) -> None:
+    parts = cut(rows, most)
+    assert sum(parts) == rows and min(parts) >= 1 and max(parts) <= most
+    assert len(parts) == 1 or max(parts[0], parts[-1]) <= max(1, (most + 1) // 2)
+    assert len(parts) <= -(-rows // most) + 1
+
+
 def test_a_large_batch_keeps_all_servers_busy() -> None:
+    assert cut(8, 2) == [1, 2, 2, 2, 1] and cut(9, 8) == [4, 1, 4] and cut(3, 1) == [1, 1, 1] and cut(7, 7) == [7]
     assert rows_of_micro_batch(32, 128, 2) == 4
     assert rows_of_micro_batch(8, 128, 2) == 2
     assert rows_of_micro_batch(1000, 128, 2) == 8
