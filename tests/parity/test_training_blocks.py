@@ -153,7 +153,7 @@ def test_weights_never_get_gradients(tiny: Tiny) -> None:
     assert weights and all(weight.grad is None and not weight.requires_grad for weight in weights)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bloom", "mixtral", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "mixtral", "gemma3", "gpt2", "gpt_neox"])
 def test_low_rank_changes_are_those_of_the_weights(architecture: str, tiny: Tiny) -> None:
     """B A x beside a layer is what the layer with W + B A computes, and has the gradients of that."""
     folder = tiny(architecture)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 from petalnode import AutoDistributedModelForCausalLM
+from petalnode.node.client.inference_session import InferenceSession
 from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.models.adapter_note import AdapterNote
 from petalnode.node.tuning.adapter_folder import save_adapter
@@ -50,18 +52,19 @@ class Holding:
 
     peer: str
     holders: tuple[Node, Node]
+    bare: Node
 
 
 @pytest.fixture(scope="module")
 def holding(node_starter: Nodes, models: Path, adapters: Adapters, shared_swarm: SharedSwarm) -> Holding:
     model = models / "tiny-llama"
-    first = node_starter.server(model, "0:3", "--adapter", str(adapters.poet), peer=None)
-    peer = first.ready["addrs"][0]
+    peer = node_starter.meeting_point().event("ready")["addrs"][0]
+    first = node_starter.server(model, "0:3", "--adapter", str(adapters.poet), peer=peer)
     second = node_starter.server(model, "3:6", "--adapter", str(adapters.poet), peer=peer)
     bare = node_starter.server(model, "0:6", peer=peer)
-    for node in (second, bare):
+    for node in (first, second, bare):
         node.ready  # noqa: B018  (waits)
-    return Holding(peer, (first, second))
+    return Holding(peer, (first, second), bare)
 
 
 def prompt(rows: int = 1, count: int = 9, seed: int = 0) -> torch.Tensor:
@@ -179,27 +182,6 @@ def test_what_was_tuned_is_opened(method: Any, shared_swarm: SharedSwarm, tmp_pa
             torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-4)
 
 
-def test_the_server_that_held_it_dies(
-    node_starter: Nodes, shared_swarm: SharedSwarm, models: Path, adapters: Adapters
-) -> None:
-    folder = models / "tiny-llama"
-    first = node_starter.server(folder, "0:6", peer=None)
-    peer = first.ready["addrs"][0]
-    second = node_starter.server(folder, "0:6", peer=peer)
-    by_id = {node.ready["peer_id"]: node for node in (first, second)}
-    meeting = second.ready["addrs"][0]
-    ids = prompt(seed=9)
-    with AutoDistributedModelForCausalLM.from_pretrained(
-        folder, initial_peers=[peer, meeting], adapter=adapters.mine
-    ) as model:
-        expected = by_peft(folder, adapters.mine, ids)
-        with model.inference_session(max_length=64) as session:
-            half = model.generate(ids, **{**options(ids), "max_new_tokens": NEW_TOKENS // 2})
-            by_id[session.route[0][0]].kill()
-            assert torch.equal(model.generate(half, **{**options(half), "max_new_tokens": NEW_TOKENS // 2}), expected)
-            assert session.recoveries == 1
-
-
 def chat(swarm: SharedSwarm, peer: str, home: Path, *arguments: str) -> Any:
     return petalnode(
         *("chat", str(swarm.folder), "--peer", peer, "--prompt", "one two", "--json", "--max-new-tokens", "6"),
@@ -212,11 +194,10 @@ def test_on_the_command_line(
     shared_swarm: SharedSwarm, holding: Holding, adapters: Adapters, home: Path, tmp_path: Path
 ) -> None:
     answers = {}
-    for adapter in ("poet", str(adapters.poet), str(adapters.mine), str(adapters.soft)):
+    for adapter in ("poet", str(adapters.mine), str(adapters.soft)):
         outcome = chat(shared_swarm, holding.peer, home, "--adapter", adapter)
         assert outcome.code == 0, outcome
         answers[adapter] = outcome.objects[0]["text"]
-    assert answers["poet"] == answers[str(adapters.poet)]
     assert len(set(answers.values())) == 3
     outcome = chat(shared_swarm, holding.peer, home, "--adapter", "prose")
     assert outcome.code == 3
@@ -236,10 +217,38 @@ def test_an_adapter_of_another_version(
     (folder / "petalnode.json").write_text(json.dumps(note | {"labels": [], "tags": [], "results": {}}))
     with pytest.raises(BadInput, match="trained for version abababababab of tiny-llama"):
         opened(shared_swarm.peer, shared_swarm.folder, folder).close()
-    outcome = chat(shared_swarm, shared_swarm.peer, home, "--adapter", str(folder))
-    assert outcome.code == 2 and "trained for version abababababab" in outcome.err
     outcome = petalnode(
         *("serve", str(models / "tiny-llama"), "--blocks", "0:1", "--adapter", str(folder), "--new-swarm"),
         env=environment(home),
     )
     assert outcome.code == 2 and "trained for version abababababab" in outcome.err
+
+
+class Kill(LogitsProcessor):
+    """Kills the first server of a session's route when the third token is chosen."""
+
+    def __init__(self, session: InferenceSession, nodes: dict[str, Node]) -> None:
+        self._session = session
+        self._nodes = nodes
+        self._tokens = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self._tokens += 1
+        if self._tokens == 3:
+            self._nodes[self._session.route[0][0]].kill()
+        return scores
+
+
+def test_a_server_dies_in_the_middle_of_an_answer(holding: Holding, models: Path, adapters: Adapters) -> None:
+    """The last test here: the swarm is one server short behind it, but what is left still covers the model."""
+    ids = prompt(seed=9)
+    folder = models / "tiny-llama"
+    expected = by_peft(folder, adapters.mine, ids)
+    nodes = {node.ready["peer_id"]: node for node in (*holding.holders, holding.bare)}
+    with (
+        opened(holding.peer, folder, adapters.mine) as model,
+        model.inference_session(max_length=64) as session,
+    ):
+        kill = Kill(session, nodes)
+        assert torch.equal(model.generate(ids, logits_processor=[kill], **options(ids)), expected)
+        assert session.recoveries == 1
