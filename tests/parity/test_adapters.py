@@ -106,3 +106,29 @@ def test_mixed_steps_on_quantised_blocks_equal_separate_ones(quantisation: str, 
     steps = [(each[:, -1:], cache) for each, cache in zip(hidden, caches, strict=True)]
     for output, wanted in zip(span.decode(steps, used), apart, strict=True):
         close(output, wanted, 2e-2)
+
+
+def test_sessions_take_turns_where_a_layer_hides_whose_row_it_gets(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny("llama")
+    span = load_span(model, WHOLE)
+    _, adapters = adapters_of(span, model, "llama", tmp_path)
+    mlp: Any = span.stack.blocks[3].mlp
+    inner = mlp.forward
+    # As layers do that sort tokens by expert: here every row comes twice.
+    mlp.forward = lambda hidden: inner(hidden.repeat(2, 1, 1))[: len(hidden)]
+    generator = torch.Generator().manual_seed(0)
+    used: list[SpanAdapter | None] = [adapters[0], None, adapters[0], adapters[1]]
+    hidden = [torch.randn(1, TOKENS, span.hidden_size, generator=generator) for _ in used]
+    caches = [span.make_cache(1, TOKENS) for _ in used]
+    apart = []
+    for each, cache, adapter in zip(hidden, caches, used, strict=True):
+        span.forward(each[:, :-1], cache, adapter)
+        apart.append(span.forward(each[:, -1:], cache, adapter))
+        cache.rollback(TOKENS - 1)
+    steps = [(each[:, -1:], cache) for each, cache in zip(hidden, caches, strict=True)]
+    for _ in range(2):
+        for output, wanted in zip(span.decode(steps, used), apart, strict=True):
+            close(output, wanted)
+        assert [cache.length for cache in caches] == [TOKENS] * 4
+        for cache in caches:
+            cache.rollback(TOKENS - 1)
