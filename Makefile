@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?=
 SERVERS ?= 3
+# Test files at once. Most of a test is waiting for processes.
+JOBS ?= 2
 
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
@@ -23,7 +25,7 @@ demo: setup
 	$(BIN)/petalnode demo --servers $(SERVERS) $(if $(PROMPT),--prompt "$(PROMPT)")
 
 test: setup nat-tools
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 nat-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v ip && command -v iptables-restore; } >/dev/null; then \
