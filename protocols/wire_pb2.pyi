@@ -1568,6 +1568,7 @@ class EvidenceNotice(google.protobuf.message.Message):
     TIME_MS_FIELD_NUMBER: builtins.int
     BUNDLE_FIELD_NUMBER: builtins.int
     ENDORSEMENTS_FIELD_NUMBER: builtins.int
+    ADDRS_FIELD_NUMBER: builtins.int
     id: builtins.bytes
     accused: builtins.bytes
     """peer id"""
@@ -1577,6 +1578,10 @@ class EvidenceNotice(google.protobuf.message.Message):
     """the file; empty: too large, to be fetched from whoever sent this"""
     @property
     def endorsements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Endorsement]: ...
+    @property
+    def addrs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """multiaddrs where whoever sent this can be dialed"""
+
     def __init__(
         self,
         *,
@@ -1585,8 +1590,9 @@ class EvidenceNotice(google.protobuf.message.Message):
         time_ms: builtins.int = ...,
         bundle: builtins.bytes = ...,
         endorsements: collections.abc.Iterable[Global___Endorsement] | None = ...,
+        addrs: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accused", b"accused", "bundle", b"bundle", "endorsements", b"endorsements", "id", b"id", "time_ms", b"time_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accused", b"accused", "addrs", b"addrs", "bundle", b"bundle", "endorsements", b"endorsements", "id", b"id", "time_ms", b"time_ms"]) -> None: ...
 
 Global___EvidenceNotice: typing_extensions.TypeAlias = EvidenceNotice
 

@@ -41,7 +41,7 @@ def verify_evidence(
         folder = resolve(model or DEFAULT_MODEL, progress=bars)
     outcome = check_evidence(bundle, folder, device=device, progress=bars)
     bars.stop()
-    verdict = "proven" if outcome.proven else "refuted"
+    verdict = "proven" if outcome.proven else "inconclusive" if outcome.inconclusive else "refuted"
     output.say(f"{verdict}: {outcome.reason}")
     output.emit(
         event="evidence",

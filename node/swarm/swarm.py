@@ -36,7 +36,7 @@ from ..reach.reach import Reach, ReachConfig
 from ..reach.reachability import Reachability
 from ..trust.book import TrustBook
 from ..trust.bundle import Bundle
-from ..trust.notice import MAX_NOTICE
+from ..trust.notice import MAX_NOTICE, Notice
 from ..trust.spread import TOPIC, EvidenceSpread, fetch_bundle
 from .addresses import parse_own, parse_peer
 from .dht import Dht, open_dht
@@ -302,24 +302,36 @@ class Swarm:
 
         `recomputed`: this node has recomputed the answer, and signs that it has.
         """
-        data = self._evidence.found(bundle, recomputed=recomputed)
+        data = self._evidence.found(bundle, recomputed=recomputed, addrs=self.addrs)
         if self._gossip is not None:
             await self._gossip.publish(data)
 
-    async def fetch_evidence(self, peer_id: str, evidence_id: bytes, *, timeout: float) -> Bundle:
-        """The bundle of this id from a peer that has spread it.
+    async def fetch_evidence(
+        self, peer_id: str, evidence_id: bytes, *, addrs: Sequence[str] = (), timeout: float
+    ) -> Bundle:
+        """The bundle of this id from a peer that has spread it, and may be dialed at `addrs`.
 
         Raises:
             PeerError, Refusal, BadBundle: it has not, or sends nonsense.
         """
         async with self.open_stream(
-            peer_id, EVIDENCE, wire.EvidenceFrame, timeout=timeout, max_header=MAX_EVIDENCE, max_payload=PIECE_BYTES
+            peer_id,
+            EVIDENCE,
+            wire.EvidenceFrame,
+            addrs=addrs,
+            timeout=timeout,
+            max_header=MAX_EVIDENCE,
+            max_payload=PIECE_BYTES,
         ) as stream:
             return await fetch_bundle(stream, evidence_id)
 
     def on_proven(self, callback: Callable[[Bundle], None]) -> None:
         """`callback` hears of evidence whose fault this node has checked itself; it must not raise."""
         self._evidence.on_proven.append(callback)
+
+    def on_notice(self, callback: Callable[[Notice, str], None]) -> None:
+        """`callback(notice, who brings it)` hears of evidence that would have to be recomputed; it must not raise."""
+        self._evidence.on_notice.append(callback)
 
     def gossip_peers(self) -> list[str]:
         """Who listens to evidence, of those that there is a connection to."""

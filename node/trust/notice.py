@@ -20,6 +20,8 @@ from .bundle import BadBundle, Bundle
 MAX_NOTICE: Final = 48 * 1024
 """Bytes of a message."""
 MAX_ENDORSEMENTS: Final = 32
+MAX_ADDRS: Final = 8
+MAX_ADDR: Final = 256
 MAX_AGE: Final = 3 * 86400.0
 """Seconds after which nobody passes evidence on."""
 RATE: Final = 6
@@ -34,16 +36,18 @@ class BadNotice(ValueError):
 
 @dataclass(frozen=True)
 class Notice:
-    """`bundle` is None if it is too large: it can be had from the sender under `evidence_id`."""
+    """`bundle` is None if it is too large: it can be had from the sender, at `addrs`, under
+    `evidence_id`."""
 
     evidence_id: bytes
     accused: str
     time_ms: int
     bundle: Bundle | None = None
     endorsements: tuple[Endorsement, ...] = ()
+    addrs: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, bundle: Bundle, endorsements: Sequence[Endorsement] = ()) -> Notice:
+    def of(cls, bundle: Bundle, endorsements: Sequence[Endorsement] = (), addrs: Sequence[str] = ()) -> Notice:
         data = bundle.to_bytes()
         small = len(data) <= MAX_NOTICE // 2
         return cls(
@@ -52,6 +56,7 @@ class Notice:
             bundle.evidence.time_ms,
             bundle if small else None,
             tuple(endorsements[:MAX_ENDORSEMENTS]),
+            tuple(addrs[:MAX_ADDRS]),
         )
 
     def to_bytes(self) -> bytes:
@@ -66,6 +71,7 @@ class Notice:
                 )
                 for each in self.endorsements
             ],
+            addrs=self.addrs,
         ).SerializeToString(deterministic=True)
 
     @classmethod
@@ -87,6 +93,8 @@ class Notice:
             )
         except (DecodeError, BadBundle, ValueError) as error:
             raise BadNotice(str(error)) from None
+        if len(message.addrs) > MAX_ADDRS or any(len(addr) > MAX_ADDR for addr in message.addrs):
+            raise BadNotice("its addresses are too many or too long")
         if len(message.id) != 32 or len(endorsements) > MAX_ENDORSEMENTS:
             raise BadNotice("it has no id, or too many endorsements")
         if bundle is not None and (bundle.id != message.id or bundle.accused != accused):
@@ -95,7 +103,7 @@ class Notice:
             raise BadNotice("it is old")
         if not all(each.is_signed for each in endorsements):
             raise BadNotice("an endorsement is not signed")
-        return cls(message.id, accused, message.time_ms, bundle, endorsements)
+        return cls(message.id, accused, message.time_ms, bundle, endorsements, tuple(message.addrs))
 
 
 @dataclass

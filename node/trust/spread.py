@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ...crypto.evidence import NotProven
@@ -44,10 +44,12 @@ class EvidenceSpread:
 
     Attributes:
         on_proven: each is called with evidence that this node has checked itself; must not raise.
+        on_notice: each is called with evidence that would have to be recomputed, and who brings it; must not raise.
     """
 
     def __init__(self, identity: Identity, book: TrustBook, clock: Callable[[], float] = time.time) -> None:
         self.on_proven: list[Callable[[Bundle], None]] = []
+        self.on_notice: list[Callable[[Notice, str], None]] = []
         self._identity = identity
         self._book = book
         self._clock = clock
@@ -89,7 +91,13 @@ class EvidenceSpread:
         if notice.bundle is not None and notice.bundle.evidence.kind != "answer":
             self._ban(notice, check_statement(notice.bundle))
             return
-        together = self._endorsements[notice.evidence_id].values()
+        for callback in self.on_notice:
+            callback(notice, maker)
+        together = [
+            each
+            for each in self._endorsements[notice.evidence_id].values()
+            if not self._book.is_banned(each.validator)  # whose evidence was refuted here is not believed
+        ]
         if self._book.trusted.convinced_by(together):
             who = ", ".join(sorted(each.validator for each in together if each.validator in self._book.trusted.owners))
             self._book.ban(notice.accused, f"validators that are trusted here have recomputed it: {who}", "validators")
@@ -132,13 +140,13 @@ class EvidenceSpread:
 
     # --- what goes
 
-    def found(self, bundle: Bundle, *, recomputed: bool) -> bytes:
+    def found(self, bundle: Bundle, *, recomputed: bool, addrs: Sequence[str] = ()) -> bytes:
         """The message for evidence that this node has checked itself, and by which it bans; with its endorsement if it
-        has `recomputed` it."""
+        has `recomputed` it, and with the `addrs` where it can be dialed."""
         now = round(self._clock() * 1000)
         mine = [Endorsement.made(self._identity, bundle.id, bundle.accused, now)] if recomputed else []
         others = self._endorsements.get(bundle.id, {}).values()
-        notice = Notice.of(bundle, [*mine, *others])
+        notice = Notice.of(bundle, [*mine, *others], addrs)
         self._hold(bundle)
         self._remember(notice)
         self._book.ban(bundle.accused, f"proved here (evidence {bundle.id.hex()[:12]})", "evidence")

@@ -30,12 +30,16 @@ from .truth import PassAnswer, PassQuestion, SessionAnswer, SessionQuestion, Ste
 
 @dataclass(frozen=True)
 class Outcome:
-    """`proven`: the accused server is at fault. `error` and `tolerance` are 0 where nothing was recomputed."""
+    """`proven`: the accused server is at fault; `inconclusive`: nobody can say from here. Else the evidence is refuted.
+
+    `error` and `tolerance` are 0 where nothing was recomputed.
+    """
 
     proven: bool
     reason: str
     error: float = 0.0
     tolerance: float = 0.0
+    inconclusive: bool = False
 
 
 def wanted_blocks(bundle: Bundle) -> Span | None:
@@ -69,7 +73,9 @@ def check_evidence(
                 f"{shown.receipt.model_version.hex()[:12]}: name the model"
             )
         if shown.receipt.adapter:
-            raise NotProven("the session used an adapter, whose weights are not part of the evidence")
+            return Outcome(
+                False, "the session used an adapter, whose weights are not part of the evidence", inconclusive=True
+            )
         version = compute_manifest(folder, progress).version
         if version != shown.receipt.model_version:
             raise BadInput(
@@ -85,7 +91,8 @@ def check_evidence(
             raise NotProven(f"it cannot be recomputed: {error}") from None
     except NotProven as error:
         return Outcome(False, str(error))
-    return Outcome(judged.result == "faulty", judged.reason, judged.error, judged.tolerance)
+    result = judged.result
+    return Outcome(result == "faulty", judged.reason, judged.error, judged.tolerance, result == "inconclusive")
 
 
 def _kind(claim: SessionClaim | WorkClaim, direction: str, codec: str, device: str) -> Kind:

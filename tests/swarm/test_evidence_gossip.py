@@ -8,18 +8,25 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 import trio
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.models import compute_manifest
+from petalnode.node.models.folder import ModelFolder, open_folder
 from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
 from petalnode.node.trust.bans import Endorsement, Trusted
 from petalnode.node.trust.book import TrustBook
-from petalnode.node.trust.bundle import Bundle, equivocation_bundle
+from petalnode.node.trust.bundle import Bundle, equivocation_bundle, session_bundle
 from petalnode.node.trust.notice import MAX_AGE, MAX_ENDORSEMENTS, MAX_NOTICE, RATE, BadNotice, Notice, Rates
 from petalnode.node.trust.spread import MAX_PER_ACCUSED, EvidenceSpread
+from petalnode.node.validator.endorsing import Endorser
 from petalnode.protocols.framing import PeerError
+from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal
+from tests.signing_server import SigningServer, spoiled
 from tests.swarm.processes import LOOPBACK
+from tests.tiny_models import HIDDEN, save_tiny
 from tests.unit.test_receipts import RECEIPT
 
 KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(1, 9)]
@@ -189,7 +196,7 @@ def test_evidence_reaches_nodes_that_are_not_connected_to_its_finder() -> None:
             bundle = equivocation()
             await finder.publish_evidence(bundle, recomputed=False)
             await until(lambda: all(book.is_banned(LIAR.peer_id) for book in books))
-            fetched = await finder.fetch_evidence(other.peer_id, bundle.id, timeout=10)
+            fetched = await finder.fetch_evidence(other.peer_id, bundle.id, addrs=other.addrs, timeout=10)
             assert fetched == bundle
             with pytest.raises((PeerError, Refusal)):
                 await finder.fetch_evidence(other.peer_id, b"x" * 32, timeout=10)
@@ -217,3 +224,50 @@ def test_a_node_that_lies_about_a_server_convinces_nobody() -> None:
 
 def test_time_is_what_the_clock_says() -> None:
     assert abs(Notice.of(equivocation()).time_ms / 1000 - time.time()) < 60
+
+
+# --- validators
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    path = tmp_path_factory.mktemp("model")
+    save_tiny("llama", path)
+    return open_folder(path, "tiny")
+
+
+def hidden(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def test_validators_recompute_what_they_hear_and_convince_who_trusts_them(folder: ModelFolder) -> None:
+    """A large bundle is fetched by its id, recomputed and endorsed; a liar's is refuted, and he loses trust."""
+    server = SigningServer(folder.path, compute_manifest(folder).version, Span(1, 3))
+    honest = SigningServer(folder.path, server.version, server.span)
+    steps = [(0, hidden(98), ()), (98, hidden(1, 1), ())]  # 25 KB: too much for gossip
+
+    async def main() -> None:
+        books = [TrustBook() for _ in range(4)]
+        async with nodes(*books) as (client, finder, other, liar):
+            for each in (finder, other):
+                books[0].trusted = Trusted({finder.peer_id: "ann", other.peer_id: "ben", liar.peer_id: "carl"}, 2)
+                await until(lambda each=each: bool(each.gossip_peers()))
+            await until(lambda: bool(liar.gossip_peers()))
+            endorser = Endorser(other, folder, server.version)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(endorser.run)
+                found = session_bundle(finder.identity, server.session(steps, spoil=spoiled), 1)
+                await finder.publish_evidence(found, recomputed=True)
+                await until(lambda: books[0].is_banned(server.identity.peer_id))
+                ban = books[0].ban_of(server.identity.peer_id)
+                assert ban is not None and ban.source == "validators"
+                false = session_bundle(liar.identity, honest.session(steps), 1)
+                await liar.publish_evidence(false, recomputed=True)
+                await until(lambda: endorser.checked.get(false.id) is not None)
+                await until(lambda: books[2].is_banned(liar.peer_id))
+                assert not books[2].is_banned(honest.identity.peer_id)
+                assert not books[0].is_banned(honest.identity.peer_id)
+                nursery.cancel_scope.cancel()
+            assert client.trust is books[0]
+
+    run(main)
