@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..crypto.receipts import Receipt
 
 
 class ExitCode(IntEnum):
@@ -50,7 +54,14 @@ class ServerFailed(SwarmError):
 
 
 class ServerCheated(ServerFailed):
-    """A server signed something else than what it was sent and answered, or nothing: it is not used any more."""
+    """A server signed something else than what it was sent and answered, or nothing: it is not used any more.
+
+    `proof`: two receipts that contradict each other, if there are such.
+    """
+
+    def __init__(self, message: str, peer_id: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
+        super().__init__(message, peer_id)
+        self.proof = proof
 
 
 class BadInput(PetalnodeError, ValueError):

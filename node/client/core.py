@@ -6,10 +6,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
+from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
 from ...protocols.announcement import Announcement, ServerState
@@ -20,6 +22,7 @@ from ..errors import BadInput, ModelError, NoChainError, ServerFailed, SwarmErro
 from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_part
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
+from ..trust.bundle import equivocation_bundle
 from .adapters import SessionAdapter, bring, named, names_held, say_goodbye
 from .deadlines import (
     MEASURE_TIMEOUT,
@@ -288,9 +291,15 @@ class SwarmClient:
         announced = self.swarm.view.get(peer_id, time.time())
         return None if announced is None else Promise.of(announced)
 
-    def accuse(self, peer_id: str, reason: str) -> None:
-        """Notes that a server signed something else than it did, or nothing: it is not used for long."""
+    def accuse(self, peer_id: str, reason: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
+        """Notes that a server signed something else than it did, or nothing: it is not used for long.
+
+        `proof`, two receipts that contradict each other, is shown to others.
+        """
         self.swarm.trust.ban(peer_id, reason, "own")
+        if proof is not None:
+            bundle = equivocation_bundle(self.swarm.identity, peer_id, *proof)
+            self.start_soon(partial(self.swarm.publish_evidence, bundle, recomputed=False))
 
     def note_tokens(self, peer_id: str, tokens: int) -> None:
         """Hears of tokens that a server answered with a receipt in order."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from ...crypto.receipts import Receipt
@@ -103,6 +104,11 @@ class SessionLog:
             oldest = self._entries.popleft()
             self.nbytes -= len(oldest.input or b"") + len(oldest.output or b"")
             self.complete = False
+
+    def find(self, sequence: int) -> Receipt | None:
+        """The receipt of this request, if it is one of the last few."""
+        last = islice(reversed(self._entries), 16)
+        return next((each.receipt for each in last if each.receipt.sequence == sequence), None)
 
     def forget_tensors(self) -> None:
         """Keeps the receipts only, from now on."""

@@ -28,7 +28,7 @@ def give_up_on_the_step(failures: Sequence[ServerFailed]) -> None:
 def note_failure(router: Router, error: ServerFailed) -> None:
     """Lets the client know what to think of a server that failed or said no."""
     if isinstance(error, ServerCheated):
-        router.accuse(error.peer_id, str(error))
+        router.accuse(error.peer_id, str(error), error.proof)
     else:
         router.suspect(error.peer_id, NOT_ALLOWED_SECONDS if not_allowed(error) else SUSPECT_SECONDS)
 

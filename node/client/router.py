@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import trio
 
+from ...crypto.receipts import Receipt
 from .deadlines import SUSPECT_SECONDS
 from .promise import Promise
 from .receipt_log import ReceiptArchive
@@ -46,8 +47,11 @@ class Router(Protocol):
     def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
         """Notes that a server failed or said no: for so long it is asked only if nobody else is left."""
 
-    def accuse(self, peer_id: str, reason: str) -> None:
-        """Notes that a server signed something else than it did, or nothing: it is not used for long."""
+    def accuse(self, peer_id: str, reason: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
+        """Notes that a server signed something else than it did, or nothing: it is not used for long.
+
+        `proof`, two receipts that contradict each other, is shown to others.
+        """
 
     def note_tokens(self, peer_id: str, tokens: int) -> None:
         """Hears of tokens that a server answered with a receipt in order."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from ...crypto.evidence import NotProven, check_equivocation
 from ...crypto.identity import peer_id_to_bytes
 from ...crypto.pledge import Pledge
 from ...crypto.receipts import Receipt
@@ -364,7 +365,8 @@ class ServerSession:
     def _skip(self, reply: wire.Reply) -> None:
         """An answer that nobody wants any more still is a part of the chain of receipts."""
         if reply.sequence <= self._answered:
-            return  # a second copy
+            self._check_copy(self._receipt_of(reply))
+            return
         receipt = self._receipt_of(reply)
         if receipt.previous_receipt != self._last_receipt or not receipt.is_signed_by(self.hop.peer_id):
             raise self._cheated("its receipts do not follow each other")
@@ -372,6 +374,17 @@ class ServerSession:
         self._last_receipt = receipt.hash()
         if self._log is not None:
             self._log.answered(reply.sequence, receipt, None)
+
+    def _check_copy(self, receipt: Receipt) -> None:
+        """A reply that comes once more has to be the one that came."""
+        first = self._log.find(receipt.sequence) if self._log is not None else None
+        if first is None or first == receipt:
+            return
+        try:
+            what = check_equivocation(self.hop.peer_id, first, receipt)
+        except NotProven:
+            raise self._cheated("what it sends once more is not what it sent before") from None
+        raise ServerCheated(f"{self._name} cannot be believed: {what}", self.hop.peer_id, (first, receipt))
 
     async def _checked(self, reply: wire.Reply, answer: Chunk, step: wire.Step, chunk: Chunk, begun: float) -> Answer:
         tensor, asked = answer.tensor, chunk.tensor

@@ -44,8 +44,11 @@ class Gossip:
         self.peers = lambda: [str(peer) for peer in pubsub.peer_topics.get(topic, ())]
 
     async def publish(self, data: bytes) -> None:
-        """Hands `data` to all who listen."""
-        await self._pubsub.publish(self._topic, data)
+        """Hands `data` to all who listen, as far as they can be reached."""
+        try:
+            await self._pubsub.publish(self._topic, data)
+        except Exception as error:  # whatever libp2p makes of peers that have just gone
+            log.info("could not gossip: %r", error)
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE, Span
 from petalnode.protocols.inference import hash_of_step, receipt_to_wire, root_of
 from tests.swarm.processes import LOOPBACK
+from tests.unit.test_receipts import RECEIPT
 
 OTHER = Identity.from_seed(bytes(range(32)))
 SPEC = SessionSpec(model_version=b"m" * 32, span=Span(0, 2), batch=1, max_length=16)
@@ -182,6 +183,22 @@ def test_an_honest_server_is_believed_and_its_receipts_kept() -> None:
     first, second = log.entries
     assert first.receipt.previous_receipt == root_of(log.opening, first.receipt.client, log.granted.session_epoch)
     assert second.receipt.previous_receipt == first.receipt.hash()
+
+
+@pytest.mark.parametrize("signer", [True, False])
+def test_a_reply_that_comes_again_has_to_be_the_same(signer: bool) -> None:
+    """Two answers to one request, signed by the server, are kept as the proof."""
+    server = Identity.generate()
+    log = SessionLog(server.peer_id)
+    session = ServerSession(None, Hop(server.peer_id, SPEC.span), SPEC, OTHER.peer_id, log=log)  # type: ignore[arg-type]
+    first = replace(RECEIPT, sequence=3).signed(server)
+    log.answered(3, first, None)
+    session._answered = 4
+    session._skip(wire.Reply(sequence=3, receipt=receipt_to_wire(first)))
+    other = replace(first, reply_hash=b"x" * 32).signed(server if signer else OTHER)
+    with pytest.raises(ServerCheated) as caught:
+        session._skip(wire.Reply(sequence=3, receipt=receipt_to_wire(other)))
+    assert caught.value.proof == ((first, other) if signer else None)
 
 
 @pytest.mark.parametrize("promised", [{"dtype": "bfloat16"}, {"quantisation": "nf4"}])

@@ -111,7 +111,7 @@ class OneRoute(Ways):
     def promised(self, peer_id: str) -> None:
         pass
 
-    def accuse(self, peer_id: str, reason: str) -> None:
+    def accuse(self, peer_id: str, reason: str, proof: Any = None) -> None:
         pass
 
     def note_tokens(self, peer_id: str, tokens: int) -> None:
