@@ -54,6 +54,7 @@ _COMMANDS = (
     "adapters",
     "validate",
     "verify-evidence",
+    "bans",
 )
 
 

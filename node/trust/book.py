@@ -78,6 +78,20 @@ class TrustBook:
         now = self._clock()
         return sorted((each for each in self._bans.values() if each.holds(now)), key=lambda each: -each.until)
 
+    def forgive(self, peer_id: str) -> bool:
+        """Lifts a ban, here and in the file at once; whether there was one. Processes that run keep to theirs."""
+        found = self._bans.pop(peer_id, None) is not None
+        self._dirty_bans.discard(peer_id)
+        self._standings.pop(peer_id, None)
+        self._dirty_standings.discard(peer_id)
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM bans WHERE peer_id = ?", (peer_id,))
+            connection.execute("DELETE FROM standings WHERE peer_id = ?", (peer_id,))
+
+        self._use(work)
+        return found
+
     # --- reputation
 
     def note_tokens(self, peer_id: str, tokens: int, *, recomputed: bool = False) -> None:

@@ -22,7 +22,7 @@ from petalnode.node.trust.bans import (
     extended,
     parse_trusted,
 )
-from petalnode.node.trust.book import TrustBook
+from petalnode.node.trust.book import TrustBook, trust_file
 from petalnode.node.trust.reputation import (
     HALF_LIFE,
     NEWCOMER_SECONDS,
@@ -32,6 +32,7 @@ from petalnode.node.trust.reputation import (
     penalty_seconds,
     reputation,
 )
+from tests.swarm.processes import environment, petalnode
 
 NOW = 1_700_000_000.0
 KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(1, 6)]
@@ -149,6 +150,25 @@ def test_a_book_outlives_its_process(tmp_path: Path) -> None:
     assert third.bans() == []
 
 
+def test_a_ban_can_be_lifted(tmp_path: Path) -> None:
+    file = tmp_path / "trust.sqlite"
+    book = TrustBook(file)
+    book.ban("bad", "it lied", "own")
+    book.save()
+    assert book.forgive("bad") and not book.forgive("bad")
+    again = TrustBook(file)
+    again.load()
+    assert again.bans() == [] and again.penalty_seconds("bad") == NEWCOMER_SECONDS
+
+
+def test_a_new_key_is_a_newcomer_whatever_the_old_one_was() -> None:
+    book = TrustBook()
+    book.note_tokens("old", 10**6, recomputed=True)
+    book.ban("old", "it lied", "evidence")
+    assert book.is_banned("old") and not book.is_banned("new")
+    assert book.reputation("new") == 0 and book.penalty_seconds("new") == NEWCOMER_SECONDS
+
+
 def test_two_processes_share_a_book_and_the_longer_ban_stays(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "trust.sqlite"
     one, other = TrustBook(file, clock=clock), TrustBook(file, clock=clock)
@@ -197,3 +217,17 @@ def test_a_damaged_book_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_a_ban_says_why() -> None:
     assert Ban("x", NOW, "why", "own").holds(NOW - 1)
+
+
+def test_the_command_lists_bans_and_lifts_them(tmp_path: Path) -> None:
+    env = environment(tmp_path)
+    book = TrustBook(trust_file(tmp_path / "data" / "petalnode"))
+    book.ban("12D3bad", "it lied", "own")
+    book.ban("12D3worse", "it lied more", "evidence")
+    book.save()
+    done = petalnode("bans", "--json", "--forgive", "12D3bad", env=env)
+    assert done.code == 0, done
+    (told,) = done.objects
+    assert told["peer_id"] == "12D3worse" and told["reason"] == "it lied more" and told["seconds_left"] > 600_000
+    done = petalnode("bans", "--forgive", "12D3bad", env=env)
+    assert done.code == 1 and "was not banned" in done.err and "12D3worse" in done.out
