@@ -9,11 +9,13 @@ sine wave between 20 and 105 over a day, in steps of a minute; who comes and goe
 policies. The first day is left out.
 
 - `none`: random spans. `new_only`: equation 1 of appendix D when joining. `petals_P`: and every minute the full
-  algorithm of appendix D with p = P %.
+  algorithm of appendix D with p = P %. `repair_P`, `band_P`: steepest descent on the missing throughput
+  (load_balancing_greedy.py), from its best point on if that gains P %, or when P % are missing to the bound.
 - `full`: what `petalnode serve` does, by its own functions (node/placement): a newcomer takes its place in the common
-  plan; the servers that the plan moves go one after the other, in random order, each after making the plan anew from
-  what is there by then. The plan is looked at when anybody came or went, and every ten minutes.
-- `full_views`: `full` where no two servers agree: each misses 3 % of the others and measures them 10 % off.
+  plan; a plan is carried out to its end, each server as soon as it may leave, unless anybody comes or goes meanwhile.
+  A plan that moves nobody is made anew every half hour.
+- `full_views` (not in the table unless named: it is slow): `full` where no two servers agree, each measures the others
+  up to 10 % off and makes its own plan.
 
 `share_of_upper_bound` is the sum of the throughput over all minutes by that of the bound, the largest z with sum over
 servers of min(t, z) b >= 70 z; `mean_share` the mean of the minutes' own shares. `share_of_oracle` is by a search
@@ -418,10 +420,11 @@ def one_decision(servers: int, blocks: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usual = [name for name in policies(Policy()) if name != "full_views"]
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--days", type=int, default=4)
-    parser.add_argument("--policies", nargs="+", choices=list(policies(Policy())), default=list(policies(Policy())))
+    parser.add_argument("--policies", nargs="+", choices=list(policies(Policy())), default=usual)
     parser.add_argument("--seconds-per-block", type=float, nargs="+", default=[0.0, 20.0])
     parser.add_argument("--gain", type=float, default=Policy().gain)
     parser.add_argument("--no-oracle", action="store_true")
