@@ -48,6 +48,7 @@ def plot(
             ha="right",
             fontsize="small",
         )
+    paid.margins(x=0.15)
     paid.set(xlabel="blocks reloaded a day", ylabel="share of the upper bound", ylim=(0, 1))
     paid.grid(alpha=0.3)
     folder.mkdir(parents=True, exist_ok=True)
