@@ -157,10 +157,13 @@ def main() -> None:
     data = passages(out)
     limits = ["--max-length", "48", "--batch-size", "8", "--eval-split", "0.1"]
     with swarm(options.model, out) as peer:
-        for method, steps in (("prompt", options.steps), ("lora", max(1, options.steps // 6))):
-            every = ["--steps", str(steps), "--eval-every", str(max(1, steps // 5))]
+        for method, steps, every in (
+            ("prompt", options.steps, max(1, options.steps // 5)),
+            ("lora", max(1, options.steps // 6), options.steps),
+        ):
+            often = ["--steps", str(steps), "--eval-every", str(every)]
             begun = time.perf_counter()
-            events = tune(options.model, data, out / method, peer, "--method", method, *limits, *every)
+            events = tune(options.model, data, out / method, peer, "--method", method, *limits, *often)
             seconds = time.perf_counter() - begun
             evaluated = [each["loss"] for each in events if each["event"] == "evaluation"]
             print(
