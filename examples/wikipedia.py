@@ -165,15 +165,12 @@ def main() -> None:
             begun = time.perf_counter()
             events = tune(options.model, data, out / method, peer, "--method", method, *limits, *often)
             seconds = time.perf_counter() - begun
-            evaluated = [each["loss"] for each in events if each["event"] == "evaluation"]
-            print(
-                f"{method}: {steps} steps in {seconds:.0f} s, held-out loss {evaluated[0]:.3f} -> {min(evaluated):.3f}"
-            )
-            print(
-                f"{method}: logits of plain peft differ by {same_logits(options.model, out / method, peer):.1g} at most"
-            )
             if method == "prompt" and options.plot is not None:
                 plot(events, options.plot)
+            before, *_, after = [each["loss"] for each in events if each["event"] == "evaluation"]
+            print(f"{method}: {steps} steps in {seconds:.0f} s, held-out loss {before:.3f} -> {after:.3f}", flush=True)
+            difference = same_logits(options.model, out / method, peer)
+            print(f"{method}: logits of plain peft differ by {difference:.1g} at most", flush=True)
 
 
 if __name__ == "__main__":
