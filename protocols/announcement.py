@@ -27,6 +27,7 @@ MAX_LIFETIME: Final = 3600.0  # seconds from now to the expiry, at most
 MAX_BYTES: Final = 16 * 1024  # of a signed announcement
 MAX_BLOCKS: Final = 4096
 MAX_ADDRS: Final = 16
+MAX_ISSUERS: Final = 8
 _MAX_RTTS: Final = 64
 _MAX_ADAPTERS: Final = 64
 _MAX_TEXT: Final = 256  # characters of any one text
@@ -77,8 +78,9 @@ class Announcement:
     is one that takes reservations; `fixed` if it stays with its span whatever the swarm needs; `next_span` is where it
     means to go, `span` itself for one that has not begun to load; `network_seconds` what the bytes of a token take
     into it and out of it (0: not measured), `load_seconds` what loading a block took; `pledge` is what it
-    stands by (whose signature was not checked yet), `device` the kind that it computes on. `sequence` (nanoseconds
-    since 1970) and `expires` (seconds since 1970) are set anew each time it is published.
+    stands by (whose signature was not checked yet), `device` the kind that it computes on; `credits_of` are the
+    validators whose points buy priority. `sequence` (nanoseconds since 1970) and `expires` (seconds since 1970) are set
+    anew each time it is published.
     """
 
     peer_id: str
@@ -109,6 +111,7 @@ class Announcement:
     load_seconds: float = 0.0
     pledge: Pledge | None = None
     device: str = ""
+    credits_of: tuple[str, ...] = ()
 
     def to_wire(self) -> wire.Announcement:
         """The message that is signed.
@@ -148,6 +151,7 @@ class Announcement:
             load_ms=min(round(self.load_seconds * 1e3), _MAX_LOAD_MS),
             pledge=pledge_to_wire(self.pledge) if self.pledge is not None else None,
             device=self.device,
+            credits_of=[peer_id_to_bytes(peer) for peer in self.credits_of],
         )
         _check_message(message)
         return message
@@ -271,6 +275,7 @@ def _check_message(message: wire.Announcement) -> None:
         "the number of addresses": len(message.addrs) <= MAX_ADDRS,
         "an address": all(len(addr) <= _MAX_TEXT for addr in message.addrs),
         "the number of round trip times": len(message.rtts) <= _MAX_RTTS,
+        "the number of validators": len(message.credits_of) <= MAX_ISSUERS,
         "the number of adapters": len(message.adapters) <= _MAX_ADAPTERS,
         "a text": all(len(text) <= _MAX_TEXT and text.isprintable() for text in texts),
         "the free cache": message.cache_tokens_free <= message.cache_tokens,
@@ -312,6 +317,7 @@ def _content(message: wire.Announcement) -> Announcement:
         load_seconds=message.load_ms / 1e3,
         pledge=_pledge(message) if message.HasField("pledge") else None,
         device=message.device,
+        credits_of=tuple(peer_id_from_bytes(peer) for peer in message.credits_of),
     )
 
 

@@ -14,6 +14,7 @@ FORWARD: Final = "/petalnode/forward/1"
 BACKWARD: Final = "/petalnode/backward/1"
 RECEIPTS: Final = "/petalnode/receipts/1"
 EVIDENCE: Final = "/petalnode/evidence/1"
+CREDITS: Final = "/petalnode/credits/1"
 ADAPTER: Final = "/petalnode/adapter/1"
 TRANSFER: Final = "/petalnode/transfer/1"
 

@@ -240,6 +240,7 @@ class Announcement(google.protobuf.message.Message):
     LOAD_MS_FIELD_NUMBER: builtins.int
     PLEDGE_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    CREDITS_OF_FIELD_NUMBER: builtins.int
     peer_id: builtins.bytes
     sequence: builtins.int
     """nanoseconds since 1970 when it was made; higher replaces lower"""
@@ -294,6 +295,10 @@ class Announcement(google.protobuf.message.Message):
     def pledge(self) -> Global___Pledge:
         """what it stands by; unset: nothing"""
 
+    @property
+    def credits_of(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """peer ids of the validators whose points buy priority here"""
+
     def __init__(
         self,
         *,
@@ -325,9 +330,10 @@ class Announcement(google.protobuf.message.Message):
         load_ms: builtins.int = ...,
         pledge: Global___Pledge | None = ...,
         device: builtins.str = ...,
+        credits_of: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["next_span", b"next_span", "pledge", b"pledge", "relay", b"relay", "span", b"span"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "addrs", b"addrs", "cache_tokens", b"cache_tokens", "cache_tokens_free", b"cache_tokens_free", "device", b"device", "dtype", b"dtype", "expires_ms", b"expires_ms", "fixed", b"fixed", "forward_tokens_per_second", b"forward_tokens_per_second", "load_ms", b"load_ms", "max_session_length", b"max_session_length", "model_name", b"model_name", "model_version", b"model_version", "network_us", b"network_us", "next_span", b"next_span", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "pledge", b"pledge", "public_name", b"public_name", "quantisation", b"quantisation", "queue_depth", b"queue_depth", "relay", b"relay", "rtts", b"rtts", "sequence", b"sequence", "software_version", b"software_version", "span", b"span", "state", b"state", "step_us", b"step_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "addrs", b"addrs", "cache_tokens", b"cache_tokens", "cache_tokens_free", b"cache_tokens_free", "credits_of", b"credits_of", "device", b"device", "dtype", b"dtype", "expires_ms", b"expires_ms", "fixed", b"fixed", "forward_tokens_per_second", b"forward_tokens_per_second", "load_ms", b"load_ms", "max_session_length", b"max_session_length", "model_name", b"model_name", "model_version", b"model_version", "network_us", b"network_us", "next_span", b"next_span", "num_blocks", b"num_blocks", "peer_id", b"peer_id", "pledge", b"pledge", "public_name", b"public_name", "quantisation", b"quantisation", "queue_depth", b"queue_depth", "relay", b"relay", "rtts", b"rtts", "sequence", b"sequence", "software_version", b"software_version", "span", b"span", "state", b"state", "step_us", b"step_us"]) -> None: ...
 
 Global___Announcement: typing_extensions.TypeAlias = Announcement
 
@@ -664,6 +670,7 @@ class Open(google.protobuf.message.Message):
     WAIT_MS_FIELD_NUMBER: builtins.int
     ACTIVATION_DTYPE_FIELD_NUMBER: builtins.int
     KEEP_MS_FIELD_NUMBER: builtins.int
+    CLEARING_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     model_version: builtins.bytes
     max_length: builtins.int
@@ -693,6 +700,10 @@ class Open(google.protobuf.message.Message):
     def left_padding(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """per row, tokens to mask at the left; empty: none"""
 
+    @property
+    def clearing(self) -> Global___CreditClearing:
+        """of points for this server; unset: none"""
+
     def __init__(
         self,
         *,
@@ -711,9 +722,10 @@ class Open(google.protobuf.message.Message):
         wait_ms: builtins.int = ...,
         activation_dtype: builtins.str = ...,
         keep_ms: builtins.int = ...,
+        clearing: Global___CreditClearing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["span", b"span"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["activation_dtype", b"activation_dtype", "adapter", b"adapter", "batch", b"batch", "codec", b"codec", "downstream", b"downstream", "keep_ms", b"keep_ms", "left_padding", b"left_padding", "max_length", b"max_length", "model_version", b"model_version", "nonce", b"nonce", "protocol_version", b"protocol_version", "route_epoch", b"route_epoch", "span", b"span", "upstream", b"upstream", "wait_ms", b"wait_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["clearing", b"clearing", "span", b"span"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["activation_dtype", b"activation_dtype", "adapter", b"adapter", "batch", b"batch", "clearing", b"clearing", "codec", b"codec", "downstream", b"downstream", "keep_ms", b"keep_ms", "left_padding", b"left_padding", "max_length", b"max_length", "model_version", b"model_version", "nonce", b"nonce", "protocol_version", b"protocol_version", "route_epoch", b"route_epoch", "span", b"span", "upstream", b"upstream", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___Open: typing_extensions.TypeAlias = Open
 
@@ -763,6 +775,7 @@ class Granted(google.protobuf.message.Message):
     SEQUENCE_FIELD_NUMBER: builtins.int
     LAST_RECEIPT_FIELD_NUMBER: builtins.int
     PLEDGE_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     session_epoch: builtins.bytes
     """16 random bytes of the server"""
     cache_tokens: builtins.int
@@ -783,6 +796,8 @@ class Granted(google.protobuf.message.Message):
     """after Resume: of the last step done, whose reply comes or has come"""
     last_receipt: builtins.bytes
     """after Resume: hash of the last receipt"""
+    priority: builtins.bool
+    """for the points of Open.clearing, which are spent by that"""
     @property
     def pledge(self) -> Global___Pledge:
         """under which the session runs"""
@@ -802,9 +817,10 @@ class Granted(google.protobuf.message.Message):
         sequence: builtins.int = ...,
         last_receipt: builtins.bytes = ...,
         pledge: Global___Pledge | None = ...,
+        priority: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pledge", b"pledge"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "priority", b"priority", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
 
 Global___Granted: typing_extensions.TypeAlias = Granted
 
@@ -1769,6 +1785,231 @@ class EvidenceFrame(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["offer", "pick", "fetch", "sending", "piece", "error", "close"] | None: ...
 
 Global___EvidenceFrame: typing_extensions.TypeAlias = EvidenceFrame
+
+@typing.final
+class CreditQuery(google.protobuf.message.Message):
+    """--- /petalnode/credits/1: points, with the validator that issues them. What is signed is in crypto/credits.py --------------
+
+      anyone                               validator
+      CreditQuery | CreditTransfer | CreditDeposit ->
+                                        <- Credit | CreditClearing | CreditVoucher | Error
+      ... until the stream is closed. Who asks is who has signed, whoever brings it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ISSUER_FIELD_NUMBER: builtins.int
+    HOLDER_FIELD_NUMBER: builtins.int
+    TIME_MS_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    issuer: builtins.bytes
+    """peer id, as all of these"""
+    holder: builtins.bytes
+    time_ms: builtins.int
+    signature: builtins.bytes
+    """by the holder"""
+    def __init__(
+        self,
+        *,
+        issuer: builtins.bytes = ...,
+        holder: builtins.bytes = ...,
+        time_ms: builtins.int = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holder", b"holder", "issuer", b"issuer", "signature", b"signature", "time_ms", b"time_ms"]) -> None: ...
+
+Global___CreditQuery: typing_extensions.TypeAlias = CreditQuery
+
+@typing.final
+class Credit(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ISSUER_FIELD_NUMBER: builtins.int
+    HOLDER_FIELD_NUMBER: builtins.int
+    POINTS_FIELD_NUMBER: builtins.int
+    DEPOSIT_FIELD_NUMBER: builtins.int
+    DEPOSIT_UNTIL_MS_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    TIME_MS_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    issuer: builtins.bytes
+    holder: builtins.bytes
+    points: builtins.int
+    deposit: builtins.int
+    deposit_until_ms: builtins.int
+    sequence: builtins.int
+    """of the holder's last order, 0 for none"""
+    time_ms: builtins.int
+    signature: builtins.bytes
+    """by the issuer"""
+    def __init__(
+        self,
+        *,
+        issuer: builtins.bytes = ...,
+        holder: builtins.bytes = ...,
+        points: builtins.int = ...,
+        deposit: builtins.int = ...,
+        deposit_until_ms: builtins.int = ...,
+        sequence: builtins.int = ...,
+        time_ms: builtins.int = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deposit", b"deposit", "deposit_until_ms", b"deposit_until_ms", "holder", b"holder", "issuer", b"issuer", "points", b"points", "sequence", b"sequence", "signature", b"signature", "time_ms", b"time_ms"]) -> None: ...
+
+Global___Credit: typing_extensions.TypeAlias = Credit
+
+@typing.final
+class CreditTransfer(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ISSUER_FIELD_NUMBER: builtins.int
+    SPENDER_FIELD_NUMBER: builtins.int
+    RECIPIENT_FIELD_NUMBER: builtins.int
+    POINTS_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    UNTIL_MS_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    issuer: builtins.bytes
+    spender: builtins.bytes
+    recipient: builtins.bytes
+    points: builtins.int
+    sequence: builtins.int
+    """grows with every order of the spender to this issuer"""
+    until_ms: builtins.int
+    """void if it is not cleared by then"""
+    signature: builtins.bytes
+    """by the spender"""
+    def __init__(
+        self,
+        *,
+        issuer: builtins.bytes = ...,
+        spender: builtins.bytes = ...,
+        recipient: builtins.bytes = ...,
+        points: builtins.int = ...,
+        sequence: builtins.int = ...,
+        until_ms: builtins.int = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["issuer", b"issuer", "points", b"points", "recipient", b"recipient", "sequence", b"sequence", "signature", b"signature", "spender", b"spender", "until_ms", b"until_ms"]) -> None: ...
+
+Global___CreditTransfer: typing_extensions.TypeAlias = CreditTransfer
+
+@typing.final
+class CreditClearing(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRANSFER_FIELD_NUMBER: builtins.int
+    TIME_MS_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    time_ms: builtins.int
+    signature: builtins.bytes
+    """by the issuer"""
+    @property
+    def transfer(self) -> Global___CreditTransfer: ...
+    def __init__(
+        self,
+        *,
+        transfer: Global___CreditTransfer | None = ...,
+        time_ms: builtins.int = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["transfer", b"transfer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["signature", b"signature", "time_ms", b"time_ms", "transfer", b"transfer"]) -> None: ...
+
+Global___CreditClearing: typing_extensions.TypeAlias = CreditClearing
+
+@typing.final
+class CreditDeposit(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ISSUER_FIELD_NUMBER: builtins.int
+    SERVER_FIELD_NUMBER: builtins.int
+    POINTS_FIELD_NUMBER: builtins.int
+    UNTIL_MS_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    issuer: builtins.bytes
+    server: builtins.bytes
+    points: builtins.int
+    until_ms: builtins.int
+    sequence: builtins.int
+    signature: builtins.bytes
+    """by the server"""
+    def __init__(
+        self,
+        *,
+        issuer: builtins.bytes = ...,
+        server: builtins.bytes = ...,
+        points: builtins.int = ...,
+        until_ms: builtins.int = ...,
+        sequence: builtins.int = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["issuer", b"issuer", "points", b"points", "sequence", b"sequence", "server", b"server", "signature", b"signature", "until_ms", b"until_ms"]) -> None: ...
+
+Global___CreditDeposit: typing_extensions.TypeAlias = CreditDeposit
+
+@typing.final
+class CreditVoucher(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VOUCHER_FIELD_NUMBER: builtins.int
+    voucher: builtins.bytes
+    """Pledge.voucher for the points and the time of the order"""
+    def __init__(
+        self,
+        *,
+        voucher: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["voucher", b"voucher"]) -> None: ...
+
+Global___CreditVoucher: typing_extensions.TypeAlias = CreditVoucher
+
+@typing.final
+class CreditsFrame(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    QUERY_FIELD_NUMBER: builtins.int
+    CREDIT_FIELD_NUMBER: builtins.int
+    TRANSFER_FIELD_NUMBER: builtins.int
+    CLEARING_FIELD_NUMBER: builtins.int
+    DEPOSIT_FIELD_NUMBER: builtins.int
+    VOUCHER_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    @property
+    def query(self) -> Global___CreditQuery: ...
+    @property
+    def credit(self) -> Global___Credit: ...
+    @property
+    def transfer(self) -> Global___CreditTransfer: ...
+    @property
+    def clearing(self) -> Global___CreditClearing: ...
+    @property
+    def deposit(self) -> Global___CreditDeposit: ...
+    @property
+    def voucher(self) -> Global___CreditVoucher: ...
+    @property
+    def error(self) -> Global___Error: ...
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def __init__(
+        self,
+        *,
+        query: Global___CreditQuery | None = ...,
+        credit: Global___Credit | None = ...,
+        transfer: Global___CreditTransfer | None = ...,
+        clearing: Global___CreditClearing | None = ...,
+        deposit: Global___CreditDeposit | None = ...,
+        voucher: Global___CreditVoucher | None = ...,
+        error: Global___Error | None = ...,
+        tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "clearing", b"clearing", "credit", b"credit", "deposit", b"deposit", "error", b"error", "query", b"query", "transfer", b"transfer", "voucher", b"voucher"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "clearing", b"clearing", "credit", b"credit", "deposit", b"deposit", "error", b"error", "query", b"query", "tensors", b"tensors", "transfer", b"transfer", "voucher", b"voucher"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["query", "credit", "transfer", "clearing", "deposit", "voucher", "error"] | None: ...
+
+Global___CreditsFrame: typing_extensions.TypeAlias = CreditsFrame
 
 @typing.final
 class TransferFrame(google.protobuf.message.Message):

@@ -55,6 +55,7 @@ _COMMANDS = (
     "validate",
     "verify-evidence",
     "bans",
+    "credits",
 )
 
 

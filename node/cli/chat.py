@@ -22,6 +22,7 @@ from ..errors import BadInput, ExitCode, PetalnodeError, SwarmError
 from ..models import ModelFolder, resolve
 from ..swarm.addresses import parse_peer
 from ..swarm.swarm import Swarm
+from ..trust.purse import Purse
 from .join import JoinOptions, joined, joins_swarm
 from .output import Output, ProgressBars
 from .served import served_model
@@ -52,6 +53,7 @@ class ChatOptions:
     adapter: str | None = None
     share_receipts: tuple[str, ...] = ()
     require_pledge: int | None = None
+    credits: str | None = None
 
 
 @joins_swarm
@@ -91,6 +93,12 @@ def chat(
         int | None,
         typer.Option(min=0, metavar="POINTS", help="Use only servers that pledge at least so many points."),
     ] = None,
+    credits: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MULTIADDR", help="Pay busy servers for priority, with the points of --identity at this validator."
+        ),
+    ] = None,
     *,
     join: JoinOptions,
 ) -> None:
@@ -109,9 +117,14 @@ def chat(
         adapter=adapter,
         share_receipts=tuple(share_receipts or ()),
         require_pledge=require_pledge,
+        credits=credits,
     )
     for auditor in options.share_receipts:
         parse_peer(auditor)
+    if credits is not None:
+        parse_peer(credits)
+        if join.identity is None:
+            raise BadInput("--credits spends the points of a key: say which with --identity FILE")
     if session is None:
         trio.run(_chat, model, options, join, None)
         return
@@ -204,6 +217,8 @@ async def chat_in(
         require_pledge=options.require_pledge,
         adapter=adapter,
     ) as client:
+        if options.credits is not None:
+            client.purse = Purse(swarm, swarm.identity, options.credits)
         held = await client.adapter()
         conversation = Conversation(
             client, model, max_length=context, stop_tokens=text.stop_tokens, soft_prompt=soft_prompt

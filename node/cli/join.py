@@ -101,7 +101,8 @@ class JoinOptions:
         list[str] | None,
         typer.Option(
             metavar="PEER[=OWNER]",
-            help="Believe this validator, owned by OWNER, when others agree (--trust-quorum); repeatable.",
+            help="Believe this validator, owned by OWNER, when others agree (--trust-quorum), and take its points; "
+            "repeatable.",
         ),
     ] = None
     trust_quorum: Annotated[

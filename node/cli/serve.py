@@ -17,6 +17,7 @@ from ..models.sources import DEFAULT_MODEL
 from ..reach.limits import RelayLimits
 from ..server.options import ServerOptions
 from ..server.server import run_server
+from ..swarm.addresses import parse_peer
 from .join import JoinOptions, joined, joins_swarm
 from .output import Output, ProgressBars
 from .relay_options import RelayCircuits, RelayRate, RelayReservations, relay_limits
@@ -59,6 +60,10 @@ def serve(
     pledge: Annotated[
         int, typer.Option(min=0, metavar="POINTS", help="Promise to lose so many points if a fault is proved.")
     ] = 0,
+    deposit_at: Annotated[
+        str | None,
+        typer.Option(metavar="MULTIADDR", help="The validator that keeps the points of --pledge, so that they count."),
+    ] = None,
     max_disk: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Keep models on this disk within this, such as 50G.")
     ] = None,
@@ -92,6 +97,7 @@ def serve(
         name=name,
         drain_timeout=drain_timeout,
         allow_clients=_clients(allow_client),
+        deposit_at=_deposit_at(deposit_at, pledge),
         gain=_gain(rebalance),
         pledge=pledge,
         max_disk=None if max_disk is None else parse_size(max_disk, "--max-disk"),
@@ -201,6 +207,14 @@ def _clients(peers: list[str] | None) -> tuple[str, ...]:
                 f"--allow-client {peer}: this is no peer id; `petalnode chat --identity FILE` prints that of a client"
             ) from None
     return tuple(peers or ())
+
+
+def _deposit_at(address: str | None, pledge: int) -> str | None:
+    if address is not None:
+        if not pledge:
+            raise BadInput("--deposit-at says who keeps the points of --pledge: give that, too")
+        parse_peer(address)
+    return address
 
 
 def _count(text: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import platformdirs
@@ -15,9 +16,10 @@ from rich.table import Table
 from ...crypto.identity import Identity
 from ..client.core import identify_model
 from ..client.text import Text
-from ..errors import ExitCode, ModelError
+from ..errors import BadInput, ExitCode, ModelError
 from ..models import resolve
 from ..reach.limits import RelayLimits
+from ..swarm.swarm import Swarm
 from .join import JoinOptions, joined, joins_swarm
 from .output import Output, ProgressBars
 from .served import served_model
@@ -41,19 +43,29 @@ def validate(
         float, typer.Option(min=0.1, metavar="S", help="Seconds between two probes in the mean; when, nobody can tell.")
     ] = 300.0,
     device: Annotated[str, typer.Option(help="Where to recompute: cpu, cuda, cuda:1, mps, auto.")] = "cpu",
+    issue_points: Annotated[
+        bool, typer.Option("--issue-points", help="Keep accounts: servers earn points for what was verified.")
+    ] = False,
     *,
     join: JoinOptions,
 ) -> None:
     """Check that servers compute what they say: probe them as a user would, and recompute block by block."""
-    code = trio.run(_validate, model, once, interval, device, join)
+    if once and issue_points:
+        raise BadInput("--issue-points is for a validator that goes on: leave --once out")
+    code = trio.run(_validate, model, once, interval, device, issue_points, join)
     raise typer.Exit(code)
 
 
-async def _validate(model: str | None, once: bool, interval: float, device: str, join: JoinOptions) -> int:
+async def _validate(
+    model: str | None, once: bool, interval: float, device: str, issue_points: bool, join: JoinOptions
+) -> int:
     from ..blocks.client import load_client
     from ..blocks.config import choose_device
+    from ..validator.credit_desk import CreditDesk
     from ..validator.history import History
+    from ..validator.ledger import Ledger
     from ..validator.prober import Own
+    from ..validator.rewards import Rewards
     from ..validator.service import Validator, ValidatorOptions
     from ..validator.verdicts import Judge
 
@@ -72,7 +84,10 @@ async def _validate(model: str | None, once: bool, interval: float, device: str,
             nursery.cancel_scope.cancel()
 
         nursery.start_soon(cancel_when_told)
-        async with joined(join, output, role="validate", listens=False) as (swarm, _):
+        async with (
+            AsyncExitStack() as stack,
+            joined(join, output, role="validate", listens=not once) as (swarm, identity),
+        ):
             name = model if model is not None else await served_model(swarm)
             bars = ProgressBars(output.errors)
             folder = await trio.to_thread.run_sync(lambda: resolve(name, need="all", progress=bars))
@@ -83,6 +98,16 @@ async def _validate(model: str | None, once: bool, interval: float, device: str,
             except ModelError:
                 text = None  # any tokens will do
             bars.stop()
+            rewards: Rewards | None = None
+            if issue_points:
+                # One file for each key: points are the word of one issuer.
+                file = data_dir / "validator" / f"ledger-{identity.peer_id}.sqlite"
+                ledger = stack.enter_context(await trio.to_thread.run_sync(Ledger, file, identity))
+                CreditDesk(swarm, ledger)
+                rewards = Rewards(ledger)
+                nursery.start_soon(rewards.take_deposits)
+            if not once:
+                _say_ready(output, swarm, issue_points)
             config = join.config(Identity.generate(), listens=False, data_dir=data_dir, relay_limits=RelayLimits())
             with History(data_dir / "validator" / "history.sqlite") as history, table:
                 options = ValidatorOptions(
@@ -91,6 +116,7 @@ async def _validate(model: str | None, once: bool, interval: float, device: str,
                     judge=Judge(folder.path, target),
                     history=history,
                     on_verdict=table.tell,
+                    rewards=rewards,
                 )
                 validator = Validator(swarm, options)
                 if once:
@@ -102,6 +128,16 @@ async def _validate(model: str | None, once: bool, interval: float, device: str,
     if not finished:
         return stop.exit_code
     return int(ExitCode.RESULT_SAYS_NO if any(each.verdict == "faulty" for each in found) else ExitCode.DONE)
+
+
+def _say_ready(output: Output, swarm: Swarm, issue_points: bool) -> None:
+    output.emit(event="ready", peer_id=swarm.peer_id, addrs=list(swarm.addrs))
+    if issue_points:
+        output.say(
+            f"points of this validator count where it is trusted:  petalnode serve --trust-validator {swarm.peer_id}"
+        )
+        for address in swarm.addrs[:1]:
+            output.say(f"to see what has been earned:  petalnode credits balance {address}")
 
 
 class _Findings:

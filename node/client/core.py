@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
+from ...crypto.credits import Clearing
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
@@ -23,6 +24,7 @@ from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_p
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
 from ..trust.bundle import equivocation_bundle
+from ..trust.purse import Purse
 from .adapters import SessionAdapter, bring, named, names_held, say_goodbye
 from .deadlines import (
     MEASURE_TIMEOUT,
@@ -193,6 +195,7 @@ class SwarmClient:
         self._measures: dict[str, trio.Event] = {}
         self._suspects: dict[str, float] = {}
         self._seconds_per_byte: dict[str, float] = {}
+        self.purse: Purse | None = None
         self.receipts = ReceiptArchive()
         self.works = WorkPool(self)
 
@@ -473,6 +476,18 @@ class SwarmClient:
                     tuple(range(self.model.num_blocks)),
                 )
             await trio.sleep(RETRY_INTERVAL)
+
+    async def payment(self, hop: Hop, spec: SessionSpec) -> Clearing | None:
+        """Points for the server of `hop`, if it is busy and this client has any for it. Never raises."""
+        if self.purse is None:
+            return None
+        announced = self.swarm.view.get(hop.peer_id, time.time())
+        return await self.purse.pay(announced, spec.batch, spec.max_length)
+
+    def paid(self, payment: Clearing) -> None:
+        """Notes that a server has taken points."""
+        if self.purse is not None:
+            self.purse.spent(payment)
 
     def watch_direct(self, peer_id: str) -> trio.Event:
         """Set when there is a connection to this peer without a relay."""

@@ -99,6 +99,7 @@ async def open_links(
     opened: dict[Hop, Link] = {}
 
     async def open_one(index: int, hop: Hop) -> None:
+        payment = await router.payment(hop, spec)
         async with router.adapter_at(hop, spec):
             stream = await router.connect(hop)
             server = ServerSession(
@@ -114,7 +115,10 @@ async def open_links(
                 route_epoch,
                 upstream=route[index - 1].peer_id if index else None,
                 downstream=route[index + 1].peer_id if spec.push and index + 1 < len(route) else None,
+                payment=payment,
             )
+            if payment is not None and server.priority:
+                router.paid(payment)
 
     try:
         with unwrapped(ServerFailed):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import trio
 
+from ...crypto.credits import Clearing
 from ...crypto.receipts import Receipt
 from .deadlines import SUSPECT_SECONDS
 from .promise import Promise
@@ -40,6 +41,12 @@ class Router(Protocol):
 
     def adapter_at(self, hop: Hop, spec: SessionSpec) -> AbstractAsyncContextManager[None]:
         """Within it, the server of `hop` holds the adapter of `spec`, if there is one. Raises ServerFailed."""
+
+    async def payment(self, hop: Hop, spec: SessionSpec) -> Clearing | None:
+        """Points to show the server of `hop` for priority; None for none. Never raises."""
+
+    def paid(self, payment: Clearing) -> None:
+        """Notes that the server has taken them."""
 
     def watch_direct(self, peer_id: str) -> trio.Event:
         """Set when there is a connection to this peer without a relay."""

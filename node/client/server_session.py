@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from ...crypto.credits import Clearing
 from ...crypto.evidence import NotProven, check_equivocation
 from ...crypto.identity import peer_id_to_bytes
 from ...crypto.pledge import Pledge
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
+from ...protocols.credits import clearing_to_wire
 from ...protocols.framing import MessageStream, PeerError, ProtocolError
 from ...protocols.ids import PROTOCOL_VERSION, Span
 from ...protocols.inference import (
@@ -164,8 +166,11 @@ class ServerSession:
         self._sent: tuple[int, InferenceStream] | None = None  # the last step that was sent, and on what
         self._attempt = 0
 
-    async def open(self, route_epoch: int, upstream: str | None, downstream: str | None) -> None:
+    async def open(
+        self, route_epoch: int, upstream: str | None, downstream: str | None, payment: Clearing | None = None
+    ) -> None:
         """Opens the session; the neighbours in the chain are told, so that streams between them can be made ready.
+        `payment` is shown for priority.
 
         Raises:
             ServerRefused: the server will not, and says why.
@@ -188,10 +193,12 @@ class ServerSession:
             wait_ms=round(spec.cache_wait * 1000),
             activation_dtype=spec.dtype,
             keep_ms=round(max(spec.keep, PATH_KEEP) * 1000),
+            clearing=clearing_to_wire(payment) if payment is not None else None,
         )
         self._granted = await self._ask(self._stream, wire.InferenceFrame(open=message), spec.cache_wait + SEND_TIMEOUT)
         pledge = self._check_pledge(self._granted)
         self._last_receipt = root_of(message, self._client, self.epoch, pledge.hash() if pledge is not None else b"")
+        message.ClearField("clearing")  # is nobody's business who is shown the receipts
         if self._log is not None:
             self._log.begin(message, self._granted)
 
@@ -245,6 +252,11 @@ class ServerSession:
     def epoch(self) -> bytes:
         """The server's name of this session."""
         return self._granted.session_epoch
+
+    @property
+    def priority(self) -> bool:
+        """Whether the server has taken points for this session."""
+        return self._granted.priority
 
     @property
     def kept(self) -> float:

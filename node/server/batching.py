@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from .priority import next_in_line, now_overtaken
+
 PREFILL_CHUNK: Final = 256
 """Tokens (rows times positions) of a prefill between two turns of decode steps."""
 MAX_DECODE_ROWS: Final = 256
@@ -18,11 +20,12 @@ MAX_DECODE_ROWS: Final = 256
 
 @dataclass(frozen=True)
 class Waiting:
-    """A step that waits: `rows` of `tokens` each, `done` tokens a row of it already computed."""
+    """A step that waits: `rows` of `tokens` each, `done` tokens a row of it already computed. `paid`: has priority."""
 
     rows: int
     tokens: int
     done: int = 0
+    paid: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -31,23 +34,29 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Turn:
-    """Indices into the waiting steps: all of `decode` in one batch, then `chunk` tokens a row of `prefill`."""
+    """Indices into the waiting steps: all of `decode` in one batch, then `chunk` tokens a row of `prefill`. `overtaken`
+    is for the turn after it."""
 
     decode: tuple[int, ...]
     prefill: int | None
     chunk: int = 0
+    overtaken: int = 0
 
 
-def next_turn(waiting: Sequence[Waiting]) -> Turn:
-    """Decides one turn. `waiting` is in order of arrival; earlier steps go first within their kind."""
+def next_turn(waiting: Sequence[Waiting], overtaken: int = 0) -> Turn:
+    """Decides one turn. `waiting` is in order of arrival; earlier steps go first within their kind, and among prefills
+    those with priority, as `next_in_line` has it."""
     decode: list[int] = []
     rows = 0
     for index, step in enumerate(waiting):
         if step.is_decode and (not decode or rows + step.rows <= MAX_DECODE_ROWS):
             decode.append(index)
             rows += step.rows
-    prefill = next((index for index, step in enumerate(waiting) if not step.is_decode), None)
-    if prefill is None:
+    prefills = [index for index, step in enumerate(waiting) if not step.is_decode]
+    if not prefills:
         return Turn(tuple(decode), None)
-    step = waiting[prefill]
-    return Turn(tuple(decode), prefill, min(step.tokens - step.done, max(1, PREFILL_CHUNK // step.rows)))
+    paid = [waiting[index].paid for index in prefills]
+    place = next_in_line(paid, overtaken)
+    step = waiting[prefills[place]]
+    chunk = min(step.tokens - step.done, max(1, PREFILL_CHUNK // step.rows))
+    return Turn(tuple(decode), prefills[place], chunk, now_overtaken(paid, place, overtaken))

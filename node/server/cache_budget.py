@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
+
+from .priority import next_in_line, now_overtaken
 
 
 class CacheFull(Exception):
@@ -16,20 +17,23 @@ class CacheFull(Exception):
 @dataclass
 class _Waiter:
     tokens: int
+    paid: bool
     granted: trio.Event = field(default_factory=trio.Event)
 
 
 class CacheBudget:
     """Tokens of one sequence through all blocks of the server; sessions reserve batch x max_length of them.
 
-    Reservations are granted strictly first come, first served: a large one is not overtaken for ever by small ones.
+    Reservations are granted strictly first come, first served: a large one is not overtaken for ever by small ones. Who
+    has paid comes first, as `next_in_line` has it.
     What is held only in case that somebody comes back may be lent: whoever needs the room takes it.
     """
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self._used = 0
-        self._waiting: deque[_Waiter] = deque()
+        self._waiting: list[_Waiter] = []
+        self._overtaken = 0
         self._loans: dict[Loan, int] = {}  # the oldest first
 
     @property
@@ -41,8 +45,9 @@ class CacheBudget:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def acquire(self, tokens: int, timeout: float) -> None:
-        """Takes `tokens`, after waiting its turn for at most `timeout` seconds. Takes nothing if cancelled.
+    async def acquire(self, tokens: int, timeout: float, *, paid: bool = False) -> None:
+        """Takes `tokens`, after waiting its turn for at most `timeout` seconds. Takes nothing if cancelled. `paid`: has
+        priority.
 
         Raises:
             CacheFull: at once if it can never fit, else after the deadline.
@@ -50,7 +55,7 @@ class CacheBudget:
         if tokens > self.tokens:
             raise CacheFull(f"{tokens} cache tokens are wanted, this server has {self.tokens} in all")
         if self._waiting or not self._make_room(tokens):
-            await self._wait(tokens, timeout)
+            await self._wait(tokens, timeout, paid)
         else:
             self._used += tokens
 
@@ -79,9 +84,10 @@ class CacheBudget:
             loan.on_taken()
         return True
 
-    async def _wait(self, tokens: int, timeout: float) -> None:
-        waiter = _Waiter(tokens)
+    async def _wait(self, tokens: int, timeout: float, paid: bool) -> None:
+        waiter = _Waiter(tokens, paid)
         self._waiting.append(waiter)
+        self._grant()  # whom it overtakes may wait for more than is free
         try:
             with trio.move_on_after(timeout):
                 await waiter.granted.wait()
@@ -101,8 +107,13 @@ class CacheBudget:
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiting and self._make_room(self._waiting[0].tokens):
-            waiter = self._waiting.popleft()
+        while self._waiting:
+            paid = [waiter.paid for waiter in self._waiting]
+            place = next_in_line(paid, self._overtaken)
+            if not self._make_room(self._waiting[place].tokens):
+                return
+            self._overtaken = now_overtaken(paid, place, self._overtaken)
+            waiter = self._waiting.pop(place)
             self._used += waiter.tokens
             waiter.granted.set()
 

@@ -40,11 +40,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ComputeSession:
-    """A session as the compute thread sees it. Only that thread touches `cache`; `adapter` changes its blocks."""
+    """A session as the compute thread sees it. Only that thread touches `cache`; `adapter` changes its blocks.
+    `paid`: it has priority."""
 
     cache: SpanCache
     codec: str
     adapter: SpanAdapter | None = None
+    paid: bool = False
     closed: bool = False
 
 
@@ -135,6 +137,7 @@ class ComputeThread:
         self._token: trio.lowlevel.TrioToken | None = None
         self._thread = threading.Thread(target=self._run, name="petalnode-compute", daemon=True)
         self._depth = 0
+        self._overtaken = 0  # prefills by those of sessions that have paid
         self.on_decode: Callable[[int, float, float], None] | None = None
         self.on_prefill: Callable[[int, float, float], None] | None = None
 
@@ -161,11 +164,12 @@ class ComputeThread:
         codec: str,
         span: Span,
         adapter: SpanAdapter | None = None,
+        paid: bool = False,
     ) -> ComputeSession:
         """A session with an empty cache of `batch` x `max_length` tokens for the blocks of `span`."""
         return await self.call(
             lambda: ComputeSession(
-                self.blocks.make_cache(batch, max_length, list(left_padding) or None, span), codec, adapter
+                self.blocks.make_cache(batch, max_length, list(left_padding) or None, span), codec, adapter, paid
             )
         )
 
@@ -326,9 +330,12 @@ class ComputeThread:
         )
 
     def _run_turn(self, steps: list[_Step]) -> list[_Step]:
-        turn = next_turn(
-            [Waiting(step.ready_hidden.shape[0], step.ready_hidden.shape[1], step.progress) for step in steps]
-        )
+        waiting = [
+            Waiting(step.ready_hidden.shape[0], step.ready_hidden.shape[1], step.progress, step.session.paid)
+            for step in steps
+        ]
+        turn = next_turn(waiting, self._overtaken)
+        self._overtaken = turn.overtaken
         answered: set[int] = set()
         if turn.decode:
             self._decode([steps[index] for index in turn.decode])

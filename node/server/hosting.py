@@ -12,7 +12,7 @@ import trio
 from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
 from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
-from ...protocols.announcement import Announcement, ServerState
+from ...protocols.announcement import MAX_ISSUERS, Announcement, ServerState
 from ...protocols.ids import ADAPTER, BACKWARD, FORWARD, INFERENCE, PUSH, Span
 from ...protocols.inference import MAX_STEP_BYTES, Refusal
 from ...protocols.training import MAX_HEADER as MAX_WORK_HEADER
@@ -20,6 +20,7 @@ from ...protocols.training import PIECE_BYTES
 from ..models import ModelFolder
 from ..placement.plan import Move
 from ..swarm.swarm import Swarm
+from ..trust.purse import Purse
 from . import speed_record
 from .device_memory import claim, device_memory, unused
 from .live_speed import LiveSpeed
@@ -28,7 +29,7 @@ from .neighbours import Neighbours, keep_rtts
 from .network_speed import keep_measured, measure_network
 from .options import OnEvent, ServerOptions
 from .placing import Placing
-from .pledging import pledger
+from .pledging import Pledging
 from .sizing import cache_tokens_that_fit
 from .speed_record import BlockSpeed, SpeedKey
 
@@ -112,6 +113,7 @@ class _Hosting:
         from .cache_budget import CacheBudget
         from .memory import return_memory
         from .service import InferenceService
+        from .till import Till
         from .training import TrainingService
 
         post, options, blocks = self._post, self._post.options, self._compute.blocks
@@ -134,7 +136,8 @@ class _Hosting:
             quantisation=blocks.quantisation,
             max_length=blocks.max_positions,
         )
-        self._pledger = pledger(post.identity, hosted, options.pledge)
+        pledging = Pledging(post.identity, hosted, options.pledge)
+        self._pledger = pledging.current
         self._adapters = Adapters(hosted, self._compute, options.allow_clients)
         await self._adapters.load(post.adapters)
         self._service = service = InferenceService(
@@ -147,6 +150,7 @@ class _Hosting:
             self._on_change,
             options.allow_clients,
             self._pledger,
+            Till(post.identity.peer_id, self._issuers()),
         )
         training = TrainingService(
             hosted, self._compute, post.identity, blocks.can_backward, options.allow_clients, self._pledger
@@ -184,6 +188,9 @@ class _Hosting:
                 nursery.start_soon(keep_measured, post.swarm, hosted.model_version, known, self._network_measured)
             if not options.stays:
                 nursery.start_soon(watch_swarm)
+            if options.pledge and options.deposit_at is not None:
+                purse = Purse(post.swarm, post.identity, options.deposit_at)
+                nursery.start_soon(pledging.keep_deposited, purse, self._on_change)
             nursery.start_soon(watch_stop)
         if stop.is_set():
             move = None
@@ -292,8 +299,13 @@ class _Hosting:
             next_span=self._next_span,
             pledge=self._pledger(),
             device=self._compute.blocks.device.type,
+            credits_of=self._issuers(),
             adapters=self._adapters.announced,
         )
+
+    def _issuers(self) -> tuple[str, ...]:
+        """The validators whose points are taken."""
+        return tuple(self._post.swarm.trust.trusted.owners)[:MAX_ISSUERS]
 
     def _ready(self) -> dict[str, object]:
         swarm, span = self._post.swarm, self._announcement.span

@@ -22,7 +22,7 @@ class ServerOptions:
     `allow_clients` are the peer ids that may use this server; none lets everybody. `gain` is what a change of blocks
     has to gain (node/placement/plan.py), None: the blocks are never changed. `max_disk` is in bytes. `pledge` is how
     many points the server promises to lose when a fault of it is proved. `adapters` are folders of adapters that
-    anybody may name.
+    anybody may name. The validator at `deposit_at`, a multiaddr with /p2p, keeps the points that are pledged.
     """
 
     model: str
@@ -42,6 +42,7 @@ class ServerOptions:
     max_disk: int | None = None
     pledge: int = 0
     adapters: tuple[Path, ...] = ()
+    deposit_at: str | None = None
 
     @property
     def stays(self) -> bool:

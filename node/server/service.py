@@ -18,6 +18,7 @@ from .compute import ComputeThread
 from .pledging import Pledger
 from .pushes import Neighbours, PushStream
 from .session import IDLE_TIMEOUT, SEND_TIMEOUT, InferenceStream, ServerSession, not_held
+from .till import Till
 
 OPEN_TIMEOUT: Final = 10.0
 MAX_WAIT: Final = 60.0
@@ -30,7 +31,7 @@ class InferenceService:
     """Serves sessions of one hosted span. `on_change` is called when free cache or queue depth have changed.
 
     `allowed_clients`: the peer ids that get sessions; none lets everybody. `pledger` gives the pledge for
-    a session that is opened.
+    a session that is opened. `till` takes points for priority; by default it takes none.
 
     Attributes:
         draining: set it and new sessions are refused and present clients told to leave.
@@ -47,6 +48,7 @@ class InferenceService:
         on_change: Callable[[], None] = lambda: None,
         allowed_clients: Collection[str] = (),
         pledger: Pledger = lambda: None,
+        till: Till | None = None,
     ) -> None:
         self.hosted = hosted
         self.budget = budget
@@ -54,6 +56,7 @@ class InferenceService:
         self.identity = identity
         self.neighbours = neighbours
         self.pledger = pledger
+        self.till = till or Till(identity.peer_id, ())
         self.adapters = adapters
         self.draining = False
         self.sessions = 0
@@ -120,11 +123,17 @@ class InferenceService:
         adapter = self.adapters.borrow(terms.adapter, stream.peer_id, terms.span)
         self.sessions += 1
         try:
-            await self._acquire(stream, terms.cache_tokens, min(frame.open.wait_ms / 1000, MAX_WAIT))
+            payment = self.till.take(frame.open, stream.peer_id, terms)
+            wait = min(frame.open.wait_ms / 1000, MAX_WAIT)
+            try:
+                await self._acquire(stream, terms.cache_tokens, wait, payment is not None)
+            except BaseException:
+                self.till.give_back(payment)
+                raise
             evicted = False
             try:
                 self._on_change()
-                evicted = await self._run(stream, terms, frame.open, adapter)
+                evicted = await self._run(stream, terms, frame.open, adapter, payment is not None)
             finally:
                 if not evicted:
                     self.budget.release(terms.cache_tokens)
@@ -136,7 +145,7 @@ class InferenceService:
                 self._idle = trio.Event()
             self._on_change()
 
-    async def _acquire(self, stream: InferenceStream, tokens: int, wait: float) -> None:
+    async def _acquire(self, stream: InferenceStream, tokens: int, wait: float, paid: bool) -> None:
         """Takes cache for a session. A client that dies in the queue loses its place at once.
 
         Raises:
@@ -155,7 +164,7 @@ class InferenceService:
 
             nursery.start_soon(watch)
             try:
-                await self.budget.acquire(tokens, wait)
+                await self.budget.acquire(tokens, wait, paid=paid)
                 held = True
             except CacheFull as error:
                 full = error
@@ -168,7 +177,7 @@ class InferenceService:
             raise StreamClosed(f"{stream.peer_id} left while it waited for cache", stream.peer_id)
 
     async def _run(
-        self, stream: InferenceStream, terms: SessionTerms, opened: wire.Open, adapter: Borrowed | None
+        self, stream: InferenceStream, terms: SessionTerms, opened: wire.Open, adapter: Borrowed | None, paid: bool
     ) -> bool:
         """Serves one session to its end; whether its cache was taken while it waited for its client."""
         compute = await self.compute.open(
@@ -178,9 +187,10 @@ class InferenceService:
             terms.codec,
             terms.span,
             adapter.adapter if adapter is not None else None,
+            paid,
         )
         keep = min(opened.keep_ms / 1000, MAX_KEEP)
-        session = ServerSession(self, stream.peer_id, terms, compute, keep)
+        session = ServerSession(self, stream.peer_id, terms, compute, keep, paid)
         key = (stream.peer_id, terms.nonce)
         self._by_key[key] = session
         try:

@@ -66,7 +66,13 @@ class ServerSession:
     """
 
     def __init__(
-        self, service: InferenceService, client: str, terms: SessionTerms, compute: ComputeSession, keep: float
+        self,
+        service: InferenceService,
+        client: str,
+        terms: SessionTerms,
+        compute: ComputeSession,
+        keep: float,
+        paid: bool = False,
     ) -> None:
         self.epoch = os.urandom(EPOCH_BYTES)
         self.evicted = False
@@ -75,6 +81,7 @@ class ServerSession:
         self._terms = terms
         self._compute = compute
         self._keep = keep
+        self._paid = paid
         self._stream: InferenceStream | None = None
         self._lock = trio.Lock()
         self._replying = trio.Lock()  # replies leave in their order, behind Granted
@@ -247,6 +254,7 @@ class ServerSession:
             sequence=self._sequence,
             last_receipt=self._last_receipt,
             pledge=pledge_to_wire(self._pledge) if self._pledge is not None else None,
+            priority=self._paid,
         )
 
     async def _listen(self, stream: InferenceStream) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ...crypto.credits import MAX_POINTS, DepositOrder, Transfer
+from ...protocols.credits import SKEW_MS
 
 FORFEIT_SHARE: Final = 4
 """Who brought the evidence gets one part in so many of a lost deposit; the rest is nobody's. Not more: a server that is
@@ -19,8 +20,6 @@ MAX_ORDER_MS: Final = 3_600_000
 MAX_DEPOSIT_MS: Final = 48 * 3_600_000
 GRACE_MS: Final = 24 * 3_600_000
 """A deposit is kept for so long after its time, for evidence that comes late."""
-SKEW_MS: Final = 120_000
-"""How far the clocks of two nodes may be apart."""
 
 
 class NotCleared(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,9 @@ from typing import Final, Self
 
 from ...crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer, sign_voucher
 from ...crypto.identity import Identity
+from ...protocols.credits import SKEW_MS
 from ..errors import MachineError
-from .account import SKEW_MS, Account, NotCleared, deposited, earned, forfeited, matured, transferred
+from .account import Account, NotCleared, deposited, earned, forfeited, matured, transferred
 
 MAX_ACCOUNTS: Final = 10_000
 """About 10 MB, clearings included. The last tenth is for servers that earn: nobody can fill it with transfers."""
@@ -51,7 +53,7 @@ def _now_ms() -> int:
 
 
 class Ledger:
-    """The accounts of the issuer `identity` in an sqlite file. A context manager; belongs to one thread at a time.
+    """The accounts of the issuer `identity` in an sqlite file. A context manager; safe to use from any thread.
 
     Each method is one transaction, on the disk when it returns. All raise MachineError if the file cannot be used.
     """
@@ -60,6 +62,7 @@ class Ledger:
         self._file = file
         self._identity = identity
         self._now_ms = now_ms
+        self._lock = threading.Lock()
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(file, check_same_thread=False, timeout=10, isolation_level=None)
@@ -180,8 +183,9 @@ class Ledger:
 
     def totals(self) -> tuple[int, int, int]:
         """Points that were issued, that are in accounts, and that are nobody's any more."""
-        rows = dict(self._database.execute("SELECT name, points FROM totals"))
-        (held,) = self._database.execute("SELECT COALESCE(SUM(points + deposit), 0) FROM accounts").fetchone()
+        with self._changing():
+            rows = dict(self._database.execute("SELECT name, points FROM totals"))
+            (held,) = self._database.execute("SELECT COALESCE(SUM(points + deposit), 0) FROM accounts").fetchone()
         return rows["issued"], held, rows["void"]
 
     def _check_issuer(self, issuer: str) -> None:
@@ -224,16 +228,18 @@ class Ledger:
     @contextmanager
     def _changing(self) -> Iterator[int]:
         """A transaction, which begins by taking the file; gives the time. Whatever is raised undoes it."""
-        try:
-            self._database.execute("BEGIN IMMEDIATE")
+        with self._lock:
             try:
-                yield self._now_ms()
-            except BaseException:
-                self._database.execute("ROLLBACK")
-                raise
-            self._database.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise self._unusable(error) from error
+                self._database.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._now_ms()
+                    self._database.execute("COMMIT")
+                except BaseException:
+                    if self._database.in_transaction:
+                        self._database.execute("ROLLBACK")
+                    raise
+            except sqlite3.Error as error:
+                raise self._unusable(error) from error
 
     def _unusable(self, error: Exception) -> MachineError:
         return MachineError(

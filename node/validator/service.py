@@ -21,7 +21,8 @@ from ..swarm.swarm import Swarm, SwarmConfig
 from .history import History
 from .plan import Probe, Serving, next_probe, waiting_seconds, whole_round
 from .prober import Own, Probed, run_probe
-from .verdicts import Judge, Verdict, worst_of
+from .rewards import Rewards
+from .verdicts import Compared, Judge, Verdict, worst_of
 
 _ATTEMPTS: Final = 3
 """Chains over which a server is tried, because another one of a chain may be the one that fails."""
@@ -29,13 +30,17 @@ _ATTEMPTS: Final = 3
 
 @dataclass(frozen=True)
 class ValidatorOptions:
-    """`config` is that of the hosts that probes are made from; each gets a key of its own."""
+    """`config` is that of the hosts that probes are made from; each gets a key of its own.
+
+    `rewards` pays the servers.
+    """
 
     config: SwarmConfig
     own: Own
     judge: Judge
     history: History
     on_verdict: Callable[[Verdict], object]
+    rewards: Rewards | None = None
     random: Random = SystemRandom()  # noqa: RUF009  (has no state)
 
 
@@ -130,7 +135,17 @@ class Validator:
 
     async def _judged(self, done: Collection[Probed]) -> list[Verdict]:
         observed = [each for probed in done for each in probed.observed]
-        return await trio.to_thread.run_sync(self._options.judge.judge, observed, abandon_on_cancel=True)
+
+        def judged() -> list[Verdict]:
+            return [self._judged_one(each) for each in self._options.judge.compare(observed)]
+
+        return await trio.to_thread.run_sync(judged, abandon_on_cancel=True)
+
+    def _judged_one(self, compared: Compared) -> Verdict:
+        verdict = self._options.judge.verdict(compared)
+        if self._options.rewards is not None:
+            self._options.rewards.verified(compared, verdict)
+        return verdict
 
     def _tell(self, verdict: Verdict) -> None:
         self._options.history.add(self._model.version, verdict)

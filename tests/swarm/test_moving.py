@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from petalnode.node.client.routing import Hop
 from petalnode.node.client.server_session import InferenceStream, SessionSpec
 from petalnode.node.client.session import ClientSession
 from petalnode.node.errors import NoChainError, ServerFailed
+from petalnode.node.server.adapters import Adapters
 from petalnode.node.server.admission import Hosted
 from petalnode.node.server.cache_budget import CacheBudget
 from petalnode.node.server.compute import ComputeThread
@@ -111,6 +112,15 @@ class OneRoute(Ways):
     def promised(self, peer_id: str) -> None:
         pass
 
+    def adapter_at(self, hop: Hop, spec: SessionSpec) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def payment(self, hop: Hop, spec: SessionSpec) -> None:
+        pass
+
+    def paid(self, payment: Any) -> None:
+        pass
+
     def accuse(self, peer_id: str, reason: str, proof: Any = None) -> None:
         pass
 
@@ -134,7 +144,8 @@ async def server_here(blocks: BlockSpan) -> AsyncIterator[tuple[Host, InferenceS
         compute = ComputeThread(blocks)
         compute.start()
         hosted = Hosted(VERSION, "tiny", 6, blocks.span, HIDDEN, "float32", "none", blocks.max_positions)
-        service = InferenceService(hosted, compute, CacheBudget(CACHE), identity, Ways(host))
+        adapters = Adapters(hosted, compute)
+        service = InferenceService(hosted, compute, CacheBudget(CACHE), identity, Ways(host), adapters)
 
         async def serve(raw: StreamBytes, peer_id: str) -> None:
             await service.handle(MessageStream(raw, wire.InferenceFrame, peer_id, max_payload=MAX_STEP_BYTES))

@@ -24,12 +24,12 @@ from petalnode.node.validator.account import (
     GRACE_MS,
     MAX_DEPOSIT_MS,
     MAX_ORDER_MS,
-    SKEW_MS,
     Account,
     NotCleared,
     earned,
 )
 from petalnode.node.validator.ledger import EXPIRY_MS, KEPT_CLEARINGS, Ledger
+from petalnode.protocols.credits import SKEW_MS
 
 ISSUER = Identity.from_seed(b"i" * 32)
 PEERS = tuple(Identity.from_seed(bytes([number]) * 32) for number in range(4))

@@ -1,0 +1,323 @@
+"""Points on real processes: earned by serving, handed on, cleared once, spent on priority, kept for a pledge."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trio
+
+from petalnode.crypto.credits import Clearing
+from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.errors import SwarmError
+from petalnode.node.swarm.addresses import parse_peer
+from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
+from petalnode.node.trust.purse import Purse
+from petalnode.node.validator.ledger import Ledger
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.credits import clearing_to_wire, price
+from petalnode.protocols.ids import CREDITS
+from tests.swarm.processes import Node, Nodes, Outcome, petalnode
+from tests.swarm.raw import RawSession
+
+CACHE = 200
+ENOUGH = 3 * CACHE
+ISSUER = Identity.from_seed(b"v" * 32)
+OWNER = Identity.from_seed(b"o" * 32)
+
+
+@dataclass
+class PointsSwarm:
+    """tiny-llama on one server, which trusts the one validator; both have met at the server."""
+
+    nodes: Nodes
+    folder: Path
+    server: Node
+    validator: Node
+    port: int = 0
+
+    @property
+    def validator_address(self) -> str:
+        return self.validator.address
+
+    @property
+    def earner(self) -> Identity:
+        """The server's."""
+        return Identity.load(self.nodes.home / "earner.key")
+
+    @property
+    def ledger(self) -> Path:
+        return Path(self.nodes.env["XDG_DATA_HOME"]) / "petalnode" / "validator" / f"ledger-{ISSUER.peer_id}.sqlite"
+
+    def restart_validator(self, interval: str) -> None:
+        """Where it was, so that it is found there again."""
+        self.port = int(self.validator.address.split("/tcp/")[1].split("/")[0])
+        self.validator.kill()
+        self.validator = start_validator(self.nodes, self.folder, self.server.address, interval, self.port)
+        self.validator.ready  # noqa: B018  (waits)
+
+
+def start_validator(nodes: Nodes, folder: Path, peer: str, interval: str, port: int = 0) -> Node:
+    key = nodes.home / "issuer.key"
+    ISSUER.save(key)
+    options = ("--json", "--issue-points", "--interval", interval, "--identity", str(key), "--peer", peer)
+    node = Node("validate", str(folder), *options, "--listen", f"/ip4/127.0.0.1/tcp/{port}", env=nodes.env)
+    nodes.running.append(node)
+    return node
+
+
+@pytest.fixture(scope="module")
+def points(node_starter: Nodes, home: Path, models: Path) -> Iterator[PointsSwarm]:
+    folder = models / "tiny-llama"
+    server = node_starter.server(
+        folder,
+        "0:6",
+        *("--cache-tokens", str(CACHE), "--identity", str(home / "earner.key")),
+        *("--trust-validator", ISSUER.peer_id),
+    )
+    made = PointsSwarm(node_starter, folder, server, start_validator(node_starter, folder, server.address, "0.3"))
+    yield made
+    made.validator.kill()
+    server.stop()
+
+
+@asynccontextmanager
+async def client(points: PointsSwarm, identity: Identity | None = None) -> AsyncIterator[Swarm]:
+    config = SwarmConfig(identity or Identity.generate(), peers=(points.server.address,), serve_dht=False)
+    with trio.fail_after(150):
+        async with open_swarm(config) as swarm:
+            yield swarm
+
+
+async def until(purse: Purse, enough: Callable[[int], bool]) -> None:
+    """Asks for the points again and again until they are enough."""
+    while not enough((await purse.credit()).points):  # noqa: ASYNC110  (of another process)
+        await trio.sleep(0.2)
+
+
+def credits(points: PointsSwarm, *arguments: str) -> Outcome:
+    command, *rest = arguments
+    key = ("--key", str(points.nodes.home / "earner.key"))
+    return petalnode("credits", command, points.validator_address, *rest, *key, "--json", env=points.nodes.env)
+
+
+def test_a_server_earns_by_serving_and_its_owner_gets_the_points(points: PointsSwarm) -> None:
+    async def until_earned() -> None:
+        async with client(points) as swarm:
+            purse = Purse(swarm, points.earner, points.validator_address)
+            await until(purse, lambda points: points >= ENOUGH)
+
+    trio.run(until_earned)
+    # From here on it does not probe, and what was earned is still there.
+    points.restart_validator("100000")
+    outcome = credits(points, "balance")
+    assert outcome.code == 0, outcome
+    (credit,) = outcome.objects
+    assert (credit["peer_id"], credit["issuer"]) == (points.server.peer_id, ISSUER.peer_id)
+    assert credit["points"] >= ENOUGH and credit["deposit"] == 0
+
+    outcome = credits(points, "transfer", OWNER.peer_id, str(2 * CACHE))
+    assert outcome.code == 0, outcome
+    (cleared,) = outcome.objects
+    assert (cleared["to"], cleared["points"], cleared["sequence"]) == (OWNER.peer_id, 2 * CACHE, 1)
+
+    async def main() -> None:
+        async with client(points) as swarm:
+            assert (await Purse(swarm, OWNER, points.validator_address).credit()).points == 2 * CACHE
+            left = (await Purse(swarm, points.earner, points.validator_address).credit()).points
+            assert left == credit["points"] - 2 * CACHE
+
+    trio.run(main)
+    too_much = credits(points, "transfer", OWNER.peer_id, str(1 << 40))
+    assert too_much.code == 3, too_much
+    assert "points are wanted" in too_much.err and "Traceback" not in too_much.err
+
+
+def test_only_the_holder_is_told_what_it_has(points: PointsSwarm) -> None:
+    issuer, holder = peer_id_to_bytes(ISSUER.peer_id), peer_id_to_bytes(OWNER.peer_id)
+    forged = wire.CreditQuery(issuer=issuer, holder=holder, time_ms=time.time_ns() // 1_000_000, signature=bytes(64))
+    bad = {wire.ERROR_BAD_REQUEST: wire.CreditsFrame(query=wire.CreditQuery(issuer=b"x"))}
+    bad[wire.ERROR_NOT_ALLOWED] = wire.CreditsFrame(query=forged)
+
+    async def main() -> None:
+        async with client(points) as swarm:
+            peer, addr = parse_peer(points.validator_address)
+            async with swarm.open_stream(peer, CREDITS, wire.CreditsFrame, addrs=(addr,), timeout=20) as stream:
+                for code, frame in bad.items():
+                    await stream.send(frame, timeout=20)
+                    answer, _ = await stream.receive(timeout=20)
+                    assert answer.error.code == code
+            stranger = Purse(swarm, Identity.generate(), points.validator_address)
+            assert (await stranger.credit()).points == 0
+            with pytest.raises(SwarmError, match="0 are there"):
+                await stranger.transfer(OWNER.peer_id, 1)
+
+    trio.run(main)
+
+
+async def opening(swarm: Swarm, points: PointsSwarm, tokens: int, clearing: Clearing | None = None) -> RawSession:
+    """A session whose Open was sent, and that waits for cache as long as it takes."""
+    session = await RawSession.connect(swarm, points.server.ready)
+    paid = {} if clearing is None else {"clearing": clearing_to_wire(clearing)}
+    await session.send_open(max_length=tokens, wait_ms=60_000, **paid)
+    return session
+
+
+async def granted(session: RawSession) -> wire.Granted:
+    frame, _ = await session.receive()
+    assert frame.WhichOneof("body") == "granted", frame
+    return frame.granted
+
+
+async def in_line(swarm: Swarm, points: PointsSwarm) -> None:
+    """Returns once the server has read what this node sent to it before."""
+    for _ in range(3):
+        refused = await RawSession.connect(swarm, points.server.ready)
+        assert (await refused.open(max_length=1)).error.code == wire.ERROR_CACHE_FULL
+
+
+def test_who_has_paid_is_admitted_first_at_a_busy_server(points: PointsSwarm) -> None:
+    order: list[str] = []
+
+    async def main() -> None:
+        async with client(points, OWNER) as owner, client(points) as stranger:
+            clearing = await Purse(owner, OWNER, points.validator_address).transfer(
+                points.server.peer_id, price(1, CACHE)
+            )
+            holder = await opening(stranger, points, CACHE)
+            assert not (await granted(holder)).priority
+            first = await opening(stranger, points, CACHE)
+            await in_line(stranger, points)
+            second = await opening(owner, points, CACHE, clearing)
+            await in_line(owner, points)
+            again = await opening(owner, points, CACHE, clearing)
+            await in_line(owner, points)
+
+            async def take(name: str, session: RawSession, priority: bool) -> None:
+                assert (await granted(session)).priority is priority, name
+                order.append(name)
+                await session.close()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(take, "first, for nothing", first, False)
+                nursery.start_soon(take, "second, paid", second, True)
+                nursery.start_soon(take, "the same payment again", again, False)
+                await holder.close()
+
+    trio.run(main)
+    assert order == ["second, paid", "first, for nothing", "the same payment again"]
+
+
+def test_chat_pays_a_busy_server_and_no_other(points: PointsSwarm) -> None:
+    key = points.nodes.home / "owner.key"
+    OWNER.save(key)
+    chat = ("chat", str(points.folder), "--peer", points.server.address, "--prompt", "hi", "--max-new-tokens", "3")
+    paying = (*chat, "--json", "--identity", str(key), "--credits", points.validator_address)
+    refused = petalnode(*chat, "--credits", points.validator_address, env=points.nodes.env)
+    assert refused.code == 2 and "--identity FILE" in refused.err
+
+    async def main() -> None:
+        async with client(points) as stranger:
+            purse = Purse(stranger, OWNER, points.validator_address)
+            before = (await purse.credit()).points
+            assert before == CACHE
+
+            async def run_chat() -> None:
+                outcome = await trio.to_thread.run_sync(lambda: petalnode(*paying, env=points.nodes.env))
+                assert outcome.code == 0, outcome
+
+            await run_chat()
+            assert (await purse.credit()).points == before, "nothing is paid where there is room"
+            holder = await opening(stranger, points, CACHE)
+            await granted(holder)
+            while True:
+                view = await stranger.refresh(timeout=10)
+                (found,) = [each for each in view.servers(now=time.time()) if each.peer_id == points.server.peer_id]
+                if not found.cache_tokens_free:
+                    break
+                await trio.sleep(0.1)
+            assert found.credits_of == (ISSUER.peer_id,)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run_chat)
+                await until(purse, lambda points: points < before)
+                await holder.close()
+            assert 0 < (await purse.credit()).points < before
+
+    trio.run(main)
+
+
+def test_a_killed_validator_has_cleared_once(points: PointsSwarm) -> None:
+    """Killed while it clears, and started again: every transfer that was sent again is cleared, and only once."""
+    recipient = Identity.generate()
+
+    async def main() -> None:
+        async with client(points) as swarm:
+            purse = Purse(swarm, points.earner, points.validator_address)
+            before = await purse.credit()
+            cleared = 0
+            killed, seventh = False, trio.Event()
+
+            async def spend(count: int) -> None:
+                nonlocal cleared
+                for _ in range(count):
+                    try:
+                        await purse.transfer(recipient.peer_id, 1)
+                    except SwarmError:
+                        assert killed
+                        return
+                    cleared += 1
+                    if cleared == 7:
+                        seventh.set()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(spend, before.points)
+                await seventh.wait()
+                killed = True
+                points.validator.process.kill()
+            await trio.to_thread.run_sync(points.restart_validator, "100000")
+            await spend(3)  # the first of them is what was not answered, once more
+            credit = await purse.credit()
+            assert cleared >= 10
+            assert before.points - credit.points == credit.sequence - before.sequence == cleared
+            assert (await Purse(swarm, recipient, points.validator_address).credit()).points == cleared
+
+    trio.run(main)
+    with Ledger(points.ledger, ISSUER) as ledger:
+        issued, held, void = ledger.totals()
+    assert issued == held + void
+
+
+def test_a_pledge_is_backed_by_what_the_server_has_earned(points: PointsSwarm, home: Path) -> None:
+    """The same server again, with a pledge; then a fault of it is proved."""
+    deposit = 50
+    points.server.stop()
+    pledging = points.nodes.server(
+        points.folder,
+        "0:6",
+        *("--identity", str(home / "earner.key"), "--pledge", str(deposit), "--deposit-at", points.validator_address),
+        peer=points.validator_address,
+    )
+    pledging.ready  # noqa: B018  (waits)
+
+    async def main() -> None:
+        config = SwarmConfig(Identity.generate(), peers=(points.validator_address,), serve_dht=False)
+        with trio.fail_after(100):
+            async with open_swarm(config) as swarm:
+                while True:
+                    view = await swarm.refresh(timeout=10)
+                    found = [each for each in view.servers(now=time.time()) if each.peer_id == pledging.peer_id]
+                    pledge = found[0].pledge if found else None
+                    if pledge is not None and pledge.holder:
+                        break
+                    await trio.sleep(0.2)
+                assert pledge.is_signed and pledge.backed([ISSUER.peer_id]) == deposit
+                assert pledge.backed([OWNER.peer_id]) == 0
+                credit = await Purse(swarm, points.earner, points.validator_address).credit()
+                assert credit.deposit == deposit
+
+    trio.run(main)
+    pledging.stop()
