@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import platformdirs
@@ -105,10 +106,15 @@ async def _validate(
                 ledger = stack.enter_context(await trio.to_thread.run_sync(Ledger, file, identity))
                 CreditDesk(swarm, ledger)
                 rewards = Rewards(ledger)
+                swarm.on_proven(rewards.proven)
                 nursery.start_soon(rewards.take_deposits)
             if not once:
                 _say_ready(output, swarm, issue_points)
-            config = join.config(Identity.generate(), listens=False, data_dir=data_dir, relay_limits=RelayLimits())
+            config = replace(
+                join.config(Identity.generate(), listens=False, data_dir=data_dir, relay_limits=RelayLimits()),
+                listen=(),  # that is where the validator itself listens
+                announce=(),
+            )
             with History(data_dir / "validator" / "history.sqlite") as history, table:
                 options = ValidatorOptions(
                     config=config,

@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS clearings (
     time_ms INTEGER NOT NULL,
     PRIMARY KEY (spender, sequence)
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS proved (number INTEGER PRIMARY KEY AUTOINCREMENT, evidence BLOB NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS proved (number INTEGER PRIMARY KEY AUTOINCREMENT, fault BLOB NOT NULL UNIQUE);
 CREATE TABLE IF NOT EXISTS totals (name TEXT PRIMARY KEY, points INTEGER NOT NULL) WITHOUT ROWID;
 INSERT OR IGNORE INTO totals VALUES ('issued', 0), ('void', 0);
 """
@@ -156,15 +156,15 @@ class Ledger:
             self._put(deposited(account, order, now), now)
         return sign_voucher(self._identity, order.server, order.points, order.until_ms)
 
-    def forfeit(self, accused: str, evidence: bytes, accuser: str) -> int:
-        """Takes the deposit of a server whose fault is proved by the evidence with this id; what the accuser got of it.
+    def forfeit(self, accused: str, fault: bytes, accuser: str) -> int:
+        """Takes the deposit of a server whose fault is proved, by the id of the fault; what the accuser got.
 
-        Evidence counts once. Points that are not deposited are not touched.
+        A fault counts once. Points that are not deposited are not touched.
         """
         with self._changing() as now:
-            if self._database.execute("SELECT 1 FROM proved WHERE evidence = ?", (evidence,)).fetchone():
+            if self._database.execute("SELECT 1 FROM proved WHERE fault = ?", (fault,)).fetchone():
                 return 0
-            self._database.execute("INSERT INTO proved VALUES (NULL, ?)", (evidence,))
+            self._database.execute("INSERT INTO proved VALUES (NULL, ?)", (fault,))
             self._database.execute(
                 "DELETE FROM proved WHERE number <= (SELECT MAX(number) FROM proved) - ?", (_MAX_PROVED,)
             )

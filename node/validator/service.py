@@ -144,7 +144,7 @@ class Validator:
     def _judged_one(self, compared: Compared) -> Verdict:
         verdict = self._options.judge.verdict(compared)
         if self._options.rewards is not None:
-            self._options.rewards.verified(compared, verdict)
+            self._options.rewards.verified(compared.observed, verdict)
         return verdict
 
     def _tell(self, verdict: Verdict) -> None:
