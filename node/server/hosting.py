@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -48,6 +49,8 @@ _CORRECT_INTERVAL: Final = 30.0
 _GAP_DRAIN: Final = 3.0
 """Seconds that sessions have to leave when blocks are missing elsewhere: no other session works till they are there."""
 _REFUSE_TIMEOUT: Final = 5.0
+_FIRST_IDLE, _NEXT_IDLE = 60.0, 600.0
+"""Seconds after which a server that nobody uses measures itself anew: nobody will, if it says that it is slow."""
 _RETRY_PAUSE: Final = 60.0
 _NETWORK_TIMEOUT: Final = 4.0
 """Seconds that measuring the network may hold up the first announcement."""
@@ -184,6 +187,7 @@ class _Hosting:
             nursery.start_soon(keep_rtts, post.swarm, self._announcement, self._rtts, self._on_change)
             if not options.throughput:
                 nursery.start_soon(self._keep_speed_true)
+                nursery.start_soon(self._measure_when_idle)
                 known = bool(self._byte_seconds)
                 nursery.start_soon(keep_measured, post.swarm, hosted.model_version, known, self._network_measured)
             if not options.stays:
@@ -344,6 +348,18 @@ class _Hosting:
             await trio.sleep(_CORRECT_INTERVAL)
             if self._live.correct():
                 await self._keep_speed()
+
+    async def _measure_when_idle(self) -> None:
+        from .measure import measure_speed
+
+        pause = _FIRST_IDLE
+        while True:
+            await trio.sleep(pause * random.uniform(0.8, 1.2))
+            pause = _NEXT_IDLE
+            if not self._service.sessions and not self._compute.depth:
+                measured = await self._compute.call(lambda: measure_speed(self._compute.blocks))
+                if self._live.measured(measured.step_seconds, 1 / measured.forward_tokens_per_second):
+                    await self._keep_speed()
 
     async def _network_measured(self, byte_seconds: float) -> None:
         self._byte_seconds = byte_seconds

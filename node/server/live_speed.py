@@ -42,17 +42,26 @@ class LiveSpeed:
 
     def correct(self) -> bool:
         """Takes over what was noted; whether that is worth announcing."""
-        step, token = _corrected(self.step_seconds, self._steps), _corrected(self.token_seconds, self._tokens)
+        return self._take(_middle(self._steps), _middle(self._tokens))
+
+    def measured(self, step_seconds: float, token_seconds: float) -> bool:
+        """Takes over what was measured anew; whether that is worth announcing."""
+        return self._take(step_seconds, token_seconds)
+
+    def _take(self, step_seconds: float | None, token_seconds: float | None) -> bool:
+        step, token = _corrected(self.step_seconds, step_seconds), _corrected(self.token_seconds, token_seconds)
         if (step, token) == (self.step_seconds, self.token_seconds):
             return False
         self.step_seconds, self.token_seconds = step, token
         return True
 
 
-def _corrected(said: float, samples: deque[float]) -> float:
-    """The middle sample if there are enough and it is notably another, else what was said."""
+def _middle(samples: deque[float]) -> float | None:
+    """The middle sample, None if there are too few."""
     found = list(samples)
-    if len(found) < _ENOUGH:
-        return said
-    middle = statistics.median(found)
-    return middle if abs(middle - said) >= _NOTABLE * said else said
+    return statistics.median(found) if len(found) >= _ENOUGH else None
+
+
+def _corrected(said: float, found: float | None) -> float:
+    """What was found if it is notably another, else what was said."""
+    return found if found is not None and abs(found - said) >= _NOTABLE * said else said

@@ -101,7 +101,9 @@ def cache_tokens_that_fit(free_bytes: int, bytes_per_token: int) -> int:
 
 
 def size(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.1f} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:.0f} MiB"
+    if nbytes >= _GIB:
+        return f"{nbytes / _GIB:.1f} GiB"
+    return f"{nbytes / _MIB:.0f} MiB" if nbytes >= _MIB else f"{nbytes / 1024:.0f} KiB"
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:

@@ -22,8 +22,10 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, Announcement, ServerState
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import DIRECTORY, TRANSFER, Span
+from tests.model_hub import serve_hub
 from tests.swarm.processes import LOOPBACK, Nodes, nodes, petalnode, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
+from tests.tiny_models import save_tiny
 
 BLOCKS = 6
 MODEL = b"m" * 32
@@ -320,6 +322,24 @@ def test_the_network_is_measured_with_those_that_answer() -> None:
 
 
 # --- processes
+
+
+def test_a_server_chooses_blocks_of_a_model_that_it_has_not_got_and_fetches_only_these(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "hub" / "model", shards="60KB")
+    with serve_hub(folder) as hub, nodes(tmp_path / "first") as first, nodes(tmp_path / "second") as second:
+        for each in (first, second):
+            each.env |= {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HOME": str(each.home / "hub")}
+        whole = first.server("org/tiny", "0:4")
+        whole.ready  # noqa: B018  (the manifest takes all of the model once)
+        hub.gets.clear()
+        node = second.server("org/tiny", None, "--num-blocks", "2", "--max-disk", "1G", peer=whole.address)
+        assert node.ready["blocks"] == [4, 6] and node.ready["count_reason"] == ""
+        assert node.ready["blocks_reason"] == "nobody holds blocks 4:6"
+        weights = {name for name, _ in hub.gets if name.endswith(".safetensors")}
+        assert weights and weights < {file.name for file in folder.glob("*.safetensors")}
+        every = second.server("org/tiny", None, "--num-blocks", "auto", "--cache-tokens", "1000", peer=whole.address)
+        assert every.ready["blocks"] == [0, 6]
+        assert "1000 tokens" in every.ready["count_reason"] and "the whole model" in every.ready["count_reason"]
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,13 @@ def test_live_prefills_correct_what_is_announced_of_them() -> None:
     assert (live.step_seconds, live.token_seconds) == (0.010, pytest.approx(0.002))
 
 
+def test_what_was_measured_anew_counts_if_it_is_notably_another() -> None:
+    live = LiveSpeed(0.010, 0.001)
+    assert not live.measured(0.011, 0.0011)
+    assert live.measured(0.011, 0.002) and (live.step_seconds, live.token_seconds) == (0.010, 0.002)
+    assert live.measured(0.002, 0.002) and live.step_seconds == 0.002
+
+
 def test_a_few_steps_or_a_few_slow_ones_correct_nothing() -> None:
     live = LiveSpeed(0.010, 0.001)
     for _ in range(15):

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from petalnode.node.blocks.sizes import largest_block
 from petalnode.node.errors import MachineError
+from petalnode.node.models import Checkpoint
 from petalnode.node.server.sizing import (
     MAX_CACHE_TOKENS,
     MIN_CACHE_TOKENS,
@@ -13,6 +17,7 @@ from petalnode.node.server.sizing import (
     cache_bytes_per_block,
     cache_tokens_that_fit,
 )
+from tests.tiny_models import save_tiny
 
 GIB = 1 << 30
 sizes = st.integers(0, 1 << 40)
@@ -53,3 +58,17 @@ def test_a_cache_by_the_words_of_several_configurations() -> None:
 @given(st.integers(0, 1 << 45), st.integers(0, 1 << 24))
 def test_the_cache_has_bounds(free: int, per_token: int) -> None:
     assert MIN_CACHE_TOKENS <= cache_tokens_that_fit(free, per_token) <= MAX_CACHE_TOKENS
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
+def test_the_largest_block_is_known_from_the_configuration_alone(tmp_path: Path, architecture: str) -> None:
+    folder = save_tiny(architecture, tmp_path / "model")
+    checkpoint = Checkpoint(folder)
+    stored = [sum(tensor.nbytes for tensor in checkpoint.tensors(block)) for block in range(6)]
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    whole = largest_block(folder, "auto", "none")
+    assert (whole.held, whole.whole, whole.item) == (max(stored), max(stored), 4)
+    assert largest_block(folder, "bfloat16", "none").held == max(stored) // 2
+    coarse = largest_block(folder, "auto", "int8")
+    assert max(stored) / 4 <= coarse.held < max(stored) / 2 and coarse.whole == max(stored)
