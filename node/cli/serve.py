@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,6 +156,11 @@ async def _serve(options: ServerOptions, join: JoinOptions, limits: RelayLimits,
                 output.say(how_joined(join, swarm.joined))
                 await run_server(swarm, identity, options, on_event, bars, stop.event)
         nursery.cancel_scope.cancel()
+    if not ready:
+        # A thread that still loads is left behind, and torch aborts a process that ends in order meanwhile.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(stop.exit_code)
     raise typer.Exit(stop.exit_code)
 
 

@@ -29,10 +29,16 @@ class StopSignal:
 
     async def watch_stdin(self) -> None:
         """Sets `event` when standard input ends, as it does when the parent process is gone."""
-        await trio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
+        await trio.to_thread.run_sync(_read_to_end, sys.stdin.fileno(), abandon_on_cancel=True)
         self.event.set()
 
     @property
     def exit_code(self) -> ExitCode:
         """Ctrl-C is an interruption; SIGTERM is how a service is told to stop, and no error."""
         return ExitCode.INTERRUPTED if self.interrupted else ExitCode.DONE
+
+
+def _read_to_end(descriptor: int) -> None:
+    # Not through Python's buffer: a thread that is left behind in there aborts the interpreter when it ends.
+    while os.read(descriptor, 1 << 16):
+        pass

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import trio
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -115,12 +116,18 @@ def _throughput(server: Announcement) -> float:
 
 
 def _table(name: str, version: bytes, num_blocks: int, servers: Sequence[Announcement]) -> Table:
-    table = Table(title=f"{name}  {num_blocks} blocks  version {version.hex()[:12]}", title_justify="left")
+    table = Table(
+        title=f"{name}  {num_blocks} blocks  version {version.hex()[:12]}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column(f"blocks 0 to {num_blocks}", no_wrap=True)
     table.add_column("span", justify="right")
     table.add_column("server", no_wrap=True)
-    table.add_column("state")
-    table.add_column("steps/s", justify="right")
+    table.add_column("state", min_width=8)
+    table.add_column("steps/s", justify="right", no_wrap=True)
     table.add_column("free cache", justify="right")
     with_adapters = any(announced(server) for server in servers)
     if with_adapters:
