@@ -28,8 +28,9 @@ def why_join(others: Sequence[Holder], span: Span, num_blocks: int) -> str:
 
 def why_move(plan: Plan, holders: Sequence[Holder], num_blocks: int) -> str:
     """What `plan`, made for `holders`, is for."""
-    if plan.closes > 0:
-        return f"nobody holds {_spans(gaps(holders, num_blocks))}"
+    missing = gaps(holders, num_blocks)
+    if plan.closes > 0 and missing:  # else others of the plan have closed it already
+        return f"nobody holds {_spans(missing)}"
     if plan.after > plan.before * _NOTABLE:
         most = upper_bound(holders, num_blocks)
         return f"the swarm then does {plan.after:.3g} steps/s instead of {plan.before:.3g}, of {most:.3g} at most"

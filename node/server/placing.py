@@ -31,6 +31,8 @@ REFRESH_TIMEOUT: Final = 5.0
 _TOLD: Final = 1000
 _PROBE_TIMEOUT: Final = 3.0
 _PROBE_ROUNDS: Final = 4
+_PLAN_LASTS: Final = 30 * 60.0
+"""Seconds after which a plan is made anew though nothing has changed: a swarm that comes to rest has more to gain."""
 
 
 class Placing:
@@ -45,7 +47,8 @@ class Placing:
         self._changes: tuple[Change, ...] = ()
         self._there: frozenset[str] | None = None
         self._told: set[str] = set()
-        self._planned: tuple[tuple[Holder, ...], float, Plan] | None = None
+        self._planned: Plan | None = None
+        self._planned_at = 0.0
         self._dead: dict[str, float] = {}
         self._reached: set[str] = set()
         self._near: set[str] = set()
@@ -162,20 +165,27 @@ class Placing:
         holders = seen.holders
         if by_itself:
             holders = tuple(replace(each, movable=each.movable and each.peer_id == self.peer_id) for each in holders)
-        if self._planned is None or self._planned[:2] != (holders, rate):
-            plan = await trio.to_thread.run_sync(
-                lambda: make_plan(holders, self.num_blocks, turnover=rate, policy=self._policy)
-            )
-            self._planned = holders, rate, plan
-        plan = self._planned[2]
+            plan = await self._make_plan(holders, rate)
+        else:
+            # A plan that was begun is carried out to its end: half of it is no situation of its own.
+            old = time.time() > self._planned_at + _PLAN_LASTS
+            rest = self._planned.rest(holders) if self._planned is not None and not old else None
+            if rest is None:
+                rest, self._planned_at = await self._make_plan(holders, rate), time.time()
+            plan = self._planned = rest
         move = plan.of(self.peer_id)
         if move is None or not may_leave(move, seen.serving, self.num_blocks):
             return None
         self.reason = why_move(plan, holders, self.num_blocks)
         return move
 
+    async def _make_plan(self, holders: tuple[Holder, ...], rate: float) -> Plan:
+        return await trio.to_thread.run_sync(
+            lambda: make_plan(holders, self.num_blocks, turnover=rate, policy=self._policy)
+        )
+
     def _turnover(self) -> float:
-        """In steps, so that what was planned holds for a while."""
+        """In steps: all shall reckon with the same."""
         return round(turnover(self._changes, len(self._there or ()) + 1, time.time()), 1)
 
     def _announcements(self) -> list[Announcement]:
