@@ -16,8 +16,10 @@ from typing import Final
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 
-LAST_RECEIPTS: Final = 4096
-"""Of one session; about 1 KB each. A session that is longer cannot be audited from its beginning."""
+LAST_RECEIPTS: Final = 256
+"""Of one session, by a client that shows them to nobody; about 2 KB each."""
+LAST_SHARED: Final = 4096
+"""Of one session, by a client that shares them: one that is longer cannot be audited from its beginning."""
 LAST_SESSIONS: Final = 64
 LAST_WORKS: Final = 64
 SHARED_BYTES: Final = 256 << 20
@@ -65,7 +67,7 @@ class SessionLog:
         nbytes: of the tensors that are kept.
     """
 
-    def __init__(self, peer_id: str, *, keeps_tensors: bool = False, limit: int = LAST_RECEIPTS) -> None:
+    def __init__(self, peer_id: str, *, keeps_tensors: bool = False, limit: int | None = None) -> None:
         self.peer_id = peer_id
         self.opening: wire.Open | None = None
         self.granted: wire.Granted | None = None
@@ -73,7 +75,7 @@ class SessionLog:
         self.nbytes = 0
         self._keeps = keeps_tensors
         self._entries: deque[LoggedStep] = deque()
-        self._limit = limit
+        self._limit = limit or (LAST_SHARED if keeps_tensors else LAST_RECEIPTS)
         self._pending: OrderedDict[int, tuple[wire.Step, wire.Tensor, bytes | None]] = OrderedDict()
 
     @property

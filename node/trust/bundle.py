@@ -97,7 +97,7 @@ class Bundle:
             payloads = {name: array.tobytes() for name, array in load(data).items()}
             bundle = cls(signed.evidence, accuser, signed.signature, payloads)
             _ = bundle.accused
-        except (DecodeError, SafetensorError, ValueError, KeyError) as error:
+        except (DecodeError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadBundle(f"this is no evidence: {error}") from None
         if len(bundle.statement) > MAX_STATEMENT or len(payloads) > _MAX_TENSORS:
             raise BadBundle("the evidence is too long")
@@ -237,11 +237,12 @@ def resigned(bundle: Bundle, accuser: Identity, found: Found | None = None) -> B
 def needed(steps: Sequence[wire.Step]) -> list[int]:
     """The numbers of the steps whose tensors are needed to recompute the last one: those that no rollback has undone.
 
-    A step whose rows changed places is always needed: no rollback undoes that.
+    A step whose rows changed places is always needed, and so is what came before it: no rollback undoes that.
     """
     kept: list[int] = []
     for number, step in enumerate(steps):
-        kept = [each for each in kept if steps[each].position < step.position or steps[each].reorder]
+        while kept and steps[kept[-1]].position >= step.position and not steps[kept[-1]].reorder:
+            kept.pop()
         kept.append(number)
     return kept
 

@@ -32,7 +32,7 @@ MAX_KNOWN: Final = 1000
 MAX_HELD_BYTES: Final = 128 << 20
 """Of bundles that this node hands out to whoever asks."""
 MAX_PER_ACCUSED: Final = 16
-"""Pieces of evidence about one server that are passed on; after so many nobody needs more."""
+"""Pieces of evidence about one server that are remembered."""
 _IDLE: Final = 30.0
 _PIECE_TIMEOUT: Final = 30.0
 _FETCHES: Final = 20
@@ -54,7 +54,7 @@ class EvidenceSpread:
         self._book = book
         self._clock = clock
         self._endorsements: OrderedDict[bytes, dict[str, Endorsement]] = OrderedDict()
-        self._accused: OrderedDict[str, set[bytes]] = OrderedDict()
+        self._accused: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
         self._makers, self._forwarders = Rates(), Rates(limit=30)
         self._checked: OrderedDict[bytes, Notice] = OrderedDict()  # of the last messages, until they are delivered
@@ -73,9 +73,6 @@ class EvidenceSpread:
                 assert isinstance(shown, SelfProven)
         except (BadNotice, NotProven) as error:
             log.debug("%s spreads nonsense: %s", maker, error)
-            return False
-        known = self._accused.get(notice.accused, set())
-        if notice.evidence_id not in known and len(known) >= MAX_PER_ACCUSED:
             return False
         self._checked[data] = notice
         while len(self._checked) > 8:
@@ -120,15 +117,24 @@ class EvidenceSpread:
             if len(endorsed) < MAX_ENDORSEMENTS or each.validator in self._book.trusted.owners:
                 endorsed[each.validator] = each
         self._endorsements[key] = endorsed
-        self._accused.setdefault(notice.accused, set()).add(key)
+        self._note_accused(notice.accused, key)
         if notice.bundle is not None:
             self._hold(notice.bundle)
         while len(self._endorsements) > MAX_KNOWN:
-            old, _ = self._endorsements.popitem(last=False)
-            for accused in [each for each, ids in self._accused.items() if old in ids]:
-                self._accused[accused].discard(old)
-                if not self._accused[accused]:
-                    del self._accused[accused]
+            self._endorsements.popitem(last=False)
+
+    def _note_accused(self, accused: str, evidence_id: bytes) -> None:
+        """Of too much about one server the oldest goes: refusing the newest would let a liar fill the places."""
+        ids = self._accused.setdefault(accused, OrderedDict())
+        ids[evidence_id] = None
+        ids.move_to_end(evidence_id)
+        self._accused.move_to_end(accused)
+        if len(ids) > MAX_PER_ACCUSED:
+            old, _ = ids.popitem(last=False)
+            self._endorsements.pop(old, None)
+            self._held.pop(old, None)
+        while len(self._accused) > MAX_KNOWN:
+            self._accused.popitem(last=False)
 
     def _hold(self, bundle: Bundle) -> None:
         data = bundle.to_bytes()

@@ -140,11 +140,13 @@ def test_a_flood_is_cut_off_by_its_maker_and_by_who_hands_it_on() -> None:
     assert hear(ears, numeric(1), "somebody else", "another neighbour")
 
 
-def test_one_server_is_not_accused_for_ever() -> None:
-    ears, _ = spread()
-    accepted = [hear(ears, numeric(number), f"{number}", f"{number}") for number in range(50)]
-    assert sum(accepted) == MAX_PER_ACCUSED
-    assert hear(ears, numeric(0), "x", "y")  # more endorsements for what is known
+def test_what_is_remembered_of_one_server_is_bounded_and_junk_keeps_nobody_out() -> None:
+    ears, book = spread(Trusted({ANN.peer_id: "ann"}, quorum=1))
+    for number in range(50):
+        assert hear(ears, numeric(number), f"{number}", f"{number}")
+    assert len(ears._endorsements) == len(ears._accused[LIAR.peer_id]) == MAX_PER_ACCUSED
+    assert hear(ears, numeric(99, ANN), "x", "y")
+    assert book.is_banned(LIAR.peer_id)
 
 
 def test_rates_forget_and_are_bounded() -> None:

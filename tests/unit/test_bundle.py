@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity
@@ -78,7 +80,32 @@ def test_what_was_rolled_back_is_not_needed(server: SigningServer) -> None:
     steps = [(0, hidden(6), ()), (6, hidden(1), ()), (4, hidden(2), ()), (6, hidden(1), ())]
     bundle = session_bundle(ACCUSER, server.session(steps), 3)
     assert set(bundle.payloads) == {"input.0", "input.2", "input.3", "output"}
-    assert needed([wire.Step(position=0), wire.Step(position=4, reorder=[0]), wire.Step(position=0)]) == [1, 2]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 4), st.booleans()), min_size=1, max_size=12))
+def test_the_needed_steps_make_the_same_cache(plan: list[tuple[float, int, bool]]) -> None:
+    steps: list[tuple[wire.Step, int]] = []
+    length = 0
+    for share, tokens, reorder in plan:
+        position = round(share * length)
+        steps.append((wire.Step(position=position, reorder=[1, 1] if reorder else []), tokens))
+        length = position + tokens
+
+    def cache(numbers: list[int]) -> list[list[tuple[int, int]]]:
+        rows: list[list[tuple[int, int]]] = [[], []]
+        for number in numbers:
+            step, tokens = steps[number]
+            assert step.position <= len(rows[0])
+            rows = [row[: step.position] for row in rows]
+            if step.reorder:
+                rows = [list(rows[row]) for row in step.reorder]
+            for index, row in enumerate(rows):
+                row.extend((number, index) for _ in range(tokens))
+        return rows
+
+    chosen = needed([step for step, _ in steps])
+    assert chosen[-1] == len(steps) - 1
+    assert cache(chosen) == cache(list(range(len(steps))))
 
 
 @pytest.mark.parametrize("backward", [False, True])
