@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from ...protocols.adapter import AnnouncedAdapter
 from ...protocols.announcement import Announcement, ServerState
 from ..client.adapters import announced
 from ..client.routing import describe_blocks
@@ -55,6 +56,8 @@ async def _status(model: str | None, join: JoinOptions) -> None:
             )
             if not join.json:
                 output.console.print(_table(name, version, num_blocks, servers))
+                for line in adapter_lines(servers):
+                    output.say(line)
                 missing = [block for block, count in enumerate(coverage) if not count]
                 for server in known:
                     if server.num_blocks != num_blocks:
@@ -64,6 +67,18 @@ async def _status(model: str | None, join: JoinOptions) -> None:
         if not join.json:
             for line in relay_lines(relays):
                 output.say(line)
+
+
+def adapter_lines(servers: Sequence[Announcement]) -> list[str]:
+    """Which adapters can be named, and on which blocks."""
+    held: dict[AnnouncedAdapter, set[int]] = {}
+    for server in servers:
+        for each in announced(server):
+            held.setdefault(each, set()).update(range(server.span.start, server.span.end))
+    return [
+        f"adapter {each.name}@{each.hash.hex()[:8]}: {describe_blocks(sorted(blocks))}"
+        for each, blocks in sorted(held.items(), key=lambda item: (item[0].name, item[0].hash))
+    ]
 
 
 def coverage_of(servers: Sequence[Announcement], num_blocks: int) -> list[int]:
@@ -129,9 +144,6 @@ def _table(name: str, version: bytes, num_blocks: int, servers: Sequence[Announc
     table.add_column("state", min_width=8)
     table.add_column("steps/s", justify="right", no_wrap=True)
     table.add_column("free cache", justify="right")
-    with_adapters = any(announced(server) for server in servers)
-    if with_adapters:
-        table.add_column("adapters")
     for server in servers:
         table.add_row(
             _bar(server, num_blocks),
@@ -140,7 +152,6 @@ def _table(name: str, version: bytes, num_blocks: int, servers: Sequence[Announc
             _state(server),
             f"{_throughput(server):.1f}",
             f"{server.cache_tokens_free}",
-            *([", ".join(each.name for each in announced(server))] if with_adapters else []),
         )
     return table
 

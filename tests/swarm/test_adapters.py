@@ -15,6 +15,7 @@ from transformers import LogitsProcessor
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.inference_session import InferenceSession
 from petalnode.node.errors import BadInput, NoChainError
+from petalnode.node.models.adapter import read_adapter
 from petalnode.node.models.adapter_note import AdapterNote
 from petalnode.node.tuning.adapter_folder import save_adapter
 from petalnode.node.tuning.tuned import MethodOptions, Tuned
@@ -204,6 +205,9 @@ def test_on_the_command_line(
     assert "held are: poet" in outcome.err
     outcome = petalnode("status", "--peer", holding.peer, "--json", env=environment(home))
     assert sorted(server["adapters"] for server in outcome.objects[0]["servers"]) == [[], ["poet"], ["poet"]]
+    digits = read_adapter(adapters.poet).hash.hex()[:8]
+    outcome = petalnode("status", "--peer", holding.peer, env=environment(home))
+    assert f"adapter poet@{digits}: blocks 0:6" in outcome.out + outcome.err
 
 
 def test_an_adapter_of_another_version(
