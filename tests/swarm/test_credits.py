@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,13 @@ import trio
 
 from petalnode.crypto.credits import Clearing
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.crypto.receipts import NO_RECEIPT, Receipt
 from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.addresses import parse_peer
 from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
+from petalnode.node.trust.bundle import Bundle, equivocation_bundle
 from petalnode.node.trust.purse import Purse
+from petalnode.node.validator.account import FORFEIT_SHARE
 from petalnode.node.validator.ledger import Ledger
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.credits import clearing_to_wire, price
@@ -27,6 +30,7 @@ from tests.swarm.raw import RawSession
 CACHE = 200
 ENOUGH = 3 * CACHE
 ISSUER = Identity.from_seed(b"v" * 32)
+ACCUSER = Identity.from_seed(b"a" * 32)
 OWNER = Identity.from_seed(b"o" * 32)
 
 
@@ -64,7 +68,7 @@ class PointsSwarm:
 def start_validator(nodes: Nodes, folder: Path, peer: str, interval: str, port: int = 0) -> Node:
     key = nodes.home / "issuer.key"
     ISSUER.save(key)
-    options = ("--json", "--issue-points", "--interval", interval, "--identity", str(key), "--peer", peer)
+    options = ("--json", "--issue-points", "--gossip", "--interval", interval, "--identity", str(key), "--peer", peer)
     node = Node("validate", str(folder), *options, "--listen", f"/ip4/127.0.0.1/tcp/{port}", env=nodes.env)
     nodes.running.append(node)
     return node
@@ -291,7 +295,16 @@ def test_a_killed_validator_has_cleared_once(points: PointsSwarm) -> None:
     assert issued == held + void
 
 
-def test_a_pledge_is_backed_by_what_the_server_has_earned(points: PointsSwarm, home: Path) -> None:
+def equivocation(server: Identity) -> Bundle:
+    """What would prove that the server has signed two answers to one request."""
+    now = time.time_ns() // 1_000_000
+    session = (OWNER.peer_id, bytes(16), bytes(16), 1)
+    first = Receipt(1, bytes(32), (0, 6), "float32", "none", *session, bytes(32), b"1" * 32, NO_RECEIPT, b"", now)
+    second = replace(first, reply_hash=b"2" * 32)
+    return equivocation_bundle(ACCUSER, server.peer_id, first.signed(server), second.signed(server))
+
+
+def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(points: PointsSwarm, home: Path) -> None:
     """The same server again, with a pledge; then a fault of it is proved."""
     deposit = 50
     points.server.stop()
@@ -304,7 +317,7 @@ def test_a_pledge_is_backed_by_what_the_server_has_earned(points: PointsSwarm, h
     pledging.ready  # noqa: B018  (waits)
 
     async def main() -> None:
-        config = SwarmConfig(Identity.generate(), peers=(points.validator_address,), serve_dht=False)
+        config = SwarmConfig(ACCUSER, peers=(points.validator_address,), serve_dht=False, gossip=True)
         with trio.fail_after(100):
             async with open_swarm(config) as swarm:
                 while True:
@@ -318,6 +331,16 @@ def test_a_pledge_is_backed_by_what_the_server_has_earned(points: PointsSwarm, h
                 assert pledge.backed([OWNER.peer_id]) == 0
                 credit = await Purse(swarm, points.earner, points.validator_address).credit()
                 assert credit.deposit == deposit
+
+                accuser = Purse(swarm, ACCUSER, points.validator_address)
+                assert (await accuser.credit()).points == 0
+                while ISSUER.peer_id not in swarm.gossip_peers():  # noqa: ASYNC110  (told by no event)
+                    await trio.sleep(0.1)
+                await swarm.publish_evidence(equivocation(points.earner), recomputed=False)
+                await until(accuser, lambda points: points > 0)
+                assert (await accuser.credit()).points == deposit // FORFEIT_SHARE
+                after = await Purse(swarm, points.earner, points.validator_address).credit()
+                assert (after.deposit, after.points) == (0, credit.points)
 
     trio.run(main)
     pledging.stop()
