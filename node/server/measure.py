@@ -10,7 +10,9 @@ import torch
 
 from ..blocks.span import BlockSpan
 
-_STEPS: Final = 5
+_LEAST_STEPS, _MOST_STEPS = 5, 30
+_STEPS_SECONDS: Final = 0.3
+"""Steps go on for so long: other work on the machine must not be taken for the span's."""
 _PREFILL: Final = 64
 _PREFILLS: Final = 2
 
@@ -28,8 +30,9 @@ def measure_speed(blocks: BlockSpan) -> Speed:
 
     The best of several, because whatever else the machine was doing is not the span's cost.
     """
-    tokens = min(_PREFILL, blocks.max_positions - _STEPS - 1)
-    cache = blocks.make_cache(1, tokens + _STEPS + 1)
+    most = max(1, min(_MOST_STEPS, blocks.max_positions // 4))
+    tokens = max(1, min(_PREFILL, blocks.max_positions - most - 1))
+    cache = blocks.make_cache(1, tokens + most + 1)
     try:
         hidden = torch.zeros(1, tokens, blocks.hidden_size, dtype=blocks.dtype, device=blocks.device)
         blocks.forward(hidden[:, :1], cache)  # the first call allocates and warms up
@@ -40,8 +43,8 @@ def measure_speed(blocks: BlockSpan) -> Speed:
             blocks.forward(hidden, cache)
             synchronise(blocks.device)
             prefills.append(time.perf_counter() - begun)
-        steps = []
-        for _ in range(_STEPS):
+        steps: list[float] = []
+        while len(steps) < most and (len(steps) < _LEAST_STEPS or sum(steps) < _STEPS_SECONDS):
             begun = time.perf_counter()
             blocks.decode([(hidden[:, :1], cache)])
             synchronise(blocks.device)
