@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import platformdirs
@@ -43,6 +44,9 @@ def validate(
     interval: Annotated[
         float, typer.Option(min=0.1, metavar="S", help="Seconds between two probes in the mean; when, nobody can tell.")
     ] = 300.0,
+    evidence_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep evidence of faults here (`petalnode verify-evidence`).")
+    ] = None,
     device: Annotated[str, typer.Option(help="Where to recompute: cpu, cuda, cuda:1, mps, auto.")] = "cpu",
     issue_points: Annotated[
         bool, typer.Option("--issue-points", help="Keep accounts: servers earn points for what was verified.")
@@ -53,16 +57,23 @@ def validate(
     """Check that servers compute what they say: probe them as a user would, and recompute block by block."""
     if once and issue_points:
         raise BadInput("--issue-points is for a validator that goes on: leave --once out")
-    code = trio.run(_validate, model, once, interval, device, issue_points, join)
+    code = trio.run(_validate, model, once, interval, device, issue_points, evidence_dir, join)
     raise typer.Exit(code)
 
 
 async def _validate(
-    model: str | None, once: bool, interval: float, device: str, issue_points: bool, join: JoinOptions
+    model: str | None,
+    once: bool,
+    interval: float,
+    device: str,
+    issue_points: bool,
+    evidence_dir: Path | None,
+    join: JoinOptions,
 ) -> int:
     from ..blocks.client import load_client
     from ..blocks.config import choose_device
     from ..validator.credit_desk import CreditDesk
+    from ..validator.endorsing import Endorser
     from ..validator.history import History
     from ..validator.ledger import Ledger
     from ..validator.prober import Own
@@ -123,11 +134,15 @@ async def _validate(
                     history=history,
                     on_verdict=table.tell,
                     rewards=rewards,
+                    evidence_dir=evidence_dir,
+                    accuser=identity,
                 )
                 validator = Validator(swarm, options)
                 if once:
                     found = await validator.once()
                 else:
+                    nursery.start_soon(validator.audit)
+                    nursery.start_soon(Endorser(swarm, folder, identified.version, device=target).run)
                     await validator.run(interval)
         finished = True
         nursery.cancel_scope.cancel()
@@ -138,6 +153,8 @@ async def _validate(
 
 def _say_ready(output: Output, swarm: Swarm, issue_points: bool) -> None:
     output.emit(event="ready", peer_id=swarm.peer_id, addrs=list(swarm.addrs))
+    for address in swarm.addrs[:1]:
+        output.say(f"to have your answers audited:  petalnode chat --share-receipts {address}")
     if issue_points:
         output.say(
             f"points of this validator count where it is trusted:  petalnode serve --trust-validator {swarm.peer_id}"

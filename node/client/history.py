@@ -44,10 +44,6 @@ class History:
         self._inputs = list(inputs)
 
     @property
-    def inputs(self) -> tuple[Input, ...]:
-        return tuple(self._inputs)
-
-    @property
     def end(self) -> int:
         """Tokens of a row after the last step."""
         return self._inputs[-1].end if self._inputs else 0

@@ -81,11 +81,6 @@ class ClientSession:
         return step_limit(self._links)
 
     @property
-    def inputs(self) -> tuple[tuple[Hop, tuple[Input, ...]], ...]:
-        """Per server of the present chain, the inputs that made its cache."""
-        return tuple((link.server.hop, link.history.inputs) for link in self._links)
-
-    @property
     def timings(self) -> tuple[HopTiming, ...]:
         return tuple(link.server.timing for link in self._links)
 

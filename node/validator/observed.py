@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...protocols.ids import Span
 from ...protocols.tensors import decode
-from ..client.history import Input
-from ..client.server_session import Chunk
+from ...protocols.training import WorkTerms
+from ..client.receipt_log import LoggedWork, SessionLog
+from ..server.training_job import unpack_keep, unpack_work
 from .tolerances import Pass
-from .truth import Question, SessionQuestion, Step
+from .truth import PassQuestion, Question, SessionQuestion, Step
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Observed:
         question: what it was asked.
         claimed: what it answered, per step; of a pass, the output or the gradient of the hidden states.
         codec: under which it answered.
+        source: the receipts of it, for evidence.
     """
 
     peer_id: str
@@ -36,6 +37,7 @@ class Observed:
     claimed: tuple[torch.Tensor, ...]
     device: str = ""
     codec: str = "none"
+    source: SessionLog | LoggedWork | None = None
 
     @property
     def direction(self) -> Pass:
@@ -48,11 +50,62 @@ class Observed:
         return len(self.claimed)
 
 
-def session_question(span: Span, inputs: Sequence[Input], left_padding: tuple[int, ...] = ()) -> SessionQuestion:
-    """What a server was asked in a session whose inputs a client has kept."""
-    steps = (Step(each.position, decode(each.chunk.tensor, each.chunk.payload), each.reorder) for each in inputs)
-    return SessionQuestion(span, tuple(steps), left_padding)
+def observed_session(log: SessionLog, device: str = "") -> Observed | None:
+    """What a server did in a session, from a client's receipts.
+
+    None if the beginning was not kept, or the session had an adapter, whose weights are not in the receipts.
+
+    Raises:
+        TensorError: bytes that are no tensor, which no checked log holds.
+    """
+    if log.opening is None or not log.complete:
+        return None
+    steps: list[Step] = []
+    claimed: list[torch.Tensor] = []
+    receipt = None
+    for entry in log.entries:
+        if entry.step is None or entry.asked is None or entry.input is None or entry.output is None:
+            break
+        receipt = entry.receipt
+        steps.append(Step(entry.step.position, decode(entry.asked, entry.input), tuple(entry.step.reorder)))
+        claimed.append(decode(entry.asked, entry.output))
+    if receipt is None or receipt.adapter:
+        return None
+    span = Span(*receipt.span)
+    return Observed(
+        log.peer_id,
+        span,
+        receipt.dtype,
+        receipt.quantisation,
+        SessionQuestion(span, tuple(steps), tuple(log.opening.left_padding)),
+        tuple(claimed),
+        device,
+        log.opening.codec,
+        log,
+    )
 
 
-def tensors_of(chunks: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
-    return tuple(decode(chunk.tensor, chunk.payload) for chunk in chunks)
+def observed_work(logged: LoggedWork, device: str = "") -> Observed:
+    """What a server did in a pass of a batch, from a client's receipts.
+
+    Raises:
+        Refusal: values that a server would not have taken.
+        TensorError: bytes that are no tensor, which no checked log holds.
+    """
+    receipt = logged.receipt
+    span = Span(*receipt.span)
+    wire = logged.work.tensors[0]
+    terms = WorkTerms(receipt.model_version, span, wire.codec, wire.dtype, receipt.nonce)
+    kept = None if logged.keep is None else unpack_keep(logged.keep, [bytearray(each) for each in logged.kept])
+    job = unpack_work(logged.protocol, terms, logged.work, [bytearray(each) for each in logged.inputs], kept)
+    return Observed(
+        logged.peer_id,
+        span,
+        receipt.dtype,
+        receipt.quantisation,
+        PassQuestion(job.batch, job.gradient),
+        (decode(wire, logged.outputs[0]),),
+        device,
+        wire.codec,
+        logged,
+    )

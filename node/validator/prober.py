@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Final
 
@@ -17,40 +17,54 @@ import torch
 import trio
 
 from ...crypto.identity import Identity
-from ...protocols.announcement import Announcement
-from ...protocols.ids import BACKWARD, FORWARD
+from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.tensors import decode, dtype_name, encode
 from ..blocks.client import ClientModel
-from ..blocks.passes import Batch
 from ..client.chunks import from_chunks, to_chunks
 from ..client.core import SwarmClient, SwarmModel
 from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
 from ..client.dialogue import Dialogue
 from ..client.generation import Sampler, Sampling
+from ..client.receipt_log import SHARED_BYTES, ReceiptArchive
 from ..client.routing import Hop
 from ..client.server_session import Chunk, SessionSpec
 from ..client.text import Text
 from ..client.work_stream import Packed, Task, WorkSpec
 from ..errors import NoChainError, ServerFailed, SwarmError
 from ..swarm.swarm import SwarmConfig, open_swarm
-from .observed import Observed, session_question, tensors_of
+from ..trust.book import TrustBook
+from .observed import Observed, observed_session, observed_work
 from .plan import Probe
 from .texts import passage, question
-from .truth import PassQuestion, SessionAnswer, SessionQuestion, Step, Truth
+from .truth import SessionAnswer, SessionQuestion, Step, Truth
 
 PROBE_TIMEOUT: Final = 300.0
 """Of a whole probe, in seconds: what has been seen by then counts."""
+_CONTEXT: Final = 4096
 _ROOM: Final = (256, 512, 512, 1024)
 """Tokens that users reserve for an answer."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What came of a probe: answers to be judged, and per server why there are none (more)."""
+    """What came of a probe.
+
+    Attributes:
+        archive: receipts of all answers, with what was asked.
+        devices: by peer id, the kind of device that a server says it computes on.
+        failures: per server that failed or cheated, how.
+    """
 
     probe: Probe
-    observed: tuple[Observed, ...]
-    failures: Mapping[str, ServerFailed | SwarmError] = field(default_factory=dict)
+    archive: ReceiptArchive
+    devices: Mapping[str, str]
+    failures: Mapping[str, SwarmError]
+
+    def observed(self) -> list[Observed]:
+        """The answers, as tensors to be judged."""
+        sessions = (observed_session(log, self.devices.get(log.peer_id, "")) for log in self.archive.sessions)
+        works = (observed_work(work, self.devices.get(work.peer_id, "")) for work in self.archive.works)
+        return [*(each for each in sessions if each is not None), *works]
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,7 @@ class _RoutedClient(SwarmClient):
     def __init__(self, swarm: Any, model: SwarmModel, nursery: trio.Nursery, route: Sequence[Hop]) -> None:
         super().__init__(swarm, model, nursery)
         self._route = tuple(route)
-        self.failures: dict[str, ServerFailed | SwarmError] = {}
+        self.failures: dict[str, SwarmError] = {}
 
     async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
         if isinstance(excluded, Mapping):
@@ -115,42 +129,40 @@ async def run_probe(config: SwarmConfig, own: Own, probe: Probe) -> Probed:
     Raises:
         SwarmError: no peer answers.
     """
-    observed: list[Observed] = []
-    failures: dict[str, ServerFailed | SwarmError] = {}
-    async with open_swarm(replace(config, identity=Identity.generate())) as swarm:
+    failures: dict[str, SwarmError] = {}
+    archive = ReceiptArchive(shared_bytes=SHARED_BYTES)
+    # Without a memory of its own: whom this person has banned must be probed all the same.
+    host = replace(config, identity=Identity.generate(), trust=TrustBook(), gossip=False)
+    async with open_swarm(host) as swarm:
         with suppress(SwarmError):
             await swarm.refresh(model_version=own.model.version, timeout=REFRESH_TIMEOUT)
-        announced = {each.peer_id: each for each in swarm.view.servers(own.model.version, now=time.time())}
+        devices = {each.peer_id: each.device for each in swarm.view.servers(own.model.version, now=time.time())}
         async with trio.open_nursery() as nursery:
             client = _RoutedClient(swarm, own.model, nursery, probe.route)
+            client.receipts = archive
             nursery.start_soon(client.candidates)
             with trio.move_on_after(PROBE_TIMEOUT) as scope:
                 try:
-                    if probe.kind == "chat":
-                        await _chat(client, own, probe, announced, observed)
-                    else:
-                        await _train(client, own, probe, announced, observed)
+                    await (_chat if probe.kind == "chat" else _train)(client, own, probe)
                 except ServerFailed as error:
                     failures[error.peer_id] = error
                 except SwarmError as error:
                     failures.update({hop.peer_id: error for hop in probe.route if not client.failures})
-            failures.update({peer: error for peer, error in client.failures.items() if peer not in failures})
+            failures = {**client.failures, **failures}
             if scope.cancelled_caught:
                 late = SwarmError(f"the probe was not done after {PROBE_TIMEOUT:.0f} s")
                 failures.update({hop.peer_id: late for hop in probe.route if hop.peer_id not in failures})
             nursery.cancel_scope.cancel()
-    return Probed(probe, tuple(observed), failures)
+    return Probed(probe, archive, devices, failures)
 
 
 # --- a conversation
 
 
-async def _chat(
-    client: SwarmClient, own: Own, probe: Probe, announced: Mapping[str, Announcement], observed: list[Observed]
-) -> None:
+async def _chat(client: SwarmClient, own: Own, probe: Probe) -> None:
     random = Random(probe.seed)
     prompt = own.prompt(random)
-    limit = min(_session_limit(probe, announced), own.local.max_positions or 4096)
+    limit = min(_session_limit(client, probe), own.local.max_positions or _CONTEXT)
     del prompt[max(1, limit - probe.new_tokens) :]
     spec = SessionSpec(
         model_version=own.model.version,
@@ -160,20 +172,14 @@ async def _chat(
         dtype=dtype_name(own.local.dtype),
     )
     steps = await trio.to_thread.run_sync(_Steps, own, probe, random, prompt)
-    outputs: list[Chunk] = []
     async with client.session(spec) as session:
-        try:
-            for _ in range(probe.new_tokens):
-                chunks = await trio.to_thread.run_sync(
-                    lambda: to_chunks(steps.next(), session.spec.codec, session.max_step_tokens)
-                )
-                answered = await session.step(chunks)
-                outputs += answered
-                if not await trio.to_thread.run_sync(steps.take, answered):
-                    break
-        finally:
-            # What servers said before one of them failed counts, too.
-            observed += _of_session(session.inputs, outputs, announced)
+        for _ in range(min(probe.new_tokens, limit - len(prompt))):
+            chunks = await trio.to_thread.run_sync(
+                lambda: to_chunks(steps.next(), session.spec.codec, session.max_step_tokens)
+            )
+            answered = await session.step(chunks)
+            if not await trio.to_thread.run_sync(steps.take, answered):
+                break
 
 
 class _Steps:
@@ -218,51 +224,23 @@ def _entering(own: Own, block: int, tokens: torch.Tensor) -> torch.Tensor:
     hidden = own.local.embed(tokens)
     if not block:
         return hidden
-    from ...protocols.ids import Span
-
     truth = Truth(own.model.folder.path, dtype_name(own.local.dtype), "none")
     (answer,) = truth.answer([SessionQuestion(Span(0, block), (Step(0, hidden),))])
     assert isinstance(answer, SessionAnswer)
     return answer.outputs[0]
 
 
-def _of_session(
-    inputs: Sequence[tuple[Hop, Sequence[Any]]], outputs: Sequence[Chunk], announced: Mapping[str, Announcement]
-) -> list[Observed]:
-    """Per server, what it took and what it gave: what entered the next one, or came to the client."""
-    found = []
-    following = [tuple(each.chunk for each in taken) for _, taken in inputs[1:]] + [tuple(outputs)]
-    for (hop, taken), given in zip(inputs, following, strict=True):
-        count = min(len(taken), len(given))
-        server = announced.get(hop.peer_id)
-        if not count or server is None:
-            continue
-        found.append(
-            Observed(
-                hop.peer_id,
-                hop.span,
-                server.dtype,
-                server.quantisation,
-                session_question(hop.span, taken[:count]),
-                tensors_of(given[:count]),
-            )
-        )
-    return found
-
-
-def _session_limit(probe: Probe, announced: Mapping[str, Announcement]) -> int:
+def _session_limit(client: SwarmClient, probe: Probe) -> int:
     """Tokens of a session that all servers of the chain take."""
-    servers = [announced[hop.peer_id] for hop in probe.route if hop.peer_id in announced]
-    limits = [min(each.max_session_length or 4096, max(each.cache_tokens, 1)) for each in servers]
-    return min(limits, default=4096)
+    route = {hop.peer_id for hop in probe.route}
+    servers = [each for each in client.servers() if each.peer_id in route]
+    return min((min(each.max_session_length or _CONTEXT, max(each.cache_tokens, 1)) for each in servers), default=1)
 
 
 # --- a batch of a fine-tuning
 
 
-async def _train(
-    client: SwarmClient, own: Own, probe: Probe, announced: Mapping[str, Announcement], observed: list[Observed]
-) -> None:
+async def _train(client: SwarmClient, own: Own, probe: Probe) -> None:
     random = Random(probe.seed)
     tokens = own.rows(random, probe.rows, min(probe.new_tokens, own.local.max_positions or probe.new_tokens))
     hidden = await trio.to_thread.run_sync(_entering, own, probe.span.start, tokens)
@@ -272,31 +250,15 @@ async def _train(
     for hop in probe.route:
         (output,) = await client.works.run(FORWARD, hop, works, Task((chunk,)), None)
         entered.append((hop, chunk))
-        observed += _of_pass(hop, chunk, None, output, announced)
         chunk = output
-    whole = probe.span.end == own.local.num_blocks
 
     def first_gradient() -> torch.Tensor:
         left = decode(chunk.tensor, chunk.payload)
-        if whole:
+        if probe.span.end == own.local.num_blocks:
             return own.local.loss_gradient(left, tokens)
         generator = torch.Generator().manual_seed(probe.seed % 2**31)
         return 1e-3 * torch.randn(left.shape, generator=generator).to(left.dtype)
 
     flowing = Packed(*encode(await trio.to_thread.run_sync(first_gradient), "none"))
     for hop, given in reversed(entered):
-        answer = await client.works.run(BACKWARD, hop, works, Task((given, flowing)), None)
-        observed += _of_pass(hop, given, flowing, answer[0], announced)
-        flowing = answer[0]
-
-
-def _of_pass(
-    hop: Hop, given: Packed, gradient: Packed | None, answer: Packed, announced: Mapping[str, Announcement]
-) -> list[Observed]:
-    server = announced.get(hop.peer_id)
-    if server is None:
-        return []
-    flowing = None if gradient is None else decode(gradient.tensor, gradient.payload)
-    asked = PassQuestion(Batch(hop.span, decode(given.tensor, given.payload)), flowing)
-    claimed = (decode(answer.tensor, answer.payload),)
-    return [Observed(hop.peer_id, hop.span, server.dtype, server.quantisation, asked, claimed)]
+        flowing, *_ = await client.works.run(BACKWARD, hop, works, Task((given, flowing)), None)

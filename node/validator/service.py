@@ -5,24 +5,34 @@ Validator peers of Petals (NeurIPS 2023, appendix H), which describes them and l
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random, SystemRandom
 from typing import Final
 
 import trio
 
+from ...crypto.identity import Identity
 from ...protocols.announcement import Announcement, ServerState
+from ...protocols.ids import Span
 from ..client.core import SwarmModel
 from ..client.deadlines import REFRESH_TIMEOUT
-from ..errors import SwarmError
+from ..errors import PetalnodeError, SwarmError
 from ..swarm.swarm import Swarm, SwarmConfig
+from ..trust.bundle import Bundle, Found, resigned
+from .accusation import bundle_of, save_evidence
+from .auditing import AuditDesk
+from .check_evidence import check_evidence
 from .history import History
 from .plan import Probe, Serving, next_probe, waiting_seconds, whole_round
 from .prober import Own, Probed, run_probe
 from .rewards import Rewards
 from .verdicts import Compared, Judge, Verdict, worst_of
+
+log = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 3
 """Chains over which a server is tried, because another one of a chain may be the one that fails."""
@@ -32,6 +42,7 @@ _ATTEMPTS: Final = 3
 class ValidatorOptions:
     """`config` is that of the hosts that probes are made from; each gets a key of its own.
 
+    Evidence is signed by `accuser` and kept in `evidence_dir`, if there are both.
     `rewards` pays the servers.
     """
 
@@ -41,6 +52,8 @@ class ValidatorOptions:
     history: History
     on_verdict: Callable[[Verdict], object]
     rewards: Rewards | None = None
+    evidence_dir: Path | None = None
+    accuser: Identity | None = None
     random: Random = SystemRandom()  # noqa: RUF009  (has no state)
 
 
@@ -125,6 +138,41 @@ class Validator:
                     reason = str(probed.failures[hop.peer_id])
                     self._tell(Verdict(hop.peer_id, hop.span, "inconclusive", reason, None, None))
 
+    async def audit(self) -> None:
+        """Judges for ever what clients show of their own receipts: the swarm has to listen, and clients to call it.
+
+        Only this finds servers that are honest to strangers.
+        """
+        folder, device = self._model.folder, self._options.judge.device
+        desk = AuditDesk(self._swarm, lambda receipt: receipt.model_version == self._model.version)
+        while True:
+            shown = await desk.next()
+            try:
+                checked = await trio.to_thread.run_sync(
+                    lambda: check_evidence(shown.bundle, folder, device=device),  # noqa: B023  (awaited at once)
+                    abandon_on_cancel=True,
+                )
+            except PetalnodeError as error:
+                log.warning("what %s shows cannot be judged: %s", shown.client, error)
+                continue
+            right = checked.tolerance > 0 and checked.error <= checked.tolerance
+            verdict = Verdict(
+                shown.bundle.accused,
+                Span(*shown.receipt.span),
+                "faulty" if checked.proven else "ok" if right else "inconclusive",
+                checked.reason,
+                checked.error,
+                checked.tolerance,
+                "receipts",
+                1,
+            )
+            if checked.proven and self._options.accuser is not None:
+                found = Found(checked.error, checked.tolerance)
+                bundle = resigned(shown.bundle, self._options.accuser, found)
+                await self._swarm.publish_evidence(bundle, recomputed=True)
+                verdict = await trio.to_thread.run_sync(self._kept, verdict, bundle)
+            self._tell(verdict)
+
     async def _probe(self, probe: Probe) -> Probed:
         return await run_probe(self._options.config, self._options.own, probe)
 
@@ -134,18 +182,37 @@ class Validator:
         failed.update({peer: str(error) for peer, error in probed.failures.items()})
 
     async def _judged(self, done: Collection[Probed]) -> list[Verdict]:
-        observed = [each for probed in done for each in probed.observed]
+        def compared() -> list[Compared]:
+            return self._options.judge.compare([each for probed in done for each in probed.observed()])
 
-        def judged() -> list[Verdict]:
-            return [self._judged_one(each) for each in self._options.judge.compare(observed)]
+        every = await trio.to_thread.run_sync(compared, abandon_on_cancel=True)
+        return [await self._judged_one(each) for each in every]
 
-        return await trio.to_thread.run_sync(judged, abandon_on_cancel=True)
-
-    def _judged_one(self, compared: Compared) -> Verdict:
+    async def _judged_one(self, compared: Compared) -> Verdict:
         verdict = self._options.judge.verdict(compared)
         if self._options.rewards is not None:
-            self._options.rewards.verified(compared.observed, verdict)
-        return verdict
+            await trio.to_thread.run_sync(self._options.rewards.verified, compared.observed, verdict)
+        if verdict.verdict == "ok":
+            tokens = sum(each.shape[0] * each.shape[1] for each in compared.observed.claimed)
+            self._swarm.trust.note_tokens(verdict.peer_id, tokens, recomputed=True)
+        if verdict.verdict != "faulty" or self._options.accuser is None:
+            return verdict
+        bundle = await trio.to_thread.run_sync(bundle_of, compared, verdict, self._options.accuser)
+        if bundle is None:
+            return verdict
+        if (verdict.error or 0.0) > (verdict.tolerance or 0.0):  # others see no more than distances
+            await self._swarm.publish_evidence(bundle, recomputed=True)
+        return await trio.to_thread.run_sync(self._kept, verdict, bundle)
+
+    def _kept(self, verdict: Verdict, bundle: Bundle) -> Verdict:
+        """Writes evidence down, if it is wanted."""
+        if self._options.evidence_dir is None:
+            return verdict
+        try:
+            return replace(verdict, evidence=save_evidence(self._options.evidence_dir, bundle))
+        except OSError as error:
+            log.warning("evidence cannot be kept in %s: %s", self._options.evidence_dir, error)
+            return verdict
 
     def _tell(self, verdict: Verdict) -> None:
         self._options.history.add(self._model.version, verdict)
@@ -154,5 +221,10 @@ class Validator:
 
 def _silent(announced: Mapping[str, Announcement], done: Collection[Probed]) -> list[str]:
     """Servers that have not answered in a conversation for all of their blocks."""
-    seen = {(each.peer_id, each.span) for probed in done if probed.probe.kind == "chat" for each in probed.observed}
+    seen = {
+        (each.peer_id, Span(*each.entries[0].receipt.span))
+        for probed in done
+        for each in probed.archive.sessions
+        if each.entries
+    }
     return [peer_id for peer_id, server in announced.items() if (peer_id, server.span) not in seen]

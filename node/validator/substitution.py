@@ -20,7 +20,9 @@ SUSPICIOUS: Final = 1e-3
 SHARE_FAULTY: Final = 0.75
 """Of the way to the other weights' answer. Honest servers stay below a half even if rounding is all there is: two
 truths that are rounded apart from each other have half of their difference in common with a third."""
-_LEAST_VALUES: Final = 4096
+REST_FAULTY: Final = 1.5
+"""Times the way itself, that the claim may be off it: what is far from both is something else."""
+_LEAST_VALUES: Final = 512
 """Below so many values chance has a say."""
 
 
@@ -28,16 +30,19 @@ _LEAST_VALUES: Final = 4096
 class Share:
     """`share`: how far the claim is on the way from the truth (0) to what the other weights give (1).
 
-    `size` is how far apart those two are, relative to the truth; `values` how many there were.
+    `rest` is how far it is from the latter, and `size` how far apart those two are, relative to the truth; `values` how
+    many there were.
     """
 
     share: float
+    rest: float
     size: float
     values: int
 
     @property
     def is_substitution(self) -> bool:
-        return self.values >= _LEAST_VALUES and SHARE_FAULTY <= self.share <= 2 - SHARE_FAULTY
+        near = self.rest <= REST_FAULTY * self.size and SHARE_FAULTY <= self.share <= 2 - SHARE_FAULTY
+        return near and self.values >= _LEAST_VALUES
 
 
 def share_of(claimed: torch.Tensor, truth: torch.Tensor, other: torch.Tensor) -> Share:
@@ -58,4 +63,5 @@ def share_of(claimed: torch.Tensor, truth: torch.Tensor, other: torch.Tensor) ->
     towards = (other.double().flatten(0, -2) - right) / scale
     square = float(towards.square().sum())
     share = float((error * towards).sum()) / square if square else 0.0
-    return Share(share, (square / len(right)) ** 0.5, truth.numel())
+    rest = float((error - towards).square().sum())
+    return Share(share, (rest / len(right)) ** 0.5, (square / len(right)) ** 0.5, truth.numel())

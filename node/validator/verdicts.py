@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from ..errors import PetalnodeError
 from ..models.progress import Progress, no_progress
 from .judging import Distance, Result, distance, judge_distance
 from .observed import Observed
-from .substitution import COARSER, SUSPICIOUS, Share, share_of
+from .substitution import COARSER, SUSPICIOUS, share_of
 from .tolerances import Calibration, Kind, find_tolerance
 from .truth import Answer, SessionAnswer, Truth
 
@@ -25,8 +26,9 @@ _WORSE: Final[dict[Result, int]] = {"ok": 0, "inconclusive": 1, "faulty": 2}
 class Verdict:
     """Of one server: what `petalnode validate --json` prints.
 
-    `error` and `tolerance` are those that decided, relative to the truth's size; `kind` says by what it was found:
-    "forward" or "backward", "receipts", or "" if nothing could be asked. `requests` were recomputed for it.
+    `error` and `tolerance` are those that decided, relative to the truth's size. `kind` says by what it was found:
+    "forward" or "backward" by a probe, "receipts" by what a client has shown, or "" if nothing could be asked.
+    `requests` were recomputed for it. `evidence` is the file by which others can check it.
     """
 
     peer_id: str
@@ -37,6 +39,7 @@ class Verdict:
     tolerance: float | None
     kind: str = ""
     requests: int = 0
+    evidence: Path | None = None
 
     def fields(self) -> dict[str, Any]:
         """As the contract has them."""
@@ -49,6 +52,7 @@ class Verdict:
             "tolerance": _finite(self.tolerance),
             "kind": self.kind,
             "requests": self.requests,
+            "evidence": None if self.evidence is None else str(self.evidence),
         }
 
 
@@ -59,11 +63,46 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Compared:
-    """An observation beside the truth. `shares` say how near it is to what other weights give, by their name."""
+    """An observation beside the truth.
+
+    Attributes:
+        truth: float [rows, tokens, hidden], all answers behind each other.
+        others: what coarser weights give, by their name, where these were looked at.
+    """
 
     observed: Observed
-    found: Distance
-    shares: dict[str, Share]
+    truth: torch.Tensor
+    others: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def claimed(self) -> torch.Tensor:
+        return torch.cat(self.observed.claimed, dim=1)
+
+    @cached_property
+    def found(self) -> Distance:
+        """Of all answers together."""
+        return _far(self.claimed, self.truth)
+
+    @property
+    def steps(self) -> tuple[Distance, ...]:
+        """Of each answer."""
+        parts = self.truth.split([each.shape[1] for each in self.observed.claimed], dim=1)
+        return tuple(_far(claimed, part) for claimed, part in zip(self.observed.claimed, parts, strict=True))
+
+    def rows(self) -> list[Compared]:
+        """Each row as if it had come alone. What it was asked is not cut."""
+        return [
+            Compared(
+                replace(self.observed, claimed=tuple(each[row : row + 1] for each in self.observed.claimed)),
+                self.truth[row : row + 1],
+                {name: other[row : row + 1] for name, other in self.others.items()},
+            )
+            for row in range(len(self.truth))
+        ]
+
+
+def _far(claimed: torch.Tensor, truth: torch.Tensor) -> Distance:
+    return distance(claimed, truth) if claimed.shape == truth.shape else Distance(float("inf"), float("inf"), 0)
 
 
 class Judge:
@@ -85,11 +124,10 @@ class Judge:
         suspicion: float = SUSPICIOUS,
     ) -> None:
         self._folder = folder
-        self._device = device
+        self.device = device
         self._progress = progress
         self._table = table
         self._suspicion = suspicion
-        self.largest_block = 0
 
     def judge(self, observed: Sequence[Observed]) -> list[Verdict]:
         """A verdict for each observation, in order.
@@ -104,15 +142,8 @@ class Judge:
         truths: dict[int, torch.Tensor] = {}
         for (dtype, quantisation), indices in _grouped(observed, lambda each: (each.dtype, each.quantisation)).items():
             truths.update(self._truths(observed, indices, dtype, quantisation))
-        claimed = {index: torch.cat(each.claimed, dim=1) for index, each in enumerate(observed)}
-        found = {
-            index: distance(claimed[index], truths[index])
-            if claimed[index].shape == truths[index].shape
-            else Distance(float("inf"), float("inf"), 0)
-            for index in truths
-        }
-        shares: dict[int, dict[str, Share]] = {index: {} for index in truths}
-        suspects = [index for index in truths if self._suspicion <= found[index].mean < float("inf")]
+        found = [Compared(each, truths[index]) for index, each in enumerate(observed)]
+        suspects = [index for index, each in enumerate(found) if self._suspicion <= each.found.mean < float("inf")]
         for dtype, quantisation in dict.fromkeys(
             (observed[index].dtype, other) for index in suspects for other in COARSER[observed[index].quantisation]
         ):
@@ -126,15 +157,14 @@ class Judge:
             except PetalnodeError:
                 continue  # nobody holds this model in such weights, then
             for index, other in others.items():
-                shares[index][quantisation] = share_of(claimed[index], truths[index], other)
-        return [Compared(each, found[index], shares[index]) for index, each in enumerate(observed)]
+                found[index] = replace(found[index], others={**found[index].others, quantisation: other})
+        return found
 
     def _truths(
         self, observed: Sequence[Observed], indices: Sequence[int], dtype: str, quantisation: str
     ) -> dict[int, torch.Tensor]:
-        truth = Truth(self._folder, dtype, quantisation, self._device, self._progress)
+        truth = Truth(self._folder, dtype, quantisation, self.device, self._progress)
         answers = truth.answer([observed[index].question for index in indices])
-        self.largest_block = max(self.largest_block, truth.largest_block)
         return {index: _joined(answer) for index, answer in zip(indices, answers, strict=True)}
 
     def verdict(self, compared: Compared) -> Verdict:
@@ -146,15 +176,16 @@ class Judge:
                 each.direction,
                 len(each.span),
                 each.codec,
-                each.device or "cpu",
-                torch.device(self._device).type,
+                each.device,
+                torch.device(self.device).type,
             ),
             self._table,
         )
         what = "its answer" if each.direction == "forward" else "its gradient"
         judged = judge_distance(compared.found, tolerance, what)
         result, reason, error, limit = judged.result, judged.reason, judged.error, judged.tolerance
-        for name, share in compared.shares.items():
+        for name, other in compared.others.items():
+            share = share_of(compared.claimed, compared.truth, other)
             if tolerance is not None and share.is_substitution:
                 result, error = "faulty", compared.found.mean
                 declared = f"{each.dtype} weights" if each.quantisation == "none" else f"{each.quantisation} weights"

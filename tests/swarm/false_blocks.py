@@ -32,7 +32,7 @@ FALSE: Final = {
     "stale": "attention forgets what was decoded: only the prompt and the last token are in the cache",
     "replayed": "every decode step answers what the one before it answered",
     "another": "outputs of another prompt",
-    "known": "skips a block for clients that it has met before, honest to all others",
+    "known": "skips a block in sessions of clients that it has met before; honest to all others, and in passes",
     "gradients": "forward passes are right; gradients come back as they went in",
 }
 
@@ -50,10 +50,9 @@ def install(control: Path) -> None:
     span_module.load_span = load_false  # type: ignore[assignment]  # the server imports it when it loads
     opening = session_module.ServerSession.__init__
 
-    def opened(self: Any, service: Any, client: str, terms: Any, compute: Any, keep: float) -> None:
-        cache = compute.cache
-        cache.meets(client)
-        opening(self, service, client, terms, compute, keep)
+    def opened(self: Any, service: Any, client: str, terms: Any, compute: Any, *rest: Any) -> None:
+        compute.cache.meets(client)
+        opening(self, service, client, terms, compute, *rest)
 
     session_module.ServerSession.__init__ = opened  # type: ignore[method-assign,assignment]
     forward, backward = Passes.forward, Passes.backward
@@ -123,6 +122,7 @@ class _FalseBlocks(BlockSpan):
         blocks._others = {}
         blocks._known = set()
         blocks._heard = []
+        blocks._decoding = False
         return blocks
 
     def ordered(self) -> tuple[str, float]:
@@ -131,7 +131,6 @@ class _FalseBlocks(BlockSpan):
 
     def instead(self, name: str) -> BlockSpan | None:
         """The blocks that the fault `name` computes with; None: the right ones."""
-        name = "skipped" if name == "known" else name
         if name not in ("skipped", "wrong", "int8", "nf4"):
             return None
         if name not in self._others:
@@ -146,9 +145,7 @@ class _FalseBlocks(BlockSpan):
         other = load_span(self._folder, self.span, **options)
         middle = len(self.span) // 2
         if name == "skipped":
-            block = other.stack.blocks[middle]
-            block.forward = other.stack._hand_on
-            other.supports_ragged = False
+            other.stack.blocks[middle].register_forward_hook(_handed_on, with_kwargs=True, prepend=True)
             return other
         number = self.span.start + middle
         neighbour = number + 1 if number + 1 < self.num_blocks else number - 1
@@ -162,21 +159,28 @@ class _FalseBlocks(BlockSpan):
         assert isinstance(cache, _FalseCache)
         cache.fault, cache.amount = self.ordered()
         cache.known = self._known
-        blocks = self.instead(cache.fault) or (self if cache.fault in ("stale", "another") else None)
+        wanted = "skipped" if cache.fault == "known" else cache.fault
+        blocks = self.instead(wanted) or (self if cache.fault in ("stale", "another") else None)
         if blocks is not None:
             cache.twin = BlockSpan.make_cache(blocks, *args, **options)
         return cache
 
-    def forward(self, hidden: torch.Tensor, cache: SpanCache) -> torch.Tensor:
-        output = super().forward(hidden, cache)
+    def forward(self, hidden: torch.Tensor, cache: SpanCache, adapter: Any = None) -> torch.Tensor:
+        output = super().forward(hidden, cache, adapter)
+        if self._decoding:  # step by step, where the architecture has no other way
+            return output
         return self._said(hidden, output, cache, super().forward)
 
-    def decode(self, steps: Sequence[tuple[torch.Tensor, SpanCache]]) -> list[torch.Tensor]:
-        outputs = super().decode(steps)
-        if not all(isinstance(cache, _FalseCache) for _, cache in steps):  # while it is being loaded
-            return outputs
-        one: Callable[..., torch.Tensor] = lambda hidden, cache: BlockSpan.decode(self, [(hidden, cache)])[0]  # noqa: E731
-        return [self._said(hidden, out, cache, one) for (hidden, cache), out in zip(steps, outputs, strict=True)]
+    def decode(
+        self, steps: Sequence[tuple[torch.Tensor, SpanCache]], adapters: Sequence[Any] = ()
+    ) -> list[torch.Tensor]:
+        self._decoding = True
+        try:
+            outputs = super().decode(steps, adapters)
+            one: Callable[..., torch.Tensor] = lambda hidden, cache: BlockSpan.decode(self, [(hidden, cache)])[0]  # noqa: E731
+            return [self._said(hidden, out, cache, one) for (hidden, cache), out in zip(steps, outputs, strict=True)]
+        finally:
+            self._decoding = False
 
     def _said(
         self, hidden: torch.Tensor, output: torch.Tensor, cache: SpanCache, compute: Callable[..., torch.Tensor]
@@ -196,7 +200,7 @@ class _FalseBlocks(BlockSpan):
                 before, cache.before = cache.before, output
                 return before if decodes and before is not None and before.shape == output.shape else output
             case _ if twin is not None:
-                other = self.instead(cache.fault)
+                other = self.instead("skipped" if cache.fault == "known" else cache.fault)
                 assert other is not None
                 return other.decode([(hidden, twin)])[0] if decodes else other.forward(hidden, twin)
         return _noisy(output, cache.fault, cache.amount)
@@ -209,16 +213,22 @@ class _FalseBlocks(BlockSpan):
         return held.repeat(count // len(held) + 1, 1)[:count].view_as(hidden)
 
 
+def _handed_on(block: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    """A block that returns what it was given."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
+
+
 def _noisy(output: torch.Tensor, name: str, amount: float) -> torch.Tensor:
+    share = 1.0
     if name == "sometimes":
-        if torch.rand((), generator=_random).item() >= amount:
-            return output
-        amount = 0.5
+        share, amount = amount, 0.5
     elif name != "noise":
         return output
-    noise = torch.randn(output.shape, generator=_random).to(output.device)
+    chosen = torch.rand(output.shape[0], 1, 1, generator=_random) < share  # each row is a request of its own
+    noise = torch.randn(output.shape, generator=_random) * chosen
     size = output.float().square().mean(-1, keepdim=True).sqrt()
-    return (output.float() + amount * size * noise).to(output.dtype)
+    return (output.float() + amount * size * noise.to(output.device)).to(output.dtype)
 
 
 def _main() -> None:

@@ -34,8 +34,9 @@ def hidden(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.parametrize("group_bytes", [0, 1 << 30])
 @pytest.mark.parametrize(("dtype", "quantisation"), [("float32", "none"), ("bfloat16", "none"), ("float32", "nf4")])
-def test_a_session_with_rollback_and_reorder(folder: Path, dtype: str, quantisation: str) -> None:
+def test_a_session_with_rollback_and_reorder(folder: Path, dtype: str, quantisation: str, group_bytes: int) -> None:
     wire = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     steps = (
         Step(0, hidden(2, 9, seed=1, dtype=wire)),
@@ -52,7 +53,7 @@ def test_a_session_with_rollback_and_reorder(folder: Path, dtype: str, quantisat
         cache.reorder(step.reorder or (0, 1))
         one = step.hidden.shape[1] == 1
         expected.append(blocks.decode([(step.hidden, cache)])[0] if one else blocks.forward(step.hidden, cache))
-    truth = Truth(folder, dtype, quantisation)
+    truth = Truth(folder, dtype, quantisation, group_bytes=group_bytes)
     # A question of other blocks beside it: each goes through its own.
     answer, other = truth.answer([SessionQuestion(SPAN, steps, (3, 0)), SessionQuestion(Span(0, 2), steps[:1])])
     assert isinstance(answer, SessionAnswer) and isinstance(other, SessionAnswer)
@@ -62,7 +63,8 @@ def test_a_session_with_rollback_and_reorder(folder: Path, dtype: str, quantisat
     assert truth.loads == SPAN.end  # blocks 0 .. 4, once each
 
 
-def test_a_pass_and_its_gradients(folder: Path) -> None:
+@pytest.mark.parametrize("group_bytes", [0, 1 << 30])
+def test_a_pass_and_its_gradients(folder: Path, group_bytes: int) -> None:
     prompts = hidden(len(SPAN), 1, 3, seed=1)
     path = "self_attn.q_proj"
     lora = {
@@ -82,7 +84,9 @@ def test_a_pass_and_its_gradients(folder: Path) -> None:
             except StopIteration as end:
                 return end.value
 
-    forward, backward = Truth(folder, "float32", "none").answer([PassQuestion(batch), PassQuestion(batch, gradient)])
+    forward, backward = Truth(folder, "float32", "none", group_bytes=group_bytes).answer(
+        [PassQuestion(batch), PassQuestion(batch, gradient)]
+    )
     assert isinstance(forward, PassAnswer) and isinstance(backward, PassAnswer)
     assert torch.equal(forward.output, run(passes.forward(batch)))
     expected = run(passes.backward(batch, gradient))

@@ -1,0 +1,370 @@
+"""How often `petalnode validate` catches servers that compute something else, and whether it ever blames an honest one.
+
+    python benchmarks/detection.py [--json] [--model tiny] [--probes 40] [--honest 10000]
+
+Servers are real processes. The faulty ones are those of the tests (tests/swarm/false_blocks.py); honest ones compute in
+float32 and bfloat16, with int8 and nf4 weights, with one and two threads, for batches of one and eight.
+
+A probe is one conversation: a prompt of 24 tokens and four decode steps, so five requests. To be quick many of them
+share a session, a row each, and are judged row by row; the others are sessions of one row, eight at a time. With
+`--model tiny` (random weights, 6 blocks) a probe takes milliseconds; any other model will do, in its time. `--honest`
+counts probes of honest servers, all kinds together.
+
+Per fault: the share of probes called faulty, and the share of groups of n probes in which at least one was, beside the
+theory 1-(1-pf)^n: f is the share of probes that were answered wrongly, p the chance that a wrong one is recognised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import trio
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.blocks.client import load_client
+from petalnode.node.client.chunks import to_chunks
+from petalnode.node.client.core import SwarmClient, identify_model, open_client
+from petalnode.node.client.receipt_log import SHARED_BYTES, ReceiptArchive
+from petalnode.node.client.server_session import SessionSpec
+from petalnode.node.client.text import Text
+from petalnode.node.client.work_stream import Packed, Task, WorkSpec
+from petalnode.node.errors import ModelError
+from petalnode.node.models import ModelFolder, resolve
+from petalnode.node.swarm.swarm import SwarmConfig, open_swarm
+from petalnode.node.validator.observed import Observed, observed_session, observed_work
+from petalnode.node.validator.prober import Own
+from petalnode.node.validator.tolerances import calibrations
+from petalnode.node.validator.truth import PassQuestion, SessionQuestion
+from petalnode.node.validator.verdicts import Judge, Verdict
+from petalnode.protocols.ids import BACKWARD, Span
+from petalnode.protocols.tensors import dtype_name, encode
+from tests.swarm.faulty_server import order
+from tests.tiny_models import save_tiny
+
+ROOT = Path(__file__).parents[1]
+PROMPT, DECODED = 24, 4
+PIECES = PROMPT * 64 // 256 + DECODED
+"""In which a server computes a probe in a session of 64 rows: it takes 256 tokens of a prompt at a time."""
+GROUPS = (1, 2, 5, 10, 20)
+ROWS = 64
+FAULTS: tuple[tuple[str, str, float, float], ...] = (
+    # name, what the server does, amount, share of probes that it answers wrongly
+    ("noise 0.5 %", "noise", 0.005, 1.0),
+    ("noise 2 %", "noise", 0.02, 1.0),
+    ("noise 10 %", "noise", 0.1, 1.0),
+    ("wrong layer", "wrong", 0.0, 1.0),
+    ("skipped layer", "skipped", 0.0, 1.0),
+    ("int8 weights", "int8", 0.0, 1.0),
+    ("nf4 weights", "nf4", 0.0, 1.0),
+    ("stale cache", "stale", 0.0, 1.0),
+    ("replayed output", "replayed", 0.0, 1.0),
+    ("another prompt's output", "another", 0.0, 1.0),
+    ("wrong once in 10", "sometimes", 0.1, 1 - 0.9**PIECES),
+    ("wrong once in 100", "sometimes", 0.01, 1 - 0.99**PIECES),
+    ("honest to unknown keys", "known", 0.0, 0.0),
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server process for the whole model; `control` says what it does, if it is one of the faulty kind."""
+
+    address: str
+    control: Path
+
+
+@contextmanager
+def server(folder: Path, scratch: Path, *options: str, threads: int = 1) -> Iterator[Server]:
+    home = Path(tempfile.mkdtemp(dir=scratch))
+    control = home / "control.json"
+    command = [sys.executable, "-m", "tests.swarm.false_blocks", str(control), "serve", str(folder), "--new-swarm"]
+    command += ["--json", "--until-eof", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", str(home / "key")]
+    command += ["--no-mdns", "--no-remember", "--cache-tokens", "200000", *options]
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "MKL_NUM_THREADS": str(threads)}
+    with (home / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=env, cwd=ROOT
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a server ended: {(home / 'log').read_text()[-2000:]}")
+        yield Server(json.loads(line)["addrs"][0], control)
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@dataclass
+class Prober:
+    """Makes probes of one server, from one host, and judges them."""
+
+    folder: ModelFolder
+    own: Any
+    judge: Judge
+    random: Random
+
+    @asynccontextmanager
+    async def client(self, address: str, identity: Identity | None = None) -> AsyncIterator[SwarmClient]:
+        config = SwarmConfig(identity=identity or Identity.generate(), peers=(address,), serve_dht=False)
+        async with open_swarm(config) as swarm:
+            model = await identify_model(swarm, self.folder)
+            if self.own is None:
+                try:
+                    text = Text(self.folder)
+                except ModelError:
+                    text = None
+                self.own = Own(model, load_client(self.folder.path, device="cpu"), text)
+            async with open_client(swarm, model) as client:
+                client.receipts = ReceiptArchive(shared_bytes=SHARED_BYTES)
+                yield client
+
+    async def session(self, client: SwarmClient, rows: int) -> None:
+        """`rows` conversations in one session."""
+        local = self.own.local
+        hidden = local.embed(self.own.rows(self.random, rows, PROMPT + DECODED))
+        spec = SessionSpec(
+            model_version=b"",
+            span=Span(0, local.num_blocks),
+            batch=rows,
+            max_length=PROMPT + DECODED,
+            dtype=dtype_name(local.dtype),
+        )
+        async with client.session(spec) as session:
+            for part in (hidden[:, :PROMPT], *hidden[:, PROMPT:].split(1, dim=1)):
+                await session.step(to_chunks(part, "none", session.max_step_tokens))
+
+    async def batch(self, client: SwarmClient, rows: int) -> None:
+        """The backward pass of `rows` texts."""
+        local = self.own.local
+        hidden = local.embed(self.own.rows(self.random, rows, PROMPT))
+        generator = torch.Generator().manual_seed(self.random.getrandbits(31))
+        gradient = torch.randn(hidden.shape, generator=generator).to(hidden.dtype) * 1e-3
+        (hop,) = await client.route(SessionSpec(b"", Span(0, local.num_blocks), 1, PROMPT))
+        works = WorkSpec(client.model.version, "none", dtype_name(hidden.dtype))
+        task = Task((Packed(*encode(hidden, "none")), Packed(*encode(gradient, "none"))))
+        await client.works.run(BACKWARD, hop, works, task, None)
+
+    def verdicts(self, client: SwarmClient, *, together: bool) -> list[Verdict]:
+        """A verdict for each row of what the client has seen; with `together` the truth is computed in one batch."""
+        seen = [each for log in client.receipts.sessions if (each := observed_session(log)) is not None]
+        seen += [observed_work(work) for work in client.receipts.works]
+        if not together:
+            return self.judge.judge([row for each in seen for row in rows_of(each)])
+        return [self.judge.verdict(row) for each in self.judge.compare(seen) for row in each.rows()]
+
+
+def rows_of(observed: Observed) -> list[Observed]:
+    """Each row as a question of its own."""
+    found = []
+    for row in range(observed.claimed[0].shape[0]):
+        rows = slice(row, row + 1)
+        question: SessionQuestion | PassQuestion
+        if isinstance(observed.question, SessionQuestion):
+            steps = tuple(replace(step, hidden=step.hidden[rows]) for step in observed.question.steps)
+            question = replace(observed.question, steps=steps)
+        else:
+            batch, gradient = observed.question.batch, observed.question.gradient
+            gradient = None if gradient is None else gradient[rows]
+            question = PassQuestion(replace(batch, hidden=batch.hidden[rows]), gradient)
+        found.append(replace(observed, question=question, claimed=tuple(each[rows] for each in observed.claimed)))
+    return found
+
+
+def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    called = [each.verdict == "faulty" for each in verdicts]
+    return {
+        "probes": len(called),
+        "faulty": sum(called) / len(called),
+        "inconclusive": sum(each.verdict == "inconclusive" for each in verdicts) / len(called),
+        "error": statistics.median(each.error or 0.0 for each in verdicts),
+        "called": called,
+    }
+
+
+def grouped(called: Sequence[bool], size: int) -> float | None:
+    """The share of groups of `size` probes with at least one that was called faulty; None without a group."""
+    groups = [called[start : start + size] for start in range(0, len(called) - size + 1, size)]
+    return sum(any(group) for group in groups) / len(groups) if groups else None
+
+
+async def caught(prober: Prober, dtype: str, found: Server, probes: int) -> list[dict[str, Any]]:
+    """Every fault of one server that says it computes in `dtype`."""
+    results = []
+    for name, blocks, amount, share in FAULTS:
+        print(f"{dtype}: {name} ...", file=sys.stderr)
+        order(found.control, blocks=blocks, amount=amount)
+        verdicts: list[Verdict] = []
+        count = 8 * probes if "once" in name else probes
+        if blocks == "known":
+            for _ in range(min(probes, 12)):
+                async with prober.client(found.address) as client:  # a stranger each time
+                    await prober.session(client, 1)
+                    verdicts += await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))
+        else:
+            while len(verdicts) < count:
+                async with prober.client(found.address) as client:
+                    await prober.session(client, min(ROWS, count - len(verdicts)))
+                    verdicts += await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=True))
+        results.append({"declared": dtype, "fault": name, "share_wrong": share, **summary(verdicts)})
+        if blocks == "known":
+            # The same server, and receipts of a client that it has met before.
+            async with prober.client(found.address) as client:
+                await prober.session(client, 1)
+                client.receipts = ReceiptArchive(shared_bytes=SHARED_BYTES)
+                for _ in range(min(probes, 12)):
+                    await prober.session(client, 1)
+                verdicts = await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))
+            audited = {"declared": dtype, "fault": f"{name}, by a client's receipts", "share_wrong": 1.0}
+            results.append({**audited, **summary(verdicts)})
+    print(f"{dtype}: gradients ...", file=sys.stderr)
+    order(found.control, blocks="gradients")
+    async with prober.client(found.address) as client:
+        await prober.batch(client, min(ROWS, probes))
+        verdicts = await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=True))
+    results.append({"declared": dtype, "fault": "wrong gradients only", "share_wrong": 1.0, **summary(verdicts)})
+    order(found.control)
+    return results
+
+
+async def honest(prober: Prober, found: Server, probes: int) -> list[tuple[str, list[Verdict]]]:
+    """Probes of an honest server: (how, verdicts)."""
+    results: list[tuple[str, list[Verdict]]] = []
+    async with prober.client(found.address) as client:
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):  # sessions of one row, whose decode steps run together as they happen to meet
+                nursery.start_soon(prober.session, client, 1)
+        results.append(("batch 1", await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))))
+    async with prober.client(found.address) as client:
+        await prober.session(client, 8)
+        results.append(("batch 8", await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))))
+    async with prober.client(found.address) as client:
+        await prober.batch(client, 8)
+        results.append(("gradients", await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))))
+    done: list[Verdict] = []
+    while len(done) + 24 < probes:
+        async with prober.client(found.address) as client:
+            for _ in range(min(8, -(-(probes - 24 - len(done)) // ROWS))):
+                await prober.session(client, ROWS)
+            done += await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=True))
+    results.append((f"batch {ROWS}", done))
+    return results
+
+
+HONEST = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "nf4"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--model", default="tiny", help="tiny (random weights), or a model as for petalnode serve")
+    parser.add_argument("--probes", type=int, default=40, help="of each fault")
+    parser.add_argument("--honest", type=int, default=10_000, help="probes of honest servers")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as name:
+        scratch = Path(name)
+        os.environ.setdefault("PETALNODE_CACHE", str(scratch / "cache"))
+        tiny = options.model == "tiny"
+        folder = resolve(str(save_tiny("llama", scratch / "tiny-llama")) if tiny else options.model, need="all")
+        prober = Prober(folder, None, Judge(folder.path), Random(0))
+        faults: list[dict[str, Any]] = []
+        if options.probes:
+            for dtype in ("float32", "bfloat16"):
+                with server(folder.path, scratch, "--dtype", dtype) as found:
+                    faults += trio.run(caught, prober, dtype, found, options.probes)
+        harmless: list[dict[str, Any]] = []
+        if options.honest:
+            for dtype, quantisation in HONEST:
+                for threads in (1, 2):
+                    print(f"honest: {dtype}, {quantisation} weights, {threads} threads ...", file=sys.stderr)
+                    kind = ("--dtype", dtype, "--quant", quantisation)
+                    with server(folder.path, scratch, *kind, threads=threads) as found:
+                        results = trio.run(honest, prober, found, options.honest // (2 * len(HONEST)))
+                    for how, verdicts in results:
+                        if verdicts:
+                            entry = {"dtype": dtype, "quantisation": quantisation, "threads": threads, "how": how}
+                            harmless.append({**entry, **summary(verdicts)})
+    report(options, faults, harmless)
+
+
+def report(options: argparse.Namespace, faults: list[dict[str, Any]], harmless: list[dict[str, Any]]) -> None:
+    sensitivity = {each["declared"]: each["faulty"] for each in faults if each["fault"] == "noise 10 %"}
+    for each in faults:
+        called = each.pop("called")
+        p = sensitivity[each["declared"]] if "once" in each["fault"] else each["faulty"]
+        f = each["share_wrong"]
+        each["after"] = {
+            n: {"measured": grouped(called, n), "theory": 1 - (1 - p * f) ** n}
+            for n in GROUPS
+            if grouped(called, n) is not None
+        }
+    for each in harmless:
+        del each["called"]
+    total = sum(each["probes"] for each in harmless)
+    wrong = round(sum(each["probes"] * each["faulty"] for each in harmless))
+    found = {
+        "model": options.model,
+        "faults": faults,
+        "honest": harmless,
+        "honest_probes": total,
+        "honest_called_faulty": wrong,
+        "calibration": [vars(row) for row in calibrations()],
+    }
+    if options.json:
+        print(json.dumps({"detection": found}))
+        return
+    console = Console(width=150)
+    table = Table(title="faulty servers: share of probes called faulty, and of groups of n with one (theory)")
+    for column in ("declared", "fault", "probes", "error", "faulty", "inconclusive", *(f"n={n}" for n in GROUPS)):
+        table.add_column(column, justify="right")
+    for each in faults:
+        after = each["after"]
+        cells = [f"{after[n]['measured']:.2f} ({after[n]['theory']:.2f})" if n in after else "" for n in GROUPS]
+        shares = (f"{each['faulty']:.3f}", f"{each['inconclusive']:.3f}")
+        table.add_row(each["declared"], each["fault"], str(each["probes"]), f"{each['error']:.1e}", *shares, *cells)
+    console.print(table)
+    table = Table(title=f"honest servers: {wrong} of {total} probes called faulty")
+    for column in ("dtype", "weights", "threads", "how", "probes", "error", "faulty", "inconclusive"):
+        table.add_column(column, justify="right")
+    for each in harmless:
+        kind = (each["dtype"], each["quantisation"], str(each["threads"]), each["how"], str(each["probes"]))
+        table.add_row(*kind, f"{each['error']:.1e}", f"{each['faulty']:.4f}", f"{each['inconclusive']:.4f}")
+    console.print(table)
+    table = Table(title="calibration: how far honest answers are from the truth")
+    for column in ("dtype", "weights", "devices", "direction", "worst token", "mean", "blocks", "samples"):
+        table.add_column(column, justify="right")
+    for row in calibrations():
+        devices = f"{row.server_device}/{row.own_device}"
+        errors = (f"{row.worst:.1e}", f"{row.mean:.1e}", str(row.blocks), str(row.samples))
+        table.add_row(row.dtype, row.quantisation, devices, row.direction, *errors)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
