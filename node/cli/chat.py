@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from .served import served_model
 from .terminal import LineReader, stopped_by_ctrl_c
 
 if TYPE_CHECKING:
+    from ..client.disjoint import Disagreement
     from ..client.generation import Conversation, Sampling
 
 MAX_CONTEXT = 4096
@@ -54,6 +55,7 @@ class ChatOptions:
     share_receipts: tuple[str, ...] = ()
     require_pledge: int | None = None
     credits: str | None = None
+    compare_chains: int = 1
 
 
 @joins_swarm
@@ -99,6 +101,10 @@ def chat(
             metavar="MULTIADDR", help="Pay busy servers for priority, with the points of --identity at this validator."
         ),
     ] = None,
+    compare_chains: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Ask so many chains that share no server, and compare what they answer."),
+    ] = None,
     *,
     join: JoinOptions,
 ) -> None:
@@ -118,6 +124,7 @@ def chat(
         share_receipts=tuple(share_receipts or ()),
         require_pledge=require_pledge,
         credits=credits,
+        compare_chains=compare_chains or 1,
     )
     for auditor in options.share_receipts:
         parse_peer(auditor)
@@ -215,6 +222,7 @@ async def chat_in(
         blocked=options.deny,
         share_receipts=options.share_receipts,
         require_pledge=options.require_pledge,
+        compare_chains=options.compare_chains,
         adapter=adapter,
     ) as client:
         if options.credits is not None:
@@ -228,7 +236,7 @@ async def chat_in(
                 identity = adapter.identity if isinstance(adapter, Adapter) else held.hash.hex() if held else ""
                 saved = saved.check_model(client.model.version).with_adapter(identity)
                 conversation.keep(saved.tokens, saved.session)
-            chatter = _Chatter(conversation, text, sampling, options, output, saved)
+            chatter = _Chatter(conversation, text, sampling, options, output, saved, client.disagreements)
             if prompt is not None:
                 await chatter.answer(prompt)
             else:
@@ -250,7 +258,9 @@ class _Chatter:
         options: ChatOptions,
         output: Output,
         saved: SavedChat | None,
+        disagreements: Sequence[Disagreement],
     ) -> None:
+        self._disagreements = disagreements
         self._conversation = conversation
         self._text = text
         self._sampling = sampling
@@ -292,6 +302,7 @@ class _Chatter:
         if dropped:
             self._output.say(f"(the context is full: the oldest {dropped} turns were dropped)", style="dim")
         recoveries = self._conversation.recoveries
+        disagreed = len(self._disagreements)
         begun = time.perf_counter()
         said: list[int] = []
         write = self._text.stream(self._write)
@@ -321,6 +332,7 @@ class _Chatter:
                 ],
                 recoveries=recoveries,
                 reused=self._conversation.reused,
+                disagreements=[each.fields() for each in self._disagreements[disagreed:]],
             )
         else:
             self._write("\n")

@@ -49,6 +49,7 @@ def open_model(
     head: bool = False,
     share_receipts: Sequence[str] = (),
     require_pledge: int | None = None,
+    compare_chains: int = 1,
 ) -> Opened:
     """The arguments are those of `AutoDistributedModelForCausalLM.from_pretrained`. `head`: the model has one of its
     own, which an adapter may bring.
@@ -66,6 +67,8 @@ def open_model(
         raise BadInput("initial_peers takes a list of multiaddrs, not one string")
     if not peers:
         raise BadInput("which swarm? Give initial_peers=[...] or set PETALNODE_PEERS")
+    if compare_chains < 1:
+        raise BadInput(f"compare_chains={compare_chains} makes no sense: 1 compares nothing, 2 or more are compared")
     for auditor in share_receipts:
         parse_peer(auditor)
     try:
@@ -93,6 +96,7 @@ def open_model(
                     blocked=blocked_servers or (),
                     share_receipts=share_receipts,
                     require_pledge=require_pledge,
+                    compare_chains=compare_chains,
                     adapter=chosen,
                 ) as client:
                     yield client

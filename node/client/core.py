@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..models.adapter import Adapter
+    from .compared_session import ComparedSession
+    from .disjoint import Disagreement
 
 BANDWIDTH_BYTES: Final = 1 << 16
 """Steps below this say more of the round trip than of the bandwidth."""
@@ -122,6 +124,7 @@ async def open_client(
     share_receipts: Sequence[str] = (),
     adapter: Adapter | str | None = None,
     require_pledge: int | None = None,
+    compare_chains: int = 1,
 ) -> AsyncIterator[SwarmClient]:
     """A client for the length of the block.
 
@@ -129,6 +132,7 @@ async def open_client(
     /p2p, that may see what is sent and received (`sharing`). `adapter` changes the blocks for all sessions that name
     none: one that is brought to servers, or the name of one that they hold.
     Servers that do not pledge at least `require_pledge` points are not used; None: whether they pledge or not.
+    From 2 on, sessions run through `compare_chains` chains that share no server and compare them (`compared_session`).
 
     Raises:
         BadInput: the adapter was trained for another version of the model.
@@ -143,6 +147,7 @@ async def open_client(
             blocked=blocked,
             require_pledge=require_pledge,
             adapter=changes,
+            compare_chains=compare_chains,
         )
         if share_receipts:
             client.receipts = ReceiptArchive(SHARED_BYTES)
@@ -171,7 +176,11 @@ def _session_adapter(adapter: Adapter | str | None, model: SwarmModel) -> Sessio
 
 
 class SwarmClient:
-    """Opens sessions of one model, and runs batches without a cache (`works`); made by `open_client`."""
+    """Opens sessions of one model, and runs batches without a cache (`works`); made by `open_client`.
+
+    Attributes:
+        disagreements: of chains that were compared, in all sessions so far.
+    """
 
     def __init__(
         self,
@@ -183,8 +192,10 @@ class SwarmClient:
         blocked: Collection[str] = (),
         adapter: SessionAdapter | str | None = None,
         require_pledge: int | None = None,
+        compare_chains: int = 1,
     ) -> None:
         self._adapter = adapter
+        self._compare_chains = compare_chains
         self._nursery = nursery
         self.swarm = swarm
         self.model = model
@@ -198,6 +209,7 @@ class SwarmClient:
         self.purse: Purse | None = None
         self.receipts = ReceiptArchive()
         self.works = WorkPool(self)
+        self.disagreements: list[Disagreement] = []
 
     @property
     def peer_id(self) -> str:
@@ -332,17 +344,19 @@ class SwarmClient:
                 f"{longest}: ask for less"
             )
         try:
-            return cheapest_chain(candidates, spec.span, model_name=self._wanted(spec), **self._demand(spec))
+            return cheapest_chain(candidates, spec.span, model_name=self._wanted(spec), **self.demand(spec))
         except NoChainError as error:
             raise self.explained(error, bool(candidates) or spec.adapter is not None) from None
 
-    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
-        """The best servers for the blocks of one hop of a running session, without that hop's own.
+    async def standby(
+        self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()
+    ) -> tuple[Hop, ...]:
+        """The best servers for the blocks of one hop of a running session, without that hop's own and the `excluded`.
 
         Raises:
             NoChainError: nobody else holds them.
         """
-        found = second_best(route, index, await self.candidates(adapter=spec.adapter), **self._demand(spec))
+        found = second_best(route, index, await self.candidates(excluded, spec.adapter), **self.demand(spec))
         if found is None:
             blocks = route[index].span
             raise NoChainError(f"nobody else holds blocks {blocks}", tuple(range(blocks.start, blocks.end)))
@@ -354,7 +368,7 @@ class SwarmClient:
             return self.model.name
         return f"{self.model.name} with the adapter {spec.adapter.name}"
 
-    def _demand(self, spec: SessionSpec) -> dict[str, Any]:
+    def demand(self, spec: SessionSpec) -> dict[str, Any]:
         """What a session asks of a route: a decode step is what it does most."""
         return {
             "cache_tokens": spec.batch * spec.max_length,
@@ -505,7 +519,7 @@ class SwarmClient:
     @asynccontextmanager
     async def session(
         self, spec: SessionSpec, *, wait: bool = False, saved: SavedSession | None = None
-    ) -> AsyncIterator[ClientSession]:
+    ) -> AsyncIterator[ClientSession | ComparedSession]:
         """Opens a session over the best servers that will have it, and closes it on the way out.
 
         Takes up `saved` instead, if all of its servers still hold it. `spec.model_version` is filled in, and the
@@ -516,7 +530,14 @@ class SwarmClient:
             BadInput: no server takes a session like this.
         """
         adapter = spec.adapter or await self.adapter(wait=wait)
-        session = ClientSession(self, replace(spec, model_version=self.model.version, adapter=adapter), wait)
+        spec = replace(spec, model_version=self.model.version, adapter=adapter)
+        session: ClientSession | ComparedSession
+        if self._compare_chains > 1:
+            from .compared_session import ComparedSession
+
+            session = ComparedSession(self, spec, self._compare_chains, wait)
+        else:
+            session = ClientSession(self, spec, wait)
         if saved is None or saved.max_length != spec.max_length or not await session.resume(saved):
             await session.open()
         try:

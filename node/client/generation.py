@@ -20,12 +20,12 @@ from ...protocols.tensors import dtype_name
 from ..blocks.client import ClientModel
 from ..errors import BadInput
 from .chunks import from_chunks, to_chunks
+from .compared_session import Session
 from .core import SwarmClient
 from .links import HistoryLost
 from .routing import Hop
 from .saved_session import SavedSession
 from .server_session import Chunk, SessionSpec
-from .session import ClientSession
 
 KEEP_SECONDS: Final = 60.0
 """How long servers keep the session of a kept conversation after its process is gone."""
@@ -103,7 +103,7 @@ class Conversation:
         self._model = model
         self._stop_tokens = frozenset(stop_tokens)
         self._stack = AsyncExitStack()
-        self._session: ClientSession | None = None
+        self._session: Session | None = None
         self._held: list[int] = []
         self._saved: SavedSession | None = None
         self._keep = 0.0
@@ -198,7 +198,7 @@ class Conversation:
         self._held = list(tokens)
         return out[-1:]
 
-    async def _open(self) -> ClientSession:
+    async def _open(self) -> Session:
         if self._session is None:
             spec = SessionSpec(
                 model_version=self._client.model.version,
@@ -213,7 +213,7 @@ class Conversation:
             self._session = await self._stack.enter_async_context(opened)
         return self._session
 
-    def _embed(self, tokens: list[int], position: int, session: ClientSession) -> list[Chunk]:
+    def _embed(self, tokens: list[int], position: int, session: Session) -> list[Chunk]:
         prompted = nullcontext() if self._soft_prompt is None else self._model.prompted(self._soft_prompt)
         with prompted:
             hidden = self._model.embed(torch.tensor([tokens]), position)

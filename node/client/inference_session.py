@@ -16,10 +16,10 @@ from ...protocols.tensors import dtype_name
 from ..errors import BadInput, PetalnodeError
 from .adapters import SessionAdapter
 from .chunks import from_chunks, to_chunks
+from .compared_session import Session
 from .core import SwarmClient
 from .runtime import TrioThread
 from .server_session import SessionSpec
-from .session import ClientSession
 
 
 class InferenceSession:
@@ -56,7 +56,7 @@ class InferenceSession:
         self._on_exit = on_exit
         self.adapter = adapter
         self._stack = AsyncExitStack()
-        self._session: ClientSession | None = None
+        self._session: Session | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -134,7 +134,7 @@ class InferenceSession:
             output = from_chunks(self._runtime.call(session.step, chunks, tuple(reorder)))
             return output.to(hidden.device)
 
-    def _open(self, hidden: torch.Tensor, left_padding: Sequence[int]) -> ClientSession:
+    def _open(self, hidden: torch.Tensor, left_padding: Sequence[int]) -> Session:
         if hidden.dim() != 3:
             raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
         try:
@@ -153,7 +153,7 @@ class InferenceSession:
         if self._step_timeout is not None:
             spec = replace(spec, step_timeout=self._step_timeout)
 
-        async def enter() -> ClientSession:
+        async def enter() -> Session:
             return await self._stack.enter_async_context(self._runtime.value.session(spec, wait=self._wait))
 
         self._session = self._runtime.call(enter)

@@ -23,6 +23,7 @@ from ..models.adapter import Adapter
 from ..models.progress import no_progress
 from .adapters import SessionAdapter
 from .connected import Opened, open_model
+from .disjoint import Disagreement
 from .inference_session import InferenceSession
 from .remote import RemoteSequential, around_here, surroundings
 
@@ -48,6 +49,7 @@ class AutoDistributedModelForCausalLM:
         blocked_servers: Collection[str] | None = None,
         share_receipts: Sequence[str] = (),
         require_pledge: int | None = None,
+        compare_chains: int = 1,
         request_timeout: float | None = None,
         wait: bool = False,
         adapter: str | os.PathLike[str] | None = None,
@@ -66,6 +68,8 @@ class AutoDistributedModelForCausalLM:
             allowed_servers, blocked_servers: peer ids to use only, or never.
             share_receipts: auditors, multiaddrs with /p2p, that may look at what servers answered. They can read along.
             require_pledge: use only servers that pledge at least so many points.
+            compare_chains: from 2 on, sessions (and `generate`) run through so many chains that share no server, and
+                what they answer is compared at every step; see `disagreements`. Calls without a cache are not compared.
             request_timeout: seconds that a server may take for one step.
             wait: while no chain of servers covers the model, wait for one instead of raising.
             adapter: a folder with a LoRA adapter or a prompt (peft's format), which is brought to the servers where
@@ -89,6 +93,7 @@ class AutoDistributedModelForCausalLM:
             adapter=adapter,
             share_receipts=share_receipts,
             require_pledge=require_pledge,
+            compare_chains=compare_chains,
             progress=progress,
         )
         return DistributedModelForCausalLM(opened, wait=wait, request_timeout=request_timeout)
@@ -159,6 +164,11 @@ class DistributedModel:
     def close(self) -> None:
         """Closes all sessions and leaves the swarm. Safe to call twice."""
         self._runtime.close()
+
+    @property
+    def disagreements(self) -> tuple[Disagreement, ...]:
+        """Of chains that were compared (`compare_chains`), so far."""
+        return tuple(self._runtime.value.disagreements)
 
     @property
     def remote_blocks(self) -> Any:

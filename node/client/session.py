@@ -65,6 +65,11 @@ class ClientSession:
         return tuple(link.server.hop for link in self._links)
 
     @property
+    def links(self) -> tuple[Link, ...]:
+        """The chain, with the inputs of each server."""
+        return tuple(self._links)
+
+    @property
     def position(self) -> int:
         """Tokens that each row holds. Set it lower to roll back; the servers follow with the next step."""
         return self._position

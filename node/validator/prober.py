@@ -114,7 +114,9 @@ class _RoutedClient(SwarmClient):
             raise NoChainError("a server of the probe's chain has failed", ())
         return self._route
 
-    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
+    async def standby(
+        self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()
+    ) -> tuple[Hop, ...]:
         raise NoChainError("a probe has no standbys", ())
 
     def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:

@@ -1,0 +1,205 @@
+"""A request runs through chains that share no server, and one of the servers answers wrong numbers with good receipts.
+
+The chains are `one`, `two` and the pairs `left` and `right`, `first` and `second`; `right` does what its control file
+says.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from petalnode.node.client.model import AutoDistributedModelForCausalLM
+from petalnode.node.errors import BadInput, NoChainError, SwarmError
+from tests.swarm.faulty_server import order
+from tests.swarm.fleet import CACHE, Model, opened_for
+from tests.swarm.processes import Nodes, petalnode
+from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
+from tests.tiny_models import VOCABULARY, load_whole
+
+PROMPT = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(3))
+
+
+@dataclass(frozen=True)
+class Chains:
+    """`folder` holds the whole model, `part` one block of it. `coarse` make two more chains, in bfloat16."""
+
+    one: PooledServer
+    two: PooledServer
+    left: PooledServer
+    right: PooledServer
+    first: PooledServer
+    second: PooledServer
+    coarse: tuple[PooledServer, PooledServer, PooledServer]
+    control: Path
+    peer: str
+    folder: Path
+    part: Path
+
+    @property
+    def exact(self) -> tuple[PooledServer, ...]:
+        return self.one, self.two, self.left, self.right
+
+
+@pytest.fixture(scope="module")
+def started(home: Path, models: Path, node_starter: Nodes) -> Iterator[tuple[ServerPool, Chains]]:
+    peer = node_starter.meeting_point().event("ready")["addrs"][0]
+    control = home / "compared.json"
+    folder = models / "tiny-llama"
+    with server_pool(home / "compared", folder, peer) as pool:
+        spans = ("0:6", "0:6", "0:3", "0:3", "3:6")
+        one, two, left, first, second = (pool.start(blocks, *CACHE) for blocks in spans)
+        right = pool.start("3:6", *CACHE, fault=control)
+        bf16 = ("--dtype", "bfloat16", *CACHE)
+        coarse = (pool.start("0:6", *bf16), pool.start("0:2", *bf16), pool.start("2:6", *bf16))
+        for server in pool.servers:
+            server.ready  # noqa: B018  (waits)
+        part = without_blocks(folder, home / "part" / "tiny-llama")
+        yield pool, Chains(one, two, left, right, first, second, coarse, control, peer, folder, part)
+
+
+@pytest.fixture
+def chains(started: tuple[ServerPool, Chains]) -> Iterator[Chains]:
+    order(started[1].control)
+    yield started[1]
+    order(started[1].control)
+
+
+def without_blocks(folder: Path, to: Path) -> Path:
+    """What a client needs of a model folder, and no more: the file with the blocks is not there."""
+    shutil.copytree(folder, to)
+    (file,) = to.glob("*.safetensors")
+    with safe_open(file, "pt") as tensors:
+        files = {name: f"{'blocks' if '.layers.' in name else 'ends'}.safetensors" for name in tensors.keys()}  # noqa: SIM118
+        ends = {name: tensors.get_tensor(name) for name, each in files.items() if each == "ends.safetensors"}
+    save_file(ends, to / "ends.safetensors", {"format": "pt"})
+    (to / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    file.unlink()
+    return to
+
+
+def answer(model: Any, count: int = 8) -> list[int]:
+    out = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=count, do_sample=False)
+    tokens: list[int] = out[0].tolist()
+    return tokens
+
+
+def compared(chains: Chains, servers: Sequence[PooledServer], count: int, folder: Path | None = None) -> Any:
+    return opened_for(servers, folder or chains.folder, chains.peer, compare_chains=count)
+
+
+def set_back(model: Model, *servers: PooledServer) -> None:
+    """Makes others be preferred to these."""
+
+    async def suspect() -> None:
+        for server in servers:
+            model._runtime.value.suspect(server.peer_id)
+
+    model._runtime.call(suspect)
+
+
+def banned(model: Model) -> set[str]:
+    return {each.peer_id for each in model._runtime.value.swarm.trust.bans()}
+
+
+def test_honest_chains_agree(chains: Chains) -> None:
+    with compared(chains, chains.exact, 3) as model:
+        with model.inference_session(max_length=40) as session:
+            assert answer(model) == answer(load_whole(chains.folder))
+            routes = session._session.routes
+            used = [hop.peer_id for route in routes for hop in route]
+            assert len(routes) == 3 and sorted(used) == sorted(each.peer_id for each in chains.exact)
+            assert session.position == 16
+        assert model.disagreements == () and not banned(model)
+        beams = model.generate(PROMPT, num_beams=3, max_new_tokens=6, do_sample=False)
+        whole = load_whole(chains.folder).generate(PROMPT, num_beams=3, max_new_tokens=6, do_sample=False)
+        assert torch.equal(beams, whole) and model.disagreements == ()
+
+
+def test_honest_chains_in_bfloat16_agree_and_are_not_mixed_with_others(chains: Chains) -> None:
+    everybody = [*chains.exact, *chains.coarse]
+    with compared(chains, chains.coarse, 2) as model:
+        assert len(answer(model)) == 17
+        assert model.disagreements == ()
+    with compared(chains, everybody, 4) as model, pytest.raises(NoChainError, match="in float32 make 3"):
+        answer(model)
+
+
+def test_most_chains_go_on_and_the_liar_between_two_junctions_is_banned(chains: Chains) -> None:
+    order(chains.control, blocks="noise", amount=0.1)
+    servers = [chains.one, chains.left, chains.right, chains.first, chains.second]
+    with compared(chains, servers, 3, chains.part) as model:
+        assert answer(model) == answer(load_whole(chains.folder))
+        (told,) = model.disagreements
+        assert told.settled == "majority" and told.position == 0 and (told.chains, told.left) == (3, 2)
+        assert told.liars == (chains.right.peer_id,) and told.suspects == ()
+        assert banned(model) == {chains.right.peer_id} and told.error > told.tolerance
+
+
+def test_nobody_is_banned_where_one_of_two_servers_lied(chains: Chains) -> None:
+    """No other chain has a junction between them, and there are no weights."""
+    order(chains.control, blocks="noise", amount=0.1)
+    with compared(chains, chains.exact, 3, chains.part) as model:
+        assert answer(model) == answer(load_whole(chains.folder))
+        (told,) = model.disagreements
+        assert told.settled == "majority" and told.liars == () and not banned(model)
+        assert set(told.suspects) == {chains.left.peer_id, chains.right.peer_id}
+
+
+def test_own_weights_decide_between_two_chains_and_another_takes_the_liar_s_place(chains: Chains) -> None:
+    order(chains.control, blocks="skipped")
+    with compared(chains, chains.exact, 2) as model:
+        # So that the pair is one of the chains, and `two` is left for later.
+        set_back(model, chains.two, chains.first, chains.second)
+        assert answer(model) == answer(load_whole(chains.folder))
+        (told,) = model.disagreements
+        assert told.settled == "weights" and (told.chains, told.left) == (2, 2)
+        assert banned(model) == {chains.right.peer_id} == set(told.liars)
+
+
+def test_a_lie_in_the_middle_of_an_answer(chains: Chains) -> None:
+    order(chains.control, blocks="stale")
+    with compared(chains, [chains.one, chains.left, chains.right], 2) as model:
+        assert answer(model, 12) == answer(load_whole(chains.folder), 12)
+        (told,) = model.disagreements
+        assert told.position > PROMPT.shape[1] and told.liars == (chains.right.peer_id,) and told.left == 1
+        assert "not compared" in str(told)
+
+
+def test_two_chains_without_weights_stop(chains: Chains) -> None:
+    order(chains.control, blocks="noise", amount=0.1)
+    with compared(chains, [chains.one, chains.left, chains.right], 2, chains.part) as model:
+        with pytest.raises(SwarmError, match=r"2 chains disagree at token 0.*cannot be told.*Compare 3"):
+            answer(model)
+        assert model.disagreements[0].settled == "no" and not banned(model)
+
+
+def test_too_few_chains(chains: Chains) -> None:
+    with compared(chains, chains.exact, 4) as model:
+        with pytest.raises(NoChainError, match=r"4 chains of tiny-llama .* in float32 make 3") as caught:
+            answer(model)
+        assert caught.value.missing == tuple(range(6))
+    with pytest.raises(BadInput, match="compare_chains=0"):
+        AutoDistributedModelForCausalLM.from_pretrained(chains.folder, initial_peers=[chains.peer], compare_chains=0)
+
+
+def test_chat_says_who_disagreed(chains: Chains, node_starter: Nodes) -> None:
+    order(chains.control, blocks="noise", amount=0.1)
+    chat = ("chat", str(chains.part), "--prompt", "hi", "--max-new-tokens", "4", "--json", "--peer", chains.peer)
+    allowed = [option for each in chains.exact for option in ("--allow", each.peer_id)]
+    outcome = petalnode(*chat, *allowed, "--compare-chains", "3", "--no-remember", env=node_starter.env)
+    assert outcome.code == 0, outcome
+    (told,) = outcome.objects[0]["disagreements"]
+    assert told["suspects"] == sorted([chains.left.peer_id, chains.right.peer_id]) and told["settled"] == "majority"
+    assert "3 chains disagree" in outcome.err and chains.right.peer_id in outcome.err
+    outcome = petalnode(*chat, *allowed, "--compare-chains", "4", "--no-remember", env=node_starter.env)
+    assert outcome.code == 3 and "make 3" in outcome.err, outcome
