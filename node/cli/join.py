@@ -19,7 +19,7 @@ import typer
 from ...crypto.canonical import digest
 from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity
 from ...crypto.swarm_key import SwarmKeyError, load_swarm_key
-from ..errors import BadInput, MachineError, SwarmError
+from ..errors import BadInput, MachineError, PetalnodeError, SwarmError, unwrapped
 from ..reach.limits import RelayLimits
 from ..swarm.remembered import memory_file
 from ..swarm.swarm import Swarm, SwarmConfig, open_swarm
@@ -249,10 +249,11 @@ async def joined(
         config = join.config(identity, listens=listens, data_dir=data_dir, relay_limits=relay_limits or RelayLimits())
         if not join.peers and join.searches:
             output.errors.print(f"looking for a swarm: {join.places} ...", style="dim", markup=False)
-        async with config.trust.kept(), _opened(config, fallback=listens and not join.listen) as swarm:
-            if not listens and swarm.joined is None:
-                raise SwarmError(f"no swarm was found, looking for {join.places}. {_HOW_TO_JOIN}")
-            yield swarm, identity
+        with unwrapped(PetalnodeError):
+            async with config.trust.kept(), _opened(config, fallback=listens and not join.listen) as swarm:
+                if not listens and swarm.joined is None:
+                    raise SwarmError(f"no swarm was found, looking for {join.places}. {_HOW_TO_JOIN}")
+                yield swarm, identity
 
 
 @asynccontextmanager

@@ -53,9 +53,11 @@ def test_the_fastest_plan_is_what_the_router_makes_of_it(seed: int, client: bool
     schedule = fastest_cycle(fleet.problem(BLOCKS), seconds=600)
     handled = HANDLING_SECONDS * (len(plan.placed) == 1 and not client)  # no way leads to one that is alone
     assert plan.seconds == pytest.approx(schedule.seconds + handled + fleet.client_seconds, rel=1e-9)
-    # Nothing that the router could do with any placement of these machines is faster.
+    # Nothing that the router could do with any placement of these machines is faster, but for coming back to a machine:
+    # that is no cycle, and quicker where the way between two others is longer than by this one.
     busiest = busiest_plan(fleet, BLOCKS)
-    assert plan.seconds <= busiest.seconds * (1 + 1e-9)
+    if len({each.machine for each in busiest.route}) == len(busiest.route):
+        assert plan.seconds <= busiest.seconds * (1 + 1e-9)
     assert busiest.tokens_per_second <= busiest.most_tokens_per_second * (1 + 1e-9)
     assert plan.tokens_per_second <= busiest.most_tokens_per_second * (1 + 1e-9)
 
