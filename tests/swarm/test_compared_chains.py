@@ -175,6 +175,20 @@ def test_a_lie_in_the_middle_of_an_answer(chains: Chains) -> None:
         assert "not compared" in str(told)
 
 
+def test_a_server_that_dies_is_replaced_by_one_of_no_other_chain(started: tuple[ServerPool, Chains]) -> None:
+    pool, chains = started
+    mortal = pool.start("0:6", *CACHE)
+    with compared(chains, [chains.one, chains.two, mortal], 2) as model:
+        set_back(model, chains.two)
+        with model.inference_session(max_length=40) as session:
+            first = answer(model, 4)
+            mortal.kill()
+            assert answer(model, 12) == answer(load_whole(chains.folder), 12) and first == answer(model, 12)[:13]
+            used = sorted(hop.peer_id for route in session._session.routes for hop in route)
+            assert used == sorted([chains.one.peer_id, chains.two.peer_id]) and session.recoveries == 1
+        assert model.disagreements == ()
+
+
 def test_two_chains_without_weights_stop(chains: Chains) -> None:
     order(chains.control, blocks="noise", amount=0.1)
     with compared(chains, [chains.one, chains.left, chains.right], 2, chains.part) as model:
