@@ -123,6 +123,10 @@ def test_honest_chains_agree(chains: Chains) -> None:
         beams = model.generate(PROMPT, num_beams=3, max_new_tokens=6, do_sample=False)
         whole = load_whole(chains.folder).generate(PROMPT, num_beams=3, max_new_tokens=6, do_sample=False)
         assert torch.equal(beams, whole) and model.disagreements == ()
+        padded = torch.cat([PROMPT, torch.cat([torch.zeros(1, 4, dtype=torch.int64), PROMPT[:, :5]], dim=1)])
+        options = {"attention_mask": (padded > 0).long(), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(model.generate(padded, **options), load_whole(chains.folder).generate(padded, **options))
+        assert model.disagreements == ()
 
 
 def test_honest_chains_in_bfloat16_agree_and_are_not_mixed_with_others(chains: Chains) -> None:
