@@ -12,8 +12,8 @@ _SAMPLES: Final = 64
 _ENOUGH: Final = 16
 _LONG: Final = 32
 """Tokens at once from which a pass says how fast a long prefill is."""
-_NOTABLE: Final = 0.25
-"""Smaller differences are not announced: they would only unsettle who plans with them."""
+_NOTABLE: Final = 0.1
+"""Smaller differences are noise, and not announced."""
 
 
 class LiveSpeed:

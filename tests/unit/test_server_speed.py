@@ -84,8 +84,8 @@ def test_live_prefills_correct_what_is_announced_of_them() -> None:
 
 def test_what_was_measured_anew_counts_if_it_is_notably_another() -> None:
     live = LiveSpeed(0.010, 0.001)
-    assert not live.measured(0.011, 0.0011)
-    assert live.measured(0.011, 0.002) and (live.step_seconds, live.token_seconds) == (0.010, 0.002)
+    assert not live.measured(0.0105, 0.00105)
+    assert live.measured(0.0105, 0.002) and (live.step_seconds, live.token_seconds) == (0.010, 0.002)
     assert live.measured(0.002, 0.002) and live.step_seconds == 0.002
 
 
