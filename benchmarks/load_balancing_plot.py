@@ -31,12 +31,13 @@ def plot(
     over_time.set(xlabel="hours", ylabel="tokens/s of the swarm", xlim=(0, hours[-1]), ylim=(0, None))
     over_time.set_xticks(range(0, int(hours[-1]) + 2, 12))
     over_time.legend(loc="upper right", fontsize="small")
+    others = iter(("C4", "C5", "C6", "C8", "C9"))
     for name, figures in result.items():
         if name in ("oracle", "one_decision") or "zero_time" not in figures:
             continue
         place = (figures["blocks_per_day"], figures["share_of_upper_bound"])
-        paid.plot(*place, "o", color=LINES.get(name, "C4"))
-        paid.annotate(name, place, xytext=(5, 4), textcoords="offset points", fontsize="small")
+        paid.plot(*place, "o", color=LINES.get(name) or next(others, "C7"), label=name)
+    paid.legend(loc="lower right", fontsize="small")
     if "oracle" in result:
         paid.axhline(result["oracle"]["share_of_upper_bound"], color="black", linewidth=0.7, linestyle=":")
         paid.annotate(
@@ -48,7 +49,8 @@ def plot(
             ha="right",
             fontsize="small",
         )
-    paid.margins(x=0.15)
+    paid.set_xscale("symlog", linthresh=300)
+    paid.set_xlim(-40, 30_000)
     paid.set(xlabel="blocks reloaded a day", ylabel="share of the upper bound", ylim=(0, 1))
     paid.grid(alpha=0.3)
     folder.mkdir(parents=True, exist_ok=True)
