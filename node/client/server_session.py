@@ -30,6 +30,7 @@ from ...protocols.inference import (
 )
 from ...protocols.tensor_header import TensorError, all_finite, wire_nbytes
 from ..errors import ServerCheated, ServerFailed
+from .answers_due import AnswersDue
 from .deadlines import CLOSE_TIMEOUT, PATH_KEEP, SEND_TIMEOUT
 from .promise import Promise, check_time, granted_pledge
 from .receipt_log import SessionLog
@@ -159,6 +160,7 @@ class ServerSession:
         self._granted = wire.Granted()
         self._sequence = 0
         self._answered = 0
+        self._due = AnswersDue()
         self._last_receipt = b""
         self._promise = promise
         self._log = log
@@ -230,9 +232,8 @@ class ServerSession:
             ServerFailed: it does not go on where it was.
         """
         self._attempt += 1
-        message = wire.Resume(
-            nonce=self.nonce, session_epoch=self.epoch, answered=self._answered, attempt=self._attempt
-        )
+        answered = self._answered  # a reply may still be read from the old stream
+        message = wire.Resume(nonce=self.nonce, session_epoch=self.epoch, answered=answered, attempt=self._attempt)
         try:
             granted = await self._ask(stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
             if granted.session_epoch != self.epoch or not self._answered <= granted.sequence <= self._sequence:
@@ -246,6 +247,7 @@ class ServerSession:
         before, self._stream = self._stream, stream
         self.held = granted.sequence
         self.generation += 1
+        self._due.ask_again(answered)
         await before.reset()
 
     @property
@@ -302,9 +304,9 @@ class ServerSession:
 
     def target(self) -> wire.PushTarget:
         """Where another server pushes the next step of this session to. Takes a sequence number for it."""
-        return wire.PushTarget(
-            peer_id=peer_id_to_bytes(self.hop.peer_id), nonce=self.nonce, sequence=self.next_sequence()
-        )
+        sequence = self.next_sequence()
+        self._due.ask(sequence)
+        return wire.PushTarget(peer_id=peer_id_to_bytes(self.hop.peer_id), nonce=self.nonce, sequence=sequence)
 
     def next_sequence(self) -> int:
         self._sequence += 1
@@ -329,6 +331,7 @@ class ServerSession:
             StreamLost: the server is gone or does not read.
         """
         self._sent = step.sequence, self._stream
+        self._due.ask(step.sequence)
         if self._log is not None:
             self._log.asked(step, chunk.tensor, chunk.payload)
         try:
@@ -365,8 +368,11 @@ class ServerSession:
                 raise self._failed("it answered a step with something else than one reply")
             answer = Chunk(frame.tensors[0], payloads[0])
             self.bytes_received += len(answer.payload)
+            due = self._due.answer(frame.reply.sequence)
             if frame.reply.sequence < step.sequence:
                 self._skip(frame.reply)
+                if not due:
+                    raise self._failed(f"it answered step {frame.reply.sequence} more often than it was asked")
                 continue
             return await self._checked(frame.reply, answer, step, chunk, begun)
 

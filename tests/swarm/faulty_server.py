@@ -1,7 +1,8 @@
 """A real server that lies: its answers are spoiled between the service and the network, in a process of the tests.
 
 `install(control)` changes this process only. Each session that opens reads `control`, a JSON file such as
-{"fault": "shape", "at": 3}: the third answer on that stream is spoiled in that way, and those after it are honest.
+{"fault": "shape", "at": 3}: the answer to the third step on that stream is spoiled in that way as often as it is asked
+for, and those after it are honest.
 No such file, or no fault in it: an honest server.
 """
 
@@ -70,7 +71,8 @@ class _Spoiled:
         self._fault = fault
         self._at = at
         self._identity = identity
-        self._answers = 0
+        self._steps: list[int] = []  # sequence numbers of what was answered
+        self._last: tuple[wire.InferenceFrame, list[bytes]] | None = None
         self._previous: tuple[wire.InferenceFrame, list[bytes]] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -83,12 +85,13 @@ class _Spoiled:
         kept = wire.InferenceFrame()
         kept.CopyFrom(frame)
         sent = [bytes(payload) for payload in payloads]
-        self._answers += 1
-        if self._fault and self._answers == self._at:
+        if frame.reply.sequence not in self._steps:
+            self._steps.append(frame.reply.sequence)
+            self._previous, self._last = self._last, (kept, sent)
+        if self._fault and self._steps.index(frame.reply.sequence) + 1 == self._at:
             await FAULTS[self._fault](self, frame=_copy(kept), payload=sent[0], timeout=timeout)
         else:
             await self._stream.send(frame, payloads, timeout=timeout)
-        self._previous = (kept, sent)
 
     async def receive(self, **options: Any) -> tuple[wire.InferenceFrame, list[bytes]]:
         try:

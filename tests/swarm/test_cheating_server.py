@@ -28,7 +28,7 @@ from tests.unit.test_receipts import RECEIPT
 OTHER = Identity.from_seed(bytes(range(32)))
 SPEC = SessionSpec(model_version=b"m" * 32, span=Span(0, 2), batch=1, max_length=16)
 PROMISE = Promise(SPEC.model_version, Span(0, 4), "float32", "none")
-HONEST_MISTAKES = ("another position", "another sequence")
+HONEST_MISTAKES = ("another position", "another sequence", "the answer before, once more")
 """Answers that nobody signed: they are of no use, but say nothing of what the server would sign."""
 Cheat = Callable[[wire.Reply, Receipt, Identity], None]
 
@@ -77,7 +77,15 @@ def another_sequence(reply: wire.Reply, receipt: Receipt, identity: Identity) ->
     reply.sequence += 1
 
 
+def repeated(reply: wire.Reply, receipt: Receipt, identity: Identity) -> None:
+    """In the place of this answer the one before it, which is in order; what was asked is never answered."""
+    reply.CopyFrom(_last[0])
+
+
+_last: list[wire.Reply] = []
+
 CHEATS: dict[str, Cheat] = {
+    "the answer before, once more": repeated,
     "no signature": not_signing,
     "an empty signature": unsigned,
     "a clock that is far ahead": dated(3600),
@@ -141,6 +149,7 @@ def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStrea
             )
             if cheat is not None and count == 2:
                 cheat(reply, receipt, identity)
+            _last[:] = [reply]
             await stream.send(wire.InferenceFrame(reply=reply, tensors=[tensor]), [payload], timeout=10)
 
     return handle

@@ -456,11 +456,9 @@ def test_a_server_that_answers_wrongly_is_replaced(
     ):
         chain: list[Any] = []
         out = generate(opened, ids, session=session, streamer=At({1: lambda: chain.extend(session.route)}))
-        assert chain[1][0] == server.peer_id, "the test is about this server"
-        # A step whose answer did not come is asked for once more if it was pushed, and the next answer is honest.
-        replaced = session.recoveries >= 1
-        assert replaced or fault == "previous"
-        assert (server.peer_id not in [peer_id for peer_id, _ in session.route]) == replaced
+        assert chain[1][0] == server.peer_id, f"the test is about this server, which says: {server.errors[-2000:]}"
+        assert session.recoveries >= 1
+        assert server.peer_id not in [peer_id for peer_id, _ in session.route]
     assert torch.equal(out, expected(ids))
 
 
