@@ -24,14 +24,14 @@ class Seen:
     """The servers of one model.
 
     `holders` are where each is, or where it goes if it has said so; `serving` those that take sessions, where they are.
-    `choosing` are the peer ids of newcomers among the holders that have not begun to load. `doubts` are sentences about
-    announcements that were corrected or left out, by peer id.
+    `newcomers` are those that have not begun to load, this one too, where they mean to go; the others of them are among
+    the holders, too. `doubts` are sentences about announcements that were corrected or left out, by peer id.
     """
 
     holders: tuple[Holder, ...]
     serving: tuple[Holder, ...]
     doubts: dict[str, str]
-    choosing: frozenset[str] = frozenset()
+    newcomers: tuple[Holder, ...] = ()
 
     def of(self, peer_id: str) -> Holder | None:
         return next((holder for holder in self.holders if holder.peer_id == peer_id), None)
@@ -58,9 +58,11 @@ def swarm_seen(
         else:
             believed.append(said)
     speeds = _believable(believed, doubts)
-    holders, serving = [], []
+    holders, serving, newcomers = [], [], []
     for said in believed:
         speed, next_span = speeds[said.peer_id], said.next_span
+        if said.state is ServerState.JOINING and next_span is not None:
+            newcomers.append(Holder(said.peer_id, next_span, speed, False))
         # Who drains goes, whatever others mean to do.
         undecided = said.state is not ServerState.DRAINING
         if undecided and (said.peer_id == own or (contested and said.peer_id > own)):
@@ -72,8 +74,7 @@ def swarm_seen(
             serving.append(holders[-1])
         elif said.state is ServerState.JOINING or next_span is not None:
             holders.append(Holder(said.peer_id, next_span or said.span, speed, False))
-    choosing = {each.peer_id for each in believed if each.state is ServerState.JOINING and each.next_span is not None}
-    return Seen(tuple(holders), tuple(serving), doubts, frozenset(choosing - {own}))
+    return Seen(tuple(holders), tuple(serving), doubts, tuple(newcomers))
 
 
 def _toll(said: Announcement) -> float:

@@ -1,5 +1,8 @@
 """When a server takes its blocks and when it changes them: who goes first, and what is said before.
 
+Newcomers that see one another agree before they load: each works out where all of them go, says where it will go
+itself, and goes when each has answered that it knows, and those before it have said what was worked out.
+
 Every server makes the same plan (node/placement) from what it knows. Who finds itself in it waits for a random time,
 looks again, says where it will go, waits until the others have heard of that, and looks once more. Of two whose moves
 exclude each other the smaller peer id goes first.
@@ -7,8 +10,10 @@ exclude each other the smaller peer id goes first.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -29,9 +34,12 @@ _DELAY: Final = 5.0
 _DELAY_FOR_GAP: Final = 1.0
 _SETTLE: Final = 1.0
 """Seconds in which an announcement has reached those that it concerns."""
-_MOST_LAG: Final = 3.0
 _START_DELAY: Final = 0.5
+_SILENCES: Final = 3
+"""Times that a newcomer asks another in vain before it goes on without."""
 _MOST_ROUNDS: Final = 8
+_LONGEST_TALK: Final = 30.0
+"""Rounds, and seconds, after both of which a newcomer begins to load though the others do not do what it reckons."""
 _TRIES: Final = 4
 """Times that a server that should close a gap tries to come to terms with others before its next check."""
 _REST: Final = 5.0
@@ -48,32 +56,37 @@ async def join_where_needed(
 ) -> Span:
     """The span that this newcomer takes, settled with others that join at the same time.
 
-    `say` announces that it means to take a span; `throughput` is in decode steps a second, None if not known yet.
+    `say` announces that it means to take a span; `throughput` is in decode steps a second, None if not known yet. The
+    caller announces that it loads, without awaiting anything before: from then on others reckon with that.
     """
     if not swarm.connected():  # nobody is there to be waited for
-        return await placing.span_to_join(count, throughput)
+        return (await placing.choose(count, throughput)).span
     await trio.sleep(random.uniform(0, _START_DELAY))
     await placing.refresh()
     await placing.probe()
-    span: Span | None = None
-    rivals: frozenset[str] = frozenset()
-    same = 0
-    for _ in range(_MOST_ROUNDS):
-        chosen, others = await placing.span_to_join(count, throughput), placing.others_choosing()
-        # Who has begun to load meanwhile changes nothing if the choice is the same: only others that have come do.
-        same = same + 1 if chosen == span and others <= rivals else 0
-        if same == 2 or (same and not others):
+    begun = trio.current_time()
+    announced: Span | None = None
+    told: frozenset[str] = frozenset()
+    silences: Counter[str] = Counter()
+    for turn in itertools.count(1):
+        choice = await placing.choose(count, throughput)
+        silent = {peer_id for peer_id in choice.rivals if silences[peer_id] >= _SILENCES}
+        heard = bool(told) or turn > _SILENCES
+        if heard and choice.stands(announced, told, silent):
             break
-        if chosen != span:
-            say(chosen)
-        span, rivals = chosen, others
-        begun = trio.current_time()
-        await placing.refresh()
-        # Where asking takes long, telling does too.
-        await trio.sleep(_SETTLE * random.uniform(0.7, 1.3) + min(trio.current_time() - begun, _MOST_LAG))
-        await placing.refresh()
-    assert span is not None
-    return span
+        if turn > _MOST_ROUNDS and trio.current_time() > begun + _LONGEST_TALK:
+            break  # somebody talks nonsense; what is not well placed moves later
+        if choice.span != announced:
+            announced = choice.span
+            say(announced)
+        # For those that we have not heard of, a while, however quickly the others answer.
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep, _SETTLE * random.uniform(0.7, 1.3))
+            told = await placing.exchange(choice.rivals)
+        silences.update(choice.rivals - told)
+        for peer_id in told:
+            del silences[peer_id]
+    return choice.span
 
 
 async def next_move(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -16,7 +17,7 @@ from ...protocols.framing import PeerError
 from ...protocols.ids import Span
 from ..errors import SwarmError
 from ..placement.holder import Holder, gaps
-from ..placement.joining import span_for_newcomer
+from ..placement.joining import Choice, choice_of_newcomer
 from ..placement.leaving import may_leave
 from ..placement.plan import DEFAULT, Move, Plan, Policy, make_plan
 from ..placement.presence import is_overdue, worth_asking
@@ -28,6 +29,9 @@ from ..swarm.swarm import Swarm
 log = logging.getLogger(__name__)
 
 REFRESH_TIMEOUT: Final = 5.0
+_EXCHANGE_TIMEOUT: Final = 5.0
+_LOOKS: Final = 5
+"""Times that a choice is made anew because the view has changed meanwhile."""
 _TOLD: Final = 1000
 _PROBE_TIMEOUT: Final = 3.0
 _PROBE_ROUNDS: Final = 4
@@ -130,29 +134,37 @@ class Placing:
         """The blocks that nobody holds or is about to hold."""
         return gaps(self.seen().holders, self.num_blocks)
 
-    def others_choosing(self) -> frozenset[str]:
-        """The other newcomers that have not begun to load yet."""
-        return self.seen().choosing
+    async def exchange(self, peers: Collection[str]) -> frozenset[str]:
+        """Makes sure that these know what this server has announced, and learns what they know; who answered."""
+        answered = await self._swarm.exchange(peers, model_version=self._version, timeout=_EXCHANGE_TIMEOUT)
+        self.notice()
+        return answered
 
-    async def span_to_join(self, count: int, throughput: float | None) -> Span:
-        """The `count` blocks to take, going by `throughput` decode steps a second (None: average)."""
-        seen, rate = self.seen(contested=True), self._turnover()
-        holders = seen.holders
-        span = await trio.to_thread.run_sync(
-            lambda: span_for_newcomer(
-                holders,
-                self.peer_id,
-                throughput,
-                count,
-                self.num_blocks,
-                turnover=rate,
-                policy=self._policy,
-                choosing=seen.choosing,
-            )
+    async def choose(self, count: int, throughput: float | None) -> Choice:
+        """The `count` blocks for this newcomer to take, going by `throughput` decode steps a second (None: average).
+
+        It is made from what is known when this returns, unless that changes all the time.
+        """
+        for _ in range(_LOOKS):
+            seen, rate = self.seen(), self._turnover()
+            choice = await trio.to_thread.run_sync(self._choice, seen, rate, count, throughput)
+            now = self.seen()
+            if (now.holders, now.newcomers) == (seen.holders, seen.newcomers):
+                break
+        self.reason = why_join(choice.others, choice.span, self.num_blocks)
+        return choice
+
+    def _choice(self, seen: Seen, rate: float, count: int, throughput: float | None) -> Choice:
+        return choice_of_newcomer(
+            seen.holders,
+            seen.newcomers,
+            self.peer_id,
+            throughput,
+            count,
+            self.num_blocks,
+            turnover=rate,
+            policy=self._policy,
         )
-        others = [holder for holder in holders if holder.peer_id != self.peer_id]
-        self.reason = why_join(others, span, self.num_blocks)
-        return span
 
     async def due_move(self, *, contested: bool = False, by_itself: bool = False) -> Move | None:
         """Where this server should go now, None if it should stay, or must for now.

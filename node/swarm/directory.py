@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -168,8 +168,8 @@ class Directory:
 
     # --- asking
 
-    async def pull(self, peer_id: str, *, model_version: bytes = b"", timeout: float) -> None:
-        """Merges all that a peer knows.
+    async def pull(self, peer_id: str, *, model_version: bytes = b"", tell: bool = False, timeout: float) -> None:
+        """Merges all that a peer knows; with `tell`, tells it the own announcement first.
 
         Raises:
             PeerError: it cannot be reached, did not answer within `timeout` seconds, or not what was asked.
@@ -177,6 +177,9 @@ class Directory:
         with trio.move_on_after(timeout):
             stream = await self._open_stream(peer_id, timeout)
             try:
+                if tell and self._own_record is not None:
+                    own = wire.DirectoryFrame(publish=self._own_record.to_wire())
+                    await stream.send(own, timeout=timeout)
                 await self._pull_pages(stream, model_version, timeout)
             except BaseException:
                 await stream.reset()
@@ -221,6 +224,26 @@ class Directory:
             if not reply.records.truncated or last <= after:
                 return
             after = last
+
+    async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
+        """Tells these peers, and some others, the own announcement, and merges what they know; returns who answered.
+
+        Who answered had the own announcement before it did: so of two peers that change what they announce and then
+        exchange, at least one knows of the other's change when it goes on.
+        """
+        answered: set[str] = set()
+
+        async def talk(peer_id: str) -> None:
+            try:
+                await self.pull(peer_id, model_version=model_version, tell=True, timeout=timeout)
+                answered.add(peer_id)
+            except PeerError as error:
+                log.debug("nothing exchanged with %s: %s", peer_id, error)
+
+        async with trio.open_nursery() as nursery:
+            for peer_id in {*peers, *self._peers_to_ask(_ASK_AT_START)} - {self._identity.peer_id}:
+                nursery.start_soon(talk, peer_id)
+        return frozenset(answered)
 
     async def refresh(self, nursery: trio.Nursery, *, model_version: bytes, timeout: float) -> None:
         """Pulls from several peers side by side, and from some that they tell of, until there is nothing new.

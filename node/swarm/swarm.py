@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pathlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -396,6 +396,13 @@ class Swarm:
         """
         await self._directory.refresh(self._nursery, model_version=model_version or b"", timeout=timeout)
         return self._directory.view
+
+    async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
+        """Tells these peers, and some others, the own announcement, and asks them for all they know of a model.
+
+        Returns those that have answered within `timeout` seconds: they know the announcement.
+        """
+        return await self._directory.exchange(peers, model_version=model_version, timeout=timeout)
 
     async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
         """Seconds of a round trip to this peer, the least of three.

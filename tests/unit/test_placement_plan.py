@@ -223,20 +223,3 @@ def test_the_bound_is_where_no_server_counts_for_more_than_the_swarm():
     assert upper_bound([Holder("a", Span(0, 4), 3.0), Holder("b", Span(0, 2), 100.0)], 4) == pytest.approx(6.0)
     assert upper_bound([Holder("a", Span(0, 3), 3.0)], 4) == 0.0
     assert coverage([Holder("a", Span(1, 3), 3.0)], 4).tolist() == [0.0, 3.0, 3.0, 0.0]
-
-
-@given(swarms(most=4), st.lists(st.sampled_from(SPEEDS), min_size=1, max_size=5), st.integers(1, 12))
-def test_newcomers_that_see_one_another_agree_at_once(swarm, speeds, count):
-    holders, blocks = swarm
-    count = min(count, blocks)
-    # What they have said so far does not matter.
-    said = [Holder(f"z {number}", Span(0, count), speed, False) for number, speed in enumerate(speeds)]
-    choosing = {each.peer_id for each in said}
-    chosen = [
-        span_for_newcomer([*holders, *said], each.peer_id, each.throughput, count, blocks, choosing=choosing)
-        for each in said
-    ]
-    one_by_one = list(holders)
-    for each, span in zip(said, chosen, strict=True):
-        assert span == span_for_newcomer(one_by_one, each.peer_id, each.throughput, count, blocks)
-        one_by_one.append(replace(each, span=span))

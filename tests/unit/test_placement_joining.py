@@ -1,0 +1,172 @@
+"""Newcomers that join at the same time, by themselves and in a swarm whose news come late."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petalnode.node.placement.holder import Holder
+from petalnode.node.placement.joining import Choice, choice_of_newcomer, span_for_newcomer
+from petalnode.node.placement.seen import swarm_seen
+from petalnode.protocols.announcement import Announcement, ServerState
+from petalnode.protocols.ids import Span
+
+SPEEDS = [0.5, 1.0, 2.0, 7.0, 30.0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3), st.sampled_from(SPEEDS)), max_size=4),
+    st.lists(st.tuples(st.sampled_from(SPEEDS), st.integers(1, 3)), min_size=1, max_size=5),
+)
+def test_newcomers_that_see_one_another_reckon_the_same(
+    there: list[tuple[int, int, float]], joining: list[tuple[float, int]]
+) -> None:
+    holders = [Holder(f"peer {n}", Span(at, at + count), speed, False) for n, (at, count, speed) in enumerate(there)]
+    newcomers = [Holder(f"z {n}", Span(0, count), speed, False) for n, (speed, count) in enumerate(joining)]
+
+    def choices() -> list[Choice]:
+        return [
+            choice_of_newcomer(holders, newcomers, each.peer_id, None, len(each.span), 8, turnover=number)
+            for number, each in enumerate(newcomers, start=1)
+        ]
+
+    chosen = choices()
+    one_by_one = list(holders)
+    for each, choice in zip(newcomers, chosen, strict=True):
+        assert choice.span == span_for_newcomer(one_by_one, each.peer_id, each.throughput, len(each.span), 8)
+        assert choice.rivals == {other.peer_id for other in newcomers} - {each.peer_id}
+        one_by_one.append(replace(each, span=choice.span))
+    # Who has said something else is disputed by those behind it; once all have said what was reckoned, nobody is.
+    for number, choice in enumerate(chosen):
+        wrong = {each.peer_id for each, right in zip(newcomers, chosen, strict=True) if each.span != right.span}
+        assert choice.disputed == wrong & {each.peer_id for each in newcomers[:number]}
+    newcomers = [replace(each, span=choice.span) for each, choice in zip(newcomers, chosen, strict=True)]
+    assert [replace(choice, disputed=frozenset()) for choice in chosen] == choices()
+
+
+def test_what_has_to_be_so_before_a_newcomer_loads() -> None:
+    here, there = Span(0, 2), Span(2, 4)
+    choice = Choice(here, (), frozenset("ab"))
+    assert choice.stands(here, "abc")
+    assert not choice.stands(None, "ab")
+    assert not choice.stands(there, "ab")
+    assert not choice.stands(here, "a")
+    assert choice.stands(here, "a", silent="b")
+    disputed = replace(choice, disputed=frozenset("b"))
+    assert not disputed.stands(here, "ab")
+    assert disputed.stands(here, "a", silent="b")
+
+
+# --- a swarm whose news come late
+
+
+BLOCKS, COUNT = 6, 2
+
+
+@dataclass
+class Node:
+    peer_id: str
+    view: dict[str, Announcement] = field(default_factory=dict)
+
+    def hear(self, news: dict[str, Announcement]) -> None:
+        for peer_id, said in news.items():
+            if peer_id not in self.view or self.view[peer_id].sequence < said.sequence:
+                self.view[peer_id] = said
+
+    def announce(self, span: Span, state: ServerState, next_span: Span | None = None) -> None:
+        held = self.view.get(self.peer_id)
+        said = Announcement(self.peer_id, bytes(32), "m", BLOCKS, span, state, step_seconds=0.2, next_span=next_span)
+        self.view[self.peer_id] = replace(said, sequence=1 + (held.sequence if held else 0))
+
+    def choose(self) -> Choice:
+        seen = swarm_seen(list(self.view.values()), BLOCKS, self.peer_id)
+        return choice_of_newcomer(seen.holders, seen.newcomers, self.peer_id, 5.0, COUNT, BLOCKS)
+
+
+def simulated(count: int, late: Callable[[], float], chance: random.Random) -> list[Span]:
+    """Where `count` newcomers go, as node/server/mover.py does it; every message takes `late()` seconds.
+
+    The first of them is the one that all others know at first.
+    """
+    nodes = {name: Node(name) for name in chance.sample([f"{n:02}" for n in range(count)], count)}
+    meeting = next(iter(nodes))
+    loading: dict[str, Span] = {}
+    events: list[tuple[float, int, Callable[[], None]]] = []
+    numbers = itertools.count()
+    now = 0.0
+
+    def after(seconds: float, then: Callable[[], None]) -> None:
+        heapq.heappush(events, (now + seconds, next(numbers), then))
+
+    def exchange(node: Node, others: set[str]) -> Generator[float | set[str], None, set[str]]:
+        answered: set[str] = set()
+
+        def ask(other: Node, own: dict[str, Announcement]) -> None:
+            def answer(news: dict[str, Announcement]) -> None:
+                node.hear(news)
+                answered.add(other.peer_id)
+
+            other.hear(own)
+            news = dict(other.view)
+            after(late(), lambda: answer(news))
+
+        own = {node.peer_id: node.view[node.peer_id]}
+        for peer_id in others:
+            after(late(), lambda peer_id=peer_id: ask(nodes[peer_id], own))
+        while answered < others:
+            yield 0.1
+        return answered
+
+    def join(node: Node) -> Generator[float | set[str], None, None]:
+        yield chance.uniform(0, 0.5)
+        announced, told = None, frozenset[str]()
+        while True:
+            choice = node.choose()
+            if choice.stands(announced, told) and (told or len(nodes) == 1):
+                node.announce(choice.span, ServerState.JOINING)
+                loading[node.peer_id] = choice.span
+                return
+            if choice.span != announced:
+                announced = choice.span
+                node.announce(announced, ServerState.JOINING, announced)
+            yield chance.uniform(0.7, 1.3)
+            others = {*choice.rivals, meeting} - {node.peer_id}
+            told = frozenset((yield from exchange(node, others)) or {meeting})
+
+    def step(task: Generator[float | set[str], None, None]) -> None:
+        pause = next(task, None)
+        if pause is not None:
+            after(float(pause), lambda: step(task))
+
+    for node in nodes.values():
+        after(chance.uniform(0, 5), lambda node=node: step(join(node)))
+    while events:
+        now, _, then = heapq.heappop(events)
+        assert now < 600, "they never agree"
+        then()
+    return list(loading.values())
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([0.05, 0.5, 3.0, 10.0]))
+def test_ten_newcomers_spread_evenly_however_late_the_news_are(seed: int, most: float) -> None:
+    chance = random.Random(seed)
+    spans = simulated(10, lambda: chance.uniform(0, most), chance)
+    held = [sum(block in span for span in spans) for block in range(BLOCKS)]
+    assert sorted(held) == [3, 3, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("count", [1, 2, 33])
+def test_few_and_many_newcomers_agree(count: int) -> None:
+    chance = random.Random(count)
+    spans = simulated(count, lambda: chance.uniform(0, 0.5), chance)
+    held = [sum(block in span for span in spans) for block in range(BLOCKS)]
+    assert len(spans) == count
+    assert min(held) >= count // 3
