@@ -24,8 +24,8 @@ from ..placement.plan import Move
 from ..swarm.swarm import Swarm
 from .placing import Placing
 
-CHECK_INTERVAL: Final = float(os.environ.get("PETALNODE_CHECK_INTERVAL", "15"))
-"""Seconds between two looks at the plan. A gap that is heard of is looked at at once. The variable is for tests."""
+CHECK_INTERVAL: Final = 15.0
+"""Seconds between two looks at the plan. A gap that is heard of is looked at at once."""
 _GLANCE: Final = 1.0
 """Seconds between two looks for gaps, and"""
 _GLANCE_COST: Final = 20.0
@@ -90,12 +90,14 @@ async def join_where_needed(
 
 
 async def next_move(
-    swarm: Swarm, placing: Placing, load_seconds: float, say: Say, *, interval: float = CHECK_INTERVAL
+    swarm: Swarm, placing: Placing, load_seconds: float, say: Say, *, interval: float | None = None
 ) -> Move:
     """Returns when this server, which has just begun to serve, should go elsewhere, and has told the swarm.
 
     `load_seconds` is what loading took; `say` announces where this server will go, or that it stays after all.
+    `interval` is `CHECK_INTERVAL`; the variable PETALNODE_CHECK_INTERVAL is for tests.
     """
+    interval = interval or float(os.environ.get("PETALNODE_CHECK_INTERVAL", CHECK_INTERVAL))
     rested = trio.current_time() + max(_LEAST_REST * interval, _REST * load_seconds)
     open_since = float("inf")
     while True:

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.swarm import warm_python
+from tests.swarm.processes import Running
+
 ANNOUNCER = Path(__file__).with_name("announcer.py")
 
 
-class Node:
+class Node(Running):
     """One running announcer. `ready` blocks until it has said so."""
 
     def __init__(self, **options: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(ANNOUNCER), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        super().__init__([sys.executable, str(ANNOUNCER), json.dumps(options)], warm_python.environment())
         self.peer_id = ""
         self.addrs: list[str] = []
 
     def ready(self) -> Node:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise AssertionError(f"the node did not start: {self.process.communicate(timeout=10)[1]}")
-        event = json.loads(line)
+        event = self.event("ready")
         self.peer_id, self.addrs = event["peer_id"], event["addrs"]
         return self
 
@@ -39,21 +31,11 @@ class Node:
     def addr(self) -> str:
         return self.addrs[0]
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def stop(self) -> tuple[int, str, str]:
-        """Asks it to end; returns its exit code, the rest of its output and its errors."""
-        self.process.send_signal(signal.SIGTERM)
-        out, err = self.process.communicate(timeout=20)
-        return self.process.returncode, out, err
+        self.signal(signal.SIGCONT)
 
 
 class Nodes:
@@ -73,7 +55,4 @@ class Nodes:
 
     def __exit__(self, *_: object) -> None:
         for node in self._nodes:
-            if node.process.poll() is None:
-                node.process.kill()
-        for node in self._nodes:
-            node.process.communicate(timeout=10)
+            node.kill()

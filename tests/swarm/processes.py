@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 from time import monotonic
 from typing import IO, Any, TypeVar
+
+from tests.swarm import warm_python
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 # Generous: they only end what would hang.
@@ -71,33 +74,27 @@ def petalnode(
     prefix: Sequence[str] = (),
 ) -> Outcome:
     """Runs one command to its end, with `given` on its standard input. `prefix` comes before the command line."""
-    done = subprocess.run(
-        [*prefix, sys.executable, "-m", "petalnode", *arguments],
-        input=given,
-        capture_output=True,
-        text=True,
-        env=dict(env),
-        cwd=cwd,
-        timeout=timeout,
-        check=False,
-    )
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = warm_python.start(
+            [*prefix, sys.executable, "-m", "petalnode", *arguments], env, cwd, stdout=out, stderr=err
+        )
+        try:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin as stdin:
+                stdin.write(given)
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return Outcome(code, out.read().decode(), err.read().decode())
 
 
 class Running:
     """A process whose standard output is read line by line, and whose standard error is kept for messages."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> None:
-        self.process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            env=dict(env),
-            cwd=cwd,
-        )
+        self.process = warm_python.start(command, env, cwd)
         self._command = " ".join(command)
         self._lines: Queue[str | None] = Queue()
         self._errors: list[str] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -19,6 +18,7 @@ from petalnode.node.reach.limits import RelayLimits
 from petalnode.node.reach.relay import RelayService
 from petalnode.node.swarm.host import Host, open_host
 from petalnode.node.swarm.stream_bytes import StreamBytes
+from tests.swarm import warm_python
 from tests.swarm.processes import LOOPBACK, Running
 from tests.swarm.relay_node import ECHO, STATS, echo
 
@@ -29,7 +29,9 @@ class RelayNode(Running):
     """`relay_node.py`, or another module like it, as a process. `ready` waits for it the first time."""
 
     def __init__(self, module: str = "relay_node", **options: Any) -> None:
-        super().__init__([sys.executable, "-m", f"tests.swarm.{module}", json.dumps(options)], os.environ, _ROOT)
+        super().__init__(
+            [sys.executable, "-m", f"tests.swarm.{module}", json.dumps(options)], warm_python.environment(), _ROOT
+        )
         self._ready: dict[str, Any] | None = None
 
     @property

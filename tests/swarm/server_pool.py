@@ -1,31 +1,34 @@
-"""Many short-lived `petalnode serve` processes, started in a fraction of the time that Python takes to import torch.
+"""Many short-lived `petalnode serve` processes of one model, for tests that end servers by the dozen.
 
-Each is a process of its own that may be killed or frozen: a copy (fork) of one that has imported everything and done
-nothing yet, in which the command line then runs. Only for tests that end servers by the dozen.
+As a program it is one that lies: `python -m tests.swarm.server_pool CONTROL ARGUMENTS` is `petalnode ARGUMENTS` with
+the faults that the file CONTROL orders.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from tests.swarm.processes import LOOPBACK, START_TIMEOUT, environment
+from tests.swarm import warm_python
+from tests.swarm.processes import LOOPBACK, START_TIMEOUT, STOP_TIMEOUT, environment
+
+_ROOT = Path(__file__).parents[2]
 
 
 class PooledServer:
     """One `petalnode serve` of a pool."""
 
-    def __init__(self, pid: int, output: Path, arguments: list[str]) -> None:
-        self.pid = pid
+    def __init__(self, process: warm_python.Process, output: Path, arguments: list[str]) -> None:
+        self.process = process
+        self.pid = process.pid
         self.alive = True
         self.frozen = False
         self.arguments = arguments
@@ -69,20 +72,20 @@ class PooledServer:
 
     def kill(self) -> None:
         self.alive = False
-        os.kill(self.pid, signal.SIGKILL)
+        self.process.send_signal(signal.SIGKILL)
 
     def freeze(self) -> None:
         self.frozen = True
-        os.kill(self.pid, signal.SIGSTOP)
+        self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
         self.frozen = False
-        os.kill(self.pid, signal.SIGCONT)
+        self.process.send_signal(signal.SIGCONT)
 
     def terminate(self) -> None:
         """Tells it to leave; it says goodbye and ends by itself."""
         self.alive = False
-        os.kill(self.pid, signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM)
 
 
 class ServerPool:
@@ -95,17 +98,7 @@ class ServerPool:
         self._folder = folder
         home.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._errors = (home / "pool.err").open("w")
-        self._parent = subprocess.Popen(
-            [sys.executable, "-m", "tests.swarm.server_pool"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            bufsize=1,
-            cwd=Path(__file__).parents[2],
-            env=environment(home, **variables) | _path_of_this_process(),
-        )
+        self._env = environment(home, **variables)
 
     def start(
         self,
@@ -125,16 +118,18 @@ class ServerPool:
             arguments = ["serve", str(self._folder), "--peer", peer or self.peer, "--json"]
             arguments += ["--blocks", blocks] if blocks is not None else []
             arguments += ["--listen", LOOPBACK, "--identity", str(identity or self._home / f"server-{number}.key")]
-            request = {
-                "arguments": [*arguments, *options],
-                "output": str(output),
-                "fault": str(fault) if fault else None,
-            }
-            assert self._parent.stdin is not None and self._parent.stdout is not None
-            self._parent.stdin.write(json.dumps(request) + "\n")
-            answer = self._parent.stdout.readline()
-            assert answer, Path(self._errors.name).read_text()
-            server = PooledServer(int(answer), output, request["arguments"])  # type: ignore[arg-type]
+            arguments += options
+            program = ["petalnode"] if fault is None else ["tests.swarm.server_pool", str(fault)]
+            with output.open("w") as out, output.with_suffix(".err").open("w") as err:
+                process = warm_python.start(
+                    [sys.executable, "-m", *program, *arguments],
+                    self._env,
+                    _ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                )
+            server = PooledServer(process, output, arguments)
             self.servers.append(server)
             return server
 
@@ -147,11 +142,10 @@ class ServerPool:
 
     def end(self) -> None:
         """Ends all of them. Their memory of this test is not worth an orderly goodbye."""
-        assert self._parent.stdin is not None and self._parent.stdout is not None
-        self._parent.stdin.close()
-        self._parent.wait(30)
-        self._parent.stdout.close()
-        self._errors.close()
+        for server in self.servers:
+            server.process.kill()
+        for server in self.servers:
+            server.process.wait(STOP_TIMEOUT)
 
 
 @contextmanager
@@ -164,58 +158,15 @@ def server_pool(home: Path, folder: Path, peer: str, **variables: str) -> Iterat
         pool.end()
 
 
-def _path_of_this_process() -> Mapping[str, str]:
-    return {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
-
-
-# --- below here: the process that is copied
-
-
-def _main() -> None:
-    import petalnode.node.blocks.span
-    import petalnode.node.cli.serve
-    import petalnode.node.server.server
-    import petalnode.node.server.service  # noqa: F401
-
-    children: list[int] = []
-    try:
-        # Not reaped until the end: the number of a dead server must not come to mean another process.
-        for line in sys.stdin:
-            request = json.loads(line)
-            pid = os.fork()
-            if pid == 0:
-                _serve(request)
-            children.append(pid)
-            print(pid, flush=True)
-    finally:
-        for pid in children:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _serve(request: dict[str, Any]) -> None:
+def _main(control: Path, arguments: list[str]) -> None:
     from petalnode.__main__ import main
+    from tests.swarm import false_blocks, faulty_server
 
-    output = Path(request["output"])
-    for path, number in ((Path(os.devnull), 0), (output, 1), (output.with_suffix(".err"), 2)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), number)
-    if request["fault"] is not None:
-        from tests.swarm import false_blocks, faulty_server
-
-        faulty_server.install(Path(request["fault"]))
-        false_blocks.install(Path(request["fault"]))
-    sys.argv = ["petalnode", *request["arguments"]]
-    code: object = 1
-    try:
-        main()
-        code = 0
-    except SystemExit as ended:
-        code = ended.code
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+    faulty_server.install(control)
+    false_blocks.install(control)
+    sys.argv = ["petalnode", *arguments]
+    main()
 
 
 if __name__ == "__main__":
-    _main()
+    _main(Path(sys.argv[1]), sys.argv[2:])

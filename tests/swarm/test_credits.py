@@ -230,21 +230,25 @@ def test_chat_pays_a_busy_server_and_no_other(points: PointsSwarm) -> None:
             before = (await purse.credit()).points
             assert before == CACHE
 
+            async def until_announced(free: int) -> None:
+                while True:
+                    view = await stranger.refresh(timeout=10)
+                    (found,) = [each for each in view.servers(now=time.time()) if each.peer_id == points.server.peer_id]
+                    if found.cache_tokens_free == free:
+                        break
+                    await trio.sleep(0.1)
+                assert found.credits_of == (ISSUER.peer_id,)
+
             async def run_chat() -> None:
                 outcome = await trio.to_thread.run_sync(lambda: petalnode(*paying, env=points.nodes.env))
                 assert outcome.code == 0, outcome
 
+            await until_announced(CACHE)  # the sessions of before have gone
             await run_chat()
             assert (await purse.credit()).points == before, "nothing is paid where there is room"
             holder = await opening(stranger, points, CACHE)
             await granted(holder)
-            while True:
-                view = await stranger.refresh(timeout=10)
-                (found,) = [each for each in view.servers(now=time.time()) if each.peer_id == points.server.peer_id]
-                if not found.cache_tokens_free:
-                    break
-                await trio.sleep(0.1)
-            assert found.credits_of == (ISSUER.peer_id,)
+            await until_announced(0)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(run_chat)
                 await until(purse, lambda points: points < before)

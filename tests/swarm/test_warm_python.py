@@ -1,0 +1,100 @@
+"""Programs that start warm behave as if Python had started them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import petalnode as petalnode_package
+from tests.swarm import warm_python
+from tests.swarm.processes import Running, environment, petalnode
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="programs start the usual way elsewhere")
+
+
+def started(code: str, *arguments: str, home: Path, **variables: str) -> Running:
+    return Running([sys.executable, "-c", code, *arguments], environment(home, **variables), home)
+
+
+def test_it_has_its_own_arguments_environment_folder_and_streams(tmp_path: Path) -> None:
+    code = """if True:
+        import os, sys
+        print(sys.argv, os.environ["OWN"], os.getcwd(), __name__, "torch" in sys.modules)
+        print(sys.stdin.readline().upper(), file=sys.stderr)
+    """
+    process = started(code, "a", "b c", home=tmp_path, OWN="mine")
+    assert isinstance(process.process, warm_python.WarmProcess)
+    assert process.line() == f"['-c', 'a', 'b c'] mine {tmp_path} __main__ True"
+    assert process.process.stdin is not None
+    process.process.stdin.write("said\n")
+    assert process.wait() == 0
+    assert process.errors == "SAID\n\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "says"),
+    [
+        ("pass", 0, ""),
+        ("raise SystemExit(7)", 7, ""),
+        ("raise SystemExit('wrong')", 1, "wrong\n"),
+        ("raise SystemExit", 0, ""),
+        ("1 / 0", 1, "ZeroDivisionError"),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("import atexit; atexit.register(print, 'last', flush=True)", 0, ""),
+    ],
+)
+def test_it_ends_as_python_ends(code: str, exit_code: int, says: str, tmp_path: Path) -> None:
+    process = started(code, home=tmp_path)
+    assert process.wait() == exit_code
+    assert says in process.errors
+    if "last" in code:
+        assert process.line() == "last"
+
+
+def test_signals_reach_it_and_no_other(tmp_path: Path) -> None:
+    code = "import time; print('there', flush=True); time.sleep(100)"
+    one, two, three = (started(code, home=tmp_path) for _ in range(3))
+    for each in (one, two, three):
+        assert each.line() == "there"
+    one.signal(signal.SIGINT)
+    two.signal(signal.SIGTERM)
+    assert (one.wait(), two.wait()) == (-signal.SIGINT, -signal.SIGTERM)
+    assert three.process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        three.process.wait(0.1)
+    three.kill()
+    assert three.process.returncode == -signal.SIGKILL
+
+
+def test_no_stream_of_another_is_held_open(tmp_path: Path) -> None:
+    code = "import os, sys; print(sorted(os.listdir('/proc/self/fd'), key=int)); sys.stdin.read()"
+    processes = [started(code, home=tmp_path) for _ in range(3)]
+    held = [process.line() for process in processes]
+    assert held[1:] == held[:1] * 2
+    assert [process.stop() for process in processes] == [0, 0, 0]
+
+
+def test_chance_is_not_shared(tmp_path: Path) -> None:
+    code = "import random, numpy; print(random.random(), numpy.random.random())"
+    said = [started(code, home=tmp_path).line().split() for _ in range(2)]
+    assert not set(said[0]) & set(said[1])
+
+
+def test_what_is_read_at_import_is_not_given_to_a_copy(tmp_path: Path) -> None:
+    with tempfile.TemporaryFile() as out:
+        command = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
+        process = warm_python.start(command, environment(tmp_path, HF_HUB_OFFLINE="0"), stdout=out)
+        assert process.wait(60) == 0
+        out.seek(0)
+        assert out.read() == b"False\n"
+
+
+def test_a_command_has_its_output_and_no_other(tmp_path: Path) -> None:
+    outcome = petalnode("--version", env=environment(tmp_path))
+    assert (outcome.code, outcome.out, outcome.err) == (0, f"{petalnode_package.__version__}\n", "")

@@ -1,0 +1,338 @@
+"""Python processes that start in a fraction of the time that torch, transformers and libp2p take to import.
+
+Each is a process of its own: its own pipes, environment, folder, signals and exit code. It is a copy (fork) of one that
+has imported everything and done nothing yet, in which the program runs as Python itself would run it. The usual start,
+with its imports, is that of test_demo.py, test_interactive_chat.py and the tests behind NATs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import IO, Any, Final, TypeAlias
+
+_ROOT: Final = Path(__file__).parents[2]
+
+_READ_AT_IMPORT: Final = ("HF_", "LD_", "MKL_", "OMP_", "PYTHON")
+"""Variables, or how their names begin, that a copy takes no notice of any more."""
+
+_ENVIRONMENT: Final = {
+    name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT) and not name.startswith("HF_")
+} | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+"""Those of the process that is copied. Programs that want others are started the usual way."""
+
+_MODELS: Final = ("llama", "gpt2", "gemma3")
+
+
+class WarmProcess:
+    """A copy of the warm process; a small `subprocess.Popen` with pipes that carry text lines."""
+
+    def __init__(self, pid: int, status: int, args: list[str], pipes: Sequence[int | None]) -> None:
+        self.pid = pid
+        self.args = args
+        self.returncode: int | None = None
+        self._status = status
+        self._lock = threading.Lock()
+        modes = ("w", "r", "r")
+        self.stdin, self.stdout, self.stderr = (
+            None if pipe is None else open(pipe, mode, buffering=1)  # noqa: SIM115
+            for pipe, mode in zip(pipes, modes, strict=True)
+        )
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._waited(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs on.
+        """
+        deadline = None if timeout is None else monotonic() + timeout
+        # Another thread that waits longer shall not hold up a poll: nobody waits under the lock for long.
+        while (code := self._waited(0.2 if deadline is None else min(0.2, max(0.0, deadline - monotonic())))) is None:
+            if deadline is not None and monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Nothing happens if it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _waited(self, seconds: float) -> int | None:
+        with self._lock:
+            if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
+                said = os.read(self._status, 64)
+                os.close(self._status)
+                assert said, f"the process that {self.args} was copied from has ended"
+                self.returncode = int(said)
+            return self.returncode
+
+
+Process: TypeAlias = "WarmProcess | subprocess.Popen[str]"
+
+
+def environment() -> dict[str, str]:
+    """That of this process, changed so that programs start warm in it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_READ_AT_IMPORT)} | _ENVIRONMENT
+
+
+def start(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    *,
+    stdin: int | IO[Any] = subprocess.PIPE,
+    stdout: int | IO[Any] = subprocess.PIPE,
+    stderr: int | IO[Any] = subprocess.PIPE,
+) -> Process:
+    """Like `subprocess.Popen(..., text=True, bufsize=1)`, and warm if it is this Python and can be."""
+    if _can_be_warm(command, env):
+        return _warm().start(list(command), env, cwd, (stdin, stdout, stderr))
+    return subprocess.Popen(
+        list(command), stdin=stdin, stdout=stdout, stderr=stderr, text=True, bufsize=1, env=dict(env), cwd=cwd
+    )
+
+
+def _can_be_warm(command: Sequence[str], env: Mapping[str, str]) -> bool:
+    at_import = {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT)}
+    # What macOS' own libraries start at import does not survive a copy.
+    return sys.platform == "linux" and command[0] == sys.executable and at_import == _ENVIRONMENT
+
+
+class _WarmPython:
+    """The process that is copied, seen from the tests."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._home = tempfile.TemporaryDirectory(prefix="warm-python-")
+        self._channel, theirs = socket.socketpair()
+        self._errors = Path(self._home.name, "errors")
+        private = {"HOME": self._home.name, "XDG_CACHE_HOME": self._home.name, "XDG_DATA_HOME": self._home.name}
+        with theirs, self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.swarm.warm_python", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=[theirs.fileno()],
+                cwd=_ROOT,
+                env=os.environ | private | _ENVIRONMENT,
+            )
+
+    def start(
+        self, command: list[str], env: Mapping[str, str], cwd: Path | None, streams: Sequence[int | IO[Any]]
+    ) -> WarmProcess:
+        status, theirs = os.pipe()
+        given, kept, ours = [], [theirs], []
+        for number, stream in enumerate(streams):
+            pipe = None
+            if stream == subprocess.PIPE:
+                read, write = os.pipe()
+                pipe, other = (write, read) if number == 0 else (read, write)
+                kept.append(other)
+            elif stream == subprocess.DEVNULL:
+                kept.append(other := os.open(os.devnull, os.O_RDWR))
+            else:
+                other = stream if isinstance(stream, int) else stream.fileno()
+            given.append(other)
+            ours.append(pipe)
+        request = {"arguments": command[1:], "env": dict(env), "cwd": str(cwd or Path.cwd())}
+        with self._lock:
+            data = json.dumps(request).encode() + b"\n"
+            sent = socket.send_fds(self._channel, [data], [*given, theirs])
+            self._channel.sendall(data[sent:])
+            answer = self._channel.recv(64)
+        for descriptor in kept:
+            os.close(descriptor)
+        assert answer, self._errors.read_text()
+        return WarmProcess(int(answer), status, command, ours)
+
+    def end(self) -> None:
+        self._channel.close()
+        self._process.wait()
+        self._home.cleanup()
+
+
+_started: list[_WarmPython] = []
+_starting = threading.Lock()
+
+
+def _warm() -> _WarmPython:
+    with _starting:
+        if not _started:
+            _started.append(_WarmPython())
+            atexit.register(_started[0].end)
+        return _started[0]
+
+
+# --- below here: the process that is copied
+
+
+class _Copies:
+    """Makes copies on request, and tells how they end."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._status: dict[int, int] = {}
+        self._woken, self._wake = socket.socketpair()
+
+    def requested(self) -> list[str] | None:
+        """Returns in each copy, with the arguments of Python; and here at the end, when no copy runs any more."""
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Ctrl-C at a terminal is for the tests and for what they started; there, none of those that come is lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        while True:
+            ready, _, _ = select.select([self._channel, self._woken], [], [])
+            if self._woken in ready:
+                self._woken.recv(4096)
+                self._tell_ends()
+            if self._channel in ready:
+                data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 4)
+                if not data:
+                    break
+                while not data.endswith(b"\n"):
+                    data += self._channel.recv(1 << 16)
+                request = json.loads(data)
+                pid = os.fork()
+                if pid == 0:
+                    self._become(request, descriptors)
+                    return list(request["arguments"])
+                for descriptor in descriptors[:3]:
+                    os.close(descriptor)
+                self._status[pid] = descriptors[3]
+                self._channel.sendall(str(pid).encode())
+        for pid in self._status:
+            os.kill(pid, signal.SIGKILL)
+        return None
+
+    def _tell_ends(self) -> None:
+        for pid, status in list(self._status.items()):
+            ended, how = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                # Whoever would read it may be gone.
+                with suppress(BrokenPipeError):
+                    os.write(status, str(os.waitstatus_to_exitcode(how)).encode())
+                os.close(status)
+                del self._status[pid]
+
+    def _become(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for each in (self._channel, self._woken, self._wake):
+            each.close()
+        for number, descriptor in enumerate(descriptors[:3]):
+            os.dup2(descriptor, number)
+        for descriptor in (*descriptors, *self._status.values()):
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _import_everything() -> None:
+    from importlib import import_module
+
+    import transformers
+
+    import petalnode
+
+    for name in petalnode.__all__:
+        getattr(petalnode, name)
+    for module in ("blocks.span", "client.text", "server.server", "server.service"):
+        import_module(f"petalnode.node.{module}")
+    for command in ("chat", "serve", "status", "tune", "validate"):
+        import_module(f"petalnode.node.cli.{command}")
+    for model in _MODELS:
+        import_module(f"transformers.models.{model}.modeling_{model}")
+    assert transformers.AutoTokenizer
+
+
+def _run(arguments: list[str]) -> None:
+    """What `python ARGUMENTS` does."""
+    import runpy
+    from types import ModuleType
+
+    import numpy as np
+    from transformers.utils import logging
+
+    np.random.seed()
+    match arguments:
+        case ["-m", name, *rest]:
+            if name == "petalnode":
+                logging.set_verbosity_error()  # as `petalnode` has it before it imports transformers
+            sys.path[0] = os.getcwd()
+            sys.argv = [name, *rest]
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        case ["-c", code, *rest]:
+            sys.path[0] = ""
+            sys.argv = ["-c", *rest]
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(compile(code, "<string>", "exec"), vars(main))
+        case [path, *rest]:
+            sys.path[0] = str(Path(path).parent)
+            sys.argv = [path, *rest]
+            runpy.run_path(path, run_name="__main__")
+
+
+def _run_to_end(arguments: list[str]) -> None:
+    """Ends the process in order, but for freeing all that was imported, which takes longer than many a program."""
+    code = 0
+    try:
+        _run(arguments)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    # A KeyboardInterrupt is left to the interpreter, which ends by the signal.
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does first
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def _main() -> None:
+    import gc
+
+    _import_everything()
+    gc.collect()
+    gc.freeze()
+    assert threading.active_count() == 1, f"no copy has these threads: {threading.enumerate()}"
+    arguments = _Copies(socket.socket(fileno=int(sys.argv[1]))).requested()
+    if arguments is not None:
+        _run_to_end(arguments)
+
+
+if __name__ == "__main__":
+    _main()
