@@ -8,21 +8,23 @@ is a mere promise, and worth what those think of it who hear of a fault.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import ClassVar, Final
 
 from .canonical import canonical, digest
-from .identity import Identity, verify
+from .identity import verify
 from .receipts import Receipt
+from .statement import Statement
 
-PLEDGE_DOMAIN: Final = "petalnode/pledge/1"
 DEPOSIT_DOMAIN: Final = "petalnode/deposit/1"
 
 
 @dataclass(frozen=True)
-class Pledge:
+class Pledge(Statement):
     """`server` stands by its receipts for this model version, these blocks, this dtype and quantisation, from `from_ms`
     until `until_ms` (milliseconds since 1970), with `deposit` points that `holder` keeps (a peer id; empty: nobody)."""
+
+    DOMAIN: ClassVar[str] = "petalnode/pledge/1"
 
     server: str
     model_version: bytes
@@ -36,39 +38,13 @@ class Pledge:
     voucher: bytes = b""
     signature: bytes = b""
 
-    def canonical_bytes(self) -> bytes:
-        """The bytes that are signed: every field but the signature, in the order of declaration."""
-        return canonical(
-            PLEDGE_DOMAIN,
-            self.server,
-            self.model_version,
-            self.span,
-            self.dtype,
-            self.quantisation,
-            self.deposit,
-            self.from_ms,
-            self.until_ms,
-            self.holder,
-            self.voucher,
-        )
-
-    def signed(self, identity: Identity) -> Pledge:
-        """A copy that carries the server's signature.
-
-        Raises:
-            ValueError: it is another server's.
-        """
-        if identity.peer_id != self.server:
-            raise ValueError("a server pledges for itself only")
-        return replace(self, signature=identity.sign(PLEDGE_DOMAIN, self.canonical_bytes()))
-
     @property
-    def is_signed(self) -> bool:
-        return verify(self.server, PLEDGE_DOMAIN, self.canonical_bytes(), self.signature)
+    def signer(self) -> str:
+        return self.server
 
     def hash(self) -> bytes:
         """What the terms of a session refer to. Covers the signature."""
-        return digest(PLEDGE_DOMAIN, self.canonical_bytes(), self.signature)
+        return digest(self.DOMAIN, self.canonical_bytes(), self.signature)
 
     def covers(self, receipt: Receipt) -> bool:
         """Whether the receipt is one of those that are pledged for, whatever its time."""

@@ -12,10 +12,14 @@ be sent again: it is cleared once.
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Final, Protocol, TypeAlias
+from dataclasses import fields
+from typing import Final, Protocol, TypeAlias, TypeVar, get_type_hints
+
+from google.protobuf.message import Message
 
 from ..crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer, is_voucher
 from ..crypto.identity import peer_id_from_bytes, peer_id_to_bytes
+from ..crypto.statement import Statement
 from . import wire_pb2 as wire
 from .framing import MessageStream, PeerError, ProtocolError
 from .inference import Refusal, bad_request
@@ -29,6 +33,8 @@ MAX_ORDERS: Final = 64
 """On one stream."""
 
 CreditsStream: TypeAlias = MessageStream[wire.CreditsFrame]
+M = TypeVar("M", bound=Message)
+S = TypeVar("S", bound=Statement)
 Order: TypeAlias = CreditQuery | Transfer | DepositOrder
 
 
@@ -64,7 +70,7 @@ async def serve_credits(stream: CreditsStream, issuer: Issuer, *, timeout: float
 
 async def _answer(order: Order, issuer: Issuer) -> wire.CreditsFrame:
     if isinstance(order, CreditQuery):
-        return wire.CreditsFrame(credit=_credit_to_wire(await issuer.credit(order)))
+        return wire.CreditsFrame(credit=_to_wire(await issuer.credit(order), wire.Credit))
     if isinstance(order, Transfer):
         return wire.CreditsFrame(clearing=clearing_to_wire(await issuer.clear(order)))
     return wire.CreditsFrame(voucher=wire.CreditVoucher(voucher=await issuer.deposit(order)))
@@ -76,15 +82,9 @@ async def ask_credit(stream: CreditsStream, query: CreditQuery, *, timeout: floa
         Refusal: the validator's own.
         PeerError: it does not answer, or with something else.
     """
-    message = wire.CreditQuery(
-        issuer=peer_id_to_bytes(query.issuer),
-        holder=peer_id_to_bytes(query.holder),
-        time_ms=query.time_ms,
-        signature=query.signature,
-    )
-    frame = await _ask(stream, wire.CreditsFrame(query=message), "credit", timeout)
+    frame = await _ask(stream, wire.CreditsFrame(query=_to_wire(query, wire.CreditQuery)), "credit", timeout)
     try:
-        credit = _credit_from_wire(frame.credit)
+        credit = _from_wire(frame.credit, Credit)
     except ValueError as error:
         raise _nonsense(stream, str(error)) from None
     if (credit.issuer, credit.holder) != (query.issuer, query.holder) or not credit.is_signed:
@@ -94,7 +94,7 @@ async def ask_credit(stream: CreditsStream, query: CreditQuery, *, timeout: floa
 
 async def ask_clearing(stream: CreditsStream, transfer: Transfer, *, timeout: float) -> Clearing:
     """Raises as `ask_credit`. After a PeerError it is not known whether the transfer was cleared: send it again."""
-    frame = await _ask(stream, wire.CreditsFrame(transfer=_transfer_to_wire(transfer)), "clearing", timeout)
+    frame = await _ask(stream, wire.CreditsFrame(transfer=_to_wire(transfer, wire.CreditTransfer)), "clearing", timeout)
     clearing = Clearing(transfer, frame.clearing.time_ms, frame.clearing.signature)
     if not clearing.is_signed:
         raise _nonsense(stream, "a clearing that it has not signed")
@@ -103,15 +103,7 @@ async def ask_clearing(stream: CreditsStream, transfer: Transfer, *, timeout: fl
 
 async def ask_voucher(stream: CreditsStream, order: DepositOrder, *, timeout: float) -> bytes:
     """Raises as `ask_credit`."""
-    message = wire.CreditDeposit(
-        issuer=peer_id_to_bytes(order.issuer),
-        server=peer_id_to_bytes(order.server),
-        points=order.points,
-        until_ms=order.until_ms,
-        sequence=order.sequence,
-        signature=order.signature,
-    )
-    frame = await _ask(stream, wire.CreditsFrame(deposit=message), "voucher", timeout)
+    frame = await _ask(stream, wire.CreditsFrame(deposit=_to_wire(order, wire.CreditDeposit)), "voucher", timeout)
     voucher = frame.voucher.voucher
     if not is_voucher(order.issuer, order.server, order.points, order.until_ms, voucher):
         raise _nonsense(stream, "a voucher that it has not signed")
@@ -137,16 +129,11 @@ def _order(frame: wire.CreditsFrame) -> Order:
     body = frame.WhichOneof("body")
     try:
         if body == "query":
-            query = frame.query
-            holder = peer_id_from_bytes(query.holder)
-            return CreditQuery(peer_id_from_bytes(query.issuer), holder, query.time_ms, query.signature)
+            return _from_wire(frame.query, CreditQuery)
         if body == "transfer":
-            return _transfer_from_wire(frame.transfer)
+            return _from_wire(frame.transfer, Transfer)
         if body == "deposit":
-            deposit = frame.deposit
-            server = peer_id_from_bytes(deposit.server)
-            numbers = deposit.points, deposit.until_ms, deposit.sequence
-            return DepositOrder(peer_id_from_bytes(deposit.issuer), server, *numbers, deposit.signature)
+            return _from_wire(frame.deposit, DepositOrder)
     except ValueError as error:
         raise bad_request(str(error)) from None
     raise bad_request(f"a query, a transfer or a deposit can be asked for, not {body}")
@@ -154,60 +141,27 @@ def _order(frame: wire.CreditsFrame) -> Order:
 
 def clearing_to_wire(clearing: Clearing) -> wire.CreditClearing:
     return wire.CreditClearing(
-        transfer=_transfer_to_wire(clearing.transfer), time_ms=clearing.time_ms, signature=clearing.signature
+        transfer=_to_wire(clearing.transfer, wire.CreditTransfer),
+        time_ms=clearing.time_ms,
+        signature=clearing.signature,
     )
 
 
 def clearing_from_wire(message: wire.CreditClearing) -> Clearing:
     """Raises ValueError: something in it is no peer id. Its signatures are not checked."""
-    return Clearing(_transfer_from_wire(message.transfer), message.time_ms, message.signature)
+    return Clearing(_from_wire(message.transfer, Transfer), message.time_ms, message.signature)
 
 
-def _transfer_to_wire(transfer: Transfer) -> wire.CreditTransfer:
-    return wire.CreditTransfer(
-        issuer=peer_id_to_bytes(transfer.issuer),
-        spender=peer_id_to_bytes(transfer.spender),
-        recipient=peer_id_to_bytes(transfer.recipient),
-        points=transfer.points,
-        sequence=transfer.sequence,
-        until_ms=transfer.until_ms,
-        signature=transfer.signature,
-    )
+def _to_wire(statement: Statement, message: type[M]) -> M:
+    """The message's fields have the names of the statement's; what is text there is a peer id."""
+    values = {each.name: getattr(statement, each.name) for each in fields(statement)}
+    return message(**{name: peer_id_to_bytes(each) if isinstance(each, str) else each for name, each in values.items()})
 
 
-def _transfer_from_wire(message: wire.CreditTransfer) -> Transfer:
-    return Transfer(
-        issuer=peer_id_from_bytes(message.issuer),
-        spender=peer_id_from_bytes(message.spender),
-        recipient=peer_id_from_bytes(message.recipient),
-        points=message.points,
-        sequence=message.sequence,
-        until_ms=message.until_ms,
-        signature=message.signature,
-    )
-
-
-def _credit_to_wire(credit: Credit) -> wire.Credit:
-    return wire.Credit(
-        issuer=peer_id_to_bytes(credit.issuer),
-        holder=peer_id_to_bytes(credit.holder),
-        points=credit.points,
-        deposit=credit.deposit,
-        deposit_until_ms=credit.deposit_until_ms,
-        sequence=credit.sequence,
-        time_ms=credit.time_ms,
-        signature=credit.signature,
-    )
-
-
-def _credit_from_wire(message: wire.Credit) -> Credit:
-    return Credit(
-        issuer=peer_id_from_bytes(message.issuer),
-        holder=peer_id_from_bytes(message.holder),
-        points=message.points,
-        deposit=message.deposit,
-        deposit_until_ms=message.deposit_until_ms,
-        sequence=message.sequence,
-        time_ms=message.time_ms,
-        signature=message.signature,
+def _from_wire(message: Message, statement: type[S]) -> S:
+    """Raises ValueError: something in it is no peer id. Its signature is not checked."""
+    hints = get_type_hints(statement)
+    values = {each.name: getattr(message, each.name) for each in fields(statement)}
+    return statement(
+        **{name: peer_id_from_bytes(each) if hints[name] is str else each for name, each in values.items()}
     )

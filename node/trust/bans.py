@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
-from ...crypto.canonical import canonical
-from ...crypto.identity import Identity, verify
+from ...crypto.identity import Identity
+from ...crypto.statement import Statement
 
-ENDORSEMENT_DOMAIN: Final = "petalnode/endorsement/1"
 PROVEN_SECONDS: Final = 7 * 86400.0
 """For a fault that was proved, by whomever."""
 CHEATED_SECONDS: Final = 3600.0
@@ -40,8 +39,10 @@ class Ban:
 
 
 @dataclass(frozen=True)
-class Endorsement:
+class Endorsement(Statement):
     """A validator's signed word that it has recomputed evidence, and that it proves a fault of `accused`."""
+
+    DOMAIN: ClassVar[str] = "petalnode/endorsement/1"
 
     validator: str
     evidence_id: bytes
@@ -49,23 +50,13 @@ class Endorsement:
     time_ms: int
     signature: bytes = b""
 
-    def canonical_bytes(self) -> bytes:
-        return canonical(ENDORSEMENT_DOMAIN, self.validator, self.evidence_id, self.accused, self.time_ms)
+    @property
+    def signer(self) -> str:
+        return self.validator
 
     @classmethod
     def made(cls, validator: Identity, evidence_id: bytes, accused: str, time_ms: int) -> Endorsement:
-        unsigned = cls(validator.peer_id, evidence_id, accused, time_ms)
-        return cls(
-            unsigned.validator,
-            evidence_id,
-            accused,
-            time_ms,
-            validator.sign(ENDORSEMENT_DOMAIN, unsigned.canonical_bytes()),
-        )
-
-    @property
-    def is_signed(self) -> bool:
-        return verify(self.validator, ENDORSEMENT_DOMAIN, self.canonical_bytes(), self.signature)
+        return cls(validator.peer_id, evidence_id, accused, time_ms).signed(validator)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sqlite3
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from ...protocols.ids import Span
-from ..errors import MachineError
+from .database import Database
 from .verdicts import Verdict
 
 MOST_VERDICTS: Final = 100_000
@@ -33,22 +32,14 @@ CREATE INDEX IF NOT EXISTS by_peer ON verdicts (model_version, peer_id, time);
 """
 
 
-class History:
-    """Verdicts of one validator in an sqlite file. A context manager; belongs to one thread at a time.
+class History(Database):
+    """Verdicts of one validator. Belongs to one thread at a time."""
 
-    Raises:
-        MachineError: the file cannot be written, or is no database.
-    """
+    NAME = "history"
 
     def __init__(self, file: Path, most: int = MOST_VERDICTS) -> None:
-        self._file = file
+        super().__init__(file, _SCHEMA)
         self._most = most
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(file, check_same_thread=False, timeout=10)
-            self._database.executescript(_SCHEMA)
-        except (OSError, sqlite3.Error) as error:
-            raise self._unusable(error) from error
 
     def add(self, model_version: bytes, verdict: Verdict, now: float | None = None) -> None:
         """Keeps a verdict, and forgets what is too much."""
@@ -91,16 +82,3 @@ class History:
             (model_version, peer_id, count),
         )
         return [Verdict(peer_id, Span(start, end), *rest) for start, end, *rest in rows]
-
-    def _unusable(self, error: Exception) -> MachineError:
-        return MachineError(
-            f"the validator's history {self._file} cannot be used ({error}): free the disk, or move the file away"
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._database.close()

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from ...crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer, sign_voucher
 from ...crypto.identity import Identity
 from ...protocols.credits import SKEW_MS
-from ..errors import MachineError
 from .account import Account, NotCleared, deposited, earned, forfeited, matured, transferred
+from .database import Database
 
 MAX_ACCOUNTS: Final = 10_000
 """About 10 MB, clearings included. The last tenth is for servers that earn: nobody can fill it with transfers."""
@@ -52,25 +51,20 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-class Ledger:
-    """The accounts of the issuer `identity` in an sqlite file. A context manager; safe to use from any thread.
+class Ledger(Database):
+    """The accounts of the issuer `identity`. Safe to use from any thread.
 
     Each method is one transaction, on the disk when it returns. All raise MachineError if the file cannot be used.
     """
 
+    NAME = "ledger"
+
     def __init__(self, file: Path, identity: Identity, now_ms: Callable[[], int] = _now_ms) -> None:
-        self._file = file
+        # A clearing that was sent must not be lost.
+        super().__init__(file, _SCHEMA, ("journal_mode = WAL", "synchronous = FULL"), isolation_level=None)
         self._identity = identity
         self._now_ms = now_ms
         self._lock = threading.Lock()
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(file, check_same_thread=False, timeout=10, isolation_level=None)
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = FULL")  # a clearing that was sent must not be lost
-            self._database.executescript(_SCHEMA)
-        except (OSError, sqlite3.Error) as error:
-            raise self._unusable(error) from error
 
     @property
     def issuer(self) -> str:
@@ -240,16 +234,3 @@ class Ledger:
                     raise
             except sqlite3.Error as error:
                 raise self._unusable(error) from error
-
-    def _unusable(self, error: Exception) -> MachineError:
-        return MachineError(
-            f"the validator's ledger {self._file} cannot be used ({error}): free the disk, or move the file away"
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._database.close()

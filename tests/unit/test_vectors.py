@@ -12,12 +12,12 @@ from typing import Any
 
 from petalnode.crypto.canonical import canonical, digest
 from petalnode.crypto.identity import Identity
-from petalnode.crypto.pledge import DEPOSIT_DOMAIN, Pledge, deposit_bytes
 from petalnode.crypto.receipts import Receipt, countersign, request_hash, session_root
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD
 from petalnode.protocols.inference import sha256
 from petalnode.protocols.training import hash_of_keep, hash_of_payloads, hash_of_work
+from tests.statements import pledge_of, terms_of
 
 FILE = Path(__file__).parents[2] / "docs" / "receipt-vectors.json"
 SERVER, CLIENT, VALIDATOR = (Identity.from_seed(bytes([number]) * 32) for number in (1, 2, 3))
@@ -25,31 +25,10 @@ SERVER, CLIENT, VALIDATOR = (Identity.from_seed(bytes([number]) * 32) for number
 
 def vectors() -> dict[str, Any]:
     payload, answer = bytes(range(64)), bytes(range(64, 128))
-    pledge = Pledge(
-        server=SERVER.peer_id,
-        model_version=b"m" * 32,
-        span=(3, 9),
-        dtype="bfloat16",
-        quantisation="int8",
-        deposit=50,
-        from_ms=1_700_000_000_000,
-        until_ms=1_700_086_400_000,
-        holder=VALIDATOR.peer_id,
-        voucher=VALIDATOR.sign(DEPOSIT_DOMAIN, deposit_bytes(SERVER.peer_id, 50, 1_700_086_400_000)),
-    ).signed(SERVER)
-    terms: dict[str, Any] = {
-        "client": CLIENT.peer_id,
-        "nonce": b"n" * 16,
-        "session_epoch": b"e" * 16,
-        "model_version": b"m" * 32,
-        "span": (4, 6),
-        "batch": 2,
-        "left_padding": (0, 3),
-        "codec": "none",
-        "dtype": "float32",
-        "adapter": b"",
-        "pledge": pledge.hash(),
-    }
+    pledge = pledge_of(
+        SERVER, VALIDATOR, span=(3, 9), quantisation="int8", from_ms=1_700_000_000_000, until_ms=1_700_086_400_000
+    )
+    terms = terms_of(CLIENT, pledge, (4, 6))
     request: dict[str, Any] = {
         "sequence": 1,
         "position": 0,

@@ -1,0 +1,45 @@
+"""Statements: what one peer says under its signature, field by field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
+
+from .canonical import canonical
+from .identity import Identity, verify
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Base of frozen dataclasses whose last field is `signature`, bytes, empty until it is signed.
+
+    Attributes:
+        DOMAIN: what kind of statement it is; a signature holds for no other.
+    """
+
+    DOMAIN: ClassVar[str]
+
+    @property
+    def signer(self) -> str:
+        """The peer id of whose statement it is."""
+        raise NotImplementedError
+
+    def canonical_bytes(self) -> bytes:
+        """The bytes that are signed: every field but the signature, in the order of declaration."""
+        return canonical(self.DOMAIN, *(getattr(self, each.name) for each in fields(self) if each.name != "signature"))
+
+    def signed(self, identity: Identity) -> Self:
+        """A copy with the signature.
+
+        Raises:
+            ValueError: it is another peer's statement.
+        """
+        if identity.peer_id != self.signer:
+            raise ValueError(f"{identity.peer_id} cannot sign what {self.signer} says")
+        return replace(self, signature=identity.sign(self.DOMAIN, self.canonical_bytes()))  # type: ignore[call-arg]
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether the signature is the signer's, for these fields."""
+        signature: bytes = self.signature  # type: ignore[attr-defined]
+        return verify(self.signer, self.DOMAIN, self.canonical_bytes(), signature)
