@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -35,16 +36,20 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from petalnode.node.blocks.client import load_client
+from petalnode.node.blocks.client import ClientModel, load_client
 from petalnode.node.blocks.passes import Batch, Passes
 from petalnode.node.blocks.quantised import QuantisedMatrix
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import resolve
-from petalnode.node.validator.judging import distance
+from petalnode.node.server.training_job import gradient_of
+from petalnode.node.validator.judging import distance, kept_distances
+from petalnode.node.validator.kept import drawn_kept
+from petalnode.node.validator.plan import Kind
 from petalnode.node.validator.substitution import COARSER, share_of
 from petalnode.node.validator.tolerances import Calibration, to_json
 from petalnode.node.validator.truth import PassQuestion, SessionQuestion, Step, Truth
 from petalnode.protocols.ids import Span
+from petalnode.protocols.training import PROMPTS, LoraName
 from tests.tiny_models import save_tiny
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -176,6 +181,31 @@ def _batch(span: Span, case: Case) -> Batch:
     return Batch(span, torch.cat([case.prompt, case.decoded], dim=1))
 
 
+def kept_tensors(client: ClientModel) -> dict[str, torch.Tensor]:
+    """What a fine-tuning lets servers keep, deep prompts and low-rank changes at once."""
+    random = Random(3)  # of which both are some way off zero
+    kinds: tuple[Kind, ...] = ("deep-prompt", "lora")
+    found = [drawn_kept(kind, client.linears, client.hidden_size, random, 16) for kind in kinds]
+    return {name: tensor for each in found for name, tensor in each.items()}
+
+
+def kept_gradients(
+    blocks: BlockSpan, every: Sequence[Case], kept: Mapping[str, torch.Tensor]
+) -> list[dict[str, torch.Tensor]]:
+    """Of each case, the gradients of what is kept, by its name."""
+    passes = Passes(blocks, 1 << 40)
+    answers = []
+    for case in every:
+        found = run(passes.backward(_batch_with(blocks.span, case, kept), case.gradient))
+        answers.append({name: gradient_of(found, name) for name in kept})
+    return answers
+
+
+def _batch_with(span: Span, case: Case, kept: Mapping[str, torch.Tensor]) -> Batch:
+    lora = {parsed: tensor for name, tensor in kept.items() if (parsed := LoraName.parse(name)) is not None}
+    return replace(_batch(span, case), prompts=kept[PROMPTS], lora=lora)
+
+
 FORWARD = {
     "as sent": as_sent,
     "decode steps of 8 sessions": in_one_batch,
@@ -185,19 +215,24 @@ FORWARD = {
     "chunks of 7": in_chunks,
 }
 BACKWARD = {"alone": gradients, "rows together": gradients_together}
+KEPT = "kept tensors"
+"""The way of the gradients of deep prompts and low-rank changes."""
 
 
 def answers(folder: Path, dtype: str, quantisation: str, device: str, every: Sequence[Case]) -> Iterator[Any]:
     """(direction, way, answers) of one server in this process."""
     span = Span(0, _blocks(folder))
     blocks = load_span(folder, span, device=device, dtype=dtype, quantisation=quantisation)
+    kept = kept_tensors(load_client(folder, device="cpu", dtype="float32"))
     for direction, ways in (("forward", FORWARD), ("backward", BACKWARD)):
         for way, answer in ways.items():
             yield direction, way, [each.float().cpu() for each in answer(blocks, every)]
+    yield "backward", KEPT, kept_gradients(blocks, every, kept)
     torch.set_num_threads(2)
     for direction, ways in (("forward", {"as sent": as_sent}), ("backward", {"alone": gradients})):
         for way, answer in ways.items():
             yield direction, f"{way}, 2 threads", [each.float().cpu() for each in answer(blocks, every)]
+    yield "backward", f"{KEPT}, 2 threads", kept_gradients(blocks, every, kept)
     torch.set_num_threads(1)
     if quantisation != "none":
         for module in (each for block in blocks.stack.blocks for each in block.modules()):
@@ -221,8 +256,11 @@ def worker(folder: Path, dtype: str, quantisation: str, samples: int, output: Pa
     """What another kind of processor answers: in a process that was told to be one."""
     found = {}
     for direction, way, given in answers(folder, dtype, quantisation, "cpu", cases(folder, samples)):
-        if way in ("as sent", "alone"):
-            found.update({f"{direction}/{index}": each.contiguous() for index, each in enumerate(given)})
+        for index, each in enumerate(given):
+            if way in ("as sent", "alone"):
+                found[f"{direction}/{index}"] = each.contiguous()
+            if way == KEPT:
+                found.update({f"{KEPT}/{index}/{name}": tensor.contiguous() for name, tensor in each.items()})
     save_file(found, output)
 
 
@@ -245,22 +283,33 @@ def measure(
     span = Span(0, _blocks(folder))
     questions: list[Any] = [SessionQuestion(span, case.steps) for case in every]
     questions += [PassQuestion(_batch(span, case), case.gradient) for case in every]
+    kept = kept_tensors(load_client(folder, device="cpu", dtype="float32"))
+    questions += [PassQuestion(_batch_with(span, case, kept), case.gradient) for case in every]
     truths: dict[str, dict[str, list[torch.Tensor]]] = {}
     for held in (quantisation, *COARSER[quantisation]):
         found = Truth(folder, dtype, held).answer(questions)
         truths[held] = {
             "forward": [torch.cat(each.outputs, dim=1) for each in found[:samples]],  # type: ignore[union-attr]
-            "backward": [each.gradients.hidden for each in found[samples:]],  # type: ignore[union-attr]
+            "backward": [each.gradients.hidden for each in found[samples : 2 * samples]],  # type: ignore[union-attr]
+            KEPT: [{name: gradient_of(each.gradients, name) for name in kept} for each in found[2 * samples :]],
         }
     own = truths.pop(quantisation)
 
     def compared(direction: str, way: str, given: Sequence[torch.Tensor]) -> dict[str, Any]:
-        pairs = list(zip(given, own[direction], strict=True))
-        far = [distance(claimed, truth) for claimed, truth in pairs]
-        shares = {
-            other: max(share_of(*pair, third).share for pair, third in zip(pairs, each[direction], strict=True))
-            for other, each in truths.items()
-        }
+        shares = {}
+        if way.startswith(KEPT):
+            far = [
+                each
+                for claimed, truth in zip(given, own[KEPT], strict=True)
+                for each in kept_distances(claimed, truth).values()
+            ]
+        else:
+            pairs = list(zip(given, own[direction], strict=True))
+            far = [distance(claimed, truth) for claimed, truth in pairs]
+            shares = {
+                other: max(share_of(*pair, third).share for pair, third in zip(pairs, each[direction], strict=True))
+                for other, each in truths.items()
+            }
         return {
             "model": name,
             "dtype": dtype,
@@ -271,7 +320,7 @@ def measure(
             "blocks": len(span),
             "worst": max(each.worst for each in far),
             "mean": max(each.mean for each in far),
-            "samples": len(far),
+            "samples": len(given),
             "largest_share": shares,
         }
 
@@ -282,9 +331,11 @@ def measure(
             yield compared(direction, f"FALSE: {other} weights", held[direction])
     if device == "cpu":
         for processor in PROCESSORS:
-            kept = on_processor(processor, folder, dtype, quantisation, samples)
+            there = on_processor(processor, folder, dtype, quantisation, samples)
             for direction in ("forward", "backward"):
-                yield compared(direction, processor, [kept[f"{direction}/{index}"] for index in range(samples)])
+                yield compared(direction, processor, [there[f"{direction}/{index}"] for index in range(samples)])
+            gradients_there = [{name: there[f"{KEPT}/{index}/{name}"] for name in kept} for index in range(samples)]
+            yield compared("backward", f"{KEPT}, {processor}", gradients_there)
 
 
 def rows_of(measured: Sequence[Mapping[str, Any]], command: str) -> list[Calibration]:

@@ -40,16 +40,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client import load_client
+from petalnode.node.client.autograd import Cut
 from petalnode.node.client.chunks import to_chunks
 from petalnode.node.client.core import SwarmClient, identify_model, open_client
-from petalnode.node.client.receipt_log import SHARED_BYTES, ReceiptArchive
+from petalnode.node.client.receipt_log import LAST_WORKS, SHARED_BYTES, ReceiptArchive
 from petalnode.node.client.server_session import SessionSpec
 from petalnode.node.client.text import Text
 from petalnode.node.client.work_stream import Packed, Task, WorkSpec
 from petalnode.node.errors import ModelError
 from petalnode.node.models import ModelFolder, resolve
 from petalnode.node.swarm.swarm import SwarmConfig, open_swarm
+from petalnode.node.validator.kept import drawn_kept
 from petalnode.node.validator.observed import Observed, observed_session, observed_work
+from petalnode.node.validator.plan import Kind
 from petalnode.node.validator.prober import Own
 from petalnode.node.validator.tolerances import calibrations
 from petalnode.node.validator.truth import PassQuestion, SessionQuestion
@@ -65,6 +68,8 @@ PIECES = PROMPT * 64 // 256 + DECODED
 """In which a server computes a probe in a session of 64 rows: it takes 256 tokens of a prompt at a time."""
 GROUPS = (1, 2, 5, 10, 20)
 ROWS = 64
+OTHERS = 40
+"""Probes of an honest server that are not in sessions of so many rows."""
 FAULTS: tuple[tuple[str, str, float, float], ...] = (
     # name, what the server does, amount, share of probes that it answers wrongly
     ("noise 0.5 %", "noise", 0.005, 1.0),
@@ -81,6 +86,10 @@ FAULTS: tuple[tuple[str, str, float, float], ...] = (
     ("wrong once in 100", "sometimes", 0.01, 1 - 0.99**PIECES),
     ("honest to unknown keys", "known", 0.0, 0.0),
 )
+
+
+KEPT: tuple[tuple[Kind, str], ...] = (("deep-prompt", "prompts"), ("lora", "lora"))
+"""Trainings in which servers keep something, and what a server does that is wrong in its gradients only."""
 
 
 @dataclass(frozen=True)
@@ -157,15 +166,17 @@ class Prober:
             for part in (hidden[:, :PROMPT], *hidden[:, PROMPT:].split(1, dim=1)):
                 await session.step(to_chunks(part, "none", session.max_step_tokens))
 
-    async def batch(self, client: SwarmClient, rows: int) -> None:
-        """The backward pass of `rows` texts."""
+    async def batch(self, client: SwarmClient, rows: int, kind: Kind = "training") -> None:
+        """The backward pass of `rows` texts, with what a training of that kind lets servers keep."""
         local = self.own.local
         hidden = local.embed(self.own.rows(self.random, rows, PROMPT))
         generator = torch.Generator().manual_seed(self.random.getrandbits(31))
         gradient = torch.randn(hidden.shape, generator=generator).to(hidden.dtype) * 1e-3
         (hop,) = await client.route(SessionSpec(b"", Span(0, local.num_blocks), 1, PROMPT))
         works = WorkSpec(client.model.version, "none", dtype_name(hidden.dtype))
-        task = Task((Packed(*encode(hidden, "none")), Packed(*encode(gradient, "none"))))
+        tensors = drawn_kept(kind, local.linears, local.hidden_size, self.random, PROMPT)
+        kept = Cut(hop.span, tensors)(hop.span, slice(0, 0))
+        task = Task((Packed(*encode(hidden, "none")), Packed(*encode(gradient, "none"))), kept=kept)
         await client.works.run(BACKWARD, hop, works, task, None)
 
     def verdicts(self, client: SwarmClient, *, together: bool) -> list[Verdict]:
@@ -189,6 +200,8 @@ def rows_of(observed: Observed) -> list[Observed]:
         else:
             batch, gradient = observed.question.batch, observed.question.gradient
             gradient = None if gradient is None else gradient[rows]
+            if observed.kept:  # its gradients are sums over the rows
+                return [observed]
             question = PassQuestion(replace(batch, hidden=batch.hidden[rows]), gradient)
         found.append(replace(observed, question=question, claimed=tuple(each[rows] for each in observed.claimed)))
     return found
@@ -246,6 +259,16 @@ async def caught(prober: Prober, dtype: str, found: Server, probes: int) -> list
         await prober.batch(client, min(ROWS, probes))
         verdicts = await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=True))
     results.append({"declared": dtype, "fault": "wrong gradients only", "share_wrong": 1.0, **summary(verdicts)})
+    for kind, blocks in KEPT:
+        order(found.control, blocks=blocks)
+        verdicts = []
+        while len(verdicts) < probes:
+            async with prober.client(found.address) as client:
+                for _ in range(min(LAST_WORKS, probes - len(verdicts))):
+                    await prober.batch(client, 1, kind)
+                verdicts += await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))
+        name = f"wrong gradients of {'deep prompts' if kind == 'deep-prompt' else 'LoRA'} only"
+        results.append({"declared": dtype, "fault": name, "share_wrong": 1.0, **summary(verdicts)})
     order(found.control)
     return results
 
@@ -264,10 +287,15 @@ async def honest(prober: Prober, found: Server, probes: int) -> list[tuple[str, 
     async with prober.client(found.address) as client:
         await prober.batch(client, 8)
         results.append(("gradients", await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))))
+    async with prober.client(found.address) as client:
+        for kind, _ in KEPT:
+            for _ in range(8):
+                await prober.batch(client, 2, kind)
+        results.append(("kept", await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))))
     done: list[Verdict] = []
-    while len(done) + 24 < probes:
+    while len(done) + OTHERS < probes:
         async with prober.client(found.address) as client:
-            for _ in range(min(8, -(-(probes - 24 - len(done)) // ROWS))):
+            for _ in range(min(8, -(-(probes - OTHERS - len(done)) // ROWS))):
                 await prober.session(client, ROWS)
             done += await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=True))
     results.append((f"batch {ROWS}", done))

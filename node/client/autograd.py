@@ -98,9 +98,7 @@ class RemotePass:
         spec = PassSpec(
             self.span,
             works,
-            _Cut(self.span, {name: each.detach().to("cpu", copy=True) for name, each in kept.items()})
-            if kept
-            else None,
+            Cut(self.span, {name: each.detach().to("cpu", copy=True) for name, each in kept.items()}) if kept else None,
             kept_by_row=prompts is not None and prompts.shape[1] > 1,
             timeout=self.timeout,
             wait=self.wait,
@@ -162,7 +160,7 @@ class _Through(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """Cuts what is to be kept for servers of some of the blocks: deep prompts, and what changes their layers."""
 
     span: Span

@@ -57,12 +57,12 @@ class LoraTuning(nn.Module):
         if not numbers or not 0 <= min(numbers) <= max(numbers) < model.num_blocks:
             raise BadInput(f"layers_to_transform takes numbers of 0 .. {model.num_blocks - 1}, not {numbers}")
         self.block_numbers = numbers
-        self.target_modules = tuple(target_modules or _usual_targets(model.linears[numbers[0]]))
+        self.target_modules = tuple(target_modules or usual_targets(model.linears[numbers[0]]))
         self.weights = nn.ParameterDict()
         device = model.transformers_model.device
         for number in numbers:
             for path, (width, out) in model.linears[number].items():
-                if _is_target(path, self.target_modules):
+                if is_target(path, self.target_modules):
                     a, b = (str(LoraName(number, path, part)).replace(".", "/") for part in LORA_PARTS)
                     self.weights[a] = nn.Parameter(torch.empty(r, width, device=device))
                     nn.init.kaiming_uniform_(self.weights[a], a=math.sqrt(5))
@@ -130,12 +130,18 @@ def _name(key: str) -> LoraName:
     return parsed
 
 
-def _is_target(path: str, targets: Collection[str]) -> bool:
+def is_target(path: str, targets: Collection[str]) -> bool:
+    """Whether the layer at `path` of a block is one of those that are called so, or end so."""
     return any(path == target or path.endswith(f".{target}") for target in targets)
 
 
-def _usual_targets(linears: Mapping[str, Any]) -> tuple[str, ...]:
+def usual_targets(linears: Mapping[str, Any]) -> tuple[str, ...]:
+    """The layers that are usually changed, of those that a block has, by their paths there.
+
+    Raises:
+        BadInput: the architecture is not known.
+    """
     for names in _USUAL_TARGETS:
-        if all(any(_is_target(path, (name,)) for path in linears) for name in names):
+        if all(any(is_target(path, (name,)) for path in linears) for name in names):
             return names
     raise BadInput(f"which layers? Give target_modules out of {', '.join(linears)}")

@@ -103,12 +103,12 @@ def passing(job: Job, passes: Passes) -> Passing[list[torch.Tensor]]:
         results = [gradients.hidden]
         if job.kept is not None:
             described += job.kept.keep.tensors
-            results += [_of(gradients, name) for name in job.kept.keep.names]
+            results += [gradient_of(gradients, name) for name in job.kept.keep.names]
     return [result.to("cpu", DTYPES[each.dtype]) for result, each in zip(results, described, strict=True)]
 
 
-def _of(gradients: Gradients, name: str) -> torch.Tensor:
-    """The gradient of a kept tensor."""
+def gradient_of(gradients: Gradients, name: str) -> torch.Tensor:
+    """The gradient of the kept tensor `name`."""
     parsed = LoraName.parse(name)
     if parsed is not None:
         return gradients.lora[parsed]

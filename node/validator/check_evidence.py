@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from ...crypto.evidence import NotProven
-from ...protocols import wire_pb2 as wire
 from ...protocols.ids import BACKWARD, Span
 from ...protocols.inference import Refusal
 from ...protocols.tensor_header import TensorError
@@ -20,10 +19,10 @@ from ...protocols.training import WorkTerms
 from ..errors import BadInput
 from ..models import ModelFolder, compute_manifest
 from ..models.progress import Progress, no_progress
-from ..server.training_job import unpack_keep, unpack_work
+from ..server.training_job import gradient_of, unpack_keep, unpack_work
 from ..trust.bundle import Bundle
 from ..trust.statement import SelfProven, SessionClaim, WorkClaim, check_statement
-from .judging import Judgement, judge, judge_answer
+from .judging import Judgement, judge_answer, judge_kept, kept_distances, worst_judgement
 from .tolerances import Kind, find_tolerance
 from .truth import PassAnswer, PassQuestion, SessionAnswer, SessionQuestion, Step, Truth
 
@@ -140,24 +139,12 @@ def _judge_work(claim: WorkClaim, folder: ModelFolder, device: str, progress: Pr
     if answer.gradients is None:
         assert answer.output is not None
         return judge_answer(kind, claimed[0], answer.output, job.batch.mask)
-    judged = [judge_answer(kind, claimed[0], answer.gradients.hidden, job.batch.mask)]
-    others = _kept_gradients(answer, claim.keep)
-    tolerance = find_tolerance(kind)
-    # A gradient of a shared tensor is a sum over tokens: it is one value, judged as a whole.
-    judged += [
-        judge(one.reshape(1, 1, -1), right.reshape(1, 1, -1), tolerance)
-        for one, right in zip(claimed[1:], others, strict=True)
-    ]
-    order = ("faulty", "inconclusive", "ok")
-    return min(judged, key=lambda each: order.index(each.result))
-
-
-def _kept_gradients(answer: PassAnswer, keep: wire.Keep | None) -> list[torch.Tensor]:
-    assert answer.gradients is not None
-    lora = {str(name): tensor for name, tensor in answer.gradients.lora.items()}
-    prompts = answer.gradients.prompts
-    found = [lora.get(name, prompts) for name in (keep.names if keep is not None else ())]
-    return [each for each in found if each is not None]
+    names = claim.keep.names if claim.keep is not None else ()
+    found = kept_distances(
+        dict(zip(names, claimed[1:], strict=True)), {name: gradient_of(answer.gradients, name) for name in names}
+    )
+    hidden = judge_answer(kind, claimed[0], answer.gradients.hidden, job.batch.mask)
+    return worst_judgement([hidden, *judge_kept(found, find_tolerance(kind))])
 
 
 def _truth(claim: SessionClaim | WorkClaim, folder: ModelFolder, device: str, progress: Progress) -> Truth:

@@ -10,11 +10,13 @@ Petals (NeurIPS 2023, appendix H) leaves open what "incorrect outputs" are; this
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
 
+from ...protocols.training import LORA_PARTS, PROMPTS
 from .tolerances import Kind, Tolerance, find_tolerance
 
 Result = Literal["ok", "faulty", "inconclusive"]
@@ -24,6 +26,8 @@ BEYOND: Final = 1e9
 _LEAST_SHARE: Final = 0.05
 """A token whose truth is below this share of the median token's counts as if it had so much: where next to nothing is
 right, next to nothing too much is no fault. Gradients have many such tokens."""
+_KEPT: Final = {PROMPTS: "deep prompts", LORA_PARTS[0]: "LoRA's A", LORA_PARTS[1]: "LoRA's B"}
+"""By how its name ends, what a kept tensor is to people."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,33 @@ def relative_distance(errors: torch.Tensor, sizes: torch.Tensor) -> Distance:
     return Distance(min(worst, BEYOND), min(mean, BEYOND), len(errors))
 
 
+def kept_distances(claimed: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> dict[str, Distance]:
+    """How far gradients of what a server kept for a work are from the truth, by what they are gradients of.
+
+    Such a gradient is a sum over tokens, so each tensor counts as one value, or each block's part of deep prompts.
+    Those of a kind have much the same size: the one that is next to nothing is held to a share of the others', as the
+    tokens of an answer are.
+
+    Args:
+        claimed, truth: under the names that kept tensors have on the wire, float tensors of equal shapes.
+
+    Raises:
+        ValueError: names or shapes differ.
+    """
+    if {name: each.shape for name, each in claimed.items()} != {name: each.shape for name, each in truth.items()}:
+        raise ValueError("gradients of other tensors than were kept")
+    norms: dict[str, list[tuple[float, float]]] = {}
+    for name, each in truth.items():
+        parts = len(each) if name == PROMPTS else 1
+        right = each.detach().to("cpu", torch.float64).reshape(parts, -1)
+        wrong = claimed[name].detach().to("cpu", torch.float64).reshape(parts, -1) - right
+        group = norms.setdefault(_KEPT[name.rpartition(".")[2]], [])
+        group += zip(wrong.norm(dim=1).tolist(), right.norm(dim=1).tolist(), strict=True)
+    return {
+        what: relative_distance(*torch.tensor(pairs, dtype=torch.float64).unbind(1)) for what, pairs in norms.items()
+    }
+
+
 def judge(claimed: torch.Tensor, truth: torch.Tensor, tolerance: Tolerance | None) -> Judgement:
     """Whether `claimed`, what a server answered, can be an honest version of `truth`, what a recomputation gave.
 
@@ -96,6 +127,16 @@ def judge_answer(
     if counts is not None and claimed.shape == truth.shape and bool(counts.any()):
         claimed, truth = claimed[counts].unsqueeze(0), truth[counts].unsqueeze(0)
     return judge(claimed, truth, find_tolerance(kind))
+
+
+def judge_kept(found: Mapping[str, Distance], tolerance: Tolerance | None) -> list[Judgement]:
+    """As `judge`, from what `kept_distances` has found: one for each kind of tensor."""
+    return [judge_distance(each, tolerance, f"its gradient of {what}") for what, each in found.items()]
+
+
+def worst_judgement(judged: Sequence[Judgement]) -> Judgement:
+    """The one that counts: the first that is faulty, else the first that is inconclusive."""
+    return min(judged, key=lambda each: ("faulty", "inconclusive", "ok").index(each.result))
 
 
 def judge_distance(found: Distance, tolerance: Tolerance | None, what: str = "its answer") -> Judgement:

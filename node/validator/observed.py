@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +26,7 @@ class Observed:
         device: the kind of its device, "" if it does not say.
         question: what it was asked.
         claimed: what it answered, per step; of a pass, the output or the gradient of the hidden states.
+        kept: of a backward pass, the gradients of what it kept for it, by their names.
         codec: under which it answered.
         source: the receipts of it, for evidence.
     """
@@ -38,6 +40,7 @@ class Observed:
     device: str = ""
     codec: str = "none"
     source: SessionLog | LoggedWork | None = None
+    kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def direction(self) -> Pass:
@@ -98,6 +101,10 @@ def observed_work(logged: LoggedWork, device: str = "") -> Observed:
     terms = WorkTerms(receipt.model_version, span, wire.codec, wire.dtype, receipt.nonce)
     kept = None if logged.keep is None else unpack_keep(logged.keep, [bytearray(each) for each in logged.kept])
     job = unpack_work(logged.protocol, terms, logged.work, [bytearray(each) for each in logged.inputs], kept)
+    gradients = {}
+    if logged.keep is not None and job.gradient is not None:
+        others = zip(logged.keep.names, logged.keep.tensors, logged.outputs[1:], strict=True)
+        gradients = {name: decode(described, payload) for name, described, payload in others}
     return Observed(
         logged.peer_id,
         span,
@@ -108,4 +115,5 @@ def observed_work(logged: LoggedWork, device: str = "") -> Observed:
         device,
         wire.codec,
         logged,
+        gradients,
     )

@@ -16,10 +16,13 @@ from typing import Final, Literal
 from ...protocols.ids import Span
 from ..client.routing import Hop
 
-Kind = Literal["chat", "training"]
+Kind = Literal["chat", "training", "deep-prompt", "lora"]
+"""A conversation, or a batch of a training: of something that stays with the client, such as soft prompts, or of what
+servers keep for it, whose gradients they return too."""
 
+TRAINING: Final[tuple[Kind, ...]] = ("training", "deep-prompt", "lora")
 TRAINING_SHARE: Final = 0.25
-"""Of the probes of a service."""
+"""Of the probes of a service, all kinds of training together."""
 _USUAL_ANSWER: Final = 24
 _MOST_ANSWER: Final = 160
 _MOST_ROWS: Final = 4
@@ -89,9 +92,10 @@ def whole_round(
     random: Random,
     *,
     targets: Collection[str] | None = None,
-    kinds: Collection[Kind] = ("chat", "training"),
+    kinds: Collection[Kind] = ("chat", *TRAINING),
 ) -> list[Probe]:
-    """Probes after which every server has answered for every one of its blocks, in a conversation and in training.
+    """Probes after which every server has answered for every one of its blocks, in a conversation and in each kind of
+    training.
 
     With `targets` only these servers have to be among them.
     """
@@ -119,14 +123,14 @@ def next_probe(
     longest = max(seconds_since.values(), default=1.0)
     weights = [1.0 + seconds_since.get(each.peer_id, 2 * longest) for each in ordered]
     (target,) = random.choices(ordered, weights)
-    kind: Kind = "training" if random.random() < TRAINING_SHARE else "chat"
+    kind: Kind = random.choice(TRAINING) if random.random() < TRAINING_SHARE else "chat"
     return drawn(kind, chain_through(target, servers, num_blocks, random), random)
 
 
 def drawn(kind: Kind, route: tuple[Hop, ...], random: Random) -> Probe:
     """A probe of that kind: its text, and a length as users have them (many short, some long)."""
     seed = random.getrandbits(48)
-    if kind == "training":
+    if kind in TRAINING:
         return Probe(kind, route, seed, random.choice((32, 48, 64, 96)), rows=random.randint(1, _MOST_ROWS))
     length = round(min(random.lognormvariate(math.log(_USUAL_ANSWER), 0.7), _MOST_ANSWER))
     temperature = random.choice((0.0, 0.0, 0.7, 1.0))

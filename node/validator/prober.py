@@ -20,6 +20,7 @@ from ...crypto.identity import Identity
 from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.tensors import decode, dtype_name, encode
 from ..blocks.client import ClientModel
+from ..client.autograd import Cut
 from ..client.chunks import from_chunks, to_chunks
 from ..client.core import SwarmClient, SwarmModel
 from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
@@ -29,10 +30,11 @@ from ..client.receipt_log import SHARED_BYTES, ReceiptArchive
 from ..client.routing import Hop
 from ..client.server_session import Chunk, SessionSpec
 from ..client.text import Text
-from ..client.work_stream import Packed, Task, WorkSpec
+from ..client.work_stream import KeptTensors, Packed, Task, WorkSpec
 from ..errors import NoChainError, ServerFailed, SwarmError
 from ..swarm.swarm import SwarmConfig, open_swarm
 from ..trust.book import TrustBook
+from .kept import drawn_kept
 from .observed import Observed, observed_session, observed_work
 from .plan import Probe
 from .texts import passage, question
@@ -248,10 +250,13 @@ async def _train(client: SwarmClient, own: Own, probe: Probe) -> None:
     hidden = await trio.to_thread.run_sync(_entering, own, probe.span.start, tokens)
     works = WorkSpec(own.model.version, "none", dtype_name(hidden.dtype))
     chunk = Packed(*encode(hidden, "none"))
-    entered: list[tuple[Hop, Packed]] = []
+    tensors = drawn_kept(probe.kind, own.local.linears, own.local.hidden_size, random, hidden.shape[1])
+    cut = Cut(Span(0, own.local.num_blocks), tensors)
+    entered: list[tuple[Hop, Packed, KeptTensors | None]] = []
     for hop in probe.route:
-        (output,) = await client.works.run(FORWARD, hop, works, Task((chunk,)), None)
-        entered.append((hop, chunk))
+        kept = await trio.to_thread.run_sync(cut, hop.span, slice(0, 0))
+        (output,) = await client.works.run(FORWARD, hop, works, Task((chunk,), kept=kept), None)
+        entered.append((hop, chunk, kept))
         chunk = output
 
     def first_gradient() -> torch.Tensor:
@@ -262,5 +267,5 @@ async def _train(client: SwarmClient, own: Own, probe: Probe) -> None:
         return 1e-3 * torch.randn(left.shape, generator=generator).to(left.dtype)
 
     flowing = Packed(*encode(await trio.to_thread.run_sync(first_gradient), "none"))
-    for hop, given in reversed(entered):
-        flowing, *_ = await client.works.run(BACKWARD, hop, works, Task((given, flowing)), None)
+    for hop, given, kept in reversed(entered):
+        flowing, *_ = await client.works.run(BACKWARD, hop, works, Task((given, flowing), kept=kept), None)

@@ -13,7 +13,8 @@ import torch
 from ...protocols.ids import Span
 from ..errors import PetalnodeError
 from ..models.progress import Progress, no_progress
-from .judging import Distance, Result, distance, judge_distance
+from ..server.training_job import gradient_of
+from .judging import Distance, Result, distance, judge_distance, judge_kept, kept_distances, worst_judgement
 from .observed import Observed
 from .substitution import COARSER, SUSPICIOUS, share_of
 from .tolerances import Calibration, Kind, find_tolerance
@@ -68,11 +69,13 @@ class Compared:
     Attributes:
         truth: float [rows, tokens, hidden], all answers behind each other.
         others: what coarser weights give, by their name, where these were looked at.
+        kept: how far the gradients of what the server kept are off, as `kept_distances` has it.
     """
 
     observed: Observed
     truth: torch.Tensor
     others: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    kept: Mapping[str, Distance] = field(default_factory=dict)
 
     @cached_property
     def claimed(self) -> torch.Tensor:
@@ -90,7 +93,7 @@ class Compared:
         return tuple(_far(claimed, part) for claimed, part in zip(self.observed.claimed, parts, strict=True))
 
     def rows(self) -> list[Compared]:
-        """Each row as if it had come alone. What it was asked is not cut."""
+        """Each row as if it had come alone. What it was asked is not cut; what all rows share is left out."""
         return [
             Compared(
                 replace(self.observed, claimed=tuple(each[row : row + 1] for each in self.observed.claimed)),
@@ -139,10 +142,10 @@ class Judge:
 
     def compare(self, observed: Sequence[Observed]) -> list[Compared]:
         """How far each observation is from the truth."""
-        truths: dict[int, torch.Tensor] = {}
+        truths: dict[int, Answer] = {}
         for (dtype, quantisation), indices in _grouped(observed, lambda each: (each.dtype, each.quantisation)).items():
             truths.update(self._truths(observed, indices, dtype, quantisation))
-        found = [Compared(each, truths[index]) for index, each in enumerate(observed)]
+        found = [_compared(each, truths[index]) for index, each in enumerate(observed)]
         suspects = [index for index, each in enumerate(found) if self._suspicion <= each.found.mean < float("inf")]
         for dtype, quantisation in dict.fromkeys(
             (observed[index].dtype, other) for index in suspects for other in COARSER[observed[index].quantisation]
@@ -157,15 +160,15 @@ class Judge:
             except PetalnodeError:
                 continue  # nobody holds this model in such weights, then
             for index, other in others.items():
-                found[index] = replace(found[index], others={**found[index].others, quantisation: other})
+                found[index] = replace(found[index], others={**found[index].others, quantisation: _joined(other)})
         return found
 
     def _truths(
         self, observed: Sequence[Observed], indices: Sequence[int], dtype: str, quantisation: str
-    ) -> dict[int, torch.Tensor]:
+    ) -> dict[int, Answer]:
         truth = Truth(self._folder, dtype, quantisation, self.device, self._progress)
         answers = truth.answer([observed[index].question for index in indices])
-        return {index: _joined(answer) for index, answer in zip(indices, answers, strict=True)}
+        return dict(zip(indices, answers, strict=True))
 
     def verdict(self, compared: Compared) -> Verdict:
         each = compared.observed
@@ -182,7 +185,9 @@ class Judge:
             self._table,
         )
         what = "its answer" if each.direction == "forward" else "its gradient"
-        judged = judge_distance(compared.found, tolerance, what)
+        judged = worst_judgement(
+            [judge_distance(compared.found, tolerance, what), *judge_kept(compared.kept, tolerance)]
+        )
         result, reason, error, limit = judged.result, judged.reason, judged.error, judged.tolerance
         for name, other in compared.others.items():
             share = share_of(compared.claimed, compared.truth, other)
@@ -194,6 +199,14 @@ class Judge:
                 )
                 break
         return Verdict(each.peer_id, each.span, result, reason, error, limit, each.direction, each.requests)
+
+
+def _compared(observed: Observed, answer: Answer) -> Compared:
+    kept: Mapping[str, Distance] = {}
+    if not isinstance(answer, SessionAnswer) and answer.gradients is not None:
+        truth = {name: gradient_of(answer.gradients, name) for name in observed.kept}
+        kept = kept_distances(observed.kept, truth)
+    return Compared(observed, _joined(answer), kept=kept)
 
 
 def _joined(answer: Answer) -> torch.Tensor:

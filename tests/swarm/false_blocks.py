@@ -34,6 +34,8 @@ FALSE: Final = {
     "another": "outputs of another prompt",
     "known": "skips a block in sessions of clients that it has met before; honest to all others, and in passes",
     "gradients": "forward passes are right; gradients come back as they went in",
+    "prompts": "all is right except the gradients of deep prompts, which are those of the block before",
+    "lora": "all is right except the gradients of LoRA, which are off by a tenth",
 }
 
 _random = torch.Generator().manual_seed(0)
@@ -71,7 +73,12 @@ def install(control: Path) -> None:
         found = yield from backward(self if other is None else Passes(other, self._activation_bytes), batch, gradient)
         if name == "gradients":
             return Gradients(gradient.to(found.hidden.dtype), found.prompts, found.lora)
-        return Gradients(_noisy(found.hidden, name, amount), found.prompts, found.lora)
+        prompts, lora = found.prompts, found.lora
+        if name == "prompts" and prompts is not None:
+            prompts = prompts.roll(1, dims=0)
+        if name == "lora":
+            lora = {which: 1.1 * each for which, each in lora.items()}
+        return Gradients(_noisy(found.hidden, name, amount), prompts, lora)
 
     Passes.forward = passing_forward  # type: ignore[method-assign]
     Passes.backward = passing_backward  # type: ignore[method-assign]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -14,17 +16,23 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client import load_client
-from petalnode.node.client.core import identify_model
+from petalnode.node.client.core import identify_model, open_client
+from petalnode.node.client.server_session import Chunk, SessionSpec
 from petalnode.node.client.text import Text
-from petalnode.node.models import resolve
+from petalnode.node.models import compute_manifest, resolve
 from petalnode.node.swarm.swarm import SwarmConfig, open_swarm
+from petalnode.node.trust.bundle import Bundle
+from petalnode.node.validator.check_evidence import check_evidence
 from petalnode.node.validator.history import History
 from petalnode.node.validator.prober import Own
 from petalnode.node.validator.service import Validator, ValidatorOptions
 from petalnode.node.validator.verdicts import Judge, Verdict
+from petalnode.protocols.ids import Span
+from petalnode.protocols.tensors import encode
 from tests.swarm.faulty_server import order
-from tests.swarm.processes import Nodes, petalnode
+from tests.swarm.processes import LOOPBACK, Node, Nodes, environment, petalnode, until
 from tests.swarm.server_pool import PooledServer, server_pool
+from tests.tiny_models import HIDDEN
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,8 @@ def test_honest_servers_pass(swarms: dict[str, SuspectSwarm], tmp_path: Path, dt
         ("stale", 0.0, "float32", "its answer is off"),
         ("another", 0.0, "float32", "its answer is off"),
         ("gradients", 0.0, "float32", "its gradient is off"),
+        ("prompts", 0.0, "float32", "its gradient of deep prompts is off"),
+        ("lora", 0.0, "float32", "its gradient of LoRA's A is off"),
     ],
 )
 def test_the_first_round_catches(
@@ -117,11 +127,15 @@ def test_the_first_round_catches(
     swarm = swarms[dtype]
     order(swarm.control, blocks=blocks, amount=amount)
     try:
-        found = validated(swarm, tmp_path / "history.sqlite")
+        found = validated(swarm, tmp_path / "history.sqlite", evidence=tmp_path)
     finally:
         order(swarm.control)
     guilty = found[swarm.suspect[dtype].peer_id]
     assert guilty.verdict == "faulty" and word in guilty.reason, guilty
+    if "is off" in word:  # what is told by its direction only is a case for validators, not for everybody
+        assert guilty.evidence is not None
+        shown = check_evidence(Bundle.load(guilty.evidence), resolve(str(swarm.folder), need="all"))
+        assert shown.proven and "is off" in shown.reason, shown
     assert found[swarm.honest[dtype].peer_id].verdict == "ok", found
 
 
@@ -160,6 +174,67 @@ def test_the_command(swarms: dict[str, SuspectSwarm], node_starter: Nodes, tmp_p
     said = petalnode("validate", folder, "--once", "--json", "--peer", swarm.peer, env=env, timeout=170)
     assert said.code == 0, said
     assert [each["verdict"] for each in said.objects] == ["ok", "ok"]
+
+
+async def talk(swarm: SuspectSwarm, identity: Identity, auditor: str | None) -> None:
+    """A conversation of one who keeps its key, over the whole chain; its receipts are shown when it ends."""
+    folder = resolve(str(swarm.folder), need="all")
+    config = SwarmConfig(identity=identity, peers=(swarm.peer,), serve_dht=False)
+    async with open_swarm(config) as node:
+        model = await identify_model(node, folder)
+        async with open_client(node, model, share_receipts=[auditor] if auditor else ()) as client:
+            spec = SessionSpec(model.version, Span(0, 6), batch=1, max_length=16)
+            async with client.session(spec) as session:
+                for seed, tokens in enumerate((6, 1, 1)):
+                    hidden = torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+                    await session.step([Chunk(*encode(hidden, "none"))])
+
+
+def test_the_service_finds_who_is_honest_to_strangers(swarms: dict[str, SuspectSwarm], tmp_path: Path) -> None:
+    """Its probes find nothing; what a client shows does: a JSON line, evidence that others can check, and history."""
+    swarm = swarms["float32"]
+    suspect = swarm.suspect["float32"].peer_id
+    env, client = environment(tmp_path), Identity.generate()
+    order(swarm.control, blocks="known")
+    options = ("--json", "--interval", "1", "--evidence-dir", str(tmp_path / "evidence"), "--listen", LOOPBACK)
+    validator = Node("validate", str(swarm.folder), *options, "--peer", swarm.peer, env=env)
+    verdicts: list[dict[str, object]] = []
+    try:
+        trio.run(talk, swarm, client, None)  # so that the server knows it
+        auditor = validator.address
+
+        def audited(least: int) -> bool:
+            verdicts.extend(validator.events_so_far())
+            return sum(each["kind"] == "receipts" for each in verdicts) >= least
+
+        def probed() -> bool:
+            verdicts.extend(validator.events_so_far())
+            return any(each["peer_id"] == suspect and each["kind"] != "receipts" for each in verdicts)
+
+        talks = 0
+        while not any(each["verdict"] == "faulty" for each in verdicts):
+            trio.run(talk, swarm, client, auditor)
+            talks += 1  # each time two answers are picked, of either server
+            until(partial(audited, 2 * talks), "two audits", 60)
+        until(probed, "a probe of the server that is at fault", 60)
+        validator.signal(signal.SIGTERM)
+        assert validator.wait() == 0
+    finally:
+        validator.kill()
+        order(swarm.control)
+    for each in verdicts:
+        audited = each["peer_id"] == suspect and each["kind"] == "receipts"
+        assert each["event"] == "verdict" and (each["verdict"] == "faulty") == audited, each
+    guilty = next(each for each in verdicts if each["verdict"] == "faulty")
+    assert guilty["blocks"] == [3, 6] and guilty["evidence"] is not None
+    bundle = Bundle.load(Path(str(guilty["evidence"])))
+    assert bundle.accused == suspect and bundle.accuser == validator.peer_id
+    folder = resolve(str(swarm.folder), need="all")
+    assert check_evidence(bundle, folder).proven
+    with History(tmp_path / "data" / "petalnode" / "validator" / "history.sqlite") as history:
+        kept = history.last(compute_manifest(folder).version, suspect, 1000)
+    assert {each.verdict for each in kept if each.kind == "receipts"} == {"faulty"}
+    assert "faulty" not in {each.verdict for each in kept if each.kind != "receipts"}
 
 
 def test_nobody_there(node_starter: Nodes, models: Path) -> None:

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.validator.fingerprint import estimated_distance, fingerprint
-from petalnode.node.validator.judging import distance, judge, judge_answer, judge_distance
+from petalnode.node.validator.judging import (
+    distance,
+    judge,
+    judge_answer,
+    judge_distance,
+    judge_kept,
+    kept_distances,
+    worst_judgement,
+)
 from petalnode.node.validator.tolerances import Calibration, Kind, Tolerance, find_tolerance, tolerance_of
 
 TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
@@ -72,6 +80,37 @@ def test_verdicts(share: float, result: str) -> None:
 def test_another_shape_is_wrong_and_an_unknown_kind_is_neither() -> None:
     assert judge(hidden(1, 3, 8), hidden(1, 4, 8), TOLERANCE).result == "faulty"
     assert judge(hidden(1, 3, 8), hidden(1, 3, 8, seed=1), None).result == "inconclusive"
+
+
+def kept(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Gradients of deep prompts of three blocks, and of LoRA in two."""
+    names = [f"{block}.self_attn.q_proj.{part}" for block in (3, 4) for part in ("lora_A", "lora_B")]
+    return {"prompts": hidden(3, 1, 4, 16, seed=seed)} | {name: hidden(8, 16, seed=seed + 1) for name in names}
+
+
+def test_gradients_of_what_was_kept_are_judged_by_kind_and_each_block_s_prompts_alone() -> None:
+    truth = kept()
+    right = kept_distances(truth, truth)
+    assert {what: each.tokens for what, each in right.items()} == {"deep prompts": 3, "LoRA's A": 2, "LoRA's B": 2}
+    assert worst_judgement(judge_kept(right, TOLERANCE)).result == "ok"
+    for name, what in (("prompts", "deep prompts"), ("4.self_attn.q_proj.lora_B", "LoRA's B")):
+        claimed = kept()
+        (claimed[name][1] if name == "prompts" else claimed[name]).mul_(1.05)
+        judged = worst_judgement(judge_kept(kept_distances(claimed, truth), TOLERANCE))
+        assert judged.result == "faulty" and what in judged.reason
+        assert judged.error == pytest.approx(0.05, rel=1e-2) or judged.error < 0.05  # over all, or the worst
+
+
+def test_a_gradient_that_is_zero_has_to_be_zero() -> None:
+    """That of LoRA's A, while B still is zero."""
+    truth = kept() | {f"{block}.self_attn.q_proj.lora_A": torch.zeros(8, 16) for block in (3, 4)}
+    assert worst_judgement(judge_kept(kept_distances(truth, truth), TOLERANCE)).result == "ok"
+    assert worst_judgement(judge_kept(kept_distances(kept(), truth), TOLERANCE)).result == "faulty"
+
+
+def test_gradients_of_something_else_than_was_kept_are_no_answer() -> None:
+    with pytest.raises(ValueError, match="other tensors"):
+        kept_distances({"prompts": hidden(3, 1, 4, 8)}, {"prompts": hidden(3, 1, 4, 16)})
 
 
 @given(st.floats(0, 1), st.floats(0, 1))

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.validator.plan import Probe, Serving, chain_through, next_probe, waiting_seconds, whole_round
+from petalnode.node.validator.plan import (
+    TRAINING,
+    Probe,
+    Serving,
+    chain_through,
+    next_probe,
+    waiting_seconds,
+    whole_round,
+)
 from petalnode.node.validator.texts import question
 from petalnode.protocols.ids import Span
 
@@ -41,7 +49,7 @@ def check_chain(probe: Probe, servers: list[Serving]) -> None:
 @given(swarms(), st.randoms(use_true_random=False))
 def test_a_round_asks_every_server_for_all_of_its_blocks(servers: list[Serving], random: Random) -> None:
     probes = whole_round(servers, NUM_BLOCKS, random)
-    for kind in ("chat", "training"):
+    for kind in ("chat", *TRAINING):
         asked = {(hop.peer_id, hop.span) for probe in probes if probe.kind == kind for hop in probe.route}
         assert asked >= {(each.peer_id, each.span) for each in servers}
     for probe in probes:
