@@ -40,7 +40,6 @@ from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.core import BYTES_PER_VALUE
 from petalnode.node.client.routing import Hop, chain_seconds
 from petalnode.node.models import resolve
-from petalnode.node.planning.cost import HANDLING_SECONDS
 from petalnode.protocols.ids import Span
 
 MODES = ("relayed", "pushed")
@@ -86,7 +85,7 @@ def client(folder: str, addr: str, tokens: int, rounds: int) -> None:
                 "mode": mode,
                 "servers": len(chain),
                 "announced": sum(each.step_seconds for each in candidates),
-                "predicted": reckoned + HANDLING_SECONDS * len(chain),
+                "predicted": reckoned,
                 "computed": statistics.median(computed),
                 "measured": statistics.median(steps),
                 "p95": statistics.quantiles(steps, n=20)[-1],

@@ -135,8 +135,9 @@ def _print(
     servers: list[Announcement] | None = None,
 ) -> None:
     present = _present(fleet, num_blocks) if servers is not None else None
-    fastest = fastest_plan(fleet, num_blocks, seconds=seconds)
     busiest = busiest_plan(fleet, num_blocks)
+    known = [plan for plan in (present, busiest) if plan is not None]
+    fastest = fastest_plan(fleet, num_blocks, seconds=seconds, known=known)
     plans = {"now": present, "fastest": fastest, "busiest": busiest}
     peers = None if servers is None else [server.peer_id for server in servers]
     output.emit(
@@ -192,12 +193,11 @@ def _table(plan: Plan, fleet: Fleet) -> Table:
     table.add_column("computes, ms", justify="right")
     table.add_column("tokens/s", justify="right")
     table.add_column("on the route", justify="center")
-    on_route = {each.machine: each.span for each in plan.route}
     times = fleet.block_seconds()
     for each in plan.placed:
         seconds = float(times[each.machine]) * len(each.span)
-        used = on_route.get(each.machine)
-        route = "" if used is None else "yes" if used == each.span else str(used)
+        used = [visit.span for visit in plan.route if visit.machine == each.machine]
+        route = "yes" if used == [each.span] else ", ".join(map(str, used))
         table.add_row(
             str(each.span), fleet.machines[each.machine].name, f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}", route
         )

@@ -8,10 +8,11 @@ trip. A chain c -> s1 -> s2 -> c costs
 
     half(s1) + work(s1) + way(s1, s2) + work(s2) + half(s2)
 
-where half(s) is half the round trip between client and s, and work(s) is the time that its blocks compute, its input
-and output at its seconds per byte, and its penalties. Through the client, way(a, b) = half(a) + half(b). Pushed,
-way(a, b) is half of the servers' own round trip where a measured it, and never more than through the
-client, who has a copy of everything and can always hand it on; so a pair that nobody measured counts as relayed.
+where half(s) is half the round trip between client and s, and work(s) is the time that its blocks compute, the handling
+of a step, its input and output at its seconds per byte, and its penalties. Through the client, way(a, b) =
+half(a) + half(b). Pushed, way(a, b) is half of the servers' own round trip where a measured it, and never more than
+through the client, who has a copy of everything and can always hand it on; so a pair that nobody measured counts as
+relayed.
 
 **Algorithm.** Let reached[k, s] be the least time in which the first k blocks are done, the last of them by s. Then
 reached[k + 1, s] = min(reached[k, s], min over a of reached[k, a] + way(a, s) + work of arriving) + time of a block.
@@ -169,7 +170,7 @@ class _Graph:
     start: _Ints  # first block
     end: _Ints  # block after the last
     half: _Floats  # half the round trip to the client
-    hop: _Floats  # what a hop costs there beside its blocks and ways: bytes, penalties
+    hop: _Floats  # what a hop costs there beside its blocks and ways: handling, bytes, penalties
     block: _Floats  # seconds per block
 
 
@@ -198,7 +199,10 @@ def _graph(servers: Sequence[Candidate], wanted: Span, cache_tokens: int, tokens
         start=np.array([max(each.span.start, wanted.start) for each in servers], np.intp),
         end=np.array([min(each.span.end, wanted.end) for each in servers], np.intp),
         half=bounded([each.rtt for each in servers]) / 2,
-        hop=in_and_out + bounded([each.penalty_seconds for each in servers]) + NO_ROOM_SECONDS * full,
+        hop=cost.HANDLING_SECONDS
+        + in_and_out
+        + bounded([each.penalty_seconds for each in servers])
+        + NO_ROOM_SECONDS * full,
         block=cost.block_seconds(computing, [len(each.span) for each in servers]),
     )
 

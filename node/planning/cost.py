@@ -23,7 +23,7 @@ LOAD_PER_WAITING: Final = 0.2
 
 HANDLING_SECONDS: Final = 0.001
 """What a step takes at each server beside computing and the round trip: hashes, a receipt, the way between threads.
-Measured 0.8 to 1.3 ms. It is for what to expect: a route is chosen without."""
+Measured 0.8 to 1.3 ms."""
 
 
 def bounded(seconds: Sequence[float] | Floats) -> Floats:

@@ -9,6 +9,7 @@ import numpy as np
 from ...protocols.ids import Span
 from . import cost
 from .cycle import Floats, Problem
+from .walk import shortest_ways
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,18 @@ class Fleet:
             num_blocks=num_blocks,
             home=size if home else None,
         )
+
+    def detours(self, problem: Problem) -> Floats:
+        """The ways of this fleet's `problem` by way of others; where all of them are no shorter, ways are a metric.
+
+        Without a client, one beside a machine could hand on what others send to each other, without the handling.
+        """
+        if self.client_rtts is not None:
+            return shortest_ways(problem.way)
+        handled = cost.HANDLING_SECONDS * ~np.eye(len(problem), dtype=bool)
+        sent = problem.way - handled
+        shortest = shortest_ways(sent)
+        return np.where(shortest < sent, shortest + handled, problem.way)
 
     def block_seconds(self) -> Floats:
         """Of each machine, not below what a server is believed."""

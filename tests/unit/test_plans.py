@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.errors import NoChainError
 from petalnode.node.planning.cost import HANDLING_SECONDS
 from petalnode.node.planning.fastest import fastest_cycle
 from petalnode.node.planning.fleet import Fleet, Machine
+from petalnode.node.planning.labels import MAX_MACHINES
 from petalnode.node.planning.live import fleet_of_servers
 from petalnode.node.planning.plans import Placed, busiest_plan, expected, fastest_plan, present_plan
 from petalnode.protocols.announcement import Announcement, ServerState
@@ -42,24 +45,74 @@ def fleet_of(seed: int, *, client: bool, known: float = 1.0) -> Fleet:
     return Fleet(tuple(machines), rtts, chance.random(size) if client else None, 0.01)
 
 
-@settings(max_examples=60, deadline=None)
+def some_placement(fleet: Fleet, seed: int) -> list[Placed]:
+    """All machines, each with as many blocks as it can hold or fewer, anywhere."""
+    chance = np.random.default_rng(seed)
+    placed = []
+    for number, machine in enumerate(fleet.machines):
+        count = int(chance.integers(1, min(machine.blocks, BLOCKS) + 1))
+        start = int(chance.integers(0, BLOCKS - count + 1))
+        placed.append(Placed(number, Span(start, start + count)))
+    return placed
+
+
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
-def test_the_fastest_plan_is_what_the_router_makes_of_it(seed: int, client: bool, all_known: bool) -> None:
+@example(1315, True, True)  # the best route comes back to a machine
+@example(67, True, False)
+def test_no_placement_has_a_faster_route_than_the_fastest_plan(seed: int, client: bool, all_known: bool) -> None:
     fleet = fleet_of(seed, client=client, known=1.0 if all_known or not client else 0.5)
     plan = fastest_plan(fleet, BLOCKS, seconds=600)
-    assert [each.span.start for each in plan.placed] == [0, *(each.span.end for each in plan.placed)][:-1]
-    assert plan.placed[-1].span.end == BLOCKS
+    assert [each.span.start for each in plan.route] == [0, *(each.span.end for each in plan.route)][:-1]
+    assert plan.route[-1].span.end == BLOCKS
+    assert {each.machine for each in plan.placed} == {each.machine for each in plan.route}
+    assert all(len(each.span) <= fleet.machines[each.machine].blocks for each in plan.placed)
     assert plan.proved and plan.seconds == plan.least_seconds
+    # It is the best cycle, unless coming back to a machine is quicker: where the way between two others is longer than
+    # by this one.
     schedule = fastest_cycle(fleet.problem(BLOCKS), seconds=600)
     handled = HANDLING_SECONDS * (len(plan.placed) == 1 and not client)  # no way leads to one that is alone
-    assert plan.seconds == pytest.approx(schedule.seconds + handled + fleet.client_seconds, rel=1e-9)
-    # Nothing that the router could do with any placement of these machines is faster, but for coming back to a machine:
-    # that is no cycle, and quicker where the way between two others is longer than by this one.
+    cycle = schedule.seconds + handled + fleet.client_seconds
+    if len(plan.placed) == len(plan.route):
+        assert plan.seconds == pytest.approx(cycle, rel=1e-9)
+    else:
+        assert client and plan.seconds < cycle
+    # Nothing that the router could do with any placement of these machines is faster.
     busiest = busiest_plan(fleet, BLOCKS)
-    if len({each.machine for each in busiest.route}) == len(busiest.route):
-        assert plan.seconds <= busiest.seconds * (1 + 1e-9)
+    assert plan.seconds <= busiest.seconds * (1 + 1e-9)
+    for other in range(10):
+        with suppress(NoChainError):
+            assert plan.seconds <= expected(fleet, some_placement(fleet, other), BLOCKS).seconds * (1 + 1e-9)
     assert busiest.tokens_per_second <= busiest.most_tokens_per_second * (1 + 1e-9)
     assert plan.tokens_per_second <= busiest.most_tokens_per_second * (1 + 1e-9)
+
+
+def fleet_with_a_fast_machine_behind_a_slow_one(others: int) -> Fleet:
+    """Only the slow machine is near the client, and only the fast one near that."""
+    size = 2 + others
+    rtts = np.full((size, size), 9.0)
+    rtts[0, 1] = rtts[1, 0] = 0.1
+    np.fill_diagonal(rtts, 0.0)
+    client = np.full(size, 8.0)
+    client[0] = 0.1
+    far = [Machine(f"far {number}", 1, 0.5) for number in range(others)]
+    return Fleet((Machine("slow", 6, 0.5), Machine("fast", 4, 0.01), *far), rtts, client)
+
+
+def test_a_route_comes_back_to_a_machine_where_that_is_faster() -> None:
+    plan = fastest_plan(fleet_with_a_fast_machine_behind_a_slow_one(others=3), 6)
+    assert plan.placed == (Placed(0, Span(0, 6)), Placed(1, Span(1, 5)))
+    assert plan.route == (Placed(0, Span(0, 1)), Placed(1, Span(1, 5)), Placed(0, Span(5, 6)))
+    assert plan.proved and plan.seconds == pytest.approx(1.04 + 0.2 + 3 * HANDLING_SECONDS)
+
+
+def test_a_plan_that_is_known_is_taken_if_its_route_is_faster() -> None:
+    fleet = fleet_with_a_fast_machine_behind_a_slow_one(others=MAX_MACHINES)  # too many for the search of walks
+    whole = expected(fleet, [Placed(0, Span(0, 6)), Placed(2, Span(0, 1)), Placed(1, Span(1, 5))], 6)
+    assert whole.seconds < fastest_plan(fleet, 6).seconds
+    plan = fastest_plan(fleet, 6, known=[whole])
+    assert plan.seconds == whole.seconds and plan.placed == (Placed(0, Span(0, 6)), Placed(1, Span(1, 5)))
+    assert not plan.proved
 
 
 def test_what_is_expected_counts_computing_ways_and_the_client() -> None:
@@ -74,6 +127,8 @@ def test_what_is_expected_counts_computing_ways_and_the_client() -> None:
     assert found.tokens_per_second == pytest.approx(1 / 0.3)
     with pytest.raises(NoChainError, match="3 of"):
         expected(fleet, [Placed(0, Span(0, 3))], 4)
+    with pytest.raises(NoChainError, match="0 of"):
+        expected(replace(fleet, client_rtts=None), [Placed(0, Span(1, 4))], 4)
 
 
 def announcement(name: str, start: int, end: int, step: float, rtts: dict[str, float]) -> Announcement:

@@ -21,7 +21,7 @@ from petalnode.node.client.routing import (
     second_best,
 )
 from petalnode.node.errors import NoChainError
-from petalnode.node.planning.cost import LOAD_PER_WAITING, MAX_SECONDS, MIN_BLOCK_SECONDS
+from petalnode.node.planning.cost import HANDLING_SECONDS, LOAD_PER_WAITING, MAX_SECONDS, MIN_BLOCK_SECONDS
 from petalnode.protocols.ids import Span
 
 BLOCKS = 6
@@ -64,7 +64,13 @@ def work(each: Candidate, blocks: int, ask: Ask) -> float:
     )
     compute = max(each.step_seconds, prefill) * (1 + LOAD_PER_WAITING * each.queue_depth) * blocks / len(each.span)
     no_room = NO_ROOM_SECONDS if each.cache_tokens_free < ask.cache_tokens else 0
-    return compute + 2 * ask.tokens * ask.token_bytes * each.seconds_per_byte + each.penalty_seconds + no_room
+    return (
+        HANDLING_SECONDS
+        + compute
+        + 2 * ask.tokens * ask.token_bytes * each.seconds_per_byte
+        + each.penalty_seconds
+        + no_room
+    )
 
 
 def cost(
