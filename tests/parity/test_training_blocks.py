@@ -23,7 +23,9 @@ Tiny = Callable[[str], Path]
 
 ROWS, TOKENS, PREFIX = 3, 13, 4
 PARTS = (Span(0, 2), Span(2, 6))
-TOLERANCE = 5e-5  # of the largest value, float32
+TOLERANCE = 1e-5  # of the largest value, float32
+TOLERANCE_OF_CHANGES = {"gemma3": 5e-5}
+"""B A x and W x are rounded apart, (W + B A) x at once: of what gemma3's many norms make of that, 3.1e-5 was seen."""
 PADDING = torch.tensor([0, 4, 2])[:, None]
 MASKS: dict[str, torch.Tensor | None] = {
     "no padding": None,
@@ -76,10 +78,10 @@ class WholeBlocks:
         self.model(ids, attention_mask=None if mask is None else mask.long(), use_cache=False)
 
 
-def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
     assert torch.isfinite(got).all()
     difference = float(((got - expected).abs().max() / expected.abs().max()).detach())
-    assert difference <= TOLERANCE, f"differs by {difference:.2g}"
+    assert difference <= tolerance, f"differs by {difference:.2g}"
 
 
 def through(spans: Sequence[BlockSpan], batch: Batch, gradient: torch.Tensor, memory: int) -> tuple[torch.Tensor, Any]:
@@ -156,7 +158,7 @@ def test_weights_never_get_gradients(tiny: Tiny) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "bloom", "mixtral", "gemma3", "gpt2", "gpt_neox"])
 def test_low_rank_changes_are_those_of_the_weights(architecture: str, tiny: Tiny) -> None:
     """B A x beside a layer is what the layer with W + B A computes, and has the gradients of that."""
-    folder = tiny(architecture)
+    folder, tolerance = tiny(architecture), TOLERANCE_OF_CHANGES.get(architecture, TOLERANCE)
     span, part = load_span(folder, Span(1, 6)), Span(2, 5)
     generator = torch.Generator().manual_seed(4)
     hidden, gradient = torch.randn(2, 2, TOKENS, HIDDEN, generator=generator)
@@ -177,11 +179,11 @@ def test_low_rank_changes_are_those_of_the_weights(architecture: str, tiny: Tiny
     assert len(lora) >= 8
     plain, changed = Batch(part, hidden), Batch(part, hidden, lora=lora)
     expected, _ = drive(Passes(merged, PLENTY).forward(plain))
-    close(drive(Passes(span, PLENTY).forward(changed))[0], expected)
+    close(drive(Passes(span, PLENTY).forward(changed))[0], expected, tolerance)
     assert (drive(Passes(span, PLENTY).forward(plain))[0] - expected).abs().max() > 1e-2
     expected, _ = drive(Passes(merged, PLENTY).backward(plain, gradient))
     found, _ = drive(Passes(span, PLENTY).backward(changed, gradient))
-    close(found.hidden, expected.hidden)
+    close(found.hidden, expected.hidden, tolerance)
     assert found.lora.keys() == lora.keys()
     # The gradient of W + B A with respect to A is B's transpose times that of the weight, and the other way round.
     weights = {name: each.requires_grad_() for name, each in weights.items()}
@@ -189,5 +191,5 @@ def test_low_rank_changes_are_those_of_the_weights(architecture: str, tiny: Tiny
     for name, full in zip(weights, torch.autograd.grad(out, list(weights.values()), gradient), strict=True):
         a_name, b_name = replace(name, part="lora_A"), replace(name, part="lora_B")
         whole = full.T if transposed[name] else full
-        close(found.lora[a_name], lora[b_name].T @ whole)
-        close(found.lora[b_name], whole @ lora[a_name].T)
+        close(found.lora[a_name], lora[b_name].T @ whole, tolerance)
+        close(found.lora[b_name], whole @ lora[a_name].T, tolerance)
