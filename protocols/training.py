@@ -6,6 +6,9 @@
     Keep (deep prompts), pieces ->                                               (no answer)
     Work (sequence, mask), pieces ->
                                                <- WorkReply (receipt), pieces | Error
+    Work (gradient_follows), pieces ->           (a backward pass, while the gradient is made elsewhere)
+    Gradient (sequence), pieces ->
+                                               <- WorkReply (receipt), pieces | Error
     ...
     Close ->
 
@@ -17,6 +20,9 @@ as inputs, and keep nothing of it past the stream.
   span makes of them. The server answers what the span makes of them; or the gradient with respect to the hidden states
   and then to each tensor that it keeps for this work, in the order of their names. It has at most
   `MICRO_BATCH_TOKENS` tokens, unless it is a single row.
+- The gradient of a work **may follow** later, where the grant says so: the server computes forward in the meantime and
+  keeps what it needs for the way back. It may give such a work up, for others or when the gradient does not come, with
+  ERROR_BUSY; the client then sends the whole work on a new stream. Receipts are the same either way.
 - **Kept tensors** travel once for the works that name their number. "prompts" are deep prompts [blocks of the span,
   1 or rows, prefix, hidden]: those of a block are added to the first `prefix` positions of what enters it.
   "3.self_attn.q_proj.lora_A" [rank, in] and "3.self_attn.q_proj.lora_B" [out, rank] change a linear layer of block 3,

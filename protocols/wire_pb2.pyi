@@ -1162,6 +1162,7 @@ class WorkGranted(google.protobuf.message.Message):
     QUANTISATION_FIELD_NUMBER: builtins.int
     CREDITS_FIELD_NUMBER: builtins.int
     PLEDGE_FIELD_NUMBER: builtins.int
+    GRADIENT_MAY_FOLLOW_FIELD_NUMBER: builtins.int
     session_epoch: builtins.bytes
     """16 random bytes of the server"""
     dtype: builtins.str
@@ -1169,6 +1170,8 @@ class WorkGranted(google.protobuf.message.Message):
     quantisation: builtins.str
     credits: builtins.int
     """works that may be under way at once"""
+    gradient_may_follow: builtins.bool
+    """the server takes works whose gradient comes later"""
     @property
     def pledge(self) -> Global___Pledge: ...
     def __init__(
@@ -1179,9 +1182,10 @@ class WorkGranted(google.protobuf.message.Message):
         quantisation: builtins.str = ...,
         credits: builtins.int = ...,
         pledge: Global___Pledge | None = ...,
+        gradient_may_follow: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pledge", b"pledge"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["credits", b"credits", "dtype", b"dtype", "pledge", b"pledge", "quantisation", b"quantisation", "session_epoch", b"session_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["credits", b"credits", "dtype", b"dtype", "gradient_may_follow", b"gradient_may_follow", "pledge", b"pledge", "quantisation", b"quantisation", "session_epoch", b"session_epoch"]) -> None: ...
 
 Global___WorkGranted: typing_extensions.TypeAlias = WorkGranted
 
@@ -1224,12 +1228,15 @@ class Work(google.protobuf.message.Message):
     MASK_FIELD_NUMBER: builtins.int
     POSITIONS_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
+    GRADIENT_FOLLOWS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """1, 2, 3 ..."""
     mask: builtins.bytes
     """a bit for each token, row by row, the highest first; empty: nothing is masked"""
     kept: builtins.int
     """number of the Keep that this work uses; 0: none"""
+    gradient_follows: builtins.bool
+    """only the hidden states come in pieces now; the gradient behind a Gradient"""
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]:
         """hidden states; for a backward pass, the gradient of the output too. In pieces"""
@@ -1246,10 +1253,28 @@ class Work(google.protobuf.message.Message):
         mask: builtins.bytes = ...,
         positions: collections.abc.Iterable[builtins.int] | None = ...,
         kept: builtins.int = ...,
+        gradient_follows: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kept", b"kept", "mask", b"mask", "positions", b"positions", "sequence", b"sequence", "tensors", b"tensors"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gradient_follows", b"gradient_follows", "kept", b"kept", "mask", b"mask", "positions", b"positions", "sequence", b"sequence", "tensors", b"tensors"]) -> None: ...
 
 Global___Work: typing_extensions.TypeAlias = Work
+
+@typing.final
+class Gradient(google.protobuf.message.Message):
+    """The gradient of a work that was sent without it; its bytes follow in pieces."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    sequence: builtins.int
+    def __init__(
+        self,
+        *,
+        sequence: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sequence", b"sequence"]) -> None: ...
+
+Global___Gradient: typing_extensions.TypeAlias = Gradient
 
 @typing.final
 class WorkReply(google.protobuf.message.Message):
@@ -1286,7 +1311,7 @@ Global___WorkReply: typing_extensions.TypeAlias = WorkReply
 
 @typing.final
 class Piece(google.protobuf.message.Message):
-    """The next bytes of the tensors that the last Keep, Work, WorkReply or Adapter named, one behind the other; raw behind
+    """The next bytes of the tensors that the last Keep, Work, Gradient, WorkReply or Adapter named, one behind the other; raw behind
     the frame.
     """
 
@@ -1396,6 +1421,7 @@ class WorkFrame(google.protobuf.message.Message):
     CLOSE_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
     ADAPTER_STATE_FIELD_NUMBER: builtins.int
+    GRADIENT_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> Global___WorkOpen: ...
@@ -1418,6 +1444,8 @@ class WorkFrame(google.protobuf.message.Message):
     @property
     def adapter_state(self) -> Global___AdapterState: ...
     @property
+    def gradient(self) -> Global___Gradient: ...
+    @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
     def __init__(
         self,
@@ -1432,11 +1460,12 @@ class WorkFrame(google.protobuf.message.Message):
         close: Global___Close | None = ...,
         adapter: Global___Adapter | None = ...,
         adapter_state: Global___AdapterState | None = ...,
+        gradient: Global___Gradient | None = ...,
         tensors: collections.abc.Iterable[Global___Tensor] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_state", b"adapter_state", "body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_state", b"adapter_state", "body", b"body", "close", b"close", "error", b"error", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "tensors", b"tensors", "work", b"work"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "granted", "keep", "work", "reply", "piece", "error", "close", "adapter", "adapter_state"] | None: ...
+    def HasField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_state", b"adapter_state", "body", b"body", "close", b"close", "error", b"error", "gradient", b"gradient", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "work", b"work"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_state", b"adapter_state", "body", b"body", "close", b"close", "error", b"error", "gradient", b"gradient", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "tensors", b"tensors", "work", b"work"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "granted", "keep", "work", "reply", "piece", "error", "close", "adapter", "adapter_state", "gradient"] | None: ...
 
 Global___WorkFrame: typing_extensions.TypeAlias = WorkFrame
 

@@ -6,10 +6,11 @@ No gradient is ever taken with respect to the weights.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from .span import BlockSpan
 from .stack import BlockStack
 
 T = TypeVar("T")
+PARKED_SHARE: Final = 0.5
+"""Of what autograd may keep: what batches that wait for their gradients take at most."""
 Passing = Generator[None, None, T]
 """Pauses between blocks; ends with what was computed."""
 
@@ -76,13 +79,26 @@ class _Inputs:
         return _Inputs(prompt, {name: each.detach().requires_grad_() for name, each in self.lora.items()})
 
 
+@dataclass(eq=False)
+class Parked:
+    """A batch that was computed forward and waits for its gradient. `graphs`: of all blocks; none if there was no room.
+
+    `nbytes` is what autograd keeps for them.
+    """
+
+    batch: Batch
+    run: _Run
+    graphs: list[_Graph]
+    nbytes: int
+
+
 class Passes:
     """Runs batches through blocks of `span`. Not thread-safe; whoever owns the span owns this.
 
     Args:
         activation_bytes: what autograd may keep at once, except that one block is always run as a whole. If all
             blocks of a batch do not fit, they are computed twice in a backward pass (segments of as many blocks as
-            fit, after Chen et al. 2016).
+            fit, after Chen et al. 2016). What is parked takes a part of it.
     """
 
     def __init__(self, span: BlockSpan, activation_bytes: int) -> None:
@@ -90,6 +106,7 @@ class Passes:
         self._stack: BlockStack = span.stack
         self._activation_bytes = activation_bytes
         self._weights = self._stack.weight_storages()
+        self._parked: weakref.WeakSet[Parked] = weakref.WeakSet()
 
     def forward(self, batch: Batch) -> Passing[torch.Tensor]:
         """What the blocks make of `batch.hidden`: the same shape, on the span's device and in its dtype."""
@@ -109,9 +126,9 @@ class Passes:
         """
         run = _Run(self._span, batch)
         entered = {0: run.hidden}  # what the first block of each segment gets
-        graphs, nbytes = self._measured(run, run.hidden)
+        graphs, nbytes = self._measured(run)
         yield
-        fitting = max(1, self._activation_bytes // max(nbytes, 1))
+        fitting = max(1, (self._activation_bytes - self._parked_bytes()) // max(nbytes, 1))
         starts = list(range(run.count - fitting, 0, -fitting))
         if starts:
             hidden = graphs.pop().left.detach()
@@ -121,25 +138,47 @@ class Passes:
                 hidden = run.without_graph(block, hidden)
                 yield
             entered[starts[0]] = hidden
-        flowing = gradient.to(run.hidden.device, run.hidden.dtype)
-        prompts: list[torch.Tensor] = []
-        lora: dict[LoraName, torch.Tensor] = {}
+        back = _Back(run, gradient)
         end = run.count
         for start in [*starts, 0]:
-            hidden = graphs[-1].left.detach() if graphs else entered.pop(start)
-            for block in range(start + len(graphs), end):
-                graphs.append(run.with_graph(block, hidden))
-                hidden = graphs[-1].left.detach()
+            if not graphs:
+                graphs.append(run.with_graph(start, entered.pop(start)))
                 yield
-            while graphs:
-                graph = graphs.pop()
-                flowing = _back(graph, flowing, prompts, lora)
-                if graphs or start:
-                    yield
+            yield from run.extend(graphs, range(start + len(graphs), end))
+            yield from back.through(graphs, last=not start)
             end = start
-        return Gradients(flowing, torch.stack(prompts[::-1]) if prompts else None, lora)
+        return back.gradients()
 
-    def _measured(self, run: _Run, hidden: torch.Tensor) -> tuple[list[_Graph], int]:
+    def recompute(self, batch: Batch) -> Passing[Parked]:
+        """The first half of `backward`, before the gradient is there; `resume` is the other.
+
+        What autograd keeps is counted for as long as somebody refers to what is returned. If it would take too much
+        together with what is parked already, nothing is kept, and `resume` begins anew.
+        """
+        run = _Run(self._span, batch)
+        graphs, nbytes = self._measured(run)
+        parked = Parked(batch, run, [], nbytes * run.count)
+        if self._parked_bytes() + parked.nbytes > PARKED_SHARE * self._activation_bytes:
+            return Parked(batch, run, [], 0)
+        self._parked.add(parked)
+        parked.graphs += graphs
+        if run.count > 1:
+            yield
+        yield from run.extend(parked.graphs, range(1, run.count))
+        return parked
+
+    def resume(self, parked: Parked, gradient: torch.Tensor) -> Passing[Gradients]:
+        """The second half: goes back through what `recompute` returned, once, and frees it on the way."""
+        if not parked.graphs:
+            return (yield from self.backward(parked.batch, gradient))
+        back = _Back(parked.run, gradient)
+        yield from back.through(parked.graphs, last=True)
+        return back.gradients()
+
+    def _parked_bytes(self) -> int:
+        return sum(each.nbytes for each in self._parked)
+
+    def _measured(self, run: _Run) -> tuple[list[_Graph], int]:
         """The first block's graph, and the bytes that autograd keeps for it."""
         kept: dict[int, int] = {}
 
@@ -150,7 +189,7 @@ class Passes:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            graph = run.with_graph(0, hidden)
+            graph = run.with_graph(0, run.hidden)
         return [graph], sum(kept.values())
 
 
@@ -185,6 +224,12 @@ class _Run:
         inputs = self._inputs[block].leaves()
         return _Graph(entered, inputs, self._block(block, entered, inputs))
 
+    def extend(self, graphs: list[_Graph], blocks: range) -> Passing[None]:
+        """Adds graphs of these blocks, which come behind those that are there. Pauses after each."""
+        for block in blocks:
+            graphs.append(self.with_graph(block, graphs[-1].left.detach()))
+            yield
+
     def _block(self, block: int, hidden: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
         if inputs.prompt is not None:
             prefix = inputs.prompt.shape[1]
@@ -199,15 +244,29 @@ class _Run:
             return self._stack.run(hidden, None, self._positions, self._mask, part=range(index, index + 1))
 
 
-def _back(
-    graph: _Graph, gradient: torch.Tensor, prompts: list[torch.Tensor], lora: dict[LoraName, torch.Tensor]
-) -> torch.Tensor:
-    """The gradient of what entered a block; those of its other inputs go into `prompts` and `lora`."""
-    leaves = [graph.entered, *graph.inputs.lora.values()]
-    if graph.inputs.prompt is not None:
-        leaves.append(graph.inputs.prompt)
-    entered, *others = torch.autograd.grad(graph.left, leaves, gradient, materialize_grads=True)
-    if graph.inputs.prompt is not None:
-        prompts.append(others.pop())
-    lora.update(zip(graph.inputs.lora, others, strict=True))
-    return entered
+class _Back:
+    """A gradient on its way back through the blocks of a run, and what comes off it there."""
+
+    def __init__(self, run: _Run, gradient: torch.Tensor) -> None:
+        self._flowing = gradient.to(run.hidden.device, run.hidden.dtype)
+        self._prompts: list[torch.Tensor] = []
+        self._lora: dict[LoraName, torch.Tensor] = {}
+
+    def through(self, graphs: list[_Graph], *, last: bool) -> Passing[None]:
+        """Takes it through all of them, the last one first, which it takes out. `last`: there are no more to come."""
+        while graphs:
+            self._through(graphs.pop())
+            if graphs or not last:
+                yield
+
+    def _through(self, graph: _Graph) -> None:
+        leaves = [graph.entered, *graph.inputs.lora.values()]
+        if graph.inputs.prompt is not None:
+            leaves.append(graph.inputs.prompt)
+        self._flowing, *others = torch.autograd.grad(graph.left, leaves, self._flowing, materialize_grads=True)
+        if graph.inputs.prompt is not None:
+            self._prompts.append(others.pop())
+        self._lora.update(zip(graph.inputs.lora, others, strict=True))
+
+    def gradients(self) -> Gradients:
+        return Gradients(self._flowing, torch.stack(self._prompts[::-1]) if self._prompts else None, self._lora)

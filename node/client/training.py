@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 import trio
@@ -19,7 +20,7 @@ from ..errors import ServerFailed, SwarmError, unwrapped
 from .chains import Chain
 from .routing import Hop
 from .server_session import ServerRefused
-from .work_pool import WorkPool
+from .work_pool import Begun, WorkPool
 from .work_stream import KeptTensors, Packed, Task, WorkSpec
 
 T = TypeVar("T")
@@ -87,6 +88,7 @@ class BatchPass:
     junctions: list[list[Junction]] = field(default_factory=list)
     repeated: int = 0
     _kept: dict[tuple[int, int, int, int], KeptTensors | None] = field(default_factory=dict)
+    _making: trio.Lock = field(default_factory=trio.Lock)
 
     async def forward(self) -> list[Packed]:
         """What the blocks make of each micro-batch.
@@ -114,8 +116,18 @@ class BatchPass:
         async def one(index: int) -> PartGradients:
             kept: list[tuple[Span, dict[str, Packed]]] = []
             gradient = gradients[index]
-            for junction in reversed(self.junctions[index]):
-                gradient = await self._back(index, junction, gradient, kept)
+            *before, last = self.junctions[index]
+            ahead = [_Ahead() for _ in before]
+            try:
+                async with trio.open_nursery() as nursery:
+                    for junction, each in zip(before, ahead, strict=True):
+                        nursery.start_soon(each.begin, partial(self._begin, index, junction))
+                    gradient = await self._back(index, last, gradient, kept)
+                    for junction, each in zip(reversed(before), reversed(ahead), strict=True):
+                        gradient = await self._back(index, junction, gradient, kept, await each.ready())
+            finally:
+                for each in ahead:
+                    await each.abandon()
             return PartGradients(gradient, tuple(kept))
 
         return await _each(len(self.parts), one)
@@ -138,16 +150,27 @@ class BatchPass:
             del hops[0]
         return chunk
 
+    async def _begin(self, index: int, junction: Junction) -> Begun | None:
+        """Lets the server compute forward again while those behind it go back. A gradient has the form of its input."""
+        task = await self._task(junction.hop, index, (junction.entered, junction.entered))
+        return await self.pool.begin(junction.hop, self.spec.works, task, self.spec.timeout)
+
     async def _back(
-        self, index: int, junction: Junction, gradient: Packed, kept: list[tuple[Span, dict[str, Packed]]]
+        self,
+        index: int,
+        junction: Junction,
+        gradient: Packed,
+        kept: list[tuple[Span, dict[str, Packed]]],
+        begun: Begun | None = None,
     ) -> Packed:
         """Takes a gradient back through the blocks of one junction, wherever they are now."""
         hop = junction.hop
         failures = _Failures()
         while True:
             try:
-                hidden, *others = await self._run(BACKWARD, hop, index, (junction.entered, gradient))
+                hidden, *others = await self._run(BACKWARD, hop, index, (junction.entered, gradient), begun)
             except ServerFailed as error:
+                begun = None
                 failures.add(error)
                 chain = await self._instead(hop.span, failures, backward=True)
             else:
@@ -164,18 +187,24 @@ class BatchPass:
                 return gradient
             hop = chain[0]
 
-    async def _run(self, protocol: str, hop: Hop, index: int, chunks: tuple[Packed, ...]) -> list[Packed]:
+    async def _run(
+        self, protocol: str, hop: Hop, index: int, chunks: tuple[Packed, ...], begun: Begun | None = None
+    ) -> list[Packed]:
+        task = await self._task(hop, index, chunks)
+        return await self.pool.run(protocol, hop, self.spec.works, task, self.spec.timeout, begun)
+
+    async def _task(self, hop: Hop, index: int, chunks: tuple[Packed, ...]) -> Task:
         part = self.parts[index]
-        task = Task(chunks, part.mask, part.positions, await self._kept_for(hop.span, part.rows))
-        return await self.pool.run(protocol, hop, self.spec.works, task, self.spec.timeout)
+        return Task(chunks, part.mask, part.positions, await self._kept_for(hop.span, part.rows))
 
     async def _kept_for(self, span: Span, rows: slice) -> KeptTensors | None:
         if self.spec.kept is None:
             return None
         rows = rows if self.spec.kept_by_row else slice(0, 0)
         key = (span.start, span.end, rows.start, rows.stop)
-        if key not in self._kept:
-            self._kept[key] = await trio.to_thread.run_sync(self.spec.kept, span, rows)
+        async with self._making:  # all micro-batches want the same at the same time
+            if key not in self._kept:
+                self._kept[key] = await trio.to_thread.run_sync(self.spec.kept, span, rows)
         return self._kept[key]
 
     async def _instead(self, span: Span, failures: _Failures, *, backward: bool = False) -> Chain:
@@ -188,6 +217,28 @@ class BatchPass:
         return await self.pool.instead(
             span, failures.by_peer, backward=backward, wait=self.spec.wait, since=failures.since
         )
+
+
+class _Ahead:
+    """A work of a backward pass that may go out ahead of its gradient."""
+
+    def __init__(self) -> None:
+        self._settled = trio.Event()
+        self._begun: Begun | None = None
+
+    async def begin(self, begin: Callable[[], Awaitable[Begun | None]]) -> None:
+        self._begun = await begin()
+        self._settled.set()
+
+    async def ready(self) -> Begun | None:
+        """What has gone out, once that is known."""
+        await self._settled.wait()
+        return self._begun
+
+    async def abandon(self) -> None:
+        """Gives it up, if nobody has begun to finish it."""
+        if self._begun is not None:
+            await self._begun.abandon()
 
 
 class _Failures:
@@ -227,4 +278,5 @@ async def _each(count: int, one: Callable[[int], Awaitable[T]]) -> list[T]:
         async with trio.open_nursery() as nursery:
             for index in range(count):
                 nursery.start_soon(run, index)
+                await trio.lowlevel.checkpoint()  # or trio starts them in any order, and the first shall be the first
     return [results[index] for index in range(count)]

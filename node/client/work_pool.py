@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import trio
@@ -24,7 +25,7 @@ from .deadlines import (
 from .refusals import is_lost, not_allowed, note_failure, with_refusals
 from .routing import Candidate, Hop, cheapest_chain
 from .server_session import ServerRefused
-from .work_stream import Packed, Reply, ServerWorks, StreamBroken, Task, WorkSpec
+from .work_stream import Packed, Reply, Sent, ServerWorks, StreamBroken, Task, WorkSpec
 
 if TYPE_CHECKING:
     from .core import SwarmClient
@@ -33,6 +34,8 @@ T = TypeVar("T")
 
 IDLE_SECONDS: Final = 20.0
 """For which a stream is kept for the next batch: less than a server waits before it ends it."""
+WHOLE_SECONDS: Final = 30.0
+"""For which no work is begun without its gradient after one was given up."""
 BACKWARD_COST: Final = 3.0
 """A backward pass computes the forward pass again and takes about twice as long itself."""
 
@@ -47,12 +50,35 @@ class Plan:
 
 @dataclass
 class _Slot:
-    """The stream to one server for one purpose. `users` are inside of `run`."""
+    """The stream to one server for one purpose. `users` are inside of `run`, or have begun a work.
+
+    Nothing is begun there before `whole_until`: the server had no room for it.
+    """
 
     lock: trio.Lock = field(default_factory=trio.Lock)
     works: ServerWorks | None = None
     users: int = 0
     used: float = 0.0
+    whole_until: float = -inf
+
+    def leave(self) -> None:
+        self.users -= 1
+        self.used = trio.current_time()
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A work of a backward pass that has gone out without its gradient. `run` finishes it, else `abandon` must."""
+
+    works: ServerWorks
+    sent: Sent
+    slot: _Slot
+
+    async def abandon(self) -> None:
+        """Does nothing if `run` was given it."""
+        if self.sent.begun:
+            self.slot.leave()
+            await self.works.abandon(self.sent)
 
 
 @dataclass(frozen=True)
@@ -148,22 +174,62 @@ class WorkPool:
             await self._client.refresh()
             fresh = True
 
-    async def run(self, protocol: str, hop: Hop, spec: WorkSpec, task: Task, timeout: float | None) -> list[Packed]:
-        """One work at the server of `hop`: the checked tensors of its reply.
+    async def begin(self, hop: Hop, spec: WorkSpec, task: Task, timeout: float | None) -> Begun | None:
+        """Sends a work of a backward pass without its gradient, so that the server computes forward in the meantime.
+
+        Of the gradient in `task` only the description is used. None if the server cannot have it so; what is wrong
+        with it will show when the whole work is run.
+        """
+        slot = self._slots.setdefault(_Key(BACKWARD, hop, spec), _Slot())
+        if trio.current_time() < slot.whole_until:
+            return None
+        slot.users += 1
+        try:
+            async with slot.lock:
+                works = slot.works = await self._usable(slot, BACKWARD, hop, spec)
+            if works.takes_gradients_later:
+                sent = await works.begin(task, timeout or self._patience(hop, task, BACKWARD))
+                return Begun(works, sent, slot)
+        except (ServerFailed, StreamBroken):
+            pass
+        except BaseException:
+            slot.leave()
+            raise
+        slot.leave()
+        return None
+
+    async def run(
+        self,
+        protocol: str,
+        hop: Hop,
+        spec: WorkSpec,
+        task: Task,
+        timeout: float | None,
+        begun: Begun | None = None,
+    ) -> list[Packed]:
+        """One work at the server of `hop`: the checked tensors of its reply. `begun` is that work without its gradient.
 
         Raises:
             ServerFailed: the server is gone, silent, refuses or cheats.
         """
         slot = self._slots.setdefault(_Key(protocol, hop, spec), _Slot())
-        slot.users += 1
+        slot.users += begun is None
+        patience = timeout or self._patience(hop, task, protocol)
         try:
             while True:
-                async with slot.lock:
-                    works = slot.works = await self._usable(slot, protocol, hop, spec)
                 try:
-                    reply = await works.run(task, timeout or self._patience(hop, task, protocol))
+                    if begun is not None:
+                        reply = await begun.works.finish(begun.sent, task, patience)
+                    else:
+                        async with slot.lock:
+                            works = slot.works = await self._usable(slot, protocol, hop, spec)
+                        reply = await works.run(task, patience)
                 except StreamBroken:
-                    continue  # by another work of ours: this one was not to blame, and nor may be the server
+                    # By another work of ours, or because there was no room for what was begun: nobody is to blame.
+                    if begun is not None:
+                        slot.whole_until = trio.current_time() + WHOLE_SECONDS
+                    begun = None
+                    continue
                 self._learn(protocol, hop, reply, task)
                 self._client.note_tokens(hop.peer_id, _block_tokens(hop, task) // len(hop.span))
                 return reply.tensors
@@ -171,8 +237,7 @@ class WorkPool:
             self._note(error, protocol)
             raise
         finally:
-            slot.users -= 1
-            slot.used = trio.current_time()
+            slot.leave()
 
     async def _usable(self, slot: _Slot, protocol: str, hop: Hop, spec: WorkSpec) -> ServerWorks:
         if slot.works is not None and not slot.works.broken:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import trio
@@ -80,6 +81,15 @@ class Task:
     kept: KeptTensors | None = None
 
 
+@dataclass(eq=False)
+class Sent:
+    """A work that has gone out; all but its gradient if it is `begun`. `turn` comes when it is the next to be answered."""
+
+    message: wire.Work
+    begun: bool = False
+    turn: trio.Event = field(default_factory=trio.Event)
+
+
 @dataclass(frozen=True)
 class Reply:
     """The checked answer to a work. `compute` is what it took the server, in seconds."""
@@ -122,7 +132,7 @@ class ServerWorks:
         self._granted = wire.WorkGranted()
         self._credits = trio.Semaphore(0)
         self._sending = trio.Lock()
-        self._receiving = trio.Lock()
+        self._unanswered: deque[Sent] = deque()
         self._sequence = 0
         self._last_receipt = NO_RECEIPT
         self._kept: OrderedDict[bytes, int] = OrderedDict()
@@ -180,55 +190,122 @@ class ServerWorks:
             ServerFailed: the server is gone, silent, refuses or cheats.
             StreamBroken: another call has failed.
         """
-        async with self._credits:
-            done = True
-            try:
+        async with self._credits, self._whole():
+            return await self._answered(await self._send(task, timeout), task, timeout)
+
+    @property
+    def takes_gradients_later(self) -> bool:
+        return self._granted.gradient_may_follow
+
+    async def begin(self, task: Task, timeout: float) -> Sent:
+        """Sends a work of a backward pass without its gradient, which `finish` must bring, or `abandon` be called.
+
+        Of the gradient in `task` only the description is used. Errors as `run`.
+        """
+        await self._credits.acquire()
+        try:
+            async with self._whole():
+                return await self._send(task, timeout, gradient_follows=True)
+        except BaseException:
+            self._credits.release()
+            raise
+
+    async def finish(self, sent: Sent, task: Task, timeout: float) -> Reply:
+        """Sends the gradient of a work that was begun, and returns the checked reply.
+
+        Raises:
+            ServerFailed, StreamBroken: as `run`. StreamBroken also if the server has given the work up.
+        """
+        sent.begun = False
+        try:
+            async with self._whole():
                 async with self._sending:
                     self._check_whole()
-                    done = False
-                    work = await self._send(task, timeout)
-                # Locks are handed on in order, so answers are awaited in the order of their works.
-                async with self._receiving:
-                    self._check_whole()
-                    reply, payloads = await self._receive(work, task, timeout)
-                    previous, self._last_receipt = self._last_receipt, self._hash_of_receipt(reply)
-                chunks = [Packed(tensor, payload) for tensor, payload in zip(reply.tensors, payloads, strict=True)]
-                receipt = await trio.to_thread.run_sync(self._check, reply, work, task, chunks, previous)
-                if self._archive is not None and self._archive.shares:
-                    self._archive.add_work(self._logged(receipt, work, task, chunks))
-                done = True
-                return Reply(chunks, reply.compute_us / 1e6)
-            except PeerError as error:
-                self._check_whole()
-                raise self._failed(str(error)) from error
-            except Refusal as refusal:
-                raise self._refused(refusal) from None
-            finally:
-                if not done and not self.broken:
-                    self.broken = True
-                    with trio.CancelScope(shield=True):
-                        await self._stream.reset()
+                    frame = wire.WorkFrame(gradient=wire.Gradient(sequence=sent.message.sequence))
+                    await send_in_pieces(self._stream, frame, [task.chunks[1].payload], timeout=timeout)
+                return await self._answered(sent, task, timeout)
+        except ServerRefused as refused:
+            if refused.code == wire.ERROR_BUSY:
+                raise StreamBroken from None
+            raise
+        finally:
+            self._credits.release()
+
+    async def abandon(self, sent: Sent) -> None:
+        """Gives up a work that was begun, and with it all others of the stream."""
+        sent.begun = False
+        self._credits.release()
+        await self._break()
+
+    @asynccontextmanager
+    async def _whole(self) -> AsyncIterator[None]:
+        """What is left half done inside breaks the stream."""
+        self._check_whole()
+        done = False
+        try:
+            yield
+            done = True
+        except PeerError as error:
+            self._check_whole()
+            raise self._failed(str(error)) from error
+        except Refusal as refusal:
+            raise self._refused(refusal) from None
+        finally:
+            if not done:
+                await self._break()
+
+    async def _break(self) -> None:
+        if self.broken:
+            return
+        self.broken = True
+        for each in self._unanswered:
+            each.turn.set()
+        with trio.CancelScope(shield=True):
+            await self._stream.reset()
 
     def _check_whole(self) -> None:
         if self.broken:
             raise StreamBroken
 
-    async def _send(self, task: Task, timeout: float) -> wire.Work:
-        number = 0
-        if task.kept is not None:
-            number = self._kept.get(task.kept.hash) or await self._keep(task.kept, timeout)
-        self._sequence += 1
-        work = wire.Work(
-            sequence=self._sequence,
-            tensors=[chunk.tensor for chunk in task.chunks],
-            mask=task.mask,
-            positions=task.positions,
-            kept=number,
-        )
-        await send_in_pieces(
-            self._stream, wire.WorkFrame(work=work), [chunk.payload for chunk in task.chunks], timeout=timeout
-        )
-        return work
+    async def _send(self, task: Task, timeout: float, *, gradient_follows: bool = False) -> Sent:
+        async with self._sending:
+            self._check_whole()
+            number = 0
+            if task.kept is not None:
+                number = self._kept.get(task.kept.hash) or await self._keep(task.kept, timeout)
+            self._sequence += 1
+            work = wire.Work(
+                sequence=self._sequence,
+                tensors=[chunk.tensor for chunk in task.chunks],
+                mask=task.mask,
+                positions=task.positions,
+                kept=number,
+            )
+            frame = wire.WorkFrame(work=work)
+            frame.work.gradient_follows = gradient_follows
+            chunks = task.chunks[:1] if gradient_follows else task.chunks
+            payloads = [chunk.payload for chunk in chunks]
+            await send_in_pieces(self._stream, frame, payloads, timeout=timeout)
+            sent = Sent(work, gradient_follows)
+            self._unanswered.append(sent)
+            if len(self._unanswered) == 1:
+                sent.turn.set()
+            return sent
+
+    async def _answered(self, sent: Sent, task: Task, timeout: float) -> Reply:
+        await sent.turn.wait()
+        self._check_whole()
+        work = sent.message
+        reply, payloads = await self._receive(work, task, timeout)
+        previous, self._last_receipt = self._last_receipt, self._hash_of_receipt(reply)
+        self._unanswered.popleft()
+        if self._unanswered:
+            self._unanswered[0].turn.set()
+        chunks = [Packed(tensor, payload) for tensor, payload in zip(reply.tensors, payloads, strict=True)]
+        receipt = await trio.to_thread.run_sync(self._check, reply, work, task, chunks, previous)
+        if self._archive is not None and self._archive.shares:
+            self._archive.add_work(self._logged(receipt, work, task, chunks))
+        return Reply(chunks, reply.compute_us / 1e6)
 
     async def _keep(self, kept: KeptTensors, timeout: float) -> int:
         self._kept_number += 1

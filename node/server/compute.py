@@ -108,6 +108,7 @@ class _Call(_Pending):
 @dataclass
 class _Pass(_Pending):
     passing: Passing[Any] = field(kw_only=True)
+    resumed: bool = False
     abandoned: bool = False
     seconds: float = 0.0
 
@@ -134,6 +135,7 @@ class ComputeThread:
         self.blocks = blocks
         self._queue: SimpleQueue[_Step | _Call | _Pass | None] = SimpleQueue()
         self._passes: deque[_Pass] = deque()
+        self._resumed: deque[_Pass] = deque()
         self._token: trio.lowlevel.TrioToken | None = None
         self._thread = threading.Thread(target=self._run, name="petalnode-compute", daemon=True)
         self._depth = 0
@@ -201,13 +203,16 @@ class ComputeThread:
         assert isinstance(pending.value, StepOutput)
         return pending.value
 
-    async def run_pass(self, passing: Passing[T]) -> Passed[T]:
+    async def run_pass(self, passing: Passing[T], *, resumed: bool = False) -> Passed[T]:
         """Runs `passing` to its end, whenever no step waits. If cancelled, it ends at its next pause.
+
+        `resumed`: it is the second half of a pass, which frees memory and for which others wait; so it goes before all
+        that have not got so far.
 
         Raises:
             Refusal: ERROR_BUSY if memory runs out, ERROR_INTERNAL if the blocks fail.
         """
-        pending = _Pass(passing=passing)
+        pending = _Pass(passing=passing, resumed=resumed)
         try:
             await self._submit(pending)
         except trio.Cancelled:
@@ -241,14 +246,14 @@ class ComputeThread:
         steps: list[_Step] = []
         while True:
             try:
-                item = self._queue.get_nowait() if steps or self._passes else self._queue.get()
+                item = self._queue.get_nowait() if steps or self._passes or self._resumed else self._queue.get()
                 while True:
                     if item is None:
                         return
                     if isinstance(item, _Call):
                         self._run_call(item)
                     elif isinstance(item, _Pass):
-                        self._passes.append(item)
+                        (self._resumed if item.resumed else self._passes).append(item)
                     elif not self._ended(item) and self._unpack(item):
                         steps.append(item)
                     item = self._queue.get_nowait()
@@ -257,8 +262,8 @@ class ComputeThread:
             steps = [step for step in steps if not self._ended(step)]
             if steps:
                 steps = self._run_turn(steps)
-            elif self._passes:
-                self._continue_pass()
+            elif self._resumed or self._passes:
+                self._continue_pass(self._resumed or self._passes)
 
     def _run_call(self, call: _Call) -> None:
         try:
@@ -266,11 +271,11 @@ class ComputeThread:
         except Exception as error:
             self._finish(call, None, error)
 
-    def _continue_pass(self) -> None:
+    def _continue_pass(self, passes: deque[_Pass]) -> None:
         """Runs the first pass that somebody still wants to its next pause, or ends it."""
-        running = self._passes[0]
+        running = passes[0]
         if running.abandoned:
-            self._passes.popleft().passing.close()
+            passes.popleft().passing.close()
             return
         begun = time.perf_counter()
         done: Passed[Any] | None = None
@@ -289,7 +294,7 @@ class ComputeThread:
         except Exception:
             logger.exception("a pass failed in the blocks")
             refusal = Refusal(wire.ERROR_INTERNAL, "the server failed on this pass; try it on another server")
-        self._passes.popleft()
+        passes.popleft()
         self._finish(running, done, refusal)
 
     def _ended(self, step: _Step) -> bool:

@@ -79,6 +79,8 @@ def check_work(
         raise bad_request(f"work {work.sequence} came after work {last}")
     if len(work.tensors) != 1 + backward:
         raise bad_request(f"a {'backward' if backward else 'forward'} pass takes {1 + backward} tensors")
+    if work.gradient_follows and not backward:
+        raise bad_request("a forward pass takes no gradient")
     shape = tuple(work.tensors[0].shape)
     check_shape(shape, hosted.hidden_size)
     rows, tokens = shape[:2]

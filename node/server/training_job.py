@@ -23,7 +23,7 @@ from ...protocols.training import (
     hash_of_payloads,
     hash_of_work,
 )
-from ..blocks.passes import Batch, Gradients, Passes, Passing
+from ..blocks.passes import Batch, Gradients, Parked, Passes, Passing
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,18 @@ def unpack_work(
         Refusal: values that are not finite.
     """
     request = hash_of_work(protocol, work, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
-    hidden = _finite(work.tensors[0], payloads[0], "the hidden states")
+    batch = unpack_batch(terms, work, payloads[0], kept)
     gradient = _finite(work.tensors[1], payloads[1], "the gradient") if len(payloads) > 1 else None
+    return Job(work, batch, gradient, kept, request)
+
+
+def unpack_batch(terms: WorkTerms, work: wire.Work, payload: bytearray, kept: Kept | None) -> Batch:
+    """What goes forward through the blocks; `payload` is that of the hidden states.
+
+    Raises:
+        Refusal: values that are not finite.
+    """
+    hidden = _finite(work.tensors[0], payload, "the hidden states")
     rows, tokens = hidden.shape[:2]
     mask = positions = None
     if work.mask:
@@ -89,17 +99,22 @@ def unpack_work(
         positions = torch.tensor(work.positions, dtype=torch.long).view(rows, tokens)
     tensors = kept.tensors if kept else {}
     lora = {parsed: tensor for name, tensor in tensors.items() if (parsed := LoraName.parse(name)) is not None}
-    batch = Batch(terms.span, hidden, mask, positions, tensors.get(PROMPTS), lora)
-    return Job(work, batch, gradient, kept, request)
+    return Batch(terms.span, hidden, mask, positions, tensors.get(PROMPTS), lora)
 
 
-def passing(job: Job, passes: Passes) -> Passing[list[torch.Tensor]]:
-    """The pass, which ends with the reply's tensors on the CPU, in the dtypes that were asked for."""
+def passing(job: Job, passes: Passes, parked: Parked | None = None) -> Passing[list[torch.Tensor]]:
+    """The pass, which ends with the reply's tensors on the CPU, in the dtypes that were asked for.
+
+    With `parked` it is the second half of a backward pass.
+    """
     described = list(job.work.tensors[:1])
     if job.gradient is None:
         results = [(yield from passes.forward(job.batch))]
     else:
-        gradients = yield from passes.backward(job.batch, job.gradient)
+        if parked is None:
+            gradients = yield from passes.backward(job.batch, job.gradient)
+        else:
+            gradients = yield from passes.resume(parked, job.gradient)
         results = [gradients.hidden]
         if job.kept is not None:
             described += job.kept.keep.tensors

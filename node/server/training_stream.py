@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -29,8 +30,9 @@ from ...protocols.training import (
 from ..errors import unwrapped
 from .cache_budget import CacheBudget, CacheFull
 from .compute import Passed
+from .late_work import LateWork
 from .training_checks import check_keep, check_work, work_bytes
-from .training_job import Job, Kept, Result, pack, passing, unpack_keep, unpack_work
+from .training_job import Job, Kept, Result, pack, passing, unpack_batch, unpack_keep, unpack_work
 
 if TYPE_CHECKING:
     from .training import TrainingService
@@ -41,6 +43,14 @@ IDLE_TIMEOUT: Final = 60.0
 PIECE_TIMEOUT: Final = 30.0
 MEMORY_WAIT: Final = 20.0
 """How long a work waits for others to give memory back."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A work on its way to be computed."""
+
+    work: Job | LateWork
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class TrainingStream:
         self._under_way = 0  # works that count against the credits
         self._unanswered = 0
         self._last_receipt = NO_RECEIPT
+        self._late: dict[int, LateWork] = {}  # by their numbers, those whose gradients have not come
         self._held: dict[CacheBudget, int] = {service.budget: 0, service.kept_budget: 0}
 
     async def run(self) -> None:
@@ -84,20 +95,22 @@ class TrainingStream:
             quantisation=hosted.quantisation,
             credits=CREDITS,
             pledge=pledge_to_wire(pledge) if pledge is not None else None,
+            gradient_may_follow=self._protocol == BACKWARD,
         )
         await self._stream.send(wire.WorkFrame(granted=granted), timeout=PIECE_TIMEOUT)
         try:
             with unwrapped(PeerError):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._watch, nursery.cancel_scope)
-                    to_compute, computing = trio.open_memory_channel[tuple[Job, int] | Refusal](CREDITS)
+                    to_compute, computing = trio.open_memory_channel[_Item | Refusal](CREDITS)
                     to_answer, answering = trio.open_memory_channel[_Done | Refusal](CREDITS)
-                    nursery.start_soon(self._read, to_compute)
+                    nursery.start_soon(self._read, to_compute, nursery)
                     nursery.start_soon(self._compute, computing, to_answer)
                     await self._answer(answering)
                     nursery.cancel_scope.cancel()
         finally:
             self._service.note(-self._unanswered)
+            self._give_up("the stream is over")
             for budget, nbytes in self._held.items():
                 budget.release(nbytes)
 
@@ -106,7 +119,12 @@ class TrainingStream:
         await self._stream.wait_lost()
         scope.cancel()
 
-    async def _read(self, works: trio.MemorySendChannel[tuple[Job, int] | Refusal]) -> None:
+    def _give_up(self, why: str) -> None:
+        for late in self._late.values():
+            late.give_up(why)
+        self._late.clear()
+
+    async def _read(self, works: trio.MemorySendChannel[_Item | Refusal], nursery: trio.Nursery) -> None:
         async with works:
             try:
                 while True:
@@ -119,19 +137,27 @@ class TrainingStream:
                     body = frame.WhichOneof("body")
                     if body == "close":
                         return
+                    if body == "gradient":
+                        await self._gradient(frame.gradient)
+                        continue
                     if self._service.draining:
                         raise Refusal(wire.ERROR_DRAINING, "this server is about to stop")
                     if body == "keep":
                         await self._keep(frame.keep)
                     elif body == "work":
-                        await works.send(await self._work(frame.work))
+                        item = await self._work(frame.work)
+                        if isinstance(item.work, LateWork):
+                            nursery.start_soon(item.work.recompute, self._service.compute, self._service.passes)
+                        await works.send(item)
                     else:
-                        raise bad_request(f"a stream of works takes Keep, Work or Close, not {body}")
+                        raise bad_request(f"a stream of works takes Keep, Work, Gradient or Close, not {body}")
             except Refusal as refusal:
                 with suppress(trio.BrokenResourceError):
                     await works.send(refusal)
             except trio.BrokenResourceError:
                 pass  # a pass has failed: nobody takes works any more, and the answering task ends the stream
+            finally:
+                self._give_up("nothing more is read from its stream")
 
     async def _keep(self, keep: wire.Keep) -> None:
         check_keep(
@@ -145,7 +171,7 @@ class TrainingStream:
         self._kept_number = keep.number
         self._kept[keep.number] = await trio.to_thread.run_sync(unpack_keep, keep, payloads)
 
-    async def _work(self, work: wire.Work) -> tuple[Job, int]:
+    async def _work(self, work: wire.Work) -> _Item:
         check_work(
             work,
             self._terms,
@@ -163,9 +189,31 @@ class TrainingStream:
         self._unanswered += 1
         self._service.note(1)
         await self._take(self._service.budget, nbytes)
-        payloads = await receive_pieces(self._stream, [each.nbytes for each in work.tensors], timeout=PIECE_TIMEOUT)
-        job = await trio.to_thread.run_sync(unpack_work, self._protocol, self._terms, work, payloads, kept)
-        return job, nbytes
+        here = work.tensors[:1] if work.gradient_follows else work.tensors
+        payloads = await receive_pieces(self._stream, [each.nbytes for each in here], timeout=PIECE_TIMEOUT)
+        if not work.gradient_follows:
+            return _Item(await self._unpack(work, payloads, kept), nbytes)
+        batch = await trio.to_thread.run_sync(unpack_batch, self._terms, work, payloads[0], kept)
+        late = self._late[work.sequence] = LateWork(work, payloads[0], kept, batch)
+        budget = self._service.budget
+
+        def taken() -> None:
+            self._held[budget] -= nbytes
+
+        late.lend(budget, nbytes, taken)
+        return _Item(late, nbytes)
+
+    async def _gradient(self, gradient: wire.Gradient) -> None:
+        late = self._late.get(gradient.sequence)
+        if late is None:
+            raise bad_request(f"no work {gradient.sequence} waits for its gradient")
+        [payload] = await receive_pieces(self._stream, [late.work.tensors[1].nbytes], timeout=PIECE_TIMEOUT)
+        job = await self._unpack(late.work, [late.payload, payload], late.kept)
+        late.settle(job)
+        self._late.pop(gradient.sequence, None)
+
+    async def _unpack(self, work: wire.Work, payloads: Sequence[bytearray], kept: Kept | None) -> Job:
+        return await trio.to_thread.run_sync(unpack_work, self._protocol, self._terms, work, payloads, kept)
 
     async def _take(self, budget: CacheBudget, nbytes: int) -> None:
         try:
@@ -185,7 +233,7 @@ class TrainingStream:
 
     async def _compute(
         self,
-        works: trio.MemoryReceiveChannel[tuple[Job, int] | Refusal],
+        works: trio.MemoryReceiveChannel[_Item | Refusal],
         answers: trio.MemorySendChannel[_Done | Refusal],
     ) -> None:
         async with works, answers:
@@ -193,13 +241,20 @@ class TrainingStream:
                 if isinstance(item, Refusal):
                     await answers.send(item)
                     return
-                job, nbytes = item
                 try:
-                    passed = await self._service.compute.run_pass(passing(job, self._service.passes))
+                    job, passed = await self._pass(item.work)
                 except Refusal as refusal:
                     await answers.send(refusal)
                     return
-                await answers.send(_Done(job, passed, nbytes))
+                await answers.send(_Done(job, passed, item.nbytes))
+
+    async def _pass(self, work: Job | LateWork) -> tuple[Job, Passed[list[torch.Tensor]]]:
+        run, passes = self._service.compute.run_pass, self._service.passes
+        if isinstance(work, Job):
+            return work, await run(passing(work, passes))
+        job, first = await work.ready()
+        second = await run(passing(job, passes, first.value), resumed=True)
+        return job, replace(second, compute_seconds=first.compute_seconds + second.compute_seconds)
 
     async def _answer(self, answers: trio.MemoryReceiveChannel[_Done | Refusal]) -> None:
         async for done in answers:
