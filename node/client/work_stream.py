@@ -83,7 +83,7 @@ class Task:
 
 @dataclass(eq=False)
 class Sent:
-    """A work that has gone out; all but its gradient if it is `begun`. `turn` comes when it is the next to be answered."""
+    """A work that has gone out, without its gradient if `begun`. `turn` comes when the next answer is its own."""
 
     message: wire.Work
     begun: bool = False
@@ -214,7 +214,8 @@ class ServerWorks:
         """Sends the gradient of a work that was begun, and returns the checked reply.
 
         Raises:
-            ServerFailed, StreamBroken: as `run`. StreamBroken also if the server has given the work up.
+            ServerFailed, StreamBroken: as `run`. StreamBroken also if the server has given the work up, or the
+                stream was lost in the meantime.
         """
         sent.begun = False
         try:
@@ -222,7 +223,10 @@ class ServerWorks:
                 async with self._sending:
                     self._check_whole()
                     frame = wire.WorkFrame(gradient=wire.Gradient(sequence=sent.message.sequence))
-                    await send_in_pieces(self._stream, frame, [task.chunks[1].payload], timeout=timeout)
+                    try:
+                        await send_in_pieces(self._stream, frame, [task.chunks[1].payload], timeout=timeout)
+                    except PeerError:
+                        raise StreamBroken from None  # while nobody waited for it; whether it is back will show
                 return await self._answered(sent, task, timeout)
         except ServerRefused as refused:
             if refused.code == wire.ERROR_BUSY:

@@ -266,6 +266,11 @@ async def _train(client: SwarmClient, own: Own, probe: Probe) -> None:
         generator = torch.Generator().manual_seed(probe.seed % 2**31)
         return 1e-3 * torch.randn(left.shape, generator=generator).to(left.dtype)
 
+    ahead = {  # as `BatchPass.backward` does
+        hop: await client.works.begin(hop, works, Task((given, given), kept=kept), None)
+        for hop, given, kept in entered[:-1]
+    }
     flowing = Packed(*encode(await trio.to_thread.run_sync(first_gradient), "none"))
     for hop, given, kept in reversed(entered):
-        flowing, *_ = await client.works.run(BACKWARD, hop, works, Task((given, flowing), kept=kept), None)
+        task = Task((given, flowing), kept=kept)
+        flowing, *_ = await client.works.run(BACKWARD, hop, works, task, None, ahead.get(hop))

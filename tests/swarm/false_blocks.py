@@ -80,6 +80,10 @@ def install(control: Path) -> None:
             lora = {which: 1.1 * each for which, each in lora.items()}
         return Gradients(_noisy(found.hidden, name, amount), prompts, lora)
 
+    def passing_resume(self: Passes, parked: Any, gradient: torch.Tensor) -> Any:
+        return (yield from passing_backward(self, parked.batch, gradient))
+
+    Passes.resume = passing_resume  # type: ignore[method-assign]
     Passes.forward = passing_forward  # type: ignore[method-assign]
     Passes.backward = passing_backward  # type: ignore[method-assign]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 
 from petalnode import PromptTuning
 from petalnode.node.client import work_pool
@@ -52,13 +53,18 @@ class Works:
 
     def __init__(self, model: Model) -> None:
         self.replies: Counter[tuple[str, str]] = Counter()
+        self.late_gradients: Counter[str] = Counter()
+        self.streams: dict[tuple[str, str], list[Any]] = defaultdict(list)
         self._due: Callable[[str, str], object] = lambda protocol, peer_id: None
         swarm = model._runtime.value.swarm
         connect = swarm.new_stream
 
         async def new_stream(peer_id: str, protocol: str, *arguments: Any, **options: Any) -> Any:
             stream = await connect(peer_id, protocol, *arguments, **options)
-            return _Watched(stream, protocol, self) if protocol in (FORWARD, BACKWARD) else stream
+            if protocol not in (FORWARD, BACKWARD):
+                return stream
+            self.streams[protocol, peer_id].append(stream)
+            return _Watched(stream, protocol, self)
 
         swarm.new_stream = new_stream  # type: ignore[method-assign]
 
@@ -88,6 +94,10 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    async def send(self, frame: wire.WorkFrame, *payloads: Any, **options: Any) -> None:
+        self._works.late_gradients[self._stream.peer_id] += frame.WhichOneof("body") == "gradient"
+        await self._stream.send(frame, *payloads, **options)
 
     async def receive(self, **options: Any) -> tuple[wire.WorkFrame, list[bytes]]:
         frame, payloads = await self._stream.receive(**options)
@@ -150,6 +160,22 @@ def test_a_batch_goes_over_all_servers_that_there_are(
             assert all(counts) and counts[0] + counts[2] == counts[1] + counts[3] == MICRO_BATCHES
     for server in servers[2:]:
         server.kill()
+
+
+def test_servers_compute_ahead_of_their_gradients(
+    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]
+) -> None:
+    first, last = steady
+    with trial(pool, folder, first, last) as (each, works):
+        each.run()
+        count = works.replies[BACKWARD, first.peer_id]
+        assert count == works.late_gradients[first.peer_id] > 1 and not works.late_gradients[last.peer_id]
+        [stream] = works.streams[BACKWARD, first.peer_id]
+        # What waits for its gradient is lost with its stream; it is done again as a whole, and nobody is to blame.
+        with works.at_first(BACKWARD, last.peer_id, lambda: trio.lowlevel.spawn_system_task(stream.reset)):
+            each.run()
+        assert len(works.streams[BACKWARD, first.peer_id]) == 2
+        assert not works.late_gradients[last.peer_id]
 
 
 @pytest.mark.parametrize("protocol", [FORWARD, BACKWARD])

@@ -101,6 +101,15 @@ class RawWorks:
         await self.send(wire.WorkFrame(work=work), payloads)
         return work
 
+    async def begin(self, hidden: bytes, sequence: int = 1) -> wire.Work:
+        """Sends a work without its gradient."""
+        tensor = wire.Tensor(
+            shape=[1, len(hidden) // (4 * HIDDEN), HIDDEN], dtype="float32", codec="none", nbytes=len(hidden)
+        )
+        work = wire.Work(sequence=sequence, tensors=[tensor, tensor], gradient_follows=True)
+        await self.send(wire.WorkFrame(work=work), [hidden])
+        return work
+
     async def reply(self) -> tuple[wire.WorkReply, list[bytearray]]:
         frame, _ = await self.stream.receive(timeout=TIMEOUT)
         _raise(frame)
@@ -280,6 +289,50 @@ def test_receipts_are_for_what_was_asked_and_answered(server: Node, run: Run) ->
             assert receipt.span == (2, 4)
             assert [list(each.shape) for each in reply.tensors] == [[1, 5, HIDDEN], [2, 1, 2, HIDDEN]][: 1 + number]
             previous = receipt.hash()
+
+    run(main)
+
+
+def test_gradients_may_come_later_and_in_any_order(server: Node, run: Run) -> None:
+    hidden, gradients = values(5), [values(5, seed=seed) for seed in (1, 2)]
+
+    async def main(swarm: Swarm) -> None:
+        works = await RawWorks.opened(swarm, server.ready, BACKWARD)
+        assert works.granted.gradient_may_follow
+        for sequence, gradient in enumerate(gradients, start=1):
+            await works.work(hidden, gradient, sequence=sequence)
+        expected = [await works.reply() for _ in gradients]
+        works = await RawWorks.opened(swarm, server.ready, BACKWARD)
+        sent = [await works.begin(hidden, sequence=sequence) for sequence in (1, 2)]
+        for sequence in (2, 1):
+            frame = wire.WorkFrame(gradient=wire.Gradient(sequence=sequence))
+            await works.send(frame, [gradients[sequence - 1]])
+        for work, gradient, (_, right) in zip(sent, gradients, expected, strict=True):
+            reply, payloads = await works.reply()
+            assert payloads == right and reply.sequence == work.sequence
+            receipt = receipt_from_wire(reply.receipt)
+            assert receipt.is_signed_by(server.peer_id)
+            assert receipt.request_hash == hash_of_work(
+                BACKWARD, work, hash_of_payloads([hidden, gradient]), NOTHING_KEPT
+            )
+
+    run(main)
+
+
+def test_gradients_that_are_refused(server: Node, run: Run) -> None:
+    async def main(swarm: Swarm) -> None:
+        works = await RawWorks.opened(swarm, server.ready, FORWARD)
+        assert not works.granted.gradient_may_follow
+        await works.work(values(3), gradient_follows=True)
+        with pytest.raises(Refusal, match="no gradient"):
+            await works.reply()
+        for sequence, gradient, says in ((2, values(3), "no work 2"), (1, NAN, "the gradient")):
+            works = await RawWorks.opened(swarm, server.ready, BACKWARD)
+            await works.begin(values(3))
+            await works.send(wire.WorkFrame(gradient=wire.Gradient(sequence=sequence)), [gradient])
+            with pytest.raises(Refusal) as caught:
+                await works.reply()
+            assert says in caught.value.message or "given up" in caught.value.message
 
     run(main)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -130,6 +131,26 @@ def test_passes_run_one_after_the_other(blocks: BlockSpan) -> None:
 
     run(blocks, main)
     assert log.index("a done") < log.index("b 0")
+
+
+def test_the_second_half_of_a_pass_goes_before_others(blocks: BlockSpan) -> None:
+    log: list[str] = []
+
+    async def main(compute: ComputeThread) -> None:
+        first, second, third = (Watched(log, backward(blocks), name).bind() for name in ("a", "b", "c"))
+        async with trio.open_nursery() as nursery:
+
+            def resume() -> None:
+                for each in (second, third):
+                    nursery.start_soon(partial(compute.run_pass, each.run(), resumed=True))
+
+            first.at_pause = {2: resume}
+            await compute.run_pass(first.run())
+
+    run(blocks, main)
+    ends = [log.index(f"{each} done") for each in "abc"]
+    assert ends[0] > max(ends[1:]) > 0  # "a" gave way, and went on where it was
+    assert [each for each in log if each.startswith("a")] == [f"a {pause}" for pause in range(11)] + ["a done"]
 
 
 def test_a_pass_that_nobody_waits_for_ends_at_its_next_pause(blocks: BlockSpan) -> None:

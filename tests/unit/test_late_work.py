@@ -1,0 +1,113 @@
+"""A work whose gradient comes later holds memory on loan only, and not for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from petalnode.node.blocks.passes import Batch, Passes
+from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.server import late_work
+from petalnode.node.server.cache_budget import CacheBudget, CacheFull
+from petalnode.node.server.compute import ComputeThread
+from petalnode.node.server.late_work import LateWork
+from petalnode.node.server.training_job import Job, passing
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import Refusal
+from petalnode.protocols.tensors import encode
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
+
+ALL = Span(0, NUM_BLOCKS)
+HIDDEN_STATES, GRADIENT = torch.randn(2, 2, 20, HIDDEN, generator=torch.Generator().manual_seed(0))
+TENSOR, PAYLOAD = encode(HIDDEN_STATES, "none")
+BATCH = Batch(ALL, HIDDEN_STATES)
+WORK = wire.Work(sequence=1, tensors=[TENSOR, TENSOR], gradient_follows=True)
+JOB = Job(WORK, BATCH, GRADIENT, None, b"")
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+    folder: Path = tmp_path_factory.mktemp("model") / "llama"
+    return load_span(save_tiny("llama", folder), ALL)
+
+
+def run(blocks: BlockSpan, main: Callable[[ComputeThread, Passes, LateWork, CacheBudget], Any]) -> None:
+    async def bounded() -> None:
+        compute = ComputeThread(blocks)
+        compute.start()
+        budget = CacheBudget(100)
+        try:
+            with trio.fail_after(60):
+                await budget.acquire(60, 1)
+                await main(compute, Passes(blocks, 1 << 40), LateWork(WORK, bytearray(PAYLOAD), None, BATCH), budget)
+        finally:
+            await compute.stop()
+
+    trio.run(bounded)
+
+
+def test_a_gradient_that_comes_in_time(blocks: BlockSpan) -> None:
+    async def main(compute: ComputeThread, passes: Passes, late: LateWork, budget: CacheBudget) -> None:
+        late.lend(budget, 60, lambda: pytest.fail("nobody needed it"))
+        await late.recompute(compute, passes)
+        late.settle(JOB)
+        late.give_up("too late for that")
+        job, first = await late.ready()
+        with pytest.raises(CacheFull):  # it is no longer offered to others
+            await budget.acquire(60, 0.01)
+        assert job is JOB and len(first.value.graphs) == NUM_BLOCKS
+        second = await compute.run_pass(passing(job, passes, first.value), resumed=True)
+        [expected] = (await compute.run_pass(passing(JOB, passes))).value
+        assert torch.equal(second.value[0], expected)
+
+    run(blocks, main)
+
+
+def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
+    async def main(compute: ComputeThread, passes: Passes, late: LateWork, budget: CacheBudget) -> None:
+        taken: list[bool] = []
+        late.lend(budget, 60, lambda: taken.append(True))
+        await late.recompute(compute, passes)
+        await budget.acquire(60, 0.01)
+        assert taken == [True]
+        late.settle(JOB)
+        with pytest.raises(Refusal, match="memory") as caught:
+            await late.ready()
+        assert caught.value.code == wire.ERROR_BUSY and "work 1" in caught.value.message
+
+    run(blocks, main)
+
+
+def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_work, "GRADIENT_TIMEOUT", 0.05)
+
+    async def main(compute: ComputeThread, passes: Passes, late: LateWork, budget: CacheBudget) -> None:
+        with pytest.raises(Refusal, match="did not come") as caught:
+            await late.ready()
+        assert caught.value.code == wire.ERROR_BUSY
+        await late.recompute(compute, passes)  # nothing of it is computed any more
+        with pytest.raises(Refusal, match="did not come"):
+            await late.ready()
+
+    run(blocks, main)
+
+
+def test_a_first_half_that_fails(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(compute: ComputeThread, passes: Passes, late: LateWork, budget: CacheBudget) -> None:
+        def too_large(batch: Batch) -> Any:
+            yield
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(passes, "recompute", too_large)
+        await late.recompute(compute, passes)
+        late.settle(JOB)
+        with pytest.raises(Refusal, match="memory"):
+            await late.ready()
+
+    run(blocks, main)
