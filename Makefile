@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?=
 SERVERS ?= 3
-# Test files at once. Most of a test is waiting for processes.
-JOBS ?= 2
+# Test files at once; for two cores. Most of a test is waiting for processes.
+JOBS ?= 3
 
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
@@ -24,8 +24,9 @@ $(VENV)/.ready: pyproject.toml packaging/constraints.txt
 demo: setup
 	$(BIN)/petalnode demo --servers $(SERVERS) $(if $(PROMPT),--prompt "$(PROMPT)")
 
+# In the order of their folders the long files come first, and tests/unit fills what is left.
 test: setup nat-tools
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 nat-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v ip && command -v iptables-restore; } >/dev/null; then \
