@@ -42,14 +42,16 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client import load_client
 from petalnode.node.client.autograd import Cut
 from petalnode.node.client.chunks import to_chunks
-from petalnode.node.client.core import SwarmClient, identify_model, open_client
+from petalnode.node.client.core import SwarmClient, open_client
 from petalnode.node.client.receipt_log import LAST_WORKS, SHARED_BYTES, ReceiptArchive
 from petalnode.node.client.server_session import SessionSpec
+from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.client.text import Text
 from petalnode.node.client.work_stream import Packed, Task, WorkSpec
 from petalnode.node.errors import ModelError
 from petalnode.node.models import ModelFolder, resolve
-from petalnode.node.swarm.swarm import SwarmConfig, open_swarm
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.validator.kept import drawn_kept
 from petalnode.node.validator.observed import Observed, observed_session, observed_work
 from petalnode.node.validator.plan import Kind

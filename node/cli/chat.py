@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import trio
 import typer
 
-from ..client.core import SwarmModel, identify_model, open_client
+from ..client.core import open_client
 from ..client.deadlines import REFRESH_TIMEOUT
 from ..client.dialogue import Dialogue, fit
 from ..client.saved_chat import SavedChat, held_chat
+from ..client.swarm_model import SwarmModel, identify_model
 from ..client.text import Text
 from ..errors import BadInput, ExitCode, PetalnodeError, SwarmError
 from ..models import ModelFolder, resolve

@@ -20,7 +20,8 @@ from ...protocols.ids import Span
 from ..errors import BadInput, MachineError
 from ..models import resolve
 from ..models.sources import DEFAULT_MODEL
-from ..swarm.swarm import SwarmConfig, open_swarm
+from ..swarm.config import SwarmConfig
+from ..swarm.swarm import open_swarm
 from .output import Output, ProgressBars
 
 READY_TIMEOUT = 180.0

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import trio
 import typer
 
-from ..client.core import SwarmClient, identify_model, open_client
+from ..client.core import SwarmClient, open_client
+from ..client.swarm_model import identify_model
 from ..errors import BadInput, ExitCode, PetalnodeError
 from ..models import resolve
 from ..models.adapter_note import METHODS, NOTE, AdapterNote, Method

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ...crypto.identity import Identity
-from ..client.core import identify_model
+from ..client.swarm_model import identify_model
 from ..client.text import Text
 from ..errors import BadInput, ExitCode, ModelError
 from ..models import resolve

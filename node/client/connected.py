@@ -17,10 +17,12 @@ from ..errors import BadInput, MachineError
 from ..models import Progress, resolve
 from ..models.adapter import Adapter
 from ..swarm.addresses import parse_peer
-from ..swarm.swarm import SwarmConfig, open_swarm
+from ..swarm.config import SwarmConfig
+from ..swarm.swarm import open_swarm
 from .adapters import choose_adapter, fit_adapter
-from .core import SwarmClient, identify_model, open_client
+from .core import SwarmClient, open_client
 from .runtime import TrioThread
+from .swarm_model import identify_model
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,9 +19,7 @@ from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
 from ...protocols.ids import ADAPTER, INFERENCE
 from ...protocols.training import PIECE_BYTES
-from ..errors import BadInput, ModelError, NoChainError, ServerFailed, SwarmError
-from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_part
-from ..models.progress import no_progress
+from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
 from ..swarm.swarm import Swarm
 from ..trust.bundle import equivocation_bundle
 from ..trust.purse import Purse
@@ -41,6 +39,7 @@ from .routing import Candidate, Hop, cheapest_chain, second_best
 from .saved_session import SavedSession
 from .server_session import HopTiming, InferenceStream, SessionSpec
 from .session import ClientSession
+from .swarm_model import SwarmModel
 from .work_pool import WorkPool
 
 if TYPE_CHECKING:
@@ -55,63 +54,6 @@ BANDWIDTH_BYTES: Final = 1 << 16
 BYTES_PER_VALUE: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 SUSPECT_PENALTY: Final = 60.0
 """A server that failed seems this many seconds farther away for so long: it is asked only if nobody else is left."""
-
-
-@dataclass(frozen=True)
-class SwarmModel:
-    """The model that a client uses: `folder` holds at least embeddings, norm and head."""
-
-    version: bytes
-    folder: ModelFolder
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def num_blocks(self) -> int:
-        return self.folder.num_blocks
-
-
-async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress = no_progress) -> SwarmModel:
-    """Finds out which model version `folder` is.
-
-    From its own weights where it has them all; else by the manifest of a server that announces a model of this name,
-    against which the client's part is then checked.
-
-    Raises:
-        ModelError: the folder's part is not that of the swarm's model.
-        SwarmError: the folder holds a part only, and no server tells what the whole is.
-    """
-    try:
-        manifest = await trio.to_thread.run_sync(compute_manifest, folder, progress)
-        return SwarmModel(manifest.version, folder)
-    except ModelError:
-        # Not the whole model: that is how it is on a laptop that uses a model which it cannot hold.
-        pass
-    view = await swarm.refresh(timeout=REFRESH_TIMEOUT)
-    mismatch: ModelError | None = None
-    for server in view.servers(now=time.time()):
-        if server.model_name != folder.name or server.num_blocks != folder.num_blocks:
-            continue
-        try:
-            data = await swarm.fetch_manifest(server.peer_id, server.model_version, timeout=REFRESH_TIMEOUT)
-            if data is None:
-                continue
-            manifest = Manifest.from_wire(data, server.model_version)
-            await trio.to_thread.run_sync(verify_part, folder, manifest, "client", progress)
-        except ModelError as error:
-            mismatch = error
-        except (PeerError, SwarmError):
-            continue
-        else:
-            return SwarmModel(manifest.version, folder)
-    if mismatch is not None:
-        raise mismatch
-    raise SwarmError(
-        f"{folder.path} holds only a part of {folder.name}, and no server of the swarm can tell what the whole is: "
-        "check --peer, or start a server of this model"
-    )
 
 
 @asynccontextmanager

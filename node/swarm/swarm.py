@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pathlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import trio
 from google.protobuf.message import DecodeError, Message
 
 from ...crypto.identity import Identity
-from ...crypto.swarm_key import SwarmKeyError, check_swarm_key
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement
 from ...protocols.directory import NodeInfo
@@ -30,15 +27,15 @@ from ...protocols.framing import (
 from ...protocols.ids import DIRECTORY, EVIDENCE, MANIFEST
 from ...protocols.manifest import MAX_HEADER as MAX_MANIFEST
 from ...protocols.manifest import answer_manifests, ask_manifest
-from ..errors import BadInput, SwarmError
-from ..reach.limits import RelayLimits
+from ..errors import SwarmError
 from ..reach.reach import Reach, ReachConfig
 from ..reach.reachability import Reachability
 from ..trust.book import TrustBook
 from ..trust.bundle import Bundle
 from ..trust.notice import MAX_NOTICE, Notice
 from ..trust.spread import TOPIC, EvidenceSpread, fetch_bundle
-from .addresses import parse_own, parse_peer
+from .addresses import parse_peer
+from .config import SwarmConfig, checked
 from .dht import Dht, open_dht
 from .directory import Directory
 from .discovery import Discovery, Joined
@@ -52,44 +49,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_TTL: Final = 45.0  # seconds that an announcement is valid
-_BOOTSTRAP_DEADLINE: Final = 10.0  # seconds until somebody must have answered
 _RETRACT_DEADLINE: Final = 1.0
 _MANIFEST_IDLE: Final = 60.0
 
 F = TypeVar("F", bound=Message)
-
-
-@dataclass(frozen=True)
-class SwarmConfig:
-    """How a node takes part.
-
-    `listen` and `announce` are multiaddrs without /p2p (no `listen`: a pure client, which nobody can dial and
-    which does not serve the table); `peers` those to join by, with /p2p; `psk` the 64 hexadecimal digits of a
-    private swarm's key. `announcement_ttl` is in seconds. `relay` says where a node that others cannot dial keeps a
-    place for them to reach it: "auto" (any public node that offers one), "off", or the multiaddr of the one relay to
-    use; `relay_limits` are those of this node where it relays for others. `mdns` finds, and is found by, nodes of the
-    same local network; `remembered` is the file with the peers of earlier runs. `max_upload` and `max_download` are
-    bytes per second over all connections, None without a limit. `trust` is what this node thinks of others;
-    with `gossip` it hears evidence of faults, and passes it on.
-    """
-
-    identity: Identity
-    listen: tuple[str, ...] = ()
-    announce: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()
-    psk: str | None = None
-    serve_dht: bool = True
-    announcement_ttl: float = DEFAULT_TTL
-    bootstrap_deadline: float = _BOOTSTRAP_DEADLINE
-    relay: str = "auto"
-    relay_limits: RelayLimits = field(default_factory=RelayLimits)
-    mdns: bool = False
-    remembered: pathlib.Path | None = None
-    max_upload: int | None = None
-    max_download: int | None = None
-    trust: TrustBook = field(default_factory=TrustBook)
-    gossip: bool = False
 
 
 class Swarm:
@@ -478,25 +441,6 @@ class Swarm:
         self._discovery.start_returning()
 
 
-def _checked(config: SwarmConfig) -> dict[str, Any]:
-    if config.psk is not None:
-        try:
-            check_swarm_key(config.psk)
-        except SwarmKeyError as error:
-            raise BadInput(str(error)) from error
-    for peer in config.peers:
-        parse_peer(peer)
-    if config.relay not in ("auto", "off"):
-        parse_peer(config.relay)
-    return {
-        "listen": [parse_own(addr, "listen") for addr in config.listen],
-        "announce": [parse_own(addr, "announce") for addr in config.announce],
-        "psk": config.psk,
-        "max_upload": config.max_upload,
-        "max_download": config.max_download,
-    }
-
-
 @contextlib.asynccontextmanager
 async def _evidence(config: SwarmConfig, host: Host) -> AsyncIterator[tuple[EvidenceSpread, Gossip | None]]:
     spread = EvidenceSpread(config.identity, config.trust)
@@ -518,7 +462,7 @@ async def open_swarm(config: SwarmConfig) -> AsyncIterator[Swarm]:
         MachineError: a port is in use.
         SwarmError: none of `config.peers` answered.
     """
-    options = _checked(config)
+    options = checked(config)
     swarm: Swarm | None = None
     failure: BaseException | None = None
 

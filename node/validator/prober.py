@@ -22,17 +22,19 @@ from ...protocols.tensors import decode, dtype_name, encode
 from ..blocks.client import ClientModel
 from ..client.autograd import Cut
 from ..client.chunks import from_chunks, to_chunks
-from ..client.core import SwarmClient, SwarmModel
+from ..client.core import SwarmClient
 from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
 from ..client.dialogue import Dialogue
 from ..client.generation import Sampler, Sampling
 from ..client.receipt_log import SHARED_BYTES, ReceiptArchive
 from ..client.routing import Hop
 from ..client.server_session import Chunk, SessionSpec
+from ..client.swarm_model import SwarmModel
 from ..client.text import Text
 from ..client.work_stream import KeptTensors, Packed, Task, WorkSpec
 from ..errors import NoChainError, ServerFailed, SwarmError
-from ..swarm.swarm import SwarmConfig, open_swarm
+from ..swarm.config import SwarmConfig
+from ..swarm.swarm import open_swarm
 from ..trust.book import TrustBook
 from .kept import drawn_kept
 from .observed import Observed, observed_session, observed_work

@@ -18,10 +18,11 @@ import trio
 from ...crypto.identity import Identity
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.ids import Span
-from ..client.core import SwarmModel
 from ..client.deadlines import REFRESH_TIMEOUT
+from ..client.swarm_model import SwarmModel
 from ..errors import PetalnodeError, SwarmError
-from ..swarm.swarm import Swarm, SwarmConfig
+from ..swarm.config import SwarmConfig
+from ..swarm.swarm import Swarm
 from ..trust.bundle import Bundle, Found, resigned
 from .accusation import bundle_of, save_evidence
 from .auditing import AuditDesk

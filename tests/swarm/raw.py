@@ -11,7 +11,8 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.client.runtime import TrioThread
-from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE

@@ -17,7 +17,8 @@ from petalnode.node.client.receipt_log import SessionLog
 from petalnode.node.client.routing import Hop
 from petalnode.node.client.server_session import Chunk, ServerSession, SessionSpec
 from petalnode.node.errors import ServerCheated, ServerFailed
-from petalnode.node.swarm.swarm import SwarmConfig, open_swarm
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.swarm import open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE, Span

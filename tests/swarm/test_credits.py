@@ -16,7 +16,8 @@ from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
 from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.addresses import parse_peer
-from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle
 from petalnode.node.trust.purse import Purse
 from petalnode.node.validator.account import FORFEIT_SHARE

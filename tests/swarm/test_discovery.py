@@ -13,7 +13,8 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import BadInput, MachineError, SwarmError
-from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState, freshened, sign_announcement
 from petalnode.protocols.directory import MAX_HEADER

@@ -14,7 +14,8 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
-from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.trust.bans import Endorsement, Trusted
 from petalnode.node.trust.book import TrustBook
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, session_bundle

@@ -18,8 +18,9 @@ from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.server.mover import join_where_needed, next_move
 from petalnode.node.server.network_speed import measure_network, serve_transfers
 from petalnode.node.server.placing import Placing
+from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory
-from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
+from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, Announcement, ServerState, SignedAnnouncement
 from petalnode.protocols.framing import PeerError, StreamTimeout

@@ -13,9 +13,10 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import SwarmError
+from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.discovery import Joined
 from petalnode.node.swarm.remembered import Memory
-from petalnode.node.swarm.swarm import Swarm, SwarmConfig, open_swarm
+from petalnode.node.swarm.swarm import Swarm, open_swarm
 from tests.swarm.announcers import Node, Nodes
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

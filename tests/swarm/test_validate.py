@@ -16,11 +16,13 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client import load_client
-from petalnode.node.client.core import identify_model, open_client
+from petalnode.node.client.core import open_client
 from petalnode.node.client.server_session import Chunk, SessionSpec
+from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.client.text import Text
 from petalnode.node.models import compute_manifest, resolve
-from petalnode.node.swarm.swarm import SwarmConfig, open_swarm
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.trust.bundle import Bundle
 from petalnode.node.validator.check_evidence import check_evidence
 from petalnode.node.validator.history import History

@@ -17,8 +17,8 @@ from petalnode.node.cli.relay_options import relay_limits
 from petalnode.node.cli.whereabouts import how_joined, join_by
 from petalnode.node.errors import BadInput
 from petalnode.node.reach.limits import RelayLimits
+from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.discovery import Joined
-from petalnode.node.swarm.swarm import SwarmConfig
 from petalnode.protocols.ids import Span
 
 

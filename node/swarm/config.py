@@ -1,0 +1,73 @@
+"""How a node takes part in a swarm."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ...crypto.identity import Identity
+from ...crypto.swarm_key import SwarmKeyError, check_swarm_key
+from ..errors import BadInput
+from ..reach.limits import RelayLimits
+from ..trust.book import TrustBook
+from .addresses import parse_own, parse_peer
+
+DEFAULT_TTL: Final = 45.0  # seconds that an announcement is valid
+_BOOTSTRAP_DEADLINE: Final = 10.0  # seconds until somebody must have answered
+
+
+@dataclass(frozen=True)
+class SwarmConfig:
+    """How a node takes part.
+
+    `listen` and `announce` are multiaddrs without /p2p (no `listen`: a pure client, which nobody can dial and
+    which does not serve the table); `peers` those to join by, with /p2p; `psk` the 64 hexadecimal digits of a
+    private swarm's key. `announcement_ttl` is in seconds. `relay` says where a node that others cannot dial keeps a
+    place for them to reach it: "auto" (any public node that offers one), "off", or the multiaddr of the one relay to
+    use; `relay_limits` are those of this node where it relays for others. `mdns` finds, and is found by, nodes of the
+    same local network; `remembered` is the file with the peers of earlier runs. `max_upload` and `max_download` are
+    bytes per second over all connections, None without a limit. `trust` is what this node thinks of others;
+    with `gossip` it hears evidence of faults, and passes it on.
+    """
+
+    identity: Identity
+    listen: tuple[str, ...] = ()
+    announce: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    psk: str | None = None
+    serve_dht: bool = True
+    announcement_ttl: float = DEFAULT_TTL
+    bootstrap_deadline: float = _BOOTSTRAP_DEADLINE
+    relay: str = "auto"
+    relay_limits: RelayLimits = field(default_factory=RelayLimits)
+    mdns: bool = False
+    remembered: pathlib.Path | None = None
+    max_upload: int | None = None
+    max_download: int | None = None
+    trust: TrustBook = field(default_factory=TrustBook)
+    gossip: bool = False
+
+
+def checked(config: SwarmConfig) -> dict[str, Any]:
+    """The part of it that is the host's, parsed.
+
+    Raises:
+        BadInput: an address or the swarm key is malformed.
+    """
+    if config.psk is not None:
+        try:
+            check_swarm_key(config.psk)
+        except SwarmKeyError as error:
+            raise BadInput(str(error)) from error
+    for peer in config.peers:
+        parse_peer(peer)
+    if config.relay not in ("auto", "off"):
+        parse_peer(config.relay)
+    return {
+        "listen": [parse_own(addr, "listen") for addr in config.listen],
+        "announce": [parse_own(addr, "announce") for addr in config.announce],
+        "psk": config.psk,
+        "max_upload": config.max_upload,
+        "max_download": config.max_download,
+    }
