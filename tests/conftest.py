@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import groupby
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # How fast this machine happens to be is no property of the code.
@@ -15,3 +18,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell that starts us in the background has Ctrl-C ignored, by us and by every process that we start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files into the order in which xdist hands them out.
+
+    First those that start processes, then tests/unit, whose short files fill what is left. Those with NATs come one by
+    one between the others: each has several machines' worth of processes, and deadlines of a network to keep.
+    """
+    by_folder: dict[str, list[list[pytest.Item]]] = {"nat": [], "parity": [], "swarm": [], "unit": []}
+    for path, group in groupby(items, key=lambda item: item.path):
+        by_folder.setdefault(_folder(path), []).append(list(group))
+    unit = by_folder.pop("unit")
+    first = [(number / len(files), file) for files in by_folder.values() for number, file in enumerate(files)]
+    first.sort(key=lambda placed: placed[0])
+    items[:] = [item for file in [*(file for _, file in first), *unit] for item in file]
+
+
+def _folder(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).parts[0]
