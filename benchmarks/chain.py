@@ -6,7 +6,8 @@ Servers are real processes with one compute thread each; the client and plain tr
 one thread too, in turns, so that both see the same noise. `h512` is a random Llama of 27.8M parameters (hidden 512, 8
 blocks), the one that Petals' figures are for. The parts of a hop are medians: `queue` and `compute` as the server
 reports them, `wire` what is left of the time between sending a step and having its reply, `serialise` tensors to
-bytes and back in the client, `local` embeddings, head and transformers' own loop.
+bytes and back in the client, `local` embeddings, head and transformers' own loop. `receipt` is what the client takes to
+check the receipt of one reply to a decode step (hashes, fields, signature, chain), a part of `wire`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import from_chunks, to_chunks
+from petalnode.node.client.server_session import ServerSession
 from petalnode.node.models import resolve
 
 
@@ -77,6 +81,34 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[list[float]
         prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=clock, pad_token_id=0
     )
     return clock.milliseconds(), output
+
+
+@contextmanager
+def receipt_checks() -> Iterator[list[float]]:
+    """Within it, the milliseconds of computing that each check of a reply's receipt takes in this process."""
+    check = ServerSession._check_receipt
+    taken: list[float] = []
+
+    async def timed(*arguments: Any) -> None:
+        begun = time.thread_time()  # other processes do not count
+        await check(*arguments)
+        taken.append(1000 * (time.thread_time() - begun))
+
+    ServerSession._check_receipt = timed
+    try:
+        yield taken
+    finally:
+        ServerSession._check_receipt = check
+
+
+def receipts(model: Any, prompt: torch.Tensor, steps: int) -> dict[str, float]:
+    """What checking a receipt takes in decode steps, in milliseconds."""
+    with receipt_checks() as taken, model.inference_session(prompt.shape[1] + steps) as session, torch.inference_mode():
+        output = session.step(model._local.embed(prompt))
+        taken.clear()
+        for _ in range(steps):
+            output = session.step(output[:, -1:])
+        return _percentiles(taken)
 
 
 def hop_parts(model: Any, prompt: torch.Tensor, steps: int) -> dict[str, float]:
@@ -148,6 +180,7 @@ def run_model(name: str, folder: Path, servers: int, tokens: int, rounds: int) -
                 "chain_ms": _percentiles(chain_ms),
                 "ratio": statistics.median(ratios),
                 "hop_parts_ms": hop_parts(model, prompt, 32),
+                "receipt_ms": receipts(model, prompt, 200),
                 "bulk_1x128": bulk(model, plain, 1, 128),
                 "bulk_8x128": bulk(model, plain, 8, 128),
                 "ready_s": [process.ready_seconds for process in processes],
@@ -189,7 +222,9 @@ def show(results: list[dict[str, Any]]) -> None:
     table = Table(title="milliseconds per token")
     for column in ("model", "servers", "plain p50", "chain p50", "p95", "ratio", "compute", "wire", "queue"):
         table.add_column(column, justify="right")
-    for column in ("hand-over", "serialise", "bulk 1x128", "8x128", "of plain", "ready s", "RSS MiB"):
+    for column in ("hand-over", "serialise", "receipt p50", "p95", "bulk 1x128", "8x128", "of plain"):
+        table.add_column(column, justify="right")
+    for column in ("ready s", "RSS MiB"):
         table.add_column(column, justify="right")
     for each in results:
         parts = each["hop_parts_ms"]
@@ -201,6 +236,7 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{each['chain_ms']['p95']:.1f}",
             f"{each['ratio']:.2f}",
             *(f"{parts[name]:.2f}" for name in ("compute", "wire", "queue", "hand_over", "serialise")),
+            *(f"{each['receipt_ms'][name]:.2f}" for name in ("p50", "p95")),
             f"{each['bulk_1x128']['tokens_per_s']:.0f}",
             f"{each['bulk_8x128']['tokens_per_s']:.0f}",
             f"{each['bulk_8x128']['ratio']:.2f}",
