@@ -50,7 +50,8 @@ _GAP_DRAIN: Final = 3.0
 """Seconds that sessions have to leave when blocks are missing elsewhere: no other session works till they are there."""
 _REFUSE_TIMEOUT: Final = 5.0
 _FIRST_IDLE, _NEXT_IDLE = 60.0, 600.0
-"""Seconds after which a server that nobody uses measures itself anew: nobody will, if it says that it is slow."""
+"""Seconds in which nobody has used a server, after which it measures itself anew: nobody will use one that says that it
+is slow. Steps of real sessions know better what they take than the best of some that it makes by itself."""
 _RETRY_PAUSE: Final = 60.0
 _NETWORK_TIMEOUT: Final = 4.0
 """Seconds that measuring the network may hold up the first announcement."""
@@ -356,7 +357,7 @@ class _Hosting:
         while True:
             await trio.sleep(pause * random.uniform(0.8, 1.2))
             pause = _NEXT_IDLE
-            if not self._service.sessions and not self._compute.depth:
+            if not self._live.was_used() and not self._service.sessions and not self._compute.depth:
                 measured = await self._compute.call(lambda: measure_speed(self._compute.blocks))
                 if self._live.measured(measured.step_seconds, 1 / measured.forward_tokens_per_second):
                     await self._keep_speed()

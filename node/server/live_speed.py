@@ -29,9 +29,11 @@ class LiveSpeed:
         self.token_seconds = token_seconds
         self._steps: deque[float] = deque(maxlen=_SAMPLES)
         self._tokens: deque[float] = deque(maxlen=_SAMPLES)
+        self._used = False
 
     def note_decode(self, rows: int, share: float, seconds: float) -> None:
         """A decode step of `rows` rows at once through `share` of the span, on average, took `seconds`."""
+        self._used = True
         if share > 0:
             self._steps.append(seconds / share / (1 + LOAD_PER_WAITING * (rows - 1)))
 
@@ -44,8 +46,15 @@ class LiveSpeed:
         """Takes over what was noted; whether that is worth announcing."""
         return self._take(_middle(self._steps), _middle(self._tokens))
 
+    def was_used(self) -> bool:
+        """Whether there were steps since this was last asked: then a measurement would know less than they do."""
+        used, self._used = self._used, False
+        return used
+
     def measured(self, step_seconds: float, token_seconds: float) -> bool:
-        """Takes over what was measured anew; whether that is worth announcing."""
+        """Takes over what was measured anew, in place of steps of long ago; whether that is worth announcing."""
+        self._steps.clear()
+        self._tokens.clear()
         return self._take(step_seconds, token_seconds)
 
     def _take(self, step_seconds: float | None, token_seconds: float | None) -> bool:

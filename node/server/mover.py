@@ -139,13 +139,13 @@ async def _pause(swarm: Swarm, placing: Placing, seconds: float) -> None:
     before = placing.gaps()
     placing.missed()
     begun = trio.current_time()
-    pause = min(_GLANCE, seconds)
+    pause, missed = min(_GLANCE, seconds), False
     with trio.move_on_after(seconds):
         while True:
             await trio.sleep(pause)
             looked = trio.current_time()
             now = placing.gaps()
-            missed = placing.missed()
+            missed = placing.missed() or missed
             pause = max(pause, _GLANCE_COST * (trio.current_time() - looked))
             if (now and now != before) or (missed and looked > begun + seconds / 5):
                 return

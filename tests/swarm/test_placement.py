@@ -321,6 +321,48 @@ def test_a_server_that_is_killed_is_missed_by_who_knew_it(tmp_path: Path) -> Non
         trio.run(with_deadline, scenario, started)
 
 
+def test_a_survivor_closes_the_gap_at_its_first_check_after_the_loss(tmp_path: Path) -> None:
+    async def scenario(started: Nodes) -> None:
+        async with servers(5.0, 5.0) as survivors:
+            options = {"blocks": [3, 6], "num_blocks": BLOCKS, "model_version": MODEL.hex(), "model_name": "model"}
+            killed = started.announcer(**options, peers=survivors[0].swarm.addrs[:1])
+            peer_id = (await trio.to_thread.run_sync(killed.event, "ready"))["peer_id"]
+            for server in survivors:
+                server.announce(Span(0, 3))
+            await until_all_know(
+                survivors, {each.swarm.peer_id: Span(0, 3) for each in survivors} | {peer_id: Span(3, 6)}
+            )
+            for server in survivors:
+                await server.placing.probe()
+                assert server.swarm.is_connected(peer_id)
+            checks: list[Server] = []
+            moved: list[Server] = []
+
+            async def move(server: Server) -> None:
+                probe = server.placing.probe  # once in every check
+
+                async def counted() -> None:
+                    if not server.swarm.is_connected(peer_id):
+                        checks.append(server)
+                    await probe()
+
+                server.placing.probe = counted  # type: ignore[method-assign]
+                assert await server.move(interval=20.0) == Span(3, 6)
+                moved.append(server)
+                nursery.cancel_scope.cancel()
+
+            async with trio.open_nursery() as nursery:
+                for server in survivors:
+                    nursery.start_soon(move, server)
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                assert not moved
+                await trio.to_thread.run_sync(killed.kill)
+            assert [checks.count(server) for server in moved] == [1]
+
+    with nodes(tmp_path) as started:
+        trio.run(with_deadline, scenario, started)
+
+
 def test_the_network_is_measured_with_those_that_answer() -> None:
     async def scenario() -> None:
         with trio.fail_after(DEADLINE):

@@ -89,6 +89,15 @@ def test_what_was_measured_anew_counts_if_it_is_notably_another() -> None:
     assert live.measured(0.002, 0.002) and live.step_seconds == 0.002
 
 
+def test_steps_of_long_ago_do_not_undo_what_was_measured_anew() -> None:
+    live = LiveSpeed(0.010, 0.001)
+    for _ in range(64):
+        live.note_decode(1, 1.0, 0.020)
+    assert live.was_used() and not live.was_used()
+    assert live.correct() and live.measured(0.010, 0.001)
+    assert not live.correct() and live.step_seconds == 0.010
+
+
 def test_a_few_steps_or_a_few_slow_ones_correct_nothing() -> None:
     live = LiveSpeed(0.010, 0.001)
     for _ in range(15):
