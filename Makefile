@@ -24,7 +24,7 @@ $(VENV)/.ready: pyproject.toml packaging/constraints.txt
 demo: setup
 	$(BIN)/petalnode demo --servers $(SERVERS) $(if $(PROMPT),--prompt "$(PROMPT)")
 
-# In the order of their folders the long files come first, and tests/unit fills what is left.
+# tests/conftest.py says in which order the files are handed out.
 test: setup nat-tools
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
