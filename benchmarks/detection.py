@@ -269,7 +269,9 @@ async def caught(prober: Prober, dtype: str, found: Server, probes: int) -> list
                 for _ in range(min(LAST_WORKS, probes - len(verdicts))):
                     await prober.batch(client, 1, kind)
                 verdicts += await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))
-        name = f"wrong gradients of {'deep prompts' if kind == 'deep-prompt' else 'LoRA'} only"
+        name = (
+            "wrong gradients of deep prompts only" if kind == "deep-prompt" else "gradients of LoRA a tenth too large"
+        )
         results.append({"declared": dtype, "fault": name, "share_wrong": 1.0, **summary(verdicts)})
     order(found.control)
     return results

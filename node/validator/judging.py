@@ -135,8 +135,10 @@ def judge_kept(found: Mapping[str, Distance], tolerance: Tolerance | None) -> li
 
 
 def worst_judgement(judged: Sequence[Judgement]) -> Judgement:
-    """The one that counts: the first that is faulty, else the first that is inconclusive."""
-    return min(judged, key=lambda each: ("faulty", "inconclusive", "ok").index(each.result))
+    """The one that counts: one that is faulty, else one that is inconclusive; of those the nearest to its tolerance, or
+    the farthest beyond."""
+    order = ("ok", "inconclusive", "faulty")
+    return max(judged, key=lambda each: (order.index(each.result), each.error / (each.tolerance or 1.0)))
 
 
 def judge_distance(found: Distance, tolerance: Tolerance | None, what: str = "its answer") -> Judgement:
