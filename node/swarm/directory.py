@@ -58,6 +58,7 @@ _MAX_MET: Final = 256  # peers found otherwise whose addresses we keep
 _MAX_TOLD: Final = 1000
 _PINGS: Final = 4  # of a measurement of a round trip
 _FAR: Final = 0.02  # seconds of a round trip in which the few milliseconds that opening a stream takes are lost
+_AGREE: Final = 1.5  # times one round trip that another one of the same way takes at most, if nothing held it up
 _BURST: Final = 300  # frames at once from one stream, and
 _FRAMES_PER_SECOND: Final = 20.0
 
@@ -320,7 +321,7 @@ class Directory:
         raise StreamTimeout(f"{peer_id} did not answer a ping within {timeout:g} s", peer_id)
 
     async def _ping(self, stream: MessageStream[wire.DirectoryFrame], timeout: float) -> float:
-        """The least round trip of several pings, in seconds; of two if the peer is far away."""
+        """The least round trip of several pings, in seconds; of two if the peer is far away and they agree."""
         best = float("inf")
         for turn in range(_PINGS):
             frame = wire.DirectoryFrame(ping=wire.Ping(payload=turn.to_bytes(1, "big")))
@@ -330,10 +331,11 @@ class Directory:
             elapsed = time.perf_counter() - start
             if reply != frame:
                 raise ProtocolError(f"{stream.peer_id} answered another ping", stream.peer_id)
+            before = best
             if turn > 0 or elapsed > _FAR:  # the first one waits for the stream to be opened, too
                 best = min(best, elapsed)
-            if turn > 0 and best > _FAR:
-                break
+            if best > _FAR and before < _AGREE * elapsed and elapsed < _AGREE * before:
+                break  # a machine that was busy for a moment looks far away, but not as far again
         return best
 
     async def ask_node(self, peer_id: str, *, timeout: float) -> NodeInfo:
