@@ -9,6 +9,7 @@ equivocation; rollbacks and restarts never look like it, because they change the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 from .canonical import canonical, digest
@@ -50,6 +51,10 @@ class Receipt:
 
     def canonical_bytes(self) -> bytes:
         """The bytes that are signed: every field but the signature, in the order of declaration."""
+        return self._canonical_bytes
+
+    @cached_property
+    def _canonical_bytes(self) -> bytes:  # a step's receipt is checked and hashed
         return canonical(
             RECEIPT_DOMAIN,
             self.protocol_version,
