@@ -264,12 +264,17 @@ def worker(folder: Path, dtype: str, quantisation: str, samples: int, output: Pa
     save_file(found, output)
 
 
-def on_processor(name: str, folder: Path, dtype: str, quantisation: str, samples: int) -> dict[str, torch.Tensor]:
+def as_processor(name: str) -> dict[str, str]:
+    """The environment in which a process that starts computes as on such a processor."""
     aten, onednn = PROCESSORS[name]
+    return {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
+
+
+def on_processor(name: str, folder: Path, dtype: str, quantisation: str, samples: int) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "answers.safetensors"
         command = [sys.executable, __file__, "--worker", str(folder), dtype, quantisation, str(samples), str(output)]
-        env = os.environ | {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn, "OMP_NUM_THREADS": "1"}
+        env = os.environ | as_processor(name) | {"OMP_NUM_THREADS": "1"}
         env["PETALNODE_CACHE"] = scratch  # its quantised blocks may be laid out otherwise
         subprocess.run(command, env=env, check=True)
         return load_file(output)

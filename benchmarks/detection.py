@@ -3,7 +3,8 @@
     python benchmarks/detection.py [--json] [--model tiny] [--probes 40] [--honest 10000]
 
 Servers are real processes. The faulty ones are those of the tests (tests/swarm/false_blocks.py); honest ones compute in
-float32 and bfloat16, with int8 and nf4 weights, with one and two threads, for batches of one and eight.
+float32 and bfloat16, with int8 and nf4 weights, with one and two threads, on this processor and on older ones (this one
+with its newer instructions switched off, as in calibration.py), for batches of one and eight.
 
 A probe is one conversation: a prompt of 24 tokens and four decode steps, so five requests. To be quick many of them
 share a session, a row each, and are judged row by row; the others are sessions of one row, eight at a time. With
@@ -26,12 +27,14 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 import trio
+from calibration import PROCESSORS, as_processor
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
@@ -103,13 +106,17 @@ class Server:
 
 
 @contextmanager
-def server(folder: Path, scratch: Path, *options: str, threads: int = 1) -> Iterator[Server]:
+def server(
+    folder: Path, scratch: Path, *options: str, threads: int = 1, processor: str | None = None
+) -> Iterator[Server]:
     home = Path(tempfile.mkdtemp(dir=scratch))
     control = home / "control.json"
     command = [sys.executable, "-m", "tests.swarm.false_blocks", str(control), "serve", str(folder), "--new-swarm"]
     command += ["--json", "--until-eof", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", str(home / "key")]
     command += ["--no-mdns", "--no-remember", "--cache-tokens", "200000", *options]
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "MKL_NUM_THREADS": str(threads)}
+    if processor is not None:  # its quantised blocks may be laid out otherwise
+        env |= as_processor(processor) | {"PETALNODE_CACHE": str(home / "cache")}
     with (home / "log").open("wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=env, cwd=ROOT
@@ -306,7 +313,8 @@ async def honest(prober: Prober, found: Server, probes: int) -> list[tuple[str, 
     return results
 
 
-HONEST = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "nf4"))
+HONEST = tuple(product(("float32", "bfloat16"), ("none", "int8", "nf4")))
+MACHINES: tuple[tuple[int, str | None], ...] = ((1, None), (2, None), *((1, name) for name in PROCESSORS))
 
 
 def main() -> None:
@@ -333,14 +341,16 @@ def main() -> None:
         harmless: list[dict[str, Any]] = []
         if options.honest:
             for dtype, quantisation in HONEST:
-                for threads in (1, 2):
-                    print(f"honest: {dtype}, {quantisation} weights, {threads} threads ...", file=sys.stderr)
+                for threads, processor in MACHINES:
+                    machine = {"threads": threads, "processor": processor or "this one"}
+                    print(f"honest: {dtype}, {quantisation} weights, {machine} ...", file=sys.stderr)
                     kind = ("--dtype", dtype, "--quant", quantisation)
-                    with server(folder.path, scratch, *kind, threads=threads) as found:
-                        results = trio.run(honest, prober, found, options.honest // (2 * len(HONEST)))
+                    with server(folder.path, scratch, *kind, threads=threads, processor=processor) as found:
+                        count = options.honest // (len(MACHINES) * len(HONEST))
+                        results = trio.run(honest, prober, found, count)
                     for how, verdicts in results:
                         if verdicts:
-                            entry = {"dtype": dtype, "quantisation": quantisation, "threads": threads, "how": how}
+                            entry = {"dtype": dtype, "quantisation": quantisation, **machine, "how": how}
                             harmless.append({**entry, **summary(verdicts)})
     report(options, faults, harmless)
 
@@ -382,10 +392,11 @@ def report(options: argparse.Namespace, faults: list[dict[str, Any]], harmless: 
         table.add_row(each["declared"], each["fault"], str(each["probes"]), f"{each['error']:.1e}", *shares, *cells)
     console.print(table)
     table = Table(title=f"honest servers: {wrong} of {total} probes called faulty")
-    for column in ("dtype", "weights", "threads", "how", "probes", "error", "faulty", "inconclusive"):
+    for column in ("dtype", "weights", "threads", "processor", "how", "probes", "error", "faulty", "inconclusive"):
         table.add_column(column, justify="right")
     for each in harmless:
-        kind = (each["dtype"], each["quantisation"], str(each["threads"]), each["how"], str(each["probes"]))
+        machine = (str(each["threads"]), each["processor"])
+        kind = (each["dtype"], each["quantisation"], *machine, each["how"], str(each["probes"]))
         table.add_row(*kind, f"{each['error']:.1e}", f"{each['faulty']:.4f}", f"{each['inconclusive']:.4f}")
     console.print(table)
     table = Table(title="calibration: how far honest answers are from the truth")
