@@ -58,6 +58,7 @@ class ClientModel:
         self.layer = RemoteBlocks(self._run_blocks, as_tuple=False)
         skeleton.set_blocks(BlockList({0: self.layer}))
         skeleton.decoder.register_forward_pre_hook(self._note_call, with_kwargs=True)
+        skeleton.decoder.register_forward_hook(self._note_last)
         self.model.get_input_embeddings().register_forward_hook(self._put_prompts)
         self._prepare_cache = self.model._prepare_cache_for_generation
         self.model._prepare_cache_for_generation = self._prepare_remote_cache
@@ -198,6 +199,21 @@ class ClientModel:
         self._here.call = RemoteCall(cache, held, mask, given.get("position_ids"))
         # Without a session nothing is kept: a cache made by the model itself would count no tokens.
         return args, kwargs if cache is not None else {**kwargs, "use_cache": False}
+
+    @contextmanager
+    def last_hidden_state(self) -> Iterator[list[torch.Tensor]]:
+        """Within it, what the decoder returns in this thread, behind its last norm, is put into the list."""
+        last: list[torch.Tensor] = []
+        self._here.last = last
+        try:
+            yield last
+        finally:
+            self._here.last = None
+
+    def _note_last(self, decoder: Any, args: Any, output: Any) -> None:
+        last = getattr(self._here, "last", None)
+        if last is not None:
+            last.append(output[0])
 
     def _run_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
         call: RemoteCall = self._here.call

@@ -184,13 +184,36 @@ class DistributedModel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' forward, without a cache unless `past_key_values` or `use_cache=True` is given.
 
-        Batches may be padded at either side.
+        Batches may be padded at either side. With `output_hidden_states=True` the blocks run one by one; gradients go
+        back from what is between them, too.
+
+        Raises:
+            BadInput: hidden states are wanted with a cache, or from other modules than the model's blocks.
         """
         if self.soft_prompt is not None and not self._local.is_prompted:
             return self.soft_prompt(*args, **kwargs)
         if kwargs.get("past_key_values") is None:
             kwargs.setdefault("use_cache", False)
+        wanted = kwargs.get("output_hidden_states")
+        if self.config.output_hidden_states if wanted is None else wanted:
+            return self._forward_with_states(*args, **kwargs | {"output_hidden_states": False})
         return self.transformers_model(*args, **kwargs)
+
+    def _forward_with_states(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not None or kwargs["use_cache"]:
+            raise BadInput(
+                "there are no hidden states between blocks in a session: call the model with use_cache=False"
+            )
+        if self.remote_blocks is not self._blocks:
+            raise BadInput("other modules stand between the blocks: let them keep the hidden states that you want")
+        entered: list[torch.Tensor] = []
+        with surroundings(replace(around_here(), entered=entered)), self._local.last_hidden_state() as last:
+            output = self.transformers_model(*args, **kwargs)
+        states = (*entered, *last)
+        if isinstance(output, tuple):
+            return *output, states
+        output.hidden_states = states
+        return output
 
     @contextmanager
     def prompted(
@@ -215,9 +238,15 @@ class DistributedModel:
         """What stands in the local model instead of its blocks."""
         if call.cache is not None:
             return self._run_in_session(hidden, call, call.cache)
-        with surroundings(replace(around_here(), mask=call.attention_mask, positions=call.position_ids)):
-            output: torch.Tensor = self.remote_blocks(hidden)
-        return output
+        around = replace(around_here(), mask=call.attention_mask, positions=call.position_ids)
+        with surroundings(around):
+            if around.entered is None:
+                output: torch.Tensor = self.remote_blocks(hidden)
+                return output
+            for block in self._blocks:
+                around.entered.append(hidden)
+                hidden = block(hidden)
+            return hidden
 
     def _run_in_session(self, hidden: torch.Tensor, call: RemoteCall, cache: RemoteCache) -> torch.Tensor:
         raise BadInput("this model keeps no cache: call it with use_cache=False")
@@ -272,6 +301,10 @@ class DistributedModelForCausalLM(DistributedModel):
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         if input_ids is None or input_ids.dim() != 2 or not input_ids.numel():
             raise BadInput("generate needs input_ids of shape [batch, tokens], with at least one token")
+        if kwargs.get("output_hidden_states"):
+            raise BadInput(
+                "generate has no hidden states between blocks: call the model with the tokens that it returns"
+            )
         if self.soft_prompt is not None and not self._local.is_prompted:
             if session is not None:
                 raise BadInput("a session is kept by one call only, because a prompt stands before its tokens")

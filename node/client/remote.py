@@ -21,12 +21,16 @@ from .runtime import TrioThread
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the blocks of a model get beside hidden states; `prompts` and `lora` are for all blocks of the model."""
+    """What the blocks of a model get beside hidden states; `prompts` and `lora` are for all blocks of the model.
+
+    What enters each block is added to `entered`, if somebody wants it.
+    """
 
     mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
     lora: Mapping[LoraName, torch.Tensor] = field(default_factory=dict)
+    entered: list[torch.Tensor] | None = None
 
 
 _NOTHING = Surroundings()

@@ -214,6 +214,27 @@ def test_a_module_between_the_blocks_of_a_model(shared_swarm: SharedSwarm, whole
         assert torch.equal(out, expected_out)
 
 
+def test_hidden_states_between_the_blocks(model: DistributedModelForCausalLM, whole: Any) -> None:
+    found, gradients = [], []
+    for each in (model, whole):
+        embedded = each.get_input_embeddings()(tokens(2)).detach().requires_grad_()
+        output = each(inputs_embeds=embedded, attention_mask=padded("left", 2), output_hidden_states=True)
+        loss = sum(state[:, -1].pow(2).mean() for state in output.hidden_states)
+        gradients.append(torch.autograd.grad(loss, embedded)[0])
+        found.append(output)
+    seen = padded("left", 2).bool()
+    assert len(found[0].hidden_states) == len(found[1].hidden_states) == 7
+    for got, expected in zip(found[0].hidden_states, found[1].hidden_states, strict=True):
+        close(got[seen], expected[seen])
+    close(found[0].logits[seen], found[1].logits[seen])
+    close(gradients[0][seen], gradients[1][seen])
+    assert model(tokens(2)).hidden_states is None
+    with pytest.raises(BadInput, match="use_cache=False"):
+        model(tokens(1), use_cache=True, output_hidden_states=True)
+    with pytest.raises(BadInput, match="call the model"):
+        model.generate(tokens(1), max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+
+
 def test_prompts_of_each_row(model: DistributedModelForCausalLM) -> None:
     """Deep prompts may differ from row to row: together they are what each row gets alone."""
     blocks = model.remote_blocks[1:5]
