@@ -19,7 +19,7 @@ from petalnode.node.swarm import swarm as swarm_module
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError, StreamClosed
 from petalnode.protocols.ids import BACKWARD, FORWARD, INFERENCE
-from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
+from petalnode.protocols.inference import Refusal, receipt_from_wire, receipt_to_wire, sha256
 from petalnode.protocols.training import hash_of_payloads
 
 Stream = MessageStream[wire.InferenceFrame]
@@ -201,10 +201,8 @@ class _SpoiledWorks:
         return getattr(self._stream, name)
 
     async def send(self, frame: wire.WorkFrame, payloads: Sequence[Any] = (), *, timeout: float) -> None:
-        if self._fault == "no gradients" and self.gives_gradients:
-            refusal = wire.Error(code=wire.ERROR_UNSUPPORTED, message="no gradients from this server: it is a test")
-            await self._stream.send(wire.WorkFrame(error=refusal), timeout=timeout)
-            raise StreamClosed("the test refused", self._stream.peer_id)
+        if self._fault == "no gradients" and self.gives_gradients and frame.WhichOneof("body") != "error":
+            raise Refusal(wire.ERROR_UNSUPPORTED, "no gradients from this server: it is a test")
         if frame.WhichOneof("body") == "reply":
             self._replies += 1
             if self._fault and self._replies == self._at:

@@ -13,7 +13,7 @@ import torch
 import trio
 
 from petalnode import PromptTuning
-from petalnode.node.client import work_pool
+from petalnode.node.client import core, work_pool
 from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD, FORWARD
@@ -46,6 +46,7 @@ def pool(home: Path, folder: Path, node_starter: Nodes) -> Iterator[ServerPool]:
 def _every_chain_gets_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast servers happen to be here must not decide which of them a test is about."""
     monkeypatch.setattr(work_pool, "apportion", lambda count, chains: [number % len(chains) for number in range(count)])
+    monkeypatch.setattr(core, "RTT_TIMEOUT", core.MEASURE_TIMEOUT)  # one that is slow to answer counts, too
 
 
 class Works:
