@@ -29,7 +29,7 @@ class LateWork:
         self.work = work
         self.payload = payload
         self.kept = kept
-        self._batch = batch
+        self._batch: Batch | None = batch
         self._job: Job | None = None
         self._recomputed: Passed[Parked] | None = None
         self._refusal: Refusal | None = None
@@ -52,9 +52,17 @@ class LateWork:
         self._recall()
         if not self._settled.is_set():
             self._refusal = Refusal(wire.ERROR_BUSY, f"work {self.work.sequence} was given up: {why}; send all of it")
-            self._recomputed = None
+            self.payload, self._batch, self._recomputed = bytearray(), None, None
             self._scope.cancel()
             self._settled.set()
+
+    def check(self) -> None:
+        """
+        Raises:
+            Refusal: it was given up.
+        """
+        if self._refusal is not None:
+            raise self._refusal
 
     def settle(self, job: Job) -> None:
         """The gradient is there. Does nothing if it was given up."""
@@ -66,7 +74,8 @@ class LateWork:
         """Runs the first half of the pass. Raises nothing; `ready` does."""
         try:
             with self._scope:
-                self._recomputed = await compute.run_pass(passes.recompute(self._batch))
+                if self._batch is not None:
+                    self._recomputed = await compute.run_pass(passes.recompute(self._batch))
         except Refusal as refusal:
             self._refusal = refusal
         self._done.set()
@@ -82,8 +91,7 @@ class LateWork:
         self.give_up(f"its gradient did not come for {GRADIENT_TIMEOUT:.0f} s")
         if self._job is not None:
             await self._done.wait()
-        if self._refusal is not None:
-            raise self._refusal
+        self.check()
         assert self._job is not None and self._recomputed is not None
         job, recomputed = self._job, self._recomputed
         self._recomputed = None  # what is kept is free as the second half goes on

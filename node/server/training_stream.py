@@ -207,7 +207,9 @@ class TrainingStream:
         late = self._late.get(gradient.sequence)
         if late is None:
             raise bad_request(f"no work {gradient.sequence} waits for its gradient")
+        late.check()
         [payload] = await receive_pieces(self._stream, [late.work.tensors[1].nbytes], timeout=PIECE_TIMEOUT)
+        late.check()
         job = await self._unpack(late.work, [late.payload, payload], late.kept)
         late.settle(job)
         self._late.pop(gradient.sequence, None)

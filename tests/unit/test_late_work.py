@@ -75,7 +75,9 @@ def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
         late.lend(budget, 60, lambda: taken.append(True))
         await late.recompute(compute, passes)
         await budget.acquire(60, 0.01)
-        assert taken == [True]
+        assert taken == [True] and not late.payload  # and nothing else holds it
+        with pytest.raises(Refusal, match="memory"):
+            late.check()
         late.settle(JOB)
         with pytest.raises(Refusal, match="memory") as caught:
             await late.ready()
