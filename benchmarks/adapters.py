@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from petalnode.node.blocks.adapter import SpanAdapter
 from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.blocks.span_adapter import SpanAdapter
 from petalnode.node.models import resolve
 from petalnode.protocols.ids import Span
 

@@ -36,18 +36,18 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from petalnode.node.blocks.client import ClientModel, load_client
+from petalnode.node.blocks.batch_job import gradient_of
+from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.blocks.passes import Batch, Passes
-from petalnode.node.blocks.quantised import QuantisedMatrix
+from petalnode.node.blocks.quantisation.matrix import QuantisedMatrix
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import resolve
-from petalnode.node.server.training_job import gradient_of
-from petalnode.node.validator.judging import distance, kept_distances
 from petalnode.node.validator.kept import drawn_kept
-from petalnode.node.validator.plan import Kind
-from petalnode.node.validator.substitution import COARSER, share_of
-from petalnode.node.validator.tolerances import Calibration, to_json
-from petalnode.node.validator.truth import PassQuestion, SessionQuestion, Step, Truth
+from petalnode.node.validator.probe_plan import Kind
+from petalnode.node.verification.judging import distance, kept_distances
+from petalnode.node.verification.recomputation import PassQuestion, SessionQuestion, Step, Truth
+from petalnode.node.verification.substitution import COARSER, share_of
+from petalnode.node.verification.tolerances import Calibration, to_json
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import PROMPTS, LoraName
 from tests.tiny_models import save_tiny

@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import from_chunks, to_chunks
-from petalnode.node.client.server_session import ServerSession
+from petalnode.node.client.session.server_session import ServerSession
 from petalnode.node.models import resolve
 
 

@@ -42,26 +42,26 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.blocks.client import load_client
-from petalnode.node.client.autograd import Cut
+from petalnode.node.blocks.client_part import load_client
+from petalnode.node.client.api.autograd import Cut
+from petalnode.node.client.batch.work_stream import Packed, Task, WorkSpec
 from petalnode.node.client.chunks import to_chunks
 from petalnode.node.client.core import SwarmClient, open_client
-from petalnode.node.client.receipt_log import LAST_WORKS, SHARED_BYTES, ReceiptArchive
-from petalnode.node.client.server_session import SessionSpec
+from petalnode.node.client.session.server_session import SessionSpec
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.client.text import Text
-from petalnode.node.client.work_stream import Packed, Task, WorkSpec
 from petalnode.node.errors import ModelError
 from petalnode.node.models import ModelFolder, resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
+from petalnode.node.trust.receipt_log import LAST_WORKS, SHARED_BYTES, ReceiptArchive
 from petalnode.node.validator.kept import drawn_kept
-from petalnode.node.validator.observed import Observed, observed_session, observed_work
-from petalnode.node.validator.plan import Kind
+from petalnode.node.validator.probe_plan import Kind
 from petalnode.node.validator.prober import Own
-from petalnode.node.validator.tolerances import calibrations
-from petalnode.node.validator.truth import PassQuestion, SessionQuestion
-from petalnode.node.validator.verdicts import Judge, Verdict
+from petalnode.node.verification.observed import Observed, observed_session, observed_work
+from petalnode.node.verification.recomputation import PassQuestion, SessionQuestion
+from petalnode.node.verification.tolerances import calibrations
+from petalnode.node.verification.verdicts import Judge, Verdict
 from petalnode.protocols.ids import BACKWARD, Span
 from petalnode.protocols.tensors import dtype_name, encode
 from tests.swarm.faulty_server import order

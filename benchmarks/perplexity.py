@@ -30,7 +30,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from petalnode.node.blocks.client import ClientModel, load_client
+from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import cache_dir, resolve
 from petalnode.protocols.ids import Span

@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from petalnode.node.client.routing import Candidate, Hop, cheapest_chain, second_best
-from petalnode.node.planning.cost import LOAD_PER_WAITING
+from petalnode.node.swarm.cost import LOAD_PER_WAITING
+from petalnode.node.swarm.routing import Candidate, Hop, cheapest_chain, second_best
 from petalnode.protocols.ids import Span
 
 CROSSING = 0.1  # seconds

@@ -33,8 +33,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from petalnode.node.planning.cycle import Problem
-from petalnode.node.planning.fastest import fastest_cycle
+from petalnode.node.placement.planning.cycle import Problem
+from petalnode.node.placement.planning.fastest import fastest_cycle
 
 DATA = Path(__file__).parent / "data" / "scheduling"
 ROUNDING = 1e-6  # milliseconds

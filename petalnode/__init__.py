@@ -11,7 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from .node.version import __version__
+
 __all__ = [
     "AutoDistributedModelForCausalLM",
     "AutoDistributedModelForSequenceClassification",
@@ -29,21 +30,21 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .node.client.classification import AutoDistributedModelForSequenceClassification
-    from .node.client.lora import LoraTuning
-    from .node.client.model import AutoDistributedModelForCausalLM
-    from .node.client.remote import RemoteSequential
-    from .node.client.tuning import PromptTuning
+    from .node.client.api.classification import AutoDistributedModelForSequenceClassification
+    from .node.client.api.lora import LoraTuning
+    from .node.client.api.model import AutoDistributedModelForCausalLM
+    from .node.client.api.remote import RemoteSequential
+    from .node.client.api.tuning import PromptTuning
     from .node.errors import BadInput, ModelError, NoChainError, PetalnodeError, ServerFailed, SwarmError
     from .node.tuning.adapter_folder import load_adapter
 
 
 _IN_MODULES = {
-    "AutoDistributedModelForCausalLM": "client.model",
-    "AutoDistributedModelForSequenceClassification": "client.classification",
-    "LoraTuning": "client.lora",
-    "PromptTuning": "client.tuning",
-    "RemoteSequential": "client.remote",
+    "AutoDistributedModelForCausalLM": "client.api.model",
+    "AutoDistributedModelForSequenceClassification": "client.api.classification",
+    "LoraTuning": "client.api.lora",
+    "PromptTuning": "client.api.tuning",
+    "RemoteSequential": "client.api.remote",
     "load_adapter": "tuning.adapter_folder",
 }
 

@@ -50,7 +50,7 @@ F = TypeVar("F", bound=Message)
 
 
 class RawStream(Protocol):
-    """The bytes under a `MessageStream`; `node/swarm/stream_bytes.py` has the real one."""
+    """The bytes under a `MessageStream`; `node/network/transport/stream_bytes.py` has the real one."""
 
     @property
     def direct(self) -> bool:

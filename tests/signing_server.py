@@ -15,7 +15,7 @@ from petalnode.crypto.pledge import Pledge
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
 from petalnode.node.blocks.passes import Batch, Passes
 from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.client.receipt_log import LoggedWork, SessionLog
+from petalnode.node.trust.receipt_log import LoggedWork, SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span
 from petalnode.protocols.inference import hash_of_step, root_of, sha256

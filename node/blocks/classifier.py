@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 
 from ..errors import BadInput, ModelError
-from .client import ClientModel
+from .client_part import ClientModel
 
 
 def sequence_classifier(client: ClientModel, num_labels: int, problem_type: str | None = None) -> PreTrainedModel:

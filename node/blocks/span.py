@@ -18,7 +18,6 @@ from ...protocols.ids import Span
 from ..errors import BadInput, MachineError, ModelError
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import Quantisation, choose_quantisation
-from .adapter import NotByRow, SpanAdapter, Use, changed_by, make_span_adapter, prompted_by
 from .attention import RaggedView, SessionView
 from .cache import BlockCacheSpec, SpanCache
 from .config import choose_device, choose_dtype, read_config
@@ -26,6 +25,7 @@ from .dot import use_dots
 from .lora import linear_shapes
 from .ragged import agrees_with_single_steps
 from .skeleton import Skeleton, build, fill
+from .span_adapter import NotByRow, SpanAdapter, Use, changed_by, make_span_adapter, prompted_by
 from .stack import BlockStack
 from .weights import Weights
 
@@ -296,7 +296,7 @@ def load_span(
         _renumber(blocks, span.start)
         there: set[str] = set()
         if quant != "none":
-            from .quantised_blocks import Quantiser
+            from .quantisation.quantiser import Quantiser
 
             quantiser = Quantiser(folder, weights, skeleton, target, quant, progress)
             there = quantiser.replace(span, dict(zip(range(span.start, span.end), blocks, strict=True)))

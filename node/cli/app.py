@@ -31,7 +31,7 @@ app = typer.Typer(
 
 def _version(value: bool) -> None:
     if value:
-        from ... import __version__
+        from ..version import __version__
 
         print(__version__)
         raise typer.Exit
@@ -67,7 +67,7 @@ def _register(arguments: list[str]) -> None:
     called = [name for name in arguments[:1] if name in _COMMANDS]
     for name in called or _COMMANDS:
         function = name.replace("-", "_")
-        found = getattr(importlib.import_module(f".{function}", __package__), function)
+        found = getattr(importlib.import_module(f".commands.{function}", __package__), function)
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
         else:

@@ -20,12 +20,12 @@ from ...crypto.canonical import digest
 from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity
 from ...crypto.swarm_key import SwarmKeyError, load_swarm_key
 from ..errors import BadInput, MachineError, PetalnodeError, SwarmError, unwrapped
-from ..reach.limits import RelayLimits
+from ..network.nat.limits import RelayLimits
 from ..swarm.config import SwarmConfig
-from ..swarm.remembered import memory_file
+from ..swarm.remembered_peers import memory_file
 from ..swarm.swarm import Swarm, open_swarm
 from ..trust.bans import Trusted, parse_trusted
-from ..trust.book import TrustBook, trust_file
+from ..trust.store import TrustBook, trust_file
 from .output import Output
 from .rates import parse_rate
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..reach.limits import RelayLimits
+from ..network.nat.limits import RelayLimits
 from .rates import parse_rate
 
 RelayReservations = Annotated[

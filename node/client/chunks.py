@@ -10,7 +10,7 @@ import torch
 from ...protocols.tensor_header import TensorError
 from ...protocols.tensors import decode, encode
 from ..errors import BadInput, SwarmError
-from .server_session import Chunk
+from .session.server_session import Chunk
 
 PIPELINE_TOKENS: Final = 256
 """Rows times positions of one chunk of a long prompt: small enough that all servers of a chain work at once."""

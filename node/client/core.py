@@ -19,11 +19,13 @@ from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
 from ...protocols.ids import ADAPTER, INFERENCE
 from ...protocols.training import PIECE_BYTES
+from ..credits.wallet import Purse
 from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
+from ..swarm.routing import Candidate, Hop, cheapest_chain, second_best
 from ..swarm.swarm import Swarm
 from ..trust.bundle import equivocation_bundle
-from ..trust.purse import Purse
-from .adapters import SessionAdapter, bring, named, names_held, say_goodbye
+from ..trust.receipt_log import SHARED_BYTES, ReceiptArchive
+from .batch.work_pool import WorkPool
 from .deadlines import (
     MEASURE_TIMEOUT,
     OPEN_TIMEOUT,
@@ -34,20 +36,18 @@ from .deadlines import (
     SUSPECT_SECONDS,
 )
 from .promise import Promise, pledged_points
-from .receipt_log import SHARED_BYTES, ReceiptArchive
-from .routing import Candidate, Hop, cheapest_chain, second_best
-from .saved_session import SavedSession
-from .server_session import HopTiming, InferenceStream, SessionSpec
-from .session import ClientSession
+from .session.saved_session import SavedSession
+from .session.server_session import HopTiming, InferenceStream, SessionSpec
+from .session.session import ClientSession
+from .session_adapter import SessionAdapter, bring, named, names_held, say_goodbye
 from .swarm_model import SwarmModel
-from .work_pool import WorkPool
 
 if TYPE_CHECKING:
     import torch
 
-    from ..models.adapter import Adapter
-    from .compared_session import ComparedSession
-    from .disjoint import Disagreement
+    from ..models.adapters.peft_adapter import Adapter
+    from .session.compared_session import ComparedSession
+    from .session.disjoint import Disagreement
 
 BANDWIDTH_BYTES: Final = 1 << 16
 """Steps below this say more of the round trip than of the bandwidth."""
@@ -475,7 +475,7 @@ class SwarmClient:
         spec = replace(spec, model_version=self.model.version, adapter=adapter)
         session: ClientSession | ComparedSession
         if self._compare_chains > 1:
-            from .compared_session import ComparedSession
+            from .session.compared_session import ComparedSession
 
             session = ComparedSession(self, spec, self._compare_chains, wait)
         else:

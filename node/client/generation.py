@@ -17,15 +17,15 @@ from transformers.generation.logits_process import (
 
 from ...protocols.ids import Span
 from ...protocols.tensors import dtype_name
-from ..blocks.client import ClientModel
+from ..blocks.client_part import ClientModel
 from ..errors import BadInput
+from ..swarm.routing import Hop
 from .chunks import from_chunks, to_chunks
-from .compared_session import Session
 from .core import SwarmClient
-from .links import HistoryLost
-from .routing import Hop
-from .saved_session import SavedSession
-from .server_session import Chunk, SessionSpec
+from .session.compared_session import Session
+from .session.links import HistoryLost
+from .session.saved_session import SavedSession
+from .session.server_session import Chunk, SessionSpec
 
 KEEP_SECONDS: Final = 60.0
 """How long servers keep the session of a kept conversation after its process is gone."""

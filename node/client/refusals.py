@@ -9,7 +9,7 @@ from ...protocols import wire_pb2 as wire
 from ..errors import NoChainError, ServerCheated, ServerFailed, SwarmError
 from .deadlines import NOT_ALLOWED_SECONDS, SUSPECT_SECONDS
 from .router import Router
-from .server_session import ServerRefused
+from .session.server_session import ServerRefused
 
 MAX_FAILURES: Final = 8
 """Servers for the same blocks that may fail at one step, one after another."""

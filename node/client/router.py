@@ -10,11 +10,11 @@ import trio
 
 from ...crypto.credits import Clearing
 from ...crypto.receipts import Receipt
+from ..swarm.routing import Hop
+from ..trust.receipt_log import ReceiptArchive
 from .deadlines import SUSPECT_SECONDS
 from .promise import Promise
-from .receipt_log import ReceiptArchive
-from .routing import Hop
-from .server_session import HopTiming, InferenceStream, SessionSpec
+from .session.server_session import HopTiming, InferenceStream, SessionSpec
 
 
 class Router(Protocol):

@@ -15,7 +15,7 @@ from ...crypto.identity import Identity
 from ...crypto.private_file import write_private
 from ..errors import BadInput, MachineError
 from .dialogue import Dialogue, Turn
-from .saved_session import SavedLink, SavedSession
+from .session.saved_session import SavedLink, SavedSession
 
 FORMAT: Final = "petalnode-chat/1"
 

@@ -30,10 +30,10 @@ from ...protocols.evidence import (
 from ...protocols.framing import PeerError
 from ...protocols.ids import RECEIPTS
 from ...protocols.inference import Refusal, receipt_to_wire
-from ..swarm.addresses import parse_peer
+from ..network.addresses import parse_peer
 from ..swarm.swarm import Swarm
 from ..trust.bundle import Bundle, session_bundle, work_bundle
-from .receipt_log import LoggedWork, ReceiptArchive, SessionLog
+from ..trust.receipt_log import LoggedWork, ReceiptArchive, SessionLog
 
 log = logging.getLogger(__name__)
 

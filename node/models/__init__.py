@@ -5,9 +5,9 @@ Nothing here imports torch or transformers, except while a GGUF file is imported
 
 from __future__ import annotations
 
-from .alias import ALIASES
 from .cache_dir import cache_dir
 from .checkpoint import Checkpoint
+from .fetch.alias import ALIASES
 from .folder import ModelFolder, hidden_size, num_blocks
 from .manifest import Manifest, compute_manifest, verify_part
 from .parts import EMBEDDINGS, HEAD, Need, Part

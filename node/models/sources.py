@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import ModelError
-from .alias import ALIASES, import_alias
 from .checkpoint import Checkpoint
+from .fetch.alias import ALIASES, import_alias
 from .folder import ModelFolder, open_folder
 from .parts import Need, parts_of_need
 from .progress import Progress, no_progress
@@ -68,7 +68,7 @@ def resolve(
     if found and not name.endswith(".gguf"):
         if revision and found["revision"] and revision != found["revision"]:
             raise ModelError(f"{name!r} and revision {revision!r} contradict each other: give one revision.")
-        from .hub import fetch
+        from .fetch.hub import fetch
 
         return _checked(fetch(found["id"], revision or found["revision"], need, progress, offline, make_room), need)
     raise ModelError(_unknown(name))
@@ -77,7 +77,7 @@ def resolve(
 def _open_file(path: Path, progress: Progress) -> ModelFolder:
     if path.suffix.lower() != ".gguf":
         raise ModelError(f"{path} is a file but no .gguf file. {_FORMS}")
-    from .gguf_import import import_gguf
+    from .gguf.conversion import import_gguf
 
     return replace(import_gguf(path, progress), name=path.stem)
 

@@ -1,0 +1,1 @@
+"""Which server should hold which blocks: pure decisions from what the swarm announces. May use `swarm`."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocols.ids import Span
-from ..planning.throughput import throughput_bound
+from .planning.throughput import throughput_bound
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]

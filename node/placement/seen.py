@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...protocols.announcement import Announcement, ServerState
-from ..planning.cost import steps_per_second
+from ..swarm.cost import steps_per_second
 from .holder import Holder
 
 MOST_OF_MEDIAN: Final = 100.0

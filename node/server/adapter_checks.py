@@ -14,7 +14,7 @@ from ...protocols.adapter import (
 from ...protocols.ids import PROTOCOL_VERSION, Span
 from ...protocols.inference import Refusal, bad_request
 from .admission import Hosted, check_hosted
-from .training_checks import check_bytes
+from .batch.checks import check_bytes
 
 
 def check_adapter(offer: wire.Adapter, hosted: Hosted, linears: Linears) -> Span:

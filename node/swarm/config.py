@@ -9,9 +9,9 @@ from typing import Any, Final
 from ...crypto.identity import Identity
 from ...crypto.swarm_key import SwarmKeyError, check_swarm_key
 from ..errors import BadInput
-from ..reach.limits import RelayLimits
-from ..trust.book import TrustBook
-from .addresses import parse_own, parse_peer
+from ..network.addresses import parse_own, parse_peer
+from ..network.nat.limits import RelayLimits
+from ..trust.store import TrustBook
 
 DEFAULT_TTL: Final = 45.0  # seconds that an announcement is valid
 _BOOTSTRAP_DEADLINE: Final = 10.0  # seconds until somebody must have answered

@@ -28,9 +28,9 @@ from ...protocols.announcement import (
 from ...protocols.directory import NodeInfo
 from ...protocols.framing import MessageStream, PeerError, ProtocolError, StreamTimeout
 from ..errors import SwarmError
-from .addresses import without_peer
-from .dht import SHARDS, Dht
-from .host import Host
+from ..network.addresses import without_peer
+from ..network.dht import SHARDS, Dht
+from ..network.host import Host
 from .view import SwarmView
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ import trio
 from multiaddr import Multiaddr
 
 from ...protocols.framing import PeerError
-from .addresses import ip_of, without_peer
+from ..network.addresses import ip_of, without_peer
+from ..network.host import Host
+from ..network.mdns import run_mdns, service_name
 from .directory import Directory
-from .host import Host
-from .mdns import run_mdns, service_name
-from .remembered import Memory, in_order
+from .remembered_peers import Memory, in_order
 
 log = logging.getLogger(__name__)
 

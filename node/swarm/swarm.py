@@ -28,24 +28,24 @@ from ...protocols.ids import DIRECTORY, EVIDENCE, MANIFEST
 from ...protocols.manifest import MAX_HEADER as MAX_MANIFEST
 from ...protocols.manifest import answer_manifests, ask_manifest
 from ..errors import SwarmError
-from ..reach.reach import Reach, ReachConfig
-from ..reach.reachability import Reachability
-from ..trust.book import TrustBook
+from ..network.addresses import parse_peer
+from ..network.dht import Dht, open_dht
+from ..network.host import Host, open_host
+from ..network.nat.manager import Reach, ReachConfig
+from ..network.nat.reachability import Reachability
+from ..network.transport.path import Path
+from ..network.transport.stream_bytes import StreamBytes
 from ..trust.bundle import Bundle
+from ..trust.evidence_gossip import TOPIC, EvidenceSpread, fetch_bundle
 from ..trust.notice import MAX_NOTICE, Notice
-from ..trust.spread import TOPIC, EvidenceSpread, fetch_bundle
-from .addresses import parse_peer
+from ..trust.store import TrustBook
 from .config import SwarmConfig, checked
-from .dht import Dht, open_dht
 from .directory import Directory
 from .discovery import Discovery, Joined
-from .host import Host, open_host
-from .paths import Path
-from .stream_bytes import StreamBytes
 from .view import SwarmView
 
 if TYPE_CHECKING:
-    from .gossip import Gossip
+    from ..network.gossip import Gossip
 
 log = logging.getLogger(__name__)
 
@@ -447,7 +447,7 @@ async def _evidence(config: SwarmConfig, host: Host) -> AsyncIterator[tuple[Evid
     if not config.gossip:
         yield spread, None
         return
-    from .gossip import open_gossip
+    from ..network.gossip import open_gossip
 
     async with open_gossip(host, TOPIC, max_bytes=MAX_NOTICE, accept=spread.accept, deliver=spread.deliver) as gossip:
         yield spread, gossip

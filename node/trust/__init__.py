@@ -1,1 +1,4 @@
-"""What a node makes of others: evidence of their faults, bans, reputation."""
+"""What a node keeps about other peers: receipts, evidence of faults, bans and reputation.
+
+Needs no torch and no network. May use `errors`.
+"""

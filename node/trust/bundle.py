@@ -25,8 +25,8 @@ from ...crypto.identity import Identity, peer_id_from_bytes, peer_id_to_bytes
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.inference import receipt_to_wire
-from ..client.receipt_log import LoggedWork, SessionLog
 from ..errors import BadInput
+from .receipt_log import LoggedWork, SessionLog
 
 MAX_BUNDLE: Final = 256 << 20
 """Bytes of a file."""

@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from ...protocols.adapter import PROMPTS
 from ...protocols.ids import Span
 from ...protocols.training import LORA_PARTS, LoraName
-from ..client.lora import LoraTuning
-from ..client.model import DistributedModel
-from ..client.tuning import PromptTuning
+from ..client.api.lora import LoraTuning
+from ..client.api.model import DistributedModel
+from ..client.api.tuning import PromptTuning
 from ..errors import BadInput
-from ..models.adapter import CONFIG, DEEP_PROMPTS, WEIGHTS, Adapter, read_adapter
-from ..models.adapter_note import AdapterNote
+from ..models.adapters.note import AdapterNote
+from ..models.adapters.peft_adapter import CONFIG, DEEP_PROMPTS, WEIGHTS, Adapter, read_adapter
 from ..models.cache_dir import disk_errors
 from .tuned import Tuned, head_of
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..models.adapter_note import AdapterNote
+from ..models.adapters.note import AdapterNote
 
 _METHODS = {"prompt": "soft prompts", "deep-prompt": "deep prompts", "lora": "LoRA inside the blocks"}
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..client.lora import LoraTuning
-from ..client.model import DistributedModel
-from ..client.tuning import PromptTuning
-from ..models.adapter_note import Method
+from ..client.api.lora import LoraTuning
+from ..client.api.model import DistributedModel
+from ..client.api.tuning import PromptTuning
+from ..models.adapters.note import Method
 from .row import Batch
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...crypto.identity import Identity
-from ..client.receipt_log import SessionLog
 from ..trust.bundle import Bundle, Found, session_bundle, work_bundle
-from .verdicts import Compared, Verdict
+from ..trust.receipt_log import SessionLog
+from ..verification.verdicts import Compared, Verdict
 
 
 def bundle_of(compared: Compared, verdict: Verdict, accuser: Identity) -> Bundle | None:

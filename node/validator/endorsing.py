@@ -18,7 +18,7 @@ from ..models import ModelFolder
 from ..swarm.swarm import Swarm
 from ..trust.bundle import BadBundle, Bundle
 from ..trust.notice import Notice
-from .check_evidence import Outcome, check_evidence
+from ..verification.evidence_check import Outcome, check_evidence
 
 log = logging.getLogger(__name__)
 

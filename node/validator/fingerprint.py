@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from ...crypto.canonical import digest
-from .judging import Distance, relative_distance
+from ..verification.judging import Distance, relative_distance
 
 DOMAIN: Final = "petalnode/fingerprint/1"
 PROJECTIONS: Final = 32

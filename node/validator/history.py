@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from ...protocols.ids import Span
-from .database import Database
-from .verdicts import Verdict
+from ..trust.database import Database
+from ..verification.verdicts import Verdict
 
 MOST_VERDICTS: Final = 100_000
 """About 30 MB."""

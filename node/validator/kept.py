@@ -10,9 +10,9 @@ from typing import Final
 import torch
 
 from ...protocols.training import LORA_PARTS, PROMPTS, LoraName
-from ..client.lora import is_target, usual_targets
+from ..client.api.lora import is_target, usual_targets
 from ..errors import BadInput
-from .plan import Kind
+from .probe_plan import Kind
 
 _PREFIXES: Final = (4, 8, 16)
 _RANKS: Final = (4, 8, 16)

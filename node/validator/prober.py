@@ -19,28 +19,28 @@ import trio
 from ...crypto.identity import Identity
 from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.tensors import decode, dtype_name, encode
-from ..blocks.client import ClientModel
-from ..client.autograd import Cut
+from ..blocks.client_part import ClientModel
+from ..client.api.autograd import Cut
+from ..client.batch.work_stream import KeptTensors, Packed, Task, WorkSpec
 from ..client.chunks import from_chunks, to_chunks
 from ..client.core import SwarmClient
 from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
 from ..client.dialogue import Dialogue
 from ..client.generation import Sampler, Sampling
-from ..client.receipt_log import SHARED_BYTES, ReceiptArchive
-from ..client.routing import Hop
-from ..client.server_session import Chunk, SessionSpec
+from ..client.session.server_session import Chunk, SessionSpec
 from ..client.swarm_model import SwarmModel
 from ..client.text import Text
-from ..client.work_stream import KeptTensors, Packed, Task, WorkSpec
 from ..errors import NoChainError, ServerFailed, SwarmError
 from ..swarm.config import SwarmConfig
+from ..swarm.routing import Hop
 from ..swarm.swarm import open_swarm
-from ..trust.book import TrustBook
+from ..trust.receipt_log import SHARED_BYTES, ReceiptArchive
+from ..trust.store import TrustBook
+from ..verification.observed import Observed, observed_session, observed_work
+from ..verification.recomputation import SessionAnswer, SessionQuestion, Step, Truth
 from .kept import drawn_kept
-from .observed import Observed, observed_session, observed_work
-from .plan import Probe
+from .probe_plan import Probe
 from .texts import passage, question
-from .truth import SessionAnswer, SessionQuestion, Step, Truth
 
 PROBE_TIMEOUT: Final = 300.0
 """Of a whole probe, in seconds: what has been seen by then counts."""

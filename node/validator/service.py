@@ -20,18 +20,18 @@ from ...protocols.announcement import Announcement, ServerState
 from ...protocols.ids import Span
 from ..client.deadlines import REFRESH_TIMEOUT
 from ..client.swarm_model import SwarmModel
+from ..credits.rewards import Rewards
 from ..errors import PetalnodeError, SwarmError
 from ..swarm.config import SwarmConfig
 from ..swarm.swarm import Swarm
 from ..trust.bundle import Bundle, Found, resigned
+from ..verification.evidence_check import check_evidence
+from ..verification.verdicts import Compared, Judge, Verdict, worst_of
 from .accusation import bundle_of, save_evidence
 from .auditing import AuditDesk
-from .check_evidence import check_evidence
 from .history import History
-from .plan import Probe, Serving, next_probe, waiting_seconds, whole_round
+from .probe_plan import Probe, Serving, next_probe, waiting_seconds, whole_round
 from .prober import Own, Probed, run_probe
-from .rewards import Rewards
-from .verdicts import Compared, Judge, Verdict, worst_of
 
 log = logging.getLogger(__name__)
 

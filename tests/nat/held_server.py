@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from petalnode.__main__ import main
-from petalnode.node.reach.punch import Puncher
+from petalnode.node.network.nat.hole_punching import Puncher
 
 
 def hold(go: Path) -> None:

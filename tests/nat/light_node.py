@@ -23,7 +23,7 @@ import trio
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm.addresses import circuit_of, parse_peer
+from petalnode.node.network.addresses import circuit_of, parse_peer
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire

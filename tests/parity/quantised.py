@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from petalnode.node.blocks.quantised import QuantisedMatrix
-from petalnode.node.blocks.quantised_int8 import Int8Matrix
-from petalnode.node.blocks.quantised_nf4 import nf4_kind
-from petalnode.node.blocks.quantised_places import places
+from petalnode.node.blocks.quantisation.int8 import Int8Matrix
+from petalnode.node.blocks.quantisation.matrix import QuantisedMatrix
+from petalnode.node.blocks.quantisation.nf4 import nf4_kind
+from petalnode.node.blocks.quantisation.places import places
 from tests.tiny_models import NUM_BLOCKS, load_whole
 
 

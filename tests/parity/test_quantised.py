@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from petalnode.node.blocks.quantised import QuantisedLinear
-from petalnode.node.blocks.quantised_experts import QuantisedExperts
+from petalnode.node.blocks.quantisation.experts import QuantisedExperts
+from petalnode.node.blocks.quantisation.matrix import QuantisedLinear
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.errors import MachineError, ModelError
 from petalnode.protocols.ids import Span
@@ -210,9 +210,9 @@ _PEAK = """
 import sys
 from pathlib import Path
 import torch
-from petalnode.node.blocks import quantised_blocks
+from petalnode.node.blocks.quantisation import quantiser as quantised_blocks
 from petalnode.node.blocks.span import load_span
-from petalnode.node.blocks.quantised import bitsandbytes
+from petalnode.node.blocks.quantisation.matrix import bitsandbytes
 from petalnode.protocols.ids import Span
 
 def peak():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from petalnode.node.blocks.client import load_client
+from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.span import load_span
 from petalnode.protocols.ids import Span
 from tests.parity.whole import Whole

@@ -19,7 +19,7 @@ from petalnode.node.blocks import span as span_module
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.passes import Gradients, Passes
 from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.server import session as session_module
+from petalnode.node.server.session.session import session as session_module
 from petalnode.protocols.ids import Span
 
 FALSE: Final = {

@@ -10,7 +10,7 @@ from typing import Any
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.client.runtime import TrioThread
+from petalnode.node.client.api.runtime import TrioThread
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire

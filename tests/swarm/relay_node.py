@@ -15,12 +15,12 @@ import trio
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.reach.circuits import Circuits
-from petalnode.node.reach.limits import RelayLimits
-from petalnode.node.reach.relay import RelayService
-from petalnode.node.swarm.addresses import parse_peer
-from petalnode.node.swarm.host import Host, open_host
-from petalnode.node.swarm.stream_bytes import StreamBytes
+from petalnode.node.network.addresses import parse_peer
+from petalnode.node.network.host import Host, open_host
+from petalnode.node.network.nat.circuits import Circuits
+from petalnode.node.network.nat.limits import RelayLimits
+from petalnode.node.network.nat.relay import RelayService
+from petalnode.node.network.transport.stream_bytes import StreamBytes
 from tests.swarm.announcer import wait_for_stop
 
 ECHO = "/echo/1"

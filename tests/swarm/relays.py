@@ -13,11 +13,11 @@ import trio
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.reach.circuits import Circuits
-from petalnode.node.reach.limits import RelayLimits
-from petalnode.node.reach.relay import RelayService
-from petalnode.node.swarm.host import Host, open_host
-from petalnode.node.swarm.stream_bytes import StreamBytes
+from petalnode.node.network.host import Host, open_host
+from petalnode.node.network.nat.circuits import Circuits
+from petalnode.node.network.nat.limits import RelayLimits
+from petalnode.node.network.nat.relay import RelayService
+from petalnode.node.network.transport.stream_bytes import StreamBytes
 from tests.swarm import warm_python
 from tests.swarm.processes import LOOPBACK, Running
 from tests.swarm.relay_node import ECHO, STATS, echo

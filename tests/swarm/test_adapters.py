@@ -13,10 +13,10 @@ import torch
 from transformers import LogitsProcessor
 
 from petalnode import AutoDistributedModelForCausalLM
-from petalnode.node.client.inference_session import InferenceSession
+from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.errors import BadInput, NoChainError
-from petalnode.node.models.adapter import read_adapter
-from petalnode.node.models.adapter_note import AdapterNote
+from petalnode.node.models.adapters.note import AdapterNote
+from petalnode.node.models.adapters.peft_adapter import read_adapter
 from petalnode.node.tuning.adapter_folder import save_adapter
 from petalnode.node.tuning.tuned import MethodOptions, Tuned
 from tests.peft_adapters import load_with, save_lora, save_prompt

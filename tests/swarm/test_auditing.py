@@ -14,16 +14,16 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import countersign
 from petalnode.node.client.core import open_client
-from petalnode.node.client.receipt_log import ReceiptArchive
-from petalnode.node.client.server_session import Chunk, SessionSpec
+from petalnode.node.client.session.server_session import Chunk, SessionSpec
 from petalnode.node.client.sharing import auditable
 from petalnode.node.client.swarm_model import SwarmModel, identify_model
 from petalnode.node.errors import NoChainError
 from petalnode.node.models.folder import open_folder
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
+from petalnode.node.trust.receipt_log import ReceiptArchive
 from petalnode.node.validator.auditing import CALLS_PER_MINUTE, AuditDesk
-from petalnode.node.validator.check_evidence import check_evidence
+from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.evidence import MAX_HEADER, PIECE_BYTES
 from petalnode.protocols.framing import PeerError

@@ -15,10 +15,10 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from petalnode.node.reach.asking import observed_by, request_dial_back
-from petalnode.node.reach.autonat import Budget, DialBacks
-from petalnode.node.reach.endpoint import Endpoint
-from petalnode.node.swarm.host import Host
+from petalnode.node.network.host import Host
+from petalnode.node.network.nat.asking import observed_by, request_dial_back
+from petalnode.node.network.nat.autonat import Budget, DialBacks
+from petalnode.node.network.nat.endpoint import Endpoint
 from petalnode.protocols.autonat import DialStatus
 from tests.swarm.relays import host_here
 

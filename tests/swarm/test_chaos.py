@@ -22,8 +22,8 @@ import psutil
 import pytest
 import torch
 
-from petalnode.node.client.model import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
-from petalnode.node.swarm.yamux import Muxer
+from petalnode.node.client.api.model import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.network.transport.yamux import Muxer
 from tests.swarm.processes import Nodes, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole

@@ -13,12 +13,12 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.promise import Promise
-from petalnode.node.client.receipt_log import SessionLog
-from petalnode.node.client.routing import Hop
-from petalnode.node.client.server_session import Chunk, ServerSession, SessionSpec
+from petalnode.node.client.session.server_session import Chunk, ServerSession, SessionSpec
 from petalnode.node.errors import ServerCheated, ServerFailed
 from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.routing import Hop
 from petalnode.node.swarm.swarm import open_swarm
+from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE, Span

@@ -14,14 +14,14 @@ import trio
 from petalnode.crypto.credits import Clearing
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.node.credits.account import FORFEIT_SHARE
+from petalnode.node.credits.ledger import Ledger
+from petalnode.node.credits.wallet import Purse
 from petalnode.node.errors import SwarmError
-from petalnode.node.swarm.addresses import parse_peer
+from petalnode.node.network.addresses import parse_peer
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle
-from petalnode.node.trust.purse import Purse
-from petalnode.node.validator.account import FORFEIT_SHARE
-from petalnode.node.validator.ledger import Ledger
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.credits import clearing_to_wire, price
 from petalnode.protocols.ids import CREDITS

@@ -17,10 +17,10 @@ from petalnode.node.models.folder import ModelFolder, open_folder
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.trust.bans import Endorsement, Trusted
-from petalnode.node.trust.book import TrustBook
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, session_bundle
+from petalnode.node.trust.evidence_gossip import MAX_PER_ACCUSED, EvidenceSpread
 from petalnode.node.trust.notice import MAX_AGE, MAX_ENDORSEMENTS, MAX_NOTICE, RATE, BadNotice, Notice, Rates
-from petalnode.node.trust.spread import MAX_PER_ACCUSED, EvidenceSpread
+from petalnode.node.trust.store import TrustBook
 from petalnode.node.validator.endorsing import Endorser
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import Span

@@ -19,20 +19,20 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.client.chunks import from_chunks, to_chunks
-from petalnode.node.client.receipt_log import ReceiptArchive
-from petalnode.node.client.routing import Hop
-from petalnode.node.client.server_session import InferenceStream, SessionSpec
-from petalnode.node.client.session import ClientSession
+from petalnode.node.client.session.server_session import InferenceStream, SessionSpec
+from petalnode.node.client.session.session import ClientSession
 from petalnode.node.errors import NoChainError, ServerFailed
-from petalnode.node.server.adapters import Adapters
+from petalnode.node.network.host import Host
+from petalnode.node.network.transport.path import Path as Way
+from petalnode.node.network.transport.stream_bytes import StreamBytes
+from petalnode.node.server.adapter_store import Adapters
 from petalnode.node.server.admission import Hosted
-from petalnode.node.server.cache_budget import CacheBudget
-from petalnode.node.server.compute import ComputeThread
-from petalnode.node.server.pushes import PushStream
-from petalnode.node.server.service import InferenceService
-from petalnode.node.swarm.host import Host
-from petalnode.node.swarm.paths import Path as Way
-from petalnode.node.swarm.stream_bytes import StreamBytes
+from petalnode.node.server.compute.cache_budget import CacheBudget
+from petalnode.node.server.compute.thread import ComputeThread
+from petalnode.node.server.session.pushes import PushStream
+from petalnode.node.server.session.service import InferenceService
+from petalnode.node.swarm.routing import Hop
+from petalnode.node.trust.receipt_log import ReceiptArchive
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed
 from petalnode.protocols.ids import INFERENCE, PUSH, Span

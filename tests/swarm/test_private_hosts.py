@@ -12,7 +12,7 @@ import trio
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm.host import Host
+from petalnode.node.network.host import Host
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import echoed, host_here, relay_here, reserve
 

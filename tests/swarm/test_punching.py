@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from petalnode.node.reach.punch import Puncher
-from petalnode.node.reach.sightings import place_of
-from petalnode.node.swarm.host import Host
+from petalnode.node.network.host import Host
+from petalnode.node.network.nat.hole_punching import Puncher
+from petalnode.node.network.nat.observed_addresses import place_of
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import StreamClosed
 from petalnode.protocols.punch import PUNCH, exchange_first, exchange_second

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from petalnode.node.client.inference_session import InferenceSession
-from petalnode.node.client.model import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.api.inference_session import InferenceSession
+from petalnode.node.client.api.model import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import LOOPBACK, Node, Nodes, Running
 from tests.tiny_models import load_whole
@@ -21,7 +21,7 @@ NEW_TOKENS = 20
 # A server whose neighbours' pushes go wrong: in this process only, before the real program runs.
 _DEAF = """
 import sys
-from petalnode.node.server.service import InferenceService
+from petalnode.node.server.session.service import InferenceService
 
 async def swallow(self, stream):
     while True:

@@ -8,9 +8,9 @@ import time
 import pytest
 import trio
 
-from petalnode.node.reach.relay import RelayStats
-from petalnode.node.swarm.host import Host
-from petalnode.node.swarm.stream_bytes import StreamBytes
+from petalnode.node.network.host import Host
+from petalnode.node.network.nat.relay import RelayStats
+from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.protocols import standard_pb2 as pb
 from petalnode.protocols.circuit import (
     HOP,

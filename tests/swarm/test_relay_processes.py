@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm.host import Host
+from petalnode.node.network.host import Host
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import RelayNode, echoed, host_here, known, relay_nodes, stats_of, until
 

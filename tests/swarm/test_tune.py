@@ -23,14 +23,14 @@ from petalnode import (
     PromptTuning,
     load_adapter,
 )
-from petalnode.node.client import work_pool
+from petalnode.node.client.batch import work_pool
 from petalnode.node.errors import BadInput
-from petalnode.node.models.adapter_note import AdapterNote, Method, read_note
+from petalnode.node.models.adapters.note import AdapterNote, Method, read_note
 from petalnode.node.tuning.adapter_folder import save_adapter
 from petalnode.node.tuning.events import Evaluated, StepDone, Waiting
 from petalnode.node.tuning.recipe import Recipe
 from petalnode.node.tuning.row import Row
-from petalnode.node.tuning.training import Training
+from petalnode.node.tuning.trainer import Training
 from petalnode.node.tuning.tuned import MethodOptions, Tuned
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Nodes, Running, petalnode

@@ -15,20 +15,20 @@ import torch
 import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.blocks.client import load_client
+from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.core import open_client
-from petalnode.node.client.server_session import Chunk, SessionSpec
+from petalnode.node.client.session.server_session import Chunk, SessionSpec
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.client.text import Text
 from petalnode.node.models import compute_manifest, resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.trust.bundle import Bundle
-from petalnode.node.validator.check_evidence import check_evidence
 from petalnode.node.validator.history import History
 from petalnode.node.validator.prober import Own
 from petalnode.node.validator.service import Validator, ValidatorOptions
-from petalnode.node.validator.verdicts import Judge, Verdict
+from petalnode.node.verification.evidence_check import check_evidence
+from petalnode.node.verification.verdicts import Judge, Verdict
 from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import encode
 from tests.swarm.faulty_server import order

@@ -265,10 +265,10 @@ def _import_everything() -> None:
 
     for name in petalnode.__all__:
         getattr(petalnode, name)
-    for module in ("blocks.span", "client.text", "server.server", "server.service"):
+    for module in ("blocks.span", "client.text", "server.lifecycle.server", "server.session.service"):
         import_module(f"petalnode.node.{module}")
     for command in ("chat", "serve", "status", "tune", "validate"):
-        import_module(f"petalnode.node.cli.{command}")
+        import_module(f"petalnode.node.cli.commands.{command}")
     for model in _MODELS:
         import_module(f"transformers.models.{model}.modeling_{model}")
     assert transformers.AutoTokenizer

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 from petalnode.node.errors import BadInput, MachineError
-from petalnode.node.models.adapter_note import AdapterNote
-from petalnode.node.sharing import git_place
-from petalnode.node.sharing.adapter_files import FILES, SharedAdapter, check_adapter, files_of
-from petalnode.node.sharing.git_place import GitPlace
-from petalnode.node.sharing.hub_place import HubPlace, of_tags
-from petalnode.node.sharing.place import FolderPlace, place_of
+from petalnode.node.models.adapters.note import AdapterNote
 from petalnode.node.tuning.card import card_of, tags_of
+from petalnode.node.tuning.sharing import git_place
+from petalnode.node.tuning.sharing.adapter_files import FILES, SharedAdapter, check_adapter, files_of
+from petalnode.node.tuning.sharing.git_place import GitPlace
+from petalnode.node.tuning.sharing.hub_place import HubPlace, of_tags
+from petalnode.node.tuning.sharing.place import FolderPlace, place_of
 from tests.model_hub import serve_hub
 from tests.swarm.processes import environment
 

@@ -7,7 +7,7 @@ from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import BadInput
-from petalnode.node.swarm.addresses import (
+from petalnode.node.network.addresses import (
     circuit_address,
     circuit_of,
     dialable,

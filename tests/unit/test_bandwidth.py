@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from petalnode.node.swarm.bandwidth import Throttle, tokens_at, turn_size, wait_for_turn
+from petalnode.node.network.transport.bandwidth import Throttle, tokens_at, turn_size, wait_for_turn
 
 RATE = 1_000_000
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity
-from petalnode.node.client.receipt_log import SessionLog
 from petalnode.node.errors import BadInput
 from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
@@ -28,7 +27,8 @@ from petalnode.node.trust.bundle import (
     session_bundle,
     work_bundle,
 )
-from petalnode.node.validator.check_evidence import check_evidence
+from petalnode.node.trust.receipt_log import SessionLog
+from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from tests.signing_server import SigningServer, spoiled

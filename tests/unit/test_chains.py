@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.client.chains import (
+from petalnode.node.client.batch.chains import (
     LEAST_TOKENS,
     MAX_CHAINS,
     Chain,
@@ -20,8 +20,8 @@ from petalnode.node.client.chains import (
     seconds_of,
     stages_of,
 )
-from petalnode.node.client.routing import Candidate, Hop
 from petalnode.node.errors import NoChainError
+from petalnode.node.swarm.routing import Candidate, Hop
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import MICRO_BATCH_TOKENS
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.client.comparing import decide, parting, tolerance_between
-from petalnode.node.client.disjoint import Weights, disjoint_chains, held_least, partition, plan_chains
-from petalnode.node.client.routing import Candidate
+from petalnode.node.client.session.comparing import decide, parting, tolerance_between
+from petalnode.node.client.session.disjoint import Weights, disjoint_chains, held_least, partition, plan_chains
 from petalnode.node.errors import NoChainError
-from petalnode.node.validator.tolerances import Tolerance
+from petalnode.node.swarm.routing import Candidate
+from petalnode.node.verification.tolerances import Tolerance
 from petalnode.protocols.ids import Span
 
 BLOCKS = Span(0, 6)

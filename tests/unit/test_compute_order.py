@@ -13,7 +13,7 @@ import trio.testing
 
 from petalnode.node.blocks.passes import Batch, Passes, Passing
 from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.server.compute import ComputeSession, ComputeThread, Passed, StepInput
+from petalnode.node.server.compute.thread import ComputeSession, ComputeThread, Passed, StepInput
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm.dialing import Trouble, failed, kept, one_per_relay, pause_ends, plan
+from petalnode.node.network.transport.dialing import Trouble, failed, kept, one_per_relay, pause_ends, plan
 
 RELAY = Identity.generate().peer_id
 NEAR = Multiaddr("/ip4/192.168.1.7/tcp/1")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.client.history import REPLAY_TOKENS, History, Input
-from petalnode.node.client.server_session import Chunk
+from petalnode.node.client.session.history import REPLAY_TOKENS, History, Input
+from petalnode.node.client.session.server_session import Chunk
 from petalnode.protocols.wire_pb2 import Tensor
 
 HIDDEN = 3

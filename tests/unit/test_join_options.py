@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.swarm_key import load_swarm_key, make_swarm_key
-from petalnode.node.cli.demo import even_spans, threads_per_server
+from petalnode.node.cli.commands.demo import even_spans, threads_per_server
 from petalnode.node.cli.join import JoinOptions, joins_swarm, kept_port
 from petalnode.node.cli.relay_options import relay_limits
 from petalnode.node.cli.whereabouts import how_joined, join_by
 from petalnode.node.errors import BadInput
-from petalnode.node.reach.limits import RelayLimits
+from petalnode.node.network.nat.limits import RelayLimits
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.discovery import Joined
 from petalnode.protocols.ids import Span

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.validator.fingerprint import estimated_distance, fingerprint
-from petalnode.node.validator.judging import (
+from petalnode.node.verification.judging import (
     distance,
     judge,
     judge_answer,
@@ -19,7 +19,7 @@ from petalnode.node.validator.judging import (
     kept_distances,
     worst_judgement,
 )
-from petalnode.node.validator.tolerances import Calibration, Kind, Tolerance, find_tolerance, tolerance_of
+from petalnode.node.verification.tolerances import Calibration, Kind, Tolerance, find_tolerance, tolerance_of
 
 TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
 

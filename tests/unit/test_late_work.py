@@ -10,13 +10,13 @@ import pytest
 import torch
 import trio
 
+from petalnode.node.blocks.batch_job import Job, passing
 from petalnode.node.blocks.passes import Batch, Passes
 from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.server import late_work
-from petalnode.node.server.cache_budget import CacheBudget, CacheFull
-from petalnode.node.server.compute import ComputeThread
-from petalnode.node.server.late_work import LateWork
-from petalnode.node.server.training_job import Job, passing
+from petalnode.node.server.batch import late_work
+from petalnode.node.server.batch.late_work import LateWork
+from petalnode.node.server.compute.cache_budget import CacheBudget, CacheFull
+from petalnode.node.server.compute.thread import ComputeThread
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal

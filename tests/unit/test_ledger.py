@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from petalnode.crypto.credits import CreditQuery, DepositOrder, Transfer, is_voucher
 from petalnode.crypto.identity import Identity
-from petalnode.node.errors import MachineError
-from petalnode.node.validator import ledger as ledger_module
-from petalnode.node.validator.account import (
+from petalnode.node.credits import ledger as ledger_module
+from petalnode.node.credits.account import (
     FORFEIT_SHARE,
     GRACE_MS,
     MAX_DEPOSIT_MS,
@@ -28,7 +27,8 @@ from petalnode.node.validator.account import (
     NotCleared,
     earned,
 )
-from petalnode.node.validator.ledger import EXPIRY_MS, KEPT_CLEARINGS, Ledger
+from petalnode.node.credits.ledger import EXPIRY_MS, KEPT_CLEARINGS, Ledger
+from petalnode.node.errors import MachineError
 from petalnode.protocols.credits import SKEW_MS
 
 ISSUER = Identity.from_seed(b"i" * 32)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from petalnode.node.errors import BadInput
-from petalnode.node.planning.machines_file import SAME_REGION_SECONDS, fleet_of, read_machines
+from petalnode.node.placement.planning.machines_file import SAME_REGION_SECONDS, fleet_of, read_machines
 
 TWO = [
     {"name": "attic", "blocks": 4, "ms_per_block": 10, "region": "home"},

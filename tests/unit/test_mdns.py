@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.network.mdns import announceable, read_txt, service_name, txt_record
 from petalnode.node.swarm.discovery import is_local, pause_before
-from petalnode.node.swarm.mdns import announceable, read_txt, service_name, txt_record
 
 A, B = (Identity.from_seed(bytes([n]) * 32).peer_id for n in (1, 2))
 NEAR, FAR = "/ip4/192.168.1.10/tcp/31330", "/ip4/11.77.0.10/tcp/31330"

@@ -13,7 +13,7 @@ from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from trio.testing import memory_stream_pair
 
-from petalnode.node.swarm.negotiation import OneAnswer, OneRoundTrip, question
+from petalnode.node.network.transport.negotiation import OneAnswer, OneRoundTrip, question
 
 
 class Pipe(ReadWriteCloser):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.client.deadlines import patience, push_patience
-from petalnode.node.client.path_loss import (
+from petalnode.node.client.session.path_loss import (
     LEAST_HEAD_START,
     LONGEST_TIMEOUT,
     MOST_HEAD_START,

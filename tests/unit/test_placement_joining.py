@@ -91,7 +91,7 @@ class Node:
 
 
 def simulated(count: int, late: Callable[[], float], chance: random.Random) -> list[Span]:
-    """Where `count` newcomers go, as node/server/mover.py does it; every message takes `late()` seconds.
+    """Where `count` newcomers go, as node/server/lifecycle/mover.py does it; every message takes `late()` seconds.
 
     The first of them is the one that all others know at first.
     """

@@ -12,12 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.errors import NoChainError
-from petalnode.node.planning.cost import HANDLING_SECONDS
-from petalnode.node.planning.fastest import fastest_cycle
-from petalnode.node.planning.fleet import Fleet, Machine
-from petalnode.node.planning.labels import MAX_MACHINES
-from petalnode.node.planning.live import fleet_of_servers
-from petalnode.node.planning.plans import Placed, busiest_plan, expected, fastest_plan, present_plan
+from petalnode.node.placement.planning.fastest import fastest_cycle
+from petalnode.node.placement.planning.fleet import Fleet, Machine
+from petalnode.node.placement.planning.labels import MAX_MACHINES
+from petalnode.node.placement.planning.live import fleet_of_servers
+from petalnode.node.placement.planning.plans import Placed, busiest_plan, expected, fastest_plan, present_plan
+from petalnode.node.swarm.cost import HANDLING_SECONDS
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.swarm.private import OtherSwarm, Veil
+from petalnode.node.network.transport.psk import OtherSwarm, Veil
 
 KEY = "5a" * 32
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.validator.plan import (
+from petalnode.node.validator.probe_plan import (
     TRAINING,
     Probe,
     Serving,

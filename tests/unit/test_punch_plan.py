@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from ipaddress import ip_address, ip_network
 
-from petalnode.node.reach.endpoint import Endpoint
-from petalnode.node.reach.punch_plan import after_failure, may_punch, own_endpoints, targets
-from petalnode.node.reach.verdict import Place
+from petalnode.node.network.nat.endpoint import Endpoint
+from petalnode.node.network.nat.punch_plan import after_failure, may_punch, own_endpoints, targets
+from petalnode.node.network.nat.verdict import Place
 
 CASE = frozenset({"198.51.100.7", "203.0.113.5"})
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from petalnode.node.blocks.quantisation import disk_cache as quantised_cache
+from petalnode.node.blocks.quantisation.disk_cache import QuantisedCache
 from petalnode.node.errors import BadInput
-from petalnode.node.models import quantised_cache
 from petalnode.node.models.quantisation import QUANTISATIONS, choose_quantisation, held_bytes
-from petalnode.node.models.quantised_cache import QuantisedCache
 
 DIGEST = bytes(32)
 TENSORS = {

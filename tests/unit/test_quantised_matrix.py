@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from petalnode.node.blocks import quantised_int8
-from petalnode.node.blocks.quantised import QuantisedLinear, QuantisedMatrix
-from petalnode.node.blocks.quantised_int8 import Int8Matrix
-from petalnode.node.blocks.quantised_nf4 import Nf4Matrix, PackedNf4Matrix, nf4_kind
+from petalnode.node.blocks.quantisation import int8 as quantised_int8
+from petalnode.node.blocks.quantisation.int8 import Int8Matrix
+from petalnode.node.blocks.quantisation.matrix import QuantisedLinear, QuantisedMatrix
+from petalnode.node.blocks.quantisation.nf4 import Nf4Matrix, PackedNf4Matrix, nf4_kind
 
 # QLoRA (Dettmers et al. 2023), appendix E.
 NF4 = torch.tensor(

@@ -3,9 +3,9 @@ from __future__ import annotations
 from dataclasses import replace
 from ipaddress import ip_address, ip_network
 
-from petalnode.node.reach.endpoint import Endpoint
-from petalnode.node.reach.reachability import Situation, extra_addrs, is_public, needs_relays, reachability
-from petalnode.node.reach.verdict import Place, Standing, Verdict
+from petalnode.node.network.nat.endpoint import Endpoint
+from petalnode.node.network.nat.reachability import Situation, extra_addrs, is_public, needs_relays, reachability
+from petalnode.node.network.nat.verdict import Place, Standing, Verdict
 
 OWN = Endpoint(ip_address("192.168.1.10"), 31330)
 OWN6 = Endpoint(ip_address("2a00:77::10"), 31330)

@@ -8,7 +8,7 @@ import pytest
 
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.promise import Promise, check_time
-from petalnode.node.client.receipt_log import LAST_SESSIONS, LoggedWork, ReceiptArchive, SessionLog
+from petalnode.node.trust.receipt_log import LAST_SESSIONS, LoggedWork, ReceiptArchive, SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from tests.unit.test_receipts import RECEIPT

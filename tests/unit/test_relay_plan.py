@@ -3,7 +3,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.reach.relay_plan import FAITH, Bond, Candidate, RelayPlan, RelayState, plan_relays, retry_pause
+from petalnode.node.network.nat.relay_plan import (
+    FAITH,
+    Bond,
+    Candidate,
+    RelayPlan,
+    RelayState,
+    plan_relays,
+    retry_pause,
+)
 
 NOW = 500.0
 HELD = RelayState(Bond.HELD)

@@ -13,13 +13,13 @@ import trio
 from petalnode.crypto.credits import DepositOrder
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.node.credits.ledger import Ledger
+from petalnode.node.credits.rewards import Rewards, fault_id, points_for
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, resigned
-from petalnode.node.validator.judging import Result
-from petalnode.node.validator.ledger import Ledger
-from petalnode.node.validator.observed import Observed
-from petalnode.node.validator.rewards import Rewards, fault_id, points_for
-from petalnode.node.validator.truth import SessionQuestion
-from petalnode.node.validator.verdicts import Verdict
+from petalnode.node.verification.judging import Result
+from petalnode.node.verification.observed import Observed
+from petalnode.node.verification.recomputation import SessionQuestion
+from petalnode.node.verification.verdicts import Verdict
 from petalnode.protocols.ids import Span
 
 ISSUER, SERVER, ACCUSER, OTHER = (Identity.from_seed(letter * 32) for letter in (b"i", b"s", b"a", b"o"))

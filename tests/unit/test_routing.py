@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.client.routing import (
+from petalnode.node.errors import NoChainError
+from petalnode.node.swarm.cost import HANDLING_SECONDS, LOAD_PER_WAITING, MAX_SECONDS, MIN_BLOCK_SECONDS
+from petalnode.node.swarm.routing import (
     NO_ROOM_SECONDS,
     Candidate,
     Hop,
@@ -20,8 +22,6 @@ from petalnode.node.client.routing import (
     missing_blocks,
     second_best,
 )
-from petalnode.node.errors import NoChainError
-from petalnode.node.planning.cost import HANDLING_SECONDS, LOAD_PER_WAITING, MAX_SECONDS, MIN_BLOCK_SECONDS
 from petalnode.protocols.ids import Span
 
 BLOCKS = 6

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.scheduling import greedy, random_orders, read_instance
 from petalnode.node.errors import BadInput, SwarmError
-from petalnode.node.planning.cycle import Problem, cycle_seconds, split_blocks
-from petalnode.node.planning.fastest import fastest_cycle
+from petalnode.node.placement.planning.cycle import Problem, cycle_seconds, split_blocks
+from petalnode.node.placement.planning.fastest import fastest_cycle
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "scheduling"
 FOREVER = 600.0  # a schedule of these sizes is proved long before; nothing here depends on how fast that is

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from petalnode.node.planning.cost import LOAD_PER_WAITING
-from petalnode.node.server.live_speed import LiveSpeed
-from petalnode.node.server.speed_record import BlockSpeed, SpeedKey, cpu_name, keep, recall
+from petalnode.node.server.speed.live_speed import LiveSpeed
+from petalnode.node.server.speed.speed_record import BlockSpeed, SpeedKey, cpu_name, keep, recall
+from petalnode.node.swarm.cost import LOAD_PER_WAITING
 
 KEY = SpeedKey(b"v" * 32, "auto", "none", "some processor", 4)
 SPEED = BlockSpeed(0.002, 0.0001, 1e-8)

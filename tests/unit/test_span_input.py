@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from petalnode.node.blocks.client import load_client
+from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.errors import BadInput, MachineError, ModelError
 from petalnode.protocols.ids import Span

@@ -22,7 +22,6 @@ from petalnode.node.trust.bans import (
     extended,
     parse_trusted,
 )
-from petalnode.node.trust.book import TrustBook, trust_file
 from petalnode.node.trust.reputation import (
     HALF_LIFE,
     NEWCOMER_SECONDS,
@@ -32,6 +31,7 @@ from petalnode.node.trust.reputation import (
     penalty_seconds,
     reputation,
 )
+from petalnode.node.trust.store import TrustBook, trust_file
 from tests.swarm.processes import environment, petalnode
 
 NOW = 1_700_000_000.0

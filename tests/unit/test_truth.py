@@ -9,7 +9,14 @@ import torch
 
 from petalnode.node.blocks.passes import Batch, Passes
 from petalnode.node.blocks.span import load_span
-from petalnode.node.validator.truth import PassAnswer, PassQuestion, SessionAnswer, SessionQuestion, Step, Truth
+from petalnode.node.verification.recomputation import (
+    PassAnswer,
+    PassQuestion,
+    SessionAnswer,
+    SessionQuestion,
+    Step,
+    Truth,
+)
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import LoraName
 from tests.tiny_models import HIDDEN, save_tiny

@@ -4,8 +4,8 @@ from ipaddress import ip_address, ip_network
 
 import pytest
 
-from petalnode.node.reach.endpoint import Endpoint
-from petalnode.node.reach.verdict import (
+from petalnode.node.network.nat.endpoint import Endpoint
+from petalnode.node.network.nat.verdict import (
     NO_VERDICT,
     DialBack,
     Observer,

@@ -1,0 +1,149 @@
+"""What a work is for the threads that compute: bytes to tensors, a pass, tensors to bytes.
+
+Hashing and unpacking run in worker threads, the pass on the compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...protocols import wire_pb2 as wire
+from ...protocols.inference import bad_request
+from ...protocols.tensor_header import TensorError
+from ...protocols.tensors import DTYPES, decode, encode
+from ...protocols.training import (
+    NOTHING_KEPT,
+    PROMPTS,
+    LoraName,
+    WorkTerms,
+    hash_of_keep,
+    hash_of_payloads,
+    hash_of_work,
+)
+from .passes import Batch, Gradients, Parked, Passes, Passing
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tensors that works of a stream may name, by their names there."""
+
+    keep: wire.Keep
+    tensors: dict[str, torch.Tensor]
+    hash: bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """A work, ready to be computed. `gradient` is None in a forward pass."""
+
+    work: wire.Work
+    batch: Batch
+    gradient: torch.Tensor | None
+    kept: Kept | None
+    request_hash: bytes
+
+
+@dataclass(frozen=True)
+class Result:
+    """A reply's tensors as they go out."""
+
+    tensors: list[wire.Tensor]
+    payloads: list[bytes]
+    hash: bytes
+
+
+def unpack_keep(keep: wire.Keep, payloads: Sequence[bytearray]) -> Kept:
+    """
+    Raises:
+        Refusal: values that are not finite.
+    """
+    described = hash_of_keep(keep, hash_of_payloads(payloads))
+    tensors = {
+        name: _finite(tensor, payload, f"the tensor {name!r}")
+        for name, tensor, payload in zip(keep.names, keep.tensors, payloads, strict=True)
+    }
+    return Kept(keep, tensors, described)
+
+
+def unpack_work(
+    protocol: str, terms: WorkTerms, work: wire.Work, payloads: Sequence[bytearray], kept: Kept | None
+) -> Job:
+    """A checked work with its bytes, which it takes over.
+
+    Raises:
+        Refusal: values that are not finite.
+    """
+    request = hash_of_work(protocol, work, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
+    batch = unpack_batch(terms, work, payloads[0], kept)
+    gradient = _finite(work.tensors[1], payloads[1], "the gradient") if len(payloads) > 1 else None
+    return Job(work, batch, gradient, kept, request)
+
+
+def unpack_batch(terms: WorkTerms, work: wire.Work, payload: bytearray, kept: Kept | None) -> Batch:
+    """What goes forward through the blocks; `payload` is that of the hidden states.
+
+    Raises:
+        Refusal: values that are not finite.
+    """
+    hidden = _finite(work.tensors[0], payload, "the hidden states")
+    rows, tokens = hidden.shape[:2]
+    mask = positions = None
+    if work.mask:
+        bits = torch.frombuffer(bytearray(work.mask), dtype=torch.uint8)
+        each = bits.unsqueeze(1).bitwise_right_shift(torch.arange(7, -1, -1, dtype=torch.uint8)) & 1
+        mask = each.view(-1)[: rows * tokens].view(rows, tokens).bool()
+    if work.positions:
+        positions = torch.tensor(work.positions, dtype=torch.long).view(rows, tokens)
+    tensors = kept.tensors if kept else {}
+    lora = {parsed: tensor for name, tensor in tensors.items() if (parsed := LoraName.parse(name)) is not None}
+    return Batch(terms.span, hidden, mask, positions, tensors.get(PROMPTS), lora)
+
+
+def passing(job: Job, passes: Passes, parked: Parked | None = None) -> Passing[list[torch.Tensor]]:
+    """The pass, which ends with the reply's tensors on the CPU, in the dtypes that were asked for.
+
+    With `parked` it is the second half of a backward pass.
+    """
+    described = list(job.work.tensors[:1])
+    if job.gradient is None:
+        results = [(yield from passes.forward(job.batch))]
+    else:
+        if parked is None:
+            gradients = yield from passes.backward(job.batch, job.gradient)
+        else:
+            gradients = yield from passes.resume(parked, job.gradient)
+        results = [gradients.hidden]
+        if job.kept is not None:
+            described += job.kept.keep.tensors
+            results += [gradient_of(gradients, name) for name in job.kept.keep.names]
+    return [result.to("cpu", DTYPES[each.dtype]) for result, each in zip(results, described, strict=True)]
+
+
+def gradient_of(gradients: Gradients, name: str) -> torch.Tensor:
+    """The gradient of the kept tensor `name`."""
+    parsed = LoraName.parse(name)
+    if parsed is not None:
+        return gradients.lora[parsed]
+    assert gradients.prompts is not None
+    return gradients.prompts
+
+
+def pack(job: Job, results: Sequence[torch.Tensor]) -> Result:
+    """The reply, under the codecs that the work came with."""
+    described = [*job.work.tensors[:1], *(job.kept.keep.tensors if job.kept else ())]
+    packed = [encode(result, each.codec) for result, each in zip(results, described, strict=False)]
+    payloads = [payload for _, payload in packed]
+    return Result([tensor for tensor, _ in packed], payloads, hash_of_payloads(payloads))
+
+
+def _finite(header: wire.Tensor, payload: bytearray, what: str) -> torch.Tensor:
+    try:
+        tensor = decode(header, payload)
+    except TensorError as error:
+        raise bad_request(str(error)) from None
+    if not torch.isfinite(tensor).all():
+        raise bad_request(f"{what} hold NaN or infinity" if what.endswith("s") else f"{what} holds NaN or infinity")
+    return tensor

@@ -1,0 +1,177 @@
+"""Quantises the blocks of a span, one at a time, and keeps them on the disk for the next start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from ....protocols.ids import Span
+from ...errors import ModelError
+from ...models.architecture import canonical_architecture
+from ...models.folder import read_config as read_raw_config
+from ...models.progress import Progress
+from ...models.quantisation import Quantisation
+from ..config import read_config
+from ..skeleton import Skeleton, build, fill
+from ..weights import Weights
+from .disk_cache import QuantisedCache
+from .int8 import Int8Matrix
+from .matrix import QuantisedMatrix, bitsandbytes
+from .nf4 import nf4_kind, nf4_layout
+from .places import Place, places, put, share
+
+_log = logging.getLogger(__name__)
+
+_WORST: Final = {"int8": 0.1, "nf4": 0.2}
+"""Relative rms errors of a matrix beyond which something is wrong with it; 0.01 and 0.09 are usual."""
+_PRODUCT_TOLERANCE: Final = 0.05
+_WORTH: Final = 0.5
+"""Of a span's weights that quantisation must reach: it is asked for because memory is short."""
+
+Matrices = Mapping[Place, QuantisedMatrix]
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """Makes `quantisation` of blocks of the model in `folder`, or finds what it has made before.
+
+    Attributes:
+        skeleton: of the whole model, to see what its blocks are made of.
+        progress: told while blocks are quantised; it counts the bytes that they have in the checkpoint.
+    """
+
+    folder: Path
+    weights: Weights
+    skeleton: Skeleton
+    device: torch.device
+    quantisation: Quantisation
+    progress: Progress
+
+    def replace(self, span: Span, blocks: Mapping[int, nn.Module]) -> set[str]:
+        """Puts quantised modules into `blocks`, which have no weights yet, and returns the parameters they stand for.
+
+        No more than one block is held unquantised at any time.
+
+        Raises:
+            ModelError: too little of the blocks can be quantised, or what came out is not what it stands for.
+        """
+        self._refuse_useless(blocks)
+        cache = QuantisedCache(self._form(), canonical_architecture(read_raw_config(self.folder)))
+        digests = self.weights.digests(blocks, self.progress)
+        kept = {number: self._kept(cache, digests[number], block) for number, block in blocks.items()}
+        missing = [number for number, matrices in kept.items() if matrices is None]
+        total = sum(self.weights.nbytes(number) for number in missing)
+        done = 0
+        for number in missing:
+            self.progress(f"Quantising blocks {span} to {self.quantisation}", done, total)
+            made = self._make(number)
+            # What was kept is used at once: mapped from the file, it is shared with other servers of this machine.
+            if cache.write(digests[number], _tensors(made)):
+                made = self._kept(cache, digests[number], blocks[number]) or made
+            kept[number] = made
+            done += self.weights.nbytes(number)
+            self.progress(f"Quantising blocks {span} to {self.quantisation}", done, total)
+        gone: set[str] = set()
+        products = _Products(self.skeleton.dtype, self.device)
+        for number, block in blocks.items():
+            matrices = kept[number] or {}
+            for matrix in matrices.values():
+                products.check(matrix)
+            put(block, matrices, self.skeleton.dtype)
+            gone.update(self.skeleton.parameter(number, place.parameter) for place in matrices)
+        return gone
+
+    def _refuse_useless(self, blocks: Mapping[int, nn.Module]) -> None:
+        counts = [share(block) for block in blocks.values()]
+        part = sum(quantised for quantised, _ in counts) / sum(weights for _, weights in counts)
+        if part < _WORTH:
+            raise ModelError(
+                f"--quant {self.quantisation} reaches only {100 * part:.0f} % of the weights of these blocks, because "
+                f"a {self.skeleton.config.model_type!r} model keeps the others in a form of its own: serve it with "
+                "--quant none"
+            )
+
+    def _form(self) -> str:
+        layout = nf4_layout(self.device) if self.quantisation == "nf4" else self.quantisation
+        dtype = str(self.skeleton.dtype).removeprefix("torch.")
+        return f"{layout}-{dtype}-{self.device.type}-bitsandbytes{bitsandbytes().__version__}"
+
+    def _kept(self, cache: QuantisedCache, digest: bytes, block: nn.Module) -> Matrices | None:
+        tensors = cache.read(digest)
+        if tensors is None:
+            return None
+        matrices = {}
+        try:
+            for place in places(block):
+                own = {each: tensors.pop(f"{place.name}.{each}") for each in ("weight", "scale")}
+                matrices[place] = self._kind(place.shape).restore(own, place.shape, self.device)
+        except (KeyError, ValueError) as error:
+            _log.warning("a kept block is not what it should be and is made again: %s", error)
+            return None
+        return matrices
+
+    def _make(self, number: int) -> Matrices:
+        """Loads one block as it is and quantises it, a matrix after the other."""
+        alone = build(read_config(self.folder), self.skeleton.dtype)
+        (block,) = alone.keep_only(Span(number, number + 1))
+        fill(alone, self.weights, lambda wanted: wanted == number, self.device)
+        matrices = {}
+        for place in places(block):
+            weight = place.weight(block)
+            matrix = self._kind(place.shape).quantise(weight)
+            error = matrix.error(weight)
+            if not error <= _WORST[self.quantisation]:
+                raise ModelError(
+                    f"{self.quantisation} does not hold the weights of block {number} ({place.name}: relative error "
+                    f"{error:.2g}): serve this model with --quant none"
+                )
+            matrices[place] = matrix
+        self.weights.release()
+        return matrices
+
+    def _kind(self, shape: tuple[int, int]) -> type[QuantisedMatrix]:
+        return Int8Matrix if self.quantisation == "int8" else nf4_kind(shape, self.device)
+
+
+class _Products:
+    """Sees to it that products are right: each kind of matrix is tried once, as kernels differ by machine."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._right: dict[tuple[type, tuple[int, int]], bool] = {}
+
+    def check(self, matrix: QuantisedMatrix) -> None:
+        """Lets torch multiply with `matrix` if bitsandbytes does it wrongly."""
+        kind = (type(matrix), matrix.shape)
+        if kind not in self._right:
+            self._right[kind] = self._is_right(matrix)
+        if not self._right[kind]:
+            matrix.product = matrix.product_in_pieces  # type: ignore[method-assign]
+
+    def _is_right(self, matrix: QuantisedMatrix) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(2, matrix.shape[1], generator=generator).to(self._device, self._dtype)
+        expected = matrix.product_in_pieces(values).float()
+        right = bool((matrix.product(values).float() - expected).norm() <= _PRODUCT_TOLERANCE * expected.norm())
+        if not right:
+            _log.warning(
+                "bitsandbytes multiplies by %s of %s wrongly on this machine; torch does it instead, more slowly",
+                type(matrix).__name__,
+                matrix.shape,
+            )
+        return right
+
+
+def _tensors(matrices: Matrices) -> dict[str, torch.Tensor]:
+    return {
+        f"{place.name}.{each}": tensor
+        for place, matrix in matrices.items()
+        for each, tensor in matrix.tensors().items()
+    }

@@ -1,0 +1,357 @@
+"""`petalnode chat`: talk to the model that a swarm serves."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import trio
+import typer
+
+from ...client.core import open_client
+from ...client.deadlines import REFRESH_TIMEOUT
+from ...client.dialogue import Dialogue, fit
+from ...client.saved_chat import SavedChat, held_chat
+from ...client.swarm_model import SwarmModel, identify_model
+from ...client.text import Text
+from ...credits.wallet import Purse
+from ...errors import BadInput, ExitCode, PetalnodeError, SwarmError
+from ...models import ModelFolder, resolve
+from ...network.addresses import parse_peer
+from ...swarm.swarm import Swarm
+from ..join import JoinOptions, joined, joins_swarm
+from ..output import Output, ProgressBars
+from ..served import served_model
+from ..terminal import LineReader, stopped_by_ctrl_c
+
+if TYPE_CHECKING:
+    from ...client.generation import Conversation, Sampling
+    from ...client.session.disjoint import Disagreement
+
+MAX_CONTEXT = 4096
+"""Tokens that a chat reserves at every server, unless the model takes fewer."""
+_HELP = "/new starts over, /route shows the servers, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer."
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What the options of the command say."""
+
+    prompt: str | None = None
+    system: str | None = None
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    show_route: bool = False
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    session: Path | None = None
+    adapter: str | None = None
+    share_receipts: tuple[str, ...] = ()
+    require_pledge: int | None = None
+    credits: str | None = None
+    compare_chains: int = 1
+
+
+@joins_swarm
+def chat(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, .gguf file, hub id or alias. Default: what the swarm serves.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="One question, one answer. Also from a pipe.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=99, help="0 always takes the likeliest token; 0.7 is usual.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Sample from the likeliest tokens of this total probability.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    show_route: Annotated[bool, typer.Option(help="Say which servers answered, and how fast.")] = False,
+    allow: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Use these servers only.")] = None,
+    deny: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Do not use this server.")] = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Keep the conversation in this file, and go on with what it holds."),
+    ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="PATH|NAME", help="A folder with a peft adapter, or the name of one that servers hold."),
+    ] = None,
+    share_receipts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MULTIADDR",
+            help="Show this auditor (a `petalnode validate`) what servers answered. It can read along; repeatable.",
+        ),
+    ] = None,
+    require_pledge: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="POINTS", help="Use only servers that pledge at least so many points."),
+    ] = None,
+    credits: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MULTIADDR", help="Pay busy servers for priority, with the points of --identity at this validator."
+        ),
+    ] = None,
+    compare_chains: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Ask so many chains that share no server, and compare what they answer."),
+    ] = None,
+    *,
+    join: JoinOptions,
+) -> None:
+    """Talk to the model that a swarm serves."""
+    options = ChatOptions(
+        prompt=prompt,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        show_route=show_route,
+        allow=tuple(allow or ()),
+        deny=tuple(deny or ()),
+        session=session,
+        adapter=adapter,
+        share_receipts=tuple(share_receipts or ()),
+        require_pledge=require_pledge,
+        credits=credits,
+        compare_chains=compare_chains or 1,
+    )
+    for auditor in options.share_receipts:
+        parse_peer(auditor)
+    if credits is not None:
+        parse_peer(credits)
+        if join.identity is None:
+            raise BadInput("--credits spends the points of a key: say which with --identity FILE")
+    if session is None:
+        trio.run(_chat, model, options, join, None)
+        return
+    if join.identity is not None:
+        raise BadInput("--session keeps the key of its conversation in its file: leave --identity out")
+    with held_chat(session) as saved:
+        trio.run(_chat, model, options, join, saved)
+
+
+async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, saved: SavedChat | None) -> None:
+    output = Output(join.json)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_in_thread, _import_generation)
+        identity = saved.identity if saved is not None else None
+        async with joined(join, output, role="chat", listens=False, identity=identity) as (swarm, _):
+            if join.identity is not None:
+                output.errors.print(f"the peer id of this client is {swarm.peer_id}", style="dim", markup=False)
+            if model is None:
+                model = await served_model(swarm)
+            bars = ProgressBars(output.errors)
+            folder = await trio.to_thread.run_sync(lambda: resolve(model, need="client", progress=bars))
+            bars.stop()
+            await chat_in(swarm, folder, options, output, saved)
+
+
+def _import_generation() -> None:
+    from ...blocks.collector import collector_paused
+
+    with collector_paused():
+        from ...client import generation  # noqa: F401
+
+
+async def _in_thread(function: Callable[[], object]) -> None:
+    """Runs `function` in a worker thread, which is left behind if an error elsewhere cancels the wait."""
+    await trio.to_thread.run_sync(function, abandon_on_cancel=True)
+
+
+async def chat_in(
+    swarm: Swarm, folder: ModelFolder, options: ChatOptions, output: Output, saved: SavedChat | None = None
+) -> None:
+    """Answers the prompt, or everything that a person types, over the servers of `swarm`.
+
+    Raises:
+        PetalnodeError: a one-shot answer cannot be had. In a chat the reason is printed and the chat goes on.
+    """
+    from ...blocks.client_part import load_client
+    from ...client.generation import Conversation, Sampling
+    from ...client.session_adapter import choose_adapter, fit_adapter
+    from ...models.adapters.peft_adapter import Adapter
+
+    prompt = options.prompt
+    if prompt is None and not sys.stdin.isatty():
+        prompt = (await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)).strip()
+        if not prompt:
+            raise BadInput("nothing came through the pipe: there is no question")
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
+    loaded: list[Any] = []
+
+    def load() -> None:
+        adapter = choose_adapter(options.adapter) if options.adapter is not None else None
+        client_part = load_client(folder.path)
+        if isinstance(adapter, Adapter):
+            fit_adapter(adapter, client_part)
+        loaded.extend((client_part, Text(folder), adapter))
+
+    identified: list[SwarmModel] = []
+
+    async def identify() -> None:
+        with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
+            await swarm.refresh(timeout=REFRESH_TIMEOUT)
+        identified.append(await identify_model(swarm, folder))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_in_thread, load)
+        nursery.start_soon(identify)
+    model, text, adapter = loaded
+    soft_prompt = adapter.soft_prompt if isinstance(adapter, Adapter) else None
+    virtual = 0 if soft_prompt is None else len(soft_prompt)
+    context = min(MAX_CONTEXT, (model.max_positions or MAX_CONTEXT) - virtual)
+    if prompt is not None and saved is None:
+        # One question needs no more of the servers' cache than its own length; a conversation will be longer.
+        tokens = len(text.tokenize(_opening(options).plus("user", prompt).turns))
+        context = min(context, tokens + sampling.max_new_tokens)
+    async with open_client(
+        swarm,
+        identified[0],
+        allowed=options.allow,
+        blocked=options.deny,
+        share_receipts=options.share_receipts,
+        require_pledge=options.require_pledge,
+        compare_chains=options.compare_chains,
+        adapter=adapter,
+    ) as client:
+        if options.credits is not None:
+            client.purse = Purse(swarm, swarm.identity, options.credits)
+        held = await client.adapter()
+        conversation = Conversation(
+            client, model, max_length=context, stop_tokens=text.stop_tokens, soft_prompt=soft_prompt
+        )
+        async with aclosing(conversation):
+            if saved is not None:
+                identity = adapter.identity if isinstance(adapter, Adapter) else held.hash.hex() if held else ""
+                saved = saved.check_model(client.model.version).with_adapter(identity)
+                conversation.keep(saved.tokens, saved.session)
+            chatter = _Chatter(conversation, text, sampling, options, output, saved, client.disagreements)
+            if prompt is not None:
+                await chatter.answer(prompt)
+            else:
+                await chatter.loop(folder.name)
+
+
+def _opening(options: ChatOptions) -> Dialogue:
+    return Dialogue().plus("system", options.system) if options.system else Dialogue()
+
+
+class _Chatter:
+    """One person at one terminal."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        text: Text,
+        sampling: Sampling,
+        options: ChatOptions,
+        output: Output,
+        saved: SavedChat | None,
+        disagreements: Sequence[Disagreement],
+    ) -> None:
+        self._disagreements = disagreements
+        self._conversation = conversation
+        self._text = text
+        self._sampling = sampling
+        self._options = options
+        self._output = output
+        self._saved = saved
+        self._dialogue = saved.dialogue if saved is not None and saved.dialogue.turns else _opening(options)
+
+    async def loop(self, model_name: str) -> None:
+        self._output.say(f"Talking to {model_name}. {_HELP}", style="dim")
+        questions = sum(turn.role == "user" for turn in self._dialogue.turns)
+        if questions:
+            self._output.say(f"(going on after {questions} questions; /new starts over)", style="dim")
+        reader = LineReader()
+        with reader:
+            while True:
+                line = await reader.read("\n> ")
+                if line is None or line.strip() in ("/quit", "/exit"):
+                    return
+                question = line.strip()
+                if question == "/new":
+                    self._dialogue = _opening(self._options)
+                    self._output.say("(starting over)", style="dim")
+                elif question == "/route":
+                    self._say_route()
+                elif question.startswith("/"):
+                    self._output.say(_HELP, style="dim")
+                elif question:
+                    try:
+                        await self.answer(question)
+                    except PetalnodeError as error:
+                        self._output.error(str(error))
+
+    async def answer(self, question: str) -> None:
+        """Streams one answer. Ctrl-C stops it; what was said until then counts."""
+        asked = self._dialogue.plus("user", question)
+        room = min(self._sampling.max_new_tokens, self._conversation.max_length // 4)
+        fitted, tokens, dropped = fit(asked, self._text.tokenize, self._conversation.max_length - room)
+        if dropped:
+            self._output.say(f"(the context is full: the oldest {dropped} turns were dropped)", style="dim")
+        recoveries = self._conversation.recoveries
+        disagreed = len(self._disagreements)
+        begun = time.perf_counter()
+        said: list[int] = []
+        write = self._text.stream(self._write)
+
+        def on_token(token: int) -> None:
+            said.append(token)
+            write(token)
+
+        stopped = await stopped_by_ctrl_c(
+            lambda stop: self._conversation.answer(tokens, self._sampling, on_token, stop)
+        )
+        seconds = time.perf_counter() - begun
+        text = self._text.decode(said)
+        self._dialogue = fitted.plus("assistant", text)
+        recoveries = self._conversation.recoveries - recoveries
+        if self._saved is not None and self._options.session is not None:
+            self._saved = self._saved.after(self._dialogue, *self._conversation.state())
+            self._saved.save(self._options.session)
+        if self._output.as_json:
+            self._output.emit(
+                text=text,
+                tokens=len(said),
+                seconds=round(seconds, 3),
+                route=[
+                    {"peer_id": hop.peer_id, "blocks": [hop.span.start, hop.span.end]}
+                    for hop in self._conversation.route
+                ],
+                recoveries=recoveries,
+                reused=self._conversation.reused,
+                disagreements=[each.fields() for each in self._disagreements[disagreed:]],
+            )
+        else:
+            self._write("\n")
+            if stopped:
+                self._output.say("(stopped)", style="dim")
+            if self._options.show_route:
+                rate = len(said) / seconds if seconds else 0.0
+                self._output.say(f"\n{len(said)} tokens in {seconds:.1f} s, {rate:.1f} tokens/s", style="dim")
+                self._say_route()
+        if stopped and self._options.prompt is not None:
+            raise typer.Exit(ExitCode.INTERRUPTED)
+
+    def _write(self, text: str) -> None:
+        if not self._output.as_json:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _say_route(self) -> None:
+        hops = [f"{hop.span} at …{hop.peer_id[-8:]}" for hop in self._conversation.route]
+        text = f"route: you → {' → '.join(hops)} → you" if hops else "no route yet: ask something"
+        self._output.say(text, style="dim")

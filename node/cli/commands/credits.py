@@ -1,0 +1,96 @@
+"""`petalnode credits`: the points that a validator has issued to this machine's server, or to another key."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import platformdirs
+import trio
+import typer
+
+from ....crypto.identity import Identity, IdentityError, peer_id_to_bytes
+from ...credits.wallet import Purse
+from ...errors import BadInput
+from ...network.addresses import parse_peer
+from ..join import JoinOptions, joined, joins_swarm
+from ..output import Output
+
+credits = typer.Typer(no_args_is_help=True, help="Points for verified work: how many there are, and handing them on.")
+
+_Validator = Annotated[
+    str, typer.Argument(metavar="VALIDATOR", help="Its multiaddr, as `petalnode validate --issue-points` prints it.")
+]
+_Key = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Whose points: a server's or client's --identity. Default: this user's server."),
+]
+T = TypeVar("T")
+
+
+@credits.command("balance")
+@joins_swarm
+def balance(validator: _Validator, key: _Key = None, *, join: JoinOptions) -> None:
+    """Say how many points a key has with a validator."""
+    output, owner = Output(join.json), _owner(key)
+    credit = trio.run(_ask, join, output, owner, validator, Purse.credit)
+    deposit = f", and {credit.deposit} more that it keeps for a pledge" if credit.deposit else ""
+    output.say(f"{credit.holder} has {credit.points} points with {credit.issuer}{deposit}")
+    output.emit(
+        event="credit",
+        issuer=credit.issuer,
+        peer_id=credit.holder,
+        points=credit.points,
+        deposit=credit.deposit,
+        deposit_until_ms=credit.deposit_until_ms,
+    )
+
+
+@credits.command("transfer")
+@joins_swarm
+def transfer(
+    validator: _Validator,
+    to: Annotated[str, typer.Argument(metavar="PEER", help="The peer id that gets them.")],
+    points: Annotated[int, typer.Argument(min=1)],
+    key: _Key = None,
+    *,
+    join: JoinOptions,
+) -> None:
+    """Hand points on, for instance from a server to its owner's client."""
+    output, owner = Output(join.json), _owner(key)
+    try:
+        peer_id_to_bytes(to)
+    except ValueError:
+        raise BadInput(f"{to}: this is no peer id; `petalnode chat --identity FILE` prints that of a client") from None
+    clearing = trio.run(_ask, join, output, owner, validator, lambda purse: purse.transfer(to, points))
+    done = clearing.transfer
+    output.say(f"{done.recipient} has got {done.points} points of {done.spender}")
+    output.emit(
+        event="cleared",
+        issuer=done.issuer,
+        peer_id=done.spender,
+        to=done.recipient,
+        points=done.points,
+        sequence=done.sequence,
+    )
+
+
+async def _ask(
+    join: JoinOptions, output: Output, owner: Identity, validator: str, question: Callable[[Purse], Awaitable[T]]
+) -> T:
+    parse_peer(validator)
+    if not join.peers:
+        join = replace(join, peer=[validator])
+    # Under a key of its own: the owner's may be that of a server that runs.
+    async with joined(join, output, role="credits", listens=False) as (swarm, _):
+        return await question(Purse(swarm, owner, validator))
+
+
+def _owner(key: Path | None) -> Identity:
+    file = key or platformdirs.user_data_path("petalnode", appauthor=False) / "serve.key"
+    try:
+        return Identity.load(file)
+    except IdentityError as error:
+        raise BadInput(f"{error}; --key FILE says whose points are meant") from error

@@ -1,0 +1,169 @@
+"""`petalnode demo`: a whole swarm on this machine, to see it work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import trio
+import typer
+
+from ....crypto.identity import Identity
+from ....protocols.ids import Span
+from ...errors import BadInput, MachineError
+from ...models import resolve
+from ...models.sources import DEFAULT_MODEL
+from ...swarm.config import SwarmConfig
+from ...swarm.swarm import open_swarm
+from ..output import Output, ProgressBars
+
+READY_TIMEOUT = 180.0
+STOP_TIMEOUT = 10.0
+
+
+def demo(
+    servers: Annotated[int, typer.Option(min=1, help="How many server processes.")] = 3,
+    prompt: Annotated[str | None, typer.Option(help="One question, one answer; without it, a chat.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="The answer as one JSON object.")] = False,
+) -> None:
+    """Start a local swarm on the default model, apart from all others, and talk to it."""
+    trio.run(_demo, servers, prompt, max_new_tokens, as_json)
+
+
+async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: bool) -> None:
+    from .chat import ChatOptions, chat_in
+
+    output = Output(as_json)
+    bars = ProgressBars(output.errors)
+    folder = await trio.to_thread.run_sync(lambda: resolve(DEFAULT_MODEL, need="all", progress=bars))
+    bars.stop()
+    if servers > folder.num_blocks:
+        raise BadInput(f"--servers {servers}: {folder.name} has {folder.num_blocks} blocks, one for each at least")
+    config = SwarmConfig(identity=Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",), serve_dht=True)
+    with tempfile.TemporaryDirectory(prefix="petalnode-demo-") as scratch:
+        async with open_swarm(config) as swarm, trio.open_nursery() as nursery:
+            nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
+            spans = even_spans(folder.num_blocks, servers)
+            started = [
+                await nursery.start(_server, span, swarm.addrs[0], Path(scratch) / f"{index}.key", servers)
+                for index, span in enumerate(spans)
+            ]
+            output.say(f"starting {servers} servers of {folder.name} on this machine ...")
+            with trio.move_on_after(READY_TIMEOUT) as scope:
+                for span, ready in zip(spans, started, strict=True):
+                    peer_id = await ready.wait()
+                    output.say(f"  blocks {span}: server …{peer_id[-8:]}")
+            if scope.cancelled_caught:
+                raise MachineError(f"the servers were not ready within {READY_TIMEOUT:.0f} s")
+            options = ChatOptions(prompt=prompt, max_new_tokens=max_new_tokens, show_route=True)
+            await chat_in(swarm, folder, options, output)
+            nursery.cancel_scope.cancel()
+
+
+async def _end_on_sigterm(scope: trio.CancelScope) -> None:
+    """Lets everything be cleaned up; by itself the signal would leave the scratch folder behind."""
+    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()
+
+
+def even_spans(num_blocks: int, count: int) -> list[Span]:
+    """`count` spans that cover `num_blocks`, as even as they can be."""
+    edges = [round(index * num_blocks / count) for index in range(count + 1)]
+    return [Span(start, end) for start, end in itertools.pairwise(edges)]
+
+
+class _Ready:
+    """A server's peer id, once it says that it is ready."""
+
+    def __init__(self) -> None:
+        self._event = trio.Event()
+        self._peer_id = ""
+
+    def set(self, peer_id: str) -> None:
+        self._peer_id = peer_id
+        self._event.set()
+
+    async def wait(self) -> str:
+        await self._event.wait()
+        return self._peer_id
+
+
+async def _server(
+    span: Span,
+    peer: str,
+    identity: Path,
+    servers: int,
+    *,
+    task_status: trio.TaskStatus[_Ready] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Runs one server process until cancelled. It stops by itself when this process is gone, however that went."""
+    command = [
+        *(sys.executable, "-m", "petalnode", "serve", DEFAULT_MODEL, "--blocks", str(span), "--peer", peer),
+        *("--listen", "/ip4/127.0.0.1/tcp/0", "--identity", str(identity), "--until-eof", "--json"),
+        *("--drain-timeout", "0"),  # nobody is left to move
+        *("--no-mdns", "--no-remember", "--relay", "off"),
+    ]
+    ready = _Ready()
+    process = await trio.lowlevel.open_process(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": str(threads_per_server(os.cpu_count() or 1, servers))},
+        # Ctrl-C on the terminal is for the chat; the servers end with it, by the closed pipe.
+        start_new_session=True,
+    )
+    errors: list[str] = []
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_read_errors, process, errors)
+            task_status.started(ready)
+            await _read_events(process, ready)
+            code = await process.wait()
+            # Only an end that nobody asked for comes here.
+            raise MachineError(f"the server of blocks {span} ended with exit code {code}: {''.join(errors)[-500:]}")
+    finally:
+        with trio.CancelScope(shield=True):
+            await _stop(process)
+
+
+async def _read_errors(process: trio.Process, errors: list[str]) -> None:
+    assert process.stderr is not None
+    async for data in process.stderr:
+        errors.append(data.decode(errors="replace"))
+        del errors[:-50]
+
+
+async def _read_events(process: trio.Process, ready: _Ready) -> None:
+    assert process.stdout is not None
+    pending = b""
+    async for data in process.stdout:
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            if event.get("event") == "ready":
+                ready.set(event["peer_id"])
+
+
+async def _stop(process: trio.Process) -> None:
+    assert process.stdin is not None
+    await process.stdin.aclose()
+    with trio.move_on_after(STOP_TIMEOUT):
+        await process.wait()
+        return
+    process.kill()
+    await process.wait()
+
+
+def threads_per_server(cores: int, servers: int) -> int:
+    """Compute threads for each of several servers on one machine: more than there are cores slow everybody down."""
+    return max(1, cores // servers)

@@ -1,0 +1,222 @@
+"""`petalnode plan`: which machine should serve which blocks, and what to expect of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import trio
+import typer
+from rich.table import Table
+
+from ....protocols.announcement import Announcement, ServerState
+from ....protocols.framing import PeerError
+from ...client.deadlines import REFRESH_TIMEOUT, RTT_TIMEOUT
+from ...errors import BadInput, ModelError, NoChainError, SwarmError
+from ...models import Checkpoint, ModelFolder, resolve
+from ...placement.planning.fleet import Fleet
+from ...placement.planning.live import fleet_of_servers
+from ...placement.planning.machines_file import MAX_BLOCKS, MachinesFile, fleet_of, read_machines
+from ...placement.planning.plans import Plan, busiest_plan, fastest_plan, present_plan
+from ..join import JoinOptions, joined, joins_swarm
+from ..output import Output, ProgressBars
+
+_PINGS_AT_ONCE = 32
+
+
+@joins_swarm
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(help="The model: how many blocks it has, and how large they are.")
+    ] = None,
+    machines: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Plan for the machines of this JSON or CSV file, not for a swarm's servers."),
+    ] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, max=MAX_BLOCKS, help="The model has so many blocks.")] = None,
+    block_mb: Annotated[float | None, typer.Option(min=0.001, help="A block of it takes so many megabytes.")] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, max=3600, metavar="S", help="Look for a better plan for so long at most.")
+    ] = 1.0,
+    *,
+    join: JoinOptions,
+) -> None:
+    """Say which machine should serve which blocks: for the least time per token, and for the most tokens a second."""
+    output = Output(join.json)
+    if machines is None:
+        if num_blocks is not None or block_mb is not None:
+            raise BadInput("--num-blocks and --block-mb go with --machines FILE: a swarm's servers know their model")
+        trio.run(_plan_swarm, model, seconds, join, output)
+        return
+    file = read_machines(machines)
+    blocks, size = _model(model, file, num_blocks, None if block_mb is None else block_mb * 1e6, output)
+    fleet = fleet_of(file, blocks, size)
+    _print(output, model or str(machines), fleet, blocks, seconds)
+
+
+def _model(
+    model: str | None, file: MachinesFile, num_blocks: int | None, block_bytes: float | None, output: Output
+) -> tuple[int, float | None]:
+    """How many blocks there are, and the bytes of one if that is known: options, then the file, then the model."""
+    num_blocks = num_blocks or file.num_blocks
+    block_bytes = block_bytes or file.block_bytes
+    if model is not None and (num_blocks is None or block_bytes is None):
+        bars = ProgressBars(output.errors)
+        folder = resolve(model, need="config", progress=bars)
+        bars.stop()
+        num_blocks = num_blocks or folder.num_blocks
+        block_bytes = block_bytes or _block_bytes(folder)
+    if num_blocks is not None and num_blocks > MAX_BLOCKS:
+        raise BadInput(f"{model} has {num_blocks} blocks, and plans are for {MAX_BLOCKS} at most")
+    if num_blocks is None:
+        raise BadInput(
+            'how many blocks has the model? Name a MODEL, or give --num-blocks, or "model": {"blocks": ..} in the file'
+        )
+    return num_blocks, block_bytes
+
+
+def _block_bytes(folder: ModelFolder) -> float | None:
+    try:
+        return float(sum(tensor.nbytes for tensor in Checkpoint(folder.path, folder.num_blocks).tensors(0)))
+    except ModelError:
+        return None  # the weights are elsewhere
+
+
+async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, output: Output) -> None:
+    async with joined(join, output, role="plan", listens=False) as (swarm, _):
+        view = await swarm.refresh(timeout=REFRESH_TIMEOUT)
+        models = {
+            version: named
+            for version, named in view.models(now=time.time()).items()
+            if model is None or named[0] == model
+        }
+        if not models:
+            raise SwarmError(f"nobody in this swarm serves {'any model' if model is None else model} (yet)")
+        if len({name for name, _ in models.values()}) > 1:
+            names = sorted({name for name, _ in models.values()})
+            raise BadInput(f"this swarm serves several models: name one of {', '.join(names)}")
+        for version, (name, num_blocks) in sorted(models.items()):
+            if num_blocks > MAX_BLOCKS:
+                raise BadInput(f"{name} has {num_blocks} blocks, and plans are for {MAX_BLOCKS} at most")
+            servers = [
+                each
+                for each in view.servers(version, now=time.time())
+                if each.state is ServerState.ONLINE and each.num_blocks == num_blocks
+            ]
+            rtts: dict[str, float] = {}
+            limiter = trio.CapacityLimiter(_PINGS_AT_ONCE)
+
+            async def measure(
+                server: Announcement, rtts: dict[str, float] = rtts, limiter: trio.CapacityLimiter = limiter
+            ) -> None:
+                async with limiter:
+                    try:
+                        rtts[server.peer_id] = await swarm.measure_rtt(server.peer_id, timeout=RTT_TIMEOUT)
+                    except PeerError as error:
+                        output.errors.print(f"left out: {error}", style="yellow", markup=False)
+
+            async with trio.open_nursery() as nursery:
+                for server in servers:
+                    nursery.start_soon(measure, server)
+            answering = [server for server in servers if server.peer_id in rtts]
+            if not answering:
+                raise SwarmError(f"no server of {name} answers: try again in a while")
+            fleet = fleet_of_servers(answering, rtts)
+            await trio.to_thread.run_sync(_print, output, name, fleet, num_blocks, seconds, answering)
+
+
+def _print(
+    output: Output,
+    model: str,
+    fleet: Fleet,
+    num_blocks: int,
+    seconds: float,
+    servers: list[Announcement] | None = None,
+) -> None:
+    present = _present(fleet, num_blocks) if servers is not None else None
+    busiest = busiest_plan(fleet, num_blocks)
+    known = [plan for plan in (present, busiest) if plan is not None]
+    fastest = fastest_plan(fleet, num_blocks, seconds=seconds, known=known)
+    plans = {"now": present, "fastest": fastest, "busiest": busiest}
+    peers = None if servers is None else [server.peer_id for server in servers]
+    output.emit(
+        model=model,
+        num_blocks=num_blocks,
+        **{name: _as_json(plan, fleet, peers) for name, plan in plans.items() if plan is not None},
+    )
+    if output.as_json:
+        return
+    if servers is not None:
+        told = "not all blocks are served" if present is None else _expectation(present)
+        output.say(f"{model}, {num_blocks} blocks, as it is served now: {told}")
+        output.say("a plan below moves blocks among these servers; each could hold as many as it does now")
+        output.say("")
+    output.say(f"least time per token: {_expectation(fastest)}", style="bold")
+    output.say(_how_good(fastest))
+    output.console.print(_table(fastest, fleet))
+    output.say(f"most tokens a second: {_expectation(busiest)}", style="bold")
+    output.say(f"no placement of these machines gives more than {busiest.most_tokens_per_second or 0.0:.1f} tokens/s")
+    output.console.print(_table(busiest, fleet))
+    if not fleet.client_seconds:
+        output.say("embeddings and head, which the client computes, come on top")
+
+
+def _present(fleet: Fleet, num_blocks: int) -> Plan | None:
+    try:
+        return present_plan(fleet, num_blocks)
+    except NoChainError:
+        return None
+
+
+def _expectation(plan: Plan) -> str:
+    return (
+        f"{1000 * plan.seconds:.1f} ms per token for one client ({1 / plan.seconds:.2f} tokens/s), "
+        f"{plan.tokens_per_second:.1f} tokens/s for many together"
+    )
+
+
+def _how_good(plan: Plan) -> str:
+    if plan.proved:
+        return "there is no faster chain of these machines"
+    if not plan.least_seconds:
+        return "the best that was found"
+    return (
+        f"the best that was found; none is faster than {1000 * plan.least_seconds:.1f} ms, and more --seconds may tell"
+    )
+
+
+def _table(plan: Plan, fleet: Fleet) -> Table:
+    table = Table()
+    table.add_column("blocks", justify="right")
+    table.add_column("machine", no_wrap=True)
+    table.add_column("computes, ms", justify="right")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("on the route", justify="center")
+    times = fleet.block_seconds()
+    for each in plan.placed:
+        seconds = float(times[each.machine]) * len(each.span)
+        used = [visit.span for visit in plan.route if visit.machine == each.machine]
+        route = "yes" if used == [each.span] else ", ".join(map(str, used))
+        table.add_row(
+            str(each.span), fleet.machines[each.machine].name, f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}", route
+        )
+    return table
+
+
+def _as_json(plan: Plan, fleet: Fleet, peers: list[str] | None) -> dict[str, Any]:
+    def described(machine: int, start: int, end: int) -> dict[str, Any]:
+        who = {} if peers is None else {"peer_id": peers[machine]}
+        return {"name": fleet.machines[machine].name, **who, "blocks": [start, end]}
+
+    found: dict[str, Any] = {
+        "ms_per_token": round(1000 * plan.seconds, 4),
+        "tokens_per_second": round(plan.tokens_per_second, 4),
+        "machines": [described(each.machine, each.span.start, each.span.end) for each in plan.placed],
+        "route": [described(each.machine, each.span.start, each.span.end) for each in plan.route],
+    }
+    if plan.most_tokens_per_second is not None:
+        found["most_tokens_per_second"] = round(plan.most_tokens_per_second, 4)
+    elif plan.least_seconds:
+        found |= {"least_ms_per_token": round(1000 * plan.least_seconds, 4), "proved": plan.proved}
+    return found

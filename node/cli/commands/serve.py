@@ -1,0 +1,256 @@
+"""`petalnode serve`: host blocks of a model until told to stop."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import trio
+import typer
+
+from ....crypto.identity import peer_id_to_bytes
+from ....protocols.ids import Span
+from ...errors import BadInput
+from ...models.disk_limit import parse_size
+from ...models.quantisation import choose_quantisation
+from ...models.sources import DEFAULT_MODEL
+from ...network.addresses import parse_peer
+from ...network.nat.limits import RelayLimits
+from ...server.lifecycle.options import ServerOptions
+from ...server.lifecycle.server import run_server
+from ..join import JoinOptions, joined, joins_swarm
+from ..output import Output, ProgressBars
+from ..relay_options import RelayCircuits, RelayRate, RelayReservations, relay_limits
+from ..signals import StopSignal
+from ..whereabouts import how_joined, how_joined_json, join_by, tell_reachability
+
+STOP_GRACE = 10.0
+"""Seconds for the goodbyes of a server that was ready; before that there is nothing to end in order."""
+
+
+@joins_swarm
+def serve(
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or alias.")] = DEFAULT_MODEL,
+    blocks: Annotated[str | None, typer.Option(metavar="A:B", help="Host blocks A to B-1.")] = None,
+    num_blocks: Annotated[
+        str, typer.Option(metavar="auto|N", help="Host so many, those most in need; auto: as many as memory holds.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")] = "auto",
+    quant: Annotated[
+        str, typer.Option(metavar="none|int8|nf4", help="How coarsely to hold the weights, in less memory.")
+    ] = "none",
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Attention cache, in tokens through all blocks here.")
+    ] = None,
+    throughput: Annotated[
+        str, typer.Option(metavar="auto|F", help="Decode steps per second to announce; auto measures.")
+    ] = "auto",
+    name: Annotated[str, typer.Option(help="A name that others see.")] = "",
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, metavar="S", help="When told to stop, give sessions so long to move elsewhere.")
+    ] = 30.0,
+    rebalance: Annotated[
+        str,
+        typer.Option(
+            metavar="P%|off",
+            help="Change blocks where that gains so much, for as many as the model has; off: keep those of the start.",
+        ),
+    ] = "20%",
+    pledge: Annotated[
+        int, typer.Option(min=0, metavar="POINTS", help="Promise to lose so many points if a fault is proved.")
+    ] = 0,
+    deposit_at: Annotated[
+        str | None,
+        typer.Option(metavar="MULTIADDR", help="The validator that keeps the points of --pledge, so that they count."),
+    ] = None,
+    max_disk: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Keep models on this disk within this, such as 50G.")
+    ] = None,
+    relay_reservations: RelayReservations = None,
+    relay_circuits: RelayCircuits = None,
+    relay_rate: RelayRate = None,
+    allow_client: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PEER", help="Serve only this client (`chat --identity FILE` prints its id); repeatable."),
+    ] = None,
+    adapter: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="A LoRA adapter (a peft folder) for whoever names it; repeatable."),
+    ] = None,
+    until_eof: Annotated[
+        bool, typer.Option("--until-eof", help="Stop when standard input ends: for programs that start servers.")
+    ] = False,
+    *,
+    join: JoinOptions,
+) -> None:
+    """Host blocks of a model for the swarm. Without --blocks, those that it needs most."""
+    options = ServerOptions(
+        model=model,
+        blocks=_span(blocks),
+        num_blocks=_count(num_blocks),
+        device=device,
+        dtype=dtype,
+        quant=choose_quantisation(quant),
+        cache_tokens=cache_tokens,
+        throughput=_throughput(throughput),
+        name=name,
+        drain_timeout=drain_timeout,
+        allow_clients=_clients(allow_client),
+        deposit_at=_deposit_at(deposit_at, pledge),
+        gain=_gain(rebalance),
+        pledge=pledge,
+        max_disk=None if max_disk is None else parse_size(max_disk, "--max-disk"),
+        adapters=tuple(adapter or ()),
+    )
+    if blocks is not None and options.num_blocks is not None:
+        raise BadInput("--blocks says which blocks, --num-blocks how many: give one of them")
+    limits = relay_limits(relay_reservations, relay_circuits, relay_rate)
+    trio.run(_serve, options, join, limits, until_eof)
+
+
+async def _serve(options: ServerOptions, join: JoinOptions, limits: RelayLimits, until_eof: bool) -> None:
+    output = Output(join.json)
+    bars = ProgressBars(output.console)
+    stop = StopSignal()
+
+    ready = False
+
+    def on_event(event: str, **fields: Any) -> None:
+        nonlocal ready
+        if event == "status":
+            output.say(f"{fields['text']} ...")
+        elif event == "ready":
+            ready = True
+            bars.stop()
+            _say_ready(output, join, fields)
+            output.emit(event="ready", **fields, joined=how_joined_json(swarm.joined))
+            commands = [f"petalnode {command} {fields['model']}" for command in ("serve", "chat")]
+            nursery.start_soon(tell_reachability, swarm, join, output, commands)
+        elif event in ("moving", "moved"):
+            _say_change(output, event, fields)
+            output.emit(event=event, **fields)
+        elif event == "stopping":
+            sessions = fields["sessions"]
+            moving = f", when {sessions} sessions have moved to other servers (again Ctrl-C: at once)"
+            output.say(f"stopping{moving if sessions else ''} ...")
+            output.emit(event="stopping", **fields)
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(stop.watch)
+        cancelled = trio.CancelScope()
+
+        async def enforce_stop() -> None:
+            await stop.event.wait()
+            if ready:
+                await trio.sleep(options.drain_timeout + STOP_GRACE)
+            cancelled.cancel()
+
+        nursery.start_soon(enforce_stop)
+        if until_eof:
+            nursery.start_soon(stop.watch_stdin)
+        with cancelled:
+            async with joined(join, output, role="serve", listens=True, relay_limits=limits) as (swarm, identity):
+                output.say(how_joined(join, swarm.joined))
+                await run_server(swarm, identity, options, on_event, bars, stop.event)
+        nursery.cancel_scope.cancel()
+    if not ready:
+        # A thread that still loads is left behind, and torch aborts a process that ends in order meanwhile.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(stop.exit_code)
+    raise typer.Exit(stop.exit_code)
+
+
+def _say_ready(output: Output, join: JoinOptions, fields: dict[str, Any]) -> None:
+    start, end = fields["blocks"]
+    output.say(
+        f"ready after {fields['seconds']:.1f} s: blocks {start}:{end} of {fields['num_blocks']} of {fields['model']}, "
+        f"{_held(fields)} on {fields['device']}, {fields['throughput']:.1f} steps/s, "
+        f"{fields['cache_tokens']} cache tokens"
+    )
+    if fields["adapters"]:
+        output.say(f"adapters: {', '.join(fields['adapters'])}")
+    if fields["addrs"]:
+        how = join_by(join, fields["addrs"][0])
+        output.say(f"to serve with it:  petalnode serve {fields['model']} {how}")
+        output.say(f"to talk to it:     petalnode chat {fields['model']} {how}")
+        for other in fields["addrs"][1:]:
+            output.say(f"also reachable at: {other}")
+
+
+def _say_change(output: Output, event: str, fields: dict[str, Any]) -> None:
+    start, end = fields["blocks"]
+    if event == "moving":
+        first, last = fields["to"]
+        leaving = f" when {fields['sessions']} sessions have moved to other servers" if fields["sessions"] else ""
+        output.say(f"changing from blocks {start}:{end} to {first}:{last}{leaving}: {fields['reason']} ...")
+    else:
+        output.say(f"serving blocks {start}:{end} after {fields['seconds']:.1f} s, {fields['throughput']:.1f} steps/s")
+
+
+def _held(fields: dict[str, Any]) -> str:
+    quantisation, dtype = fields["quantisation"], str(fields["dtype"])
+    return dtype if quantisation == "none" else f"{quantisation} weights in {dtype}"
+
+
+def _span(text: str | None) -> Span | None:
+    if text is None:
+        return None
+    try:
+        return Span.parse(text)
+    except ValueError as error:
+        raise BadInput(f"--blocks {text}: {error}") from None
+
+
+def _clients(peers: list[str] | None) -> tuple[str, ...]:
+    for peer in peers or ():
+        try:
+            peer_id_to_bytes(peer)
+        except ValueError:
+            raise BadInput(
+                f"--allow-client {peer}: this is no peer id; `petalnode chat --identity FILE` prints that of a client"
+            ) from None
+    return tuple(peers or ())
+
+
+def _deposit_at(address: str | None, pledge: int) -> str | None:
+    if address is not None:
+        if not pledge:
+            raise BadInput("--deposit-at says who keeps the points of --pledge: give that, too")
+        parse_peer(address)
+    return address
+
+
+def _count(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise BadInput(f"--num-blocks {text}: give a number of blocks, or auto")
+    return int(text)
+
+
+def _gain(text: str) -> float | None:
+    if text == "off":
+        return None
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1000:
+        raise BadInput(f"--rebalance {text}: give percent, such as 20%, or off")
+    return value / 100
+
+
+def _throughput(text: str) -> float | None:
+    if text == "auto":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise BadInput(f"--throughput {text}: give decode steps per second, such as 12.5, or auto")
+    return value

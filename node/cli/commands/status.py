@@ -1,0 +1,164 @@
+"""`petalnode status`: who serves what, drawn over the blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import trio
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from ....protocols.adapter import AnnouncedAdapter
+from ....protocols.announcement import Announcement, ServerState
+from ...client.session_adapter import announced
+from ...errors import SwarmError
+from ...swarm.routing import describe_blocks
+from ..join import JoinOptions, joined, joins_swarm
+from ..output import Output
+from ..relays import known_relays, relay_lines
+
+_BAR_WIDTH = 60
+
+
+@joins_swarm
+def status(
+    model: Annotated[str | None, typer.Argument(help="Only the model of this name.")] = None,
+    *,
+    join: JoinOptions,
+) -> None:
+    """Show the servers of a swarm and the blocks that each holds."""
+    trio.run(_status, model, join)
+
+
+async def _status(model: str | None, join: JoinOptions) -> None:
+    output = Output(join.json)
+    async with joined(join, output, role="status", listens=False) as (swarm, _):
+        view = await swarm.refresh(timeout=5)
+        models = {
+            version: (name, num_blocks)
+            for version, (name, num_blocks) in view.models(now=time.time()).items()
+            if model is None or name == model
+        }
+        if not models:
+            which = "any model" if model is None else model
+            raise SwarmError(f"nobody in this swarm serves {which} (yet)")
+        relays = await known_relays(swarm)
+        for version, (name, num_blocks) in sorted(models.items(), key=lambda item: item[1]):
+            known = sorted(view.servers(version, now=time.time()), key=lambda each: (each.span, each.peer_id))
+            servers = [server for server in known if server.num_blocks == num_blocks]
+            coverage = coverage_of(servers, num_blocks)
+            output.emit(
+                **_as_json(name, version, num_blocks, servers, coverage), relays=[each.as_json() for each in relays]
+            )
+            if not join.json:
+                output.console.print(_table(name, version, num_blocks, servers))
+                for line in adapter_lines(servers):
+                    output.say(line)
+                missing = [block for block, count in enumerate(coverage) if not count]
+                for server in known:
+                    if server.num_blocks != num_blocks:
+                        output.say(f"left out: {server.peer_id} says that {name} has {server.num_blocks} blocks")
+                if missing:
+                    output.say(f"nobody serves {describe_blocks(missing)}: no answers until somebody does", style="red")
+        if not join.json:
+            for line in relay_lines(relays):
+                output.say(line)
+
+
+def adapter_lines(servers: Sequence[Announcement]) -> list[str]:
+    """Which adapters can be named, and on which blocks."""
+    held: dict[AnnouncedAdapter, set[int]] = {}
+    for server in servers:
+        for each in announced(server):
+            held.setdefault(each, set()).update(range(server.span.start, server.span.end))
+    return [
+        f"adapter {each.name}@{each.hash.hex()[:8]}: {describe_blocks(sorted(blocks))}"
+        for each, blocks in sorted(held.items(), key=lambda item: (item[0].name, item[0].hash))
+    ]
+
+
+def coverage_of(servers: Sequence[Announcement], num_blocks: int) -> list[int]:
+    """How many servers that take sessions hold each block."""
+    online = [server.span for server in servers if server.state is ServerState.ONLINE]
+    return [sum(block in span for span in online) for block in range(num_blocks)]
+
+
+def _as_json(
+    name: str, version: bytes, num_blocks: int, servers: Sequence[Announcement], coverage: list[int]
+) -> dict[str, object]:
+    return {
+        "model": name,
+        "model_version": version.hex(),
+        "num_blocks": num_blocks,
+        "coverage": coverage,
+        "servers": [
+            {
+                "peer_id": server.peer_id,
+                "name": server.public_name,
+                "blocks": [server.span.start, server.span.end],
+                "state": server.state.name.lower(),
+                "throughput": _throughput(server),
+                "cache_tokens_free": server.cache_tokens_free,
+                "cache_tokens": server.cache_tokens,
+                "dtype": server.dtype,
+                "quantisation": server.quantisation,
+                "adapters": [each.name for each in announced(server)],
+                "queue_depth": server.queue_depth,
+                "fixed": server.fixed,
+                "next_blocks": [server.next_span.start, server.next_span.end] if server.next_span else None,
+                "addrs": list(server.addrs),
+                "software_version": server.software_version,
+            }
+            for server in servers
+        ],
+    }
+
+
+def _state(server: Announcement) -> str:
+    """What it does, and what it will do if it has said so."""
+    state = server.state.name.lower()
+    if server.next_span is not None and server.next_span != server.span:
+        return f"{state}, goes to {server.next_span}"
+    return f"{state}, fixed" if server.fixed else state
+
+
+def _throughput(server: Announcement) -> float:
+    return round(1 / server.step_seconds, 2) if server.step_seconds else 0.0
+
+
+def _table(name: str, version: bytes, num_blocks: int, servers: Sequence[Announcement]) -> Table:
+    table = Table(
+        title=f"{name}  {num_blocks} blocks  version {version.hex()[:12]}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column(f"blocks 0 to {num_blocks}", no_wrap=True)
+    table.add_column("span", justify="right")
+    table.add_column("server", no_wrap=True)
+    table.add_column("state", min_width=8)
+    table.add_column("steps/s", justify="right", no_wrap=True)
+    table.add_column("free cache", justify="right")
+    for server in servers:
+        table.add_row(
+            _bar(server, num_blocks),
+            str(server.span),
+            server.public_name or "…" + server.peer_id[-8:],
+            _state(server),
+            f"{_throughput(server):.1f}",
+            f"{server.cache_tokens_free}",
+        )
+    return table
+
+
+def _bar(server: Announcement, num_blocks: int) -> Text:
+    width = min(_BAR_WIDTH, max(num_blocks, 20))
+    start = round(server.span.start * width / num_blocks)
+    end = min(width, max(start + 1, round(server.span.end * width / num_blocks)))
+    colour = {ServerState.ONLINE: "green", ServerState.JOINING: "yellow"}.get(server.state, "red")
+    return Text.assemble(("·" * start, "dim"), ("█" * (end - start), colour), ("·" * (width - end), "dim"))

@@ -1,0 +1,226 @@
+"""`petalnode validate`: recompute what servers answer, and say who is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import platformdirs
+import trio
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from ....crypto.identity import Identity
+from ...client.swarm_model import identify_model
+from ...client.text import Text
+from ...errors import BadInput, ExitCode, ModelError
+from ...models import resolve
+from ...network.nat.limits import RelayLimits
+from ...swarm.swarm import Swarm
+from ..join import JoinOptions, joined, joins_swarm
+from ..output import Output, ProgressBars
+from ..served import served_model
+from ..signals import StopSignal
+
+if TYPE_CHECKING:
+    from ...verification.verdicts import Verdict
+
+_STYLES = {"ok": "green", "inconclusive": "yellow", "faulty": "bold red"}
+
+
+@joins_swarm
+def validate(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, .gguf file, hub id or alias, with all weights. Default: the swarm's.")
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look at every server once; exit code 1 if any is faulty.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, metavar="S", help="Seconds between two probes in the mean; when, nobody can tell.")
+    ] = 300.0,
+    evidence_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep evidence of faults here (`petalnode verify-evidence`).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to recompute: cpu, cuda, cuda:1, mps, auto.")] = "cpu",
+    issue_points: Annotated[
+        bool, typer.Option("--issue-points", help="Keep accounts: servers earn points for what was verified.")
+    ] = False,
+    *,
+    join: JoinOptions,
+) -> None:
+    """Check that servers compute what they say: probe them as a user would, and recompute block by block."""
+    if once and issue_points:
+        raise BadInput("--issue-points is for a validator that goes on: leave --once out")
+    code = trio.run(_validate, model, once, interval, device, issue_points, evidence_dir, join)
+    raise typer.Exit(code)
+
+
+async def _validate(
+    model: str | None,
+    once: bool,
+    interval: float,
+    device: str,
+    issue_points: bool,
+    evidence_dir: Path | None,
+    join: JoinOptions,
+) -> int:
+    from ...blocks.client_part import load_client
+    from ...blocks.config import choose_device
+    from ...credits.credit_desk import CreditDesk
+    from ...credits.ledger import Ledger
+    from ...credits.rewards import Rewards
+    from ...validator.endorsing import Endorser
+    from ...validator.history import History
+    from ...validator.prober import Own
+    from ...validator.service import Validator, ValidatorOptions
+    from ...verification.verdicts import Judge
+
+    output = Output(join.json)
+    target = str(choose_device(device))
+    stop = StopSignal()
+    data_dir = platformdirs.user_data_path("petalnode", appauthor=False)
+    table = _Findings(output, once)
+    found: list[Verdict] = []
+    finished = False
+    async with trio.open_nursery() as nursery:
+        await nursery.start(stop.watch)
+
+        async def cancel_when_told() -> None:
+            await stop.event.wait()
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(cancel_when_told)
+        async with (
+            AsyncExitStack() as stack,
+            joined(join, output, role="validate", listens=not once) as (swarm, identity),
+        ):
+            name = model if model is not None else await served_model(swarm)
+            bars = ProgressBars(output.errors)
+            folder = await trio.to_thread.run_sync(lambda: resolve(name, need="all", progress=bars))
+            identified = await identify_model(swarm, folder, bars)
+            local = await trio.to_thread.run_sync(lambda: load_client(folder.path, device="cpu"))
+            try:
+                text = await trio.to_thread.run_sync(Text, folder)
+            except ModelError:
+                text = None  # any tokens will do
+            bars.stop()
+            rewards: Rewards | None = None
+            if issue_points:
+                # One file for each key: points are the word of one issuer.
+                file = data_dir / "validator" / f"ledger-{identity.peer_id}.sqlite"
+                ledger = stack.enter_context(await trio.to_thread.run_sync(Ledger, file, identity))
+                CreditDesk(swarm, ledger)
+                rewards = Rewards(ledger)
+                swarm.on_proven(rewards.proven)
+                nursery.start_soon(rewards.take_deposits)
+            if not once:
+                _say_ready(output, swarm, issue_points)
+            config = replace(
+                join.config(Identity.generate(), listens=False, data_dir=data_dir, relay_limits=RelayLimits()),
+                listen=(),  # that is where the validator itself listens
+                announce=(),
+            )
+            with History(data_dir / "validator" / "history.sqlite") as history, table:
+                options = ValidatorOptions(
+                    config=config,
+                    own=Own(identified, local, text),
+                    judge=Judge(folder.path, target),
+                    history=history,
+                    on_verdict=table.tell,
+                    rewards=rewards,
+                    evidence_dir=evidence_dir,
+                    accuser=identity,
+                )
+                validator = Validator(swarm, options)
+                if once:
+                    found = await validator.once()
+                else:
+                    nursery.start_soon(validator.audit)
+                    nursery.start_soon(Endorser(swarm, folder, identified.version, device=target).run)
+                    await validator.run(interval)
+        finished = True
+        nursery.cancel_scope.cancel()
+    if not finished:
+        return stop.exit_code
+    return int(ExitCode.RESULT_SAYS_NO if any(each.verdict == "faulty" for each in found) else ExitCode.DONE)
+
+
+def _say_ready(output: Output, swarm: Swarm, issue_points: bool) -> None:
+    output.emit(event="ready", peer_id=swarm.peer_id, addrs=list(swarm.addrs))
+    for address in swarm.addrs[:1]:
+        output.say(f"to have your answers audited:  petalnode chat --share-receipts {address}")
+    if issue_points:
+        output.say(
+            f"points of this validator count where it is trusted:  petalnode serve --trust-validator {swarm.peer_id}"
+        )
+        for address in swarm.addrs[:1]:
+            output.say(f"to see what has been earned:  petalnode credits balance {address}")
+
+
+class _Findings:
+    """Verdicts as they come: JSON lines, lines of text, or a table where there is a terminal."""
+
+    def __init__(self, output: Output, once: bool) -> None:
+        self._output = output
+        self._once = once
+        self._last: dict[str, tuple[float, Verdict]] = {}
+        self._counts: dict[str, int] = {}
+        self._live = Live(console=output.console, auto_refresh=False) if self._drawn and not once else None
+
+    @property
+    def _drawn(self) -> bool:
+        return not self._output.as_json and self._output.console.is_terminal
+
+    def __enter__(self) -> _Findings:
+        if self._live is not None:
+            self._output.say("waiting for the first probe to be made; Ctrl-C ends it", style="dim")
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._once and self._last and not self._output.as_json:
+            self._output.console.print(self._table())
+
+    def tell(self, verdict: Verdict) -> None:
+        self._last[verdict.peer_id] = (time.time(), verdict)
+        self._counts[verdict.peer_id] = self._counts.get(verdict.peer_id, 0) + 1
+        if self._output.as_json:
+            self._output.emit(event="verdict", **verdict.fields())
+        elif self._live is not None:
+            self._live.update(self._table(), refresh=True)
+        elif not self._once:
+            self._output.say(
+                f"{verdict.peer_id} (blocks {verdict.blocks}): {verdict.verdict}, {verdict.reason}",
+                style=_STYLES[verdict.verdict],
+            )
+
+    def _table(self) -> Table:
+        return findings_table(self._last, self._counts)
+
+
+def findings_table(last: Mapping[str, tuple[float, Verdict]], counts: Mapping[str, int]) -> Table:
+    """The last verdict on each server: `last` by peer id with its time, `counts` how many there were."""
+    table = Table(title="What servers answer, recomputed", title_justify="left")
+    for column in ("server", "blocks", "verdict", "error", "tolerance", "requests", "when", "why"):
+        table.add_column(column, justify="right" if column in ("blocks", "error", "tolerance", "requests") else "left")
+    for peer_id, (moment, verdict) in sorted(last.items(), key=lambda item: item[1][1].blocks):
+        table.add_row(
+            "…" + peer_id[-8:] + (f" ({counts[peer_id]}x)" if counts[peer_id] > 1 else ""),
+            str(verdict.blocks),
+            verdict.verdict,
+            "" if verdict.error is None else f"{verdict.error:.2g}",
+            "" if verdict.tolerance is None else f"{verdict.tolerance:.2g}",
+            str(verdict.requests),
+            time.strftime("%H:%M:%S", time.localtime(moment)),
+            verdict.reason,
+            style=_STYLES[verdict.verdict],
+        )
+    return table

@@ -1,0 +1,1 @@
+"""The synchronous Python API: models that feel like those of transformers."""

@@ -1,0 +1,174 @@
+"""The synchronous session of the Python API."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+
+from ....protocols.ids import Span
+from ....protocols.tensor_header import TensorError
+from ....protocols.tensors import dtype_name
+from ...errors import BadInput, PetalnodeError
+from ..chunks import from_chunks, to_chunks
+from ..core import SwarmClient
+from ..session.compared_session import Session
+from ..session.server_session import SessionSpec
+from ..session_adapter import SessionAdapter
+from .runtime import TrioThread
+
+
+class InferenceSession:
+    """Attention caches of one batch of sequences, kept by the servers of a chain.
+
+    Opened at the servers by the first step, which shows how many rows there are. One call at a time. A context
+    manager: leaving it gives the caches back, as `close` does.
+
+    Attributes:
+        max_length: tokens of a row that fit; servers reserve rows x max_length.
+        tokens: token ids per row that `generate` has put in, if it was `generate`.
+        adapter: what the blocks are changed by in this session, if not by what the model was opened with.
+    """
+
+    def __init__(
+        self,
+        runtime: TrioThread[SwarmClient],
+        span: Span,
+        max_length: int,
+        *,
+        wait: bool = False,
+        step_timeout: float | None = None,
+        on_exit: Callable[[InferenceSession], None] | None = None,
+        adapter: SessionAdapter | None = None,
+    ) -> None:
+        if max_length < 1:
+            raise BadInput(f"a session of max_length {max_length} holds nothing")
+        self.max_length = max_length
+        self.tokens: list[list[int]] | None = None
+        self._runtime = runtime
+        self._span = span
+        self._wait = wait
+        self._step_timeout = step_timeout
+        self._on_exit = on_exit
+        self.adapter = adapter
+        self._stack = AsyncExitStack()
+        self._session: Session | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> InferenceSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows, once the first step has shown how many."""
+        return None if self._session is None else self._session.spec.batch
+
+    @property
+    def route(self) -> list[tuple[str, tuple[int, int]]]:
+        """(peer id, (first block, end)) of every server of the chain; empty before the first step."""
+        if self._session is None:
+            return []
+        return [(hop.peer_id, (hop.span.start, hop.span.end)) for hop in self._session.route]
+
+    @property
+    def recoveries(self) -> int:
+        """Servers that failed and were replaced so far."""
+        return 0 if self._session is None else self._session.recoveries
+
+    @property
+    def position(self) -> int:
+        """Tokens that each row holds. Set it lower to roll back: what follows replaces what was there.
+
+        Raises:
+            BadInput: when set to more than is held, or below 0.
+        """
+        return 0 if self._session is None else self._session.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        if self._session is not None:
+            self._session.position = position
+        elif position != 0:
+            raise BadInput(f"a session that holds no tokens cannot go to position {position}")
+        if self.tokens is not None:
+            self.tokens = [row[:position] for row in self.tokens]
+
+    def step(
+        self, hidden: torch.Tensor, *, reorder: Sequence[int] = (), left_padding: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """Runs the next tokens of every row through the blocks and keeps them in the servers' caches.
+
+        Args:
+            hidden: float [batch, tokens, hidden]; float32, float16 or bfloat16, any device.
+            reorder: per row, the row whose cache it continues (beam search).
+            left_padding: per row, how many of its first tokens are padding. First step only.
+
+        Returns:
+            The same shape, dtype and device.
+
+        Raises:
+            BadInput: a shape or dtype that cannot be sent, or more tokens than max_length.
+            SwarmError: no chain covers the blocks, or a server failed.
+        """
+        with self._lock:
+            if self._closed:
+                raise BadInput("this session is closed; open another with inference_session()")
+            if hidden.requires_grad and torch.is_grad_enabled():
+                raise BadInput("an inference session does not carry gradients: call it under torch.no_grad()")
+            session = self._session
+            if session is None:
+                session = self._open(hidden, left_padding)
+            elif hidden.shape[0] != session.spec.batch:
+                raise BadInput(f"this session has {session.spec.batch} rows, not {hidden.shape[0]}")
+            chunks = to_chunks(hidden, session.spec.codec, session.max_step_tokens)
+            output = from_chunks(self._runtime.call(session.step, chunks, tuple(reorder)))
+            return output.to(hidden.device)
+
+    def _open(self, hidden: torch.Tensor, left_padding: Sequence[int]) -> Session:
+        if hidden.dim() != 3:
+            raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
+        try:
+            dtype = dtype_name(hidden.dtype)
+        except TensorError as error:
+            raise BadInput(str(error)) from None
+        spec = SessionSpec(
+            model_version=b"",
+            span=self._span,
+            batch=hidden.shape[0],
+            max_length=self.max_length,
+            left_padding=tuple(left_padding),
+            dtype=dtype,
+            adapter=self.adapter,
+        )
+        if self._step_timeout is not None:
+            spec = replace(spec, step_timeout=self._step_timeout)
+
+        async def enter() -> Session:
+            return await self._stack.enter_async_context(self._runtime.value.session(spec, wait=self._wait))
+
+        self._session = self._runtime.call(enter)
+        return self._session
+
+    def close(self) -> None:
+        """Gives the servers their caches back. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._on_exit is not None:
+            self._on_exit(self)
+        if self._session is not None:
+            try:
+                self._runtime.call(self._stack.aclose)
+            except PetalnodeError:
+                pass  # a server is gone, or the model was closed before: the servers notice by themselves

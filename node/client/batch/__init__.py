@@ -1,0 +1,1 @@
+"""Forward and backward passes over chains of servers, without caches."""

@@ -1,0 +1,140 @@
+"""Over which chains a batch goes, and how much of it over each: pure functions of what the router knows.
+
+SWARM parallelism (Ryabinin et al. 2023) sends each micro-batch to a server in proportion to how fast it is. Here all
+servers of a pass are known beforehand, so the same is planned: each micro-batch goes where it will be done first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ....protocols.ids import Span
+from ....protocols.training import MICRO_BATCH_TOKENS
+from ...swarm.cost import LOAD_PER_WAITING
+from ...swarm.routing import Candidate, Hop, cheapest_chain
+
+MAX_CHAINS: Final = 8
+PER_STAGE: Final = 4
+"""Micro-batches for each server that works on a batch: with fewer, they wait for the first and the last too long."""
+LEAST_TOKENS: Final = 256
+"""Of a micro-batch: matrix products with fewer rows use a processor badly."""
+_USED_SECONDS: Final = 30.0
+"""By which a server that is in a chain already is dearer for the next one."""
+_BEHIND: Final = 20.0
+"""A chain so many times as slow as the best is left out: its one micro-batch would hold up all the others."""
+
+Chain = tuple[Hop, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One micro-batch at one server: `work` seconds for which the server does nothing else, after `way` seconds."""
+
+    peer_id: str
+    work: float
+    way: float
+
+
+def choose_chains(
+    candidates: Sequence[Candidate], wanted: Span, *, tokens: int, token_bytes: int, length: int, model_name: str
+) -> list[Chain]:
+    """Chains that cover `wanted`, the best first, each with a server that the ones before it do not use.
+
+    `tokens` is what one micro-batch has, in rows of `length`; `token_bytes` the size of a token's hidden state on the
+    wire.
+
+    Raises:
+        NoChainError: naming the blocks that nobody holds.
+    """
+    chains: list[Chain] = []
+    used: set[str] = set()
+    while len(chains) < MAX_CHAINS:
+        dearer = [
+            replace(each, penalty_seconds=each.penalty_seconds + _USED_SECONDS) if each.peer_id in used else each
+            for each in candidates
+        ]
+        chain = cheapest_chain(
+            dearer, wanted, max_length=length, tokens=tokens, token_bytes=token_bytes, model_name=model_name
+        )
+        if all(hop.peer_id in used for hop in chain):
+            break
+        chains.append(chain)
+        used.update(hop.peer_id for hop in chain)
+    return chains
+
+
+def seconds_of(server: Candidate) -> float:
+    """What a token takes in one block there, by the server's own measurement of a prefill."""
+    speed = server.forward_tokens_per_second
+    return (1 / speed if speed > 0 else server.step_seconds) / len(server.span)
+
+
+def stages_of(
+    chain: Chain,
+    candidates: Mapping[str, Candidate],
+    seconds: Mapping[str, float],
+    *,
+    tokens: int,
+    token_bytes: int,
+) -> list[Stage]:
+    """What a micro-batch of `tokens` tokens takes at each server of a chain; `seconds` a token in a block there."""
+    stages = []
+    for hop in chain:
+        server = candidates[hop.peer_id]
+        work = tokens * len(hop.span) * seconds[hop.peer_id] * (1 + LOAD_PER_WAITING * server.queue_depth)
+        way = server.rtt + 2 * tokens * token_bytes * server.seconds_per_byte + server.penalty_seconds
+        stages.append(Stage(hop.peer_id, work, way))
+    return stages
+
+
+def cut(rows: int, most: int) -> list[int]:
+    """Rows of each micro-batch of a batch: `most` at most, and of the first and the last half as many.
+
+    All servers but one of a chain have nothing to do until the first one has come through to them, and again while the
+    last one is at the others. So these are small; in between, larger ones use a processor better.
+    """
+    if rows <= most:
+        return [rows]
+    end = (most + 1) // 2
+    between = rows - 2 * end
+    count = -(-between // most)
+    return [end, *(between // count + (number < between % count) for number in range(count)), end]
+
+
+def apportion(count: int, chains: Sequence[Sequence[Stage]]) -> list[int]:
+    """For each of `count` micro-batches the number of its chain: one after the other to where it is done first.
+
+    Chains may share servers; a server does one micro-batch at a time.
+    """
+    alone = [sum(stage.work + stage.way for stage in stages) for stages in chains]
+    usable = [number for number, seconds in enumerate(alone) if seconds <= _BEHIND * min(alone)]
+    free: dict[str, float] = {}
+    chosen = []
+    for _ in range(count):
+        best = min(usable, key=lambda number: _done(chains[number], free))
+        chosen.append(best)
+        now = 0.0
+        for stage in chains[best]:
+            now = max(now + stage.way, free.get(stage.peer_id, 0.0)) + stage.work
+            free[stage.peer_id] = now
+    return chosen
+
+
+def _done(stages: Sequence[Stage], free: Mapping[str, float]) -> float:
+    now = 0.0
+    for stage in stages:
+        now = max(now + stage.way, free.get(stage.peer_id, 0.0)) + stage.work
+    return now
+
+
+def rows_of_micro_batch(rows: int, tokens: int, servers: int) -> int:
+    """Rows of one micro-batch of a batch of `rows` rows of `tokens` tokens, for `servers` servers in all its chains.
+
+    Few enough that all servers have something to do most of the time, but no less than `LEAST_TOKENS` tokens, and never
+    more than `MICRO_BATCH_TOKENS` (one row may be longer: it cannot be cut without a cache).
+    """
+    fair = rows // (PER_STAGE * servers)
+    enough = -(-LEAST_TOKENS // tokens)
+    return max(1, min(max(fair, enough), MICRO_BATCH_TOKENS // tokens, rows))

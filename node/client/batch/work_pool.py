@@ -1,0 +1,303 @@
+"""Streams of works to the servers of a model, and which servers a batch goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import trio
+
+from ....protocols import wire_pb2 as wire
+from ....protocols.framing import PeerError
+from ....protocols.ids import BACKWARD, Span
+from ....protocols.training import MAX_HEADER, PIECE_BYTES
+from ...errors import NoChainError, ServerFailed
+from ...swarm.routing import Candidate, Hop, cheapest_chain
+from ..deadlines import (
+    OPEN_TIMEOUT,
+    RECOVERY_TIMEOUT,
+    REOPEN_TIMEOUT,
+    RETRY_INTERVAL,
+    work_patience,
+)
+from ..refusals import is_lost, not_allowed, note_failure, with_refusals
+from ..session.server_session import ServerRefused
+from .chains import Chain, apportion, choose_chains, cut, rows_of_micro_batch, seconds_of, stages_of
+from .work_stream import Packed, Reply, Sent, ServerWorks, StreamBroken, Task, WorkSpec
+
+if TYPE_CHECKING:
+    from ..core import SwarmClient
+
+T = TypeVar("T")
+
+IDLE_SECONDS: Final = 20.0
+"""For which a stream is kept for the next batch: less than a server waits before it ends it."""
+WHOLE_SECONDS: Final = 30.0
+"""For which no work is begun without its gradient after one was given up."""
+BACKWARD_COST: Final = 3.0
+"""A backward pass computes the forward pass again and takes about twice as long itself."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """For each micro-batch its rows and its chain."""
+
+    rows: list[int]
+    chains: list[Chain]
+
+
+@dataclass
+class _Slot:
+    """The stream to one server for one purpose. `users` are inside of `run`, or have begun a work.
+
+    Nothing is begun there before `whole_until`: the server had no room for it.
+    """
+
+    lock: trio.Lock = field(default_factory=trio.Lock)
+    works: ServerWorks | None = None
+    users: int = 0
+    used: float = 0.0
+    whole_until: float = -inf
+
+    def leave(self) -> None:
+        self.users -= 1
+        self.used = trio.current_time()
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A work of a backward pass that has gone out without its gradient. `run` finishes it, else `abandon` must."""
+
+    works: ServerWorks
+    sent: Sent
+    slot: _Slot
+
+    async def abandon(self) -> None:
+        """Does nothing if `run` was given it."""
+        if self.sent.begun:
+            self.slot.leave()
+            await self.works.abandon(self.sent)
+
+
+@dataclass(frozen=True)
+class _Key:
+    protocol: str
+    hop: Hop
+    spec: WorkSpec
+
+
+class WorkPool:
+    """Runs works at servers over streams that are kept between batches; one per client."""
+
+    def __init__(self, client: SwarmClient) -> None:
+        self._client = client
+        self._slots: dict[_Key, _Slot] = {}
+        self._no_gradients: dict[str, ServerFailed] = {}
+        self._speeds: dict[str, float] = {}  # seconds of a token in a block, by peer
+
+    async def plan(self, span: Span, batch: int, tokens: int, token_bytes: int, *, gradients: bool, wait: bool) -> Plan:
+        """How a batch of `batch` rows of `tokens` tokens goes through the blocks of `span`.
+
+        With `gradients`, servers that give none are left out.
+
+        Raises:
+            NoChainError: no chain covers the span; `missing` and the text name the blocks.
+        """
+
+        def choose(candidates: Mapping[str, Candidate]) -> Plan:
+            chains = choose_chains(
+                list(candidates.values()),
+                span,
+                tokens=tokens * rows_of_micro_batch(batch, tokens, 1),
+                token_bytes=token_bytes,
+                length=tokens,
+                model_name=self._client.model.name,
+            )
+            servers = {hop.peer_id for chain in chains for hop in chain}
+            for peer_id in servers:
+                self._speeds.setdefault(peer_id, seconds_of(candidates[peer_id]))
+            most = rows_of_micro_batch(batch, tokens, len(servers))
+            stages = [
+                stages_of(each, candidates, self._speeds, tokens=most * tokens, token_bytes=token_bytes)
+                for each in chains
+            ]
+            rows = cut(batch, most)
+            return Plan(rows, [chains[number] for number in apportion(len(rows), stages)])
+
+        self._forget_idle()
+        excluded = self._no_gradients if gradients else {}
+        return await self._found(choose, excluded, trio.current_time() + REOPEN_TIMEOUT, wait)
+
+    async def instead(
+        self, span: Span, failures: Mapping[str, ServerFailed], *, backward: bool, wait: bool, since: float
+    ) -> Chain:
+        """Servers for `span` other than those that failed, the first of them at `since`.
+
+        Raises:
+            NoChainError: nobody else holds these blocks; the text says who failed how.
+        """
+
+        def choose(candidates: Mapping[str, Candidate]) -> Chain:
+            return cheapest_chain(list(candidates.values()), span, model_name=self._client.model.name)
+
+        excluded = {**self._no_gradients, **failures} if backward else failures
+        return await self._found(choose, excluded, since + RECOVERY_TIMEOUT, wait)
+
+    async def _found(
+        self,
+        choose: Callable[[Mapping[str, Candidate]], T],
+        excluded: Mapping[str, ServerFailed],
+        until: float,
+        wait: bool,
+    ) -> T:
+        """What `choose` makes of the candidates, after asking the swarm anew where it finds no chain.
+
+        Servers come and go: if one was lost, they are looked for until `until`; with `wait`, for ever.
+        """
+        tried = excluded
+        lost = any(_may_be_back(each) for each in excluded.values())
+        fresh = False
+        while True:
+            candidates = await self._client.candidates(excluded)
+            try:
+                return choose({each.peer_id: each for each in candidates})
+            except NoChainError as error:
+                if fresh and not wait and (not lost or trio.current_time() >= until):
+                    explained = self._client.explained(error, bool(candidates) or bool(tried))
+                    raise with_refusals(explained, tried, self._client.peer_id) from None
+            if fresh:
+                await trio.sleep(RETRY_INTERVAL)
+                # Who was lost may be back.
+                excluded = {peer: each for peer, each in excluded.items() if not _may_be_back(each)}
+            await self._client.refresh()
+            fresh = True
+
+    async def begin(self, hop: Hop, spec: WorkSpec, task: Task, timeout: float | None) -> Begun | None:
+        """Sends a work of a backward pass without its gradient, so that the server computes forward in the meantime.
+
+        Of the gradient in `task` only the description is used. None if the server cannot have it so; what is wrong
+        with it will show when the whole work is run.
+        """
+        slot = self._slots.setdefault(_Key(BACKWARD, hop, spec), _Slot())
+        if trio.current_time() < slot.whole_until:
+            return None
+        slot.users += 1
+        try:
+            async with slot.lock:
+                works = slot.works = await self._usable(slot, BACKWARD, hop, spec)
+            if works.takes_gradients_later:
+                sent = await works.begin(task, timeout or self._patience(hop, task, BACKWARD))
+                return Begun(works, sent, slot)
+        except (ServerFailed, StreamBroken):
+            pass
+        except BaseException:
+            slot.leave()
+            raise
+        slot.leave()
+        return None
+
+    async def run(
+        self,
+        protocol: str,
+        hop: Hop,
+        spec: WorkSpec,
+        task: Task,
+        timeout: float | None,
+        begun: Begun | None = None,
+    ) -> list[Packed]:
+        """One work at the server of `hop`: the checked tensors of its reply. `begun` is that work without its gradient.
+
+        Raises:
+            ServerFailed: the server is gone, silent, refuses or cheats.
+        """
+        slot = self._slots.setdefault(_Key(protocol, hop, spec), _Slot())
+        slot.users += begun is None
+        patience = timeout or self._patience(hop, task, protocol)
+        try:
+            while True:
+                try:
+                    if begun is not None:
+                        reply = await begun.works.finish(begun.sent, task, patience)
+                    else:
+                        async with slot.lock:
+                            works = slot.works = await self._usable(slot, protocol, hop, spec)
+                        reply = await works.run(task, patience)
+                except StreamBroken:
+                    # By another work of ours, or because there was no room for what was begun: nobody is to blame.
+                    if begun is not None:
+                        slot.whole_until = trio.current_time() + WHOLE_SECONDS
+                    begun = None
+                    continue
+                self._learn(protocol, hop, reply, task)
+                self._client.note_tokens(hop.peer_id, _block_tokens(hop, task) // len(hop.span))
+                return reply.tensors
+        except ServerFailed as error:
+            self._note(error, protocol)
+            raise
+        finally:
+            slot.leave()
+
+    async def _usable(self, slot: _Slot, protocol: str, hop: Hop, spec: WorkSpec) -> ServerWorks:
+        if slot.works is not None and not slot.works.broken:
+            if slot.users > 1 or trio.current_time() < slot.used + IDLE_SECONDS:
+                return slot.works
+            await slot.works.close()
+        try:
+            stream = await self._client.swarm.new_stream(
+                hop.peer_id,
+                protocol,
+                wire.WorkFrame,
+                timeout=OPEN_TIMEOUT,
+                max_header=MAX_HEADER,
+                max_payload=PIECE_BYTES,
+            )
+        except PeerError as error:
+            raise ServerFailed(
+                f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}", hop.peer_id
+            ) from error
+        works = ServerWorks(
+            stream,
+            hop,
+            spec,
+            self._client.peer_id,
+            protocol,
+            promise=self._client.promised(hop.peer_id),
+            archive=self._client.receipts,
+        )
+        await works.open()
+        return works
+
+    def _forget_idle(self) -> None:
+        for key, slot in list(self._slots.items()):
+            if not slot.users and trio.current_time() > slot.used + IDLE_SECONDS:
+                del self._slots[key]
+                if slot.works is not None:
+                    self._client.start_soon(slot.works.close)
+
+    def _note(self, error: ServerFailed, protocol: str) -> None:
+        """Lets others be preferred to a server that failed; what it refuses says nothing of what else it can do."""
+        if isinstance(error, ServerRefused) and error.code == wire.ERROR_UNSUPPORTED and protocol == BACKWARD:
+            self._no_gradients[error.peer_id] = error
+        elif not isinstance(error, ServerRefused) or error.code == wire.ERROR_INTERNAL or not_allowed(error):
+            note_failure(self._client, error)
+
+    def _patience(self, hop: Hop, task: Task, protocol: str) -> float:
+        cost = BACKWARD_COST if protocol == BACKWARD else 1.0
+        return work_patience(self._speeds.get(hop.peer_id, 0.0) * _block_tokens(hop, task) * cost)
+
+    def _learn(self, protocol: str, hop: Hop, reply: Reply, task: Task) -> None:
+        if protocol != BACKWARD:
+            seconds = reply.compute / _block_tokens(hop, task)
+            self._speeds[hop.peer_id] = 0.8 * self._speeds.get(hop.peer_id, seconds) + 0.2 * seconds
+
+
+def _block_tokens(hop: Hop, task: Task) -> int:
+    rows, tokens = task.chunks[0].tensor.shape[:2]
+    return len(hop.span) * rows * tokens
+
+
+def _may_be_back(error: ServerFailed) -> bool:
+    """Whether to ask again: a server that is gone may be replaced, and one that is busy gets free."""
+    return is_lost(error) or (isinstance(error, ServerRefused) and error.code == wire.ERROR_BUSY)

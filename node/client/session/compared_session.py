@@ -1,0 +1,480 @@
+"""A session that runs through several chains which share no server, and compares what they answer at every step.
+
+The person's own check of servers, without a validator: a wrong answer is noticed before it is used. What most chains
+agree on goes on. If the model folder has all weights, the blocks in which the chains part are computed here, one at a
+time, and that decides. The servers at fault are banned here, and another chain takes the place of theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+import trio
+
+from ....protocols.ids import Span
+from ...errors import BadInput, NoChainError, PetalnodeError, SwarmError
+from ...swarm.routing import Hop
+from ...verification.judging import judge_answer
+from ...verification.tolerances import Kind, Tolerance
+from ..chunks import from_chunks
+from ..deadlines import RETRY_INTERVAL
+from ..router import Router
+from .comparing import Agreement, decide, parting, tolerance_between
+from .disjoint import Disagreement, Settled, Weights, plan_chains
+from .links import Link
+from .server_session import Chunk, SessionSpec
+from .session import ClientSession
+
+if TYPE_CHECKING:
+    from ..core import SwarmClient
+
+REPLACE_RETRY: Final = 30.0
+"""Seconds after which another chain is looked for again where there was none."""
+
+SUSPECTED_LIAR_SECONDS: Final = 600.0
+"""For which servers of which one has lied are a last resort in other sessions; in this one they are not used again."""
+_UNKNOWN: Final = "chains cannot be compared: nobody has measured how much honest servers differ"
+
+log = logging.getLogger(__name__)
+
+
+class _Lane:
+    """The client as one of the chains sees it: servers of the other chains, and other weights, are out of bounds."""
+
+    def __init__(self, client: SwarmClient, session: ComparedSession, planned: tuple[Hop, ...] = ()) -> None:
+        self._client = client
+        self._session = session
+        self._planned = planned
+        self._coming = {hop.peer_id for hop in planned}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def servers(self, chain: ClientSession) -> set[str]:
+        """Those that it has, and those that it means to have."""
+        return self._coming | {hop.peer_id for hop in chain.route}
+
+    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
+        async with self._session.choosing:
+            planned, self._planned = self._planned, ()
+            if not planned or excluded:
+                planned = await self._client.route(spec, {*excluded, *self._session.forbidden(self)})
+            self._coming = {hop.peer_id for hop in planned}
+            return planned
+
+    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
+        async with self._session.choosing:
+            found = await self._client.standby(spec, route, index, self._session.forbidden(self))
+            self._coming |= {hop.peer_id for hop in found}
+            return found
+
+
+@dataclass(eq=False)
+class _Chain:
+    session: ClientSession
+    lane: _Lane
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """One server's part of the step that is judged: all that it was sent, and what it claims of the last `tokens`."""
+
+    hop: Hop
+    link: Link
+    claimed: torch.Tensor
+
+
+@dataclass
+class _Verdict:
+    """`kept` are the chains that go on, the one that is believed first; none: nobody knows."""
+
+    settled: Settled
+    kept: list[int] = field(default_factory=list)
+    liars: dict[str, str] = field(default_factory=dict)
+    suspects: set[str] = field(default_factory=set)
+
+
+class ComparedSession:
+    """As `ClientSession`, through `count` chains; made by `SwarmClient.session`."""
+
+    def __init__(self, client: SwarmClient, spec: SessionSpec, count: int, wait: bool) -> None:
+        # Several sessions to take up again are none: what is kept is the text.
+        self.spec = replace(spec, keep=0.0)
+        self.choosing = trio.Lock()
+        self._client = client
+        self._count = count
+        self._wait = wait
+        self._chains: list[_Chain] = []
+        self._weights = Weights("", "")
+        self._recovered = 0
+        self._suspects: set[str] = set()
+        self._retry_at = 0.0
+        self._alone = False
+        self._torn = False
+
+    @property
+    def route(self) -> tuple[Hop, ...]:
+        """The chain whose answers are taken."""
+        return self._chains[0].session.route if self._chains else ()
+
+    @property
+    def routes(self) -> tuple[tuple[Hop, ...], ...]:
+        """All chains."""
+        return tuple(chain.session.route for chain in self._chains)
+
+    @property
+    def recoveries(self) -> int:
+        return self._recovered + sum(chain.session.recoveries for chain in self._chains)
+
+    @property
+    def position(self) -> int:
+        """Tokens that each row holds; may be set lower."""
+        return self._chains[0].session.position if self._chains else 0
+
+    @position.setter
+    def position(self, position: int) -> None:
+        for chain in self._chains:
+            chain.session.position = position
+
+    @property
+    def max_step_tokens(self) -> int:
+        return min((chain.session.max_step_tokens for chain in self._chains), default=1)
+
+    def saved(self) -> None:
+        """Another process cannot take it up."""
+
+    async def resume(self, saved: object) -> bool:
+        """It never can."""
+        return False
+
+    def forbidden(self, lane: _Lane) -> set[str]:
+        """The servers that a chain must not use."""
+        others = [chain.lane.servers(chain.session) for chain in self._chains if chain.lane is not lane]
+        same = {peer_id for peer_id, each in self._comparable().items() if each == self._weights}
+        return self._suspects.union(*others) | {each.peer_id for each in self._client.servers()} - same
+
+    async def open(self) -> None:
+        """Finds chains that share no server, and opens a session at each.
+
+        Raises:
+            NoChainError: there are not so many; the text says how many there are.
+            BadInput: no server takes a session like this.
+        """
+        routes = await self._plan()
+        for route in routes:
+            lane = _Lane(self._client, self, route)
+            self._chains.append(_Chain(ClientSession(cast(Router, lane), self.spec, self._wait), lane))
+        if self._tolerance(routes) is None:
+            raise SwarmError(f"{_UNKNOWN} that compute in {self._weights} on different devices")
+        failures = await self._all(ClientSession.open, self._chains)
+        for failure in failures.values():
+            await self.close()
+            raise failure
+
+    async def _plan(self) -> list[tuple[Hop, ...]]:
+        fresh = False
+        while True:
+            candidates = await self._client.candidates(adapter=self.spec.adapter)
+            weights = self._comparable()
+            known = [each for each in candidates if each.peer_id in weights]
+            if candidates and not known and (fresh or not self._wait):
+                raise SwarmError(f"{_UNKNOWN} that compute as those of this swarm: {', '.join(self._kinds())}")
+            model, demand = self._client.model.name, self._client.demand(self.spec)
+            try:
+                self._weights, routes = plan_chains(known, weights, self.spec.span, self._count, model, **demand)
+            except NoChainError:
+                if fresh and not self._wait:
+                    raise
+                await self._client.refresh()
+                await trio.sleep(RETRY_INTERVAL if fresh else 0)
+                fresh = True
+            else:
+                return routes
+
+    async def close(self) -> None:
+        chains, self._chains = self._chains, []
+        for chain in chains:
+            await chain.session.close()
+
+    async def step(self, chunks: Sequence[Chunk], reorder: Sequence[int] = ()) -> list[Chunk]:
+        """As `ClientSession.step`, through all chains; returns what they agree on.
+
+        Raises:
+            SwarmError: they do not agree, and nobody knows which is right; or there is nothing left to compare.
+        """
+        if self._torn:
+            raise SwarmError("this session was cut off while its rows changed places; open another")
+        await self._fill_up()
+        if len(self._chains) < 2 and not self._alone:
+            raise SwarmError("there are no two chains left to compare: start more servers, or compare fewer chains")
+        before = self.position
+        outputs: dict[int, list[Chunk]] = {}
+        self._torn = bool(reorder)
+        done = False
+        try:
+
+            async def step(session: ClientSession) -> None:
+                outputs[id(session)] = await session.step(chunks, reorder)
+
+            failures = await self._all(step, self._chains)
+            for failure in failures.values():
+                if isinstance(failure, BadInput):
+                    raise failure
+            for chain in failures:
+                await self._drop(chain)
+                log.warning("one of the chains that are compared is lost: %s", failures[chain])
+            if failures and len(self._chains) < 2:
+                raise SwarmError(f"there are no two chains left to compare: {next(iter(failures.values()))}")
+            answers = [outputs[id(chain.session)] for chain in self._chains]
+            leading = await self._compare(before, answers)
+            done = True
+        finally:
+            self._torn = bool(reorder) and not done
+            if not done:
+                for chain in self._chains:  # some have taken the step, and others not
+                    chain.session.position = min(before, chain.session.position)
+        return leading
+
+    async def _all(self, function: Any, chains: Sequence[_Chain]) -> dict[_Chain, SwarmError | BadInput]:
+        """Calls it with the session of every chain, side by side; returns the errors."""
+        failures: dict[_Chain, SwarmError | BadInput] = {}
+
+        async def one(chain: _Chain) -> None:
+            try:
+                await function(chain.session)
+            except (SwarmError, BadInput) as error:
+                failures[chain] = error
+
+        async with trio.open_nursery() as nursery:
+            for chain in chains:
+                nursery.start_soon(one, chain)
+        return failures
+
+    # --- comparing
+
+    def _comparable(self) -> Mapping[str, Weights]:
+        """What each server says that it computes in, where it is known how much honest ones differ."""
+        weights = {each.peer_id: Weights(each.dtype, each.quantisation) for each in self._client.servers()}
+        devices = {each.peer_id: each.device for each in self._client.servers()}
+        blocks, spec = len(self.spec.span), self.spec
+        return {
+            peer_id: each
+            for peer_id, each in weights.items()
+            if tolerance_between(each, [devices[peer_id]], blocks, spec.codec, spec.dtype, 1) is not None
+        }
+
+    def _kinds(self) -> list[str]:
+        servers = self._client.servers()
+        return sorted({f"{Weights(each.dtype, each.quantisation)} on {each.device or 'what?'}" for each in servers})
+
+    def _tolerance(self, routes: Sequence[Sequence[Hop]]) -> Tolerance | None:
+        devices = {each.peer_id: each.device for each in self._client.servers()}
+        used = [devices.get(hop.peer_id, "") for route in routes for hop in route]
+        return tolerance_between(
+            self._weights,
+            used or [""],
+            len(self.spec.span),
+            self.spec.codec,
+            self.spec.dtype,
+            max(len(route) for route in routes),
+        )
+
+    async def _compare(self, before: int, answers: Sequence[list[Chunk]]) -> list[Chunk]:
+        """The answer that is believed; the chains with others are gone after it."""
+        if len(self._chains) < 2:
+            return answers[0]
+        tolerance = self._tolerance(self.routes)
+        if tolerance is None:
+            raise SwarmError("a server has taken another's place whose answers nobody knows how to compare")
+        counts = self._counts(before, sum(chunk.tokens for chunk in answers[0]))
+
+        def look() -> Agreement:
+            return decide([from_chunks(each)[counts].unsqueeze(0) for each in answers], tolerance)
+
+        found = await trio.to_thread.run_sync(look)
+        if found.agreed and not found.dissenting:
+            return answers[0]
+        passed = [_passed(chain.session.links, before, from_chunks(each)) for chain, each in self._pairs(answers)]
+        verdict = await trio.to_thread.run_sync(self._settle, found, passed, before, counts, tolerance)
+        for peer_id, reason in verdict.liars.items():
+            self._client.accuse(peer_id, reason)
+        for peer_id in verdict.suspects:
+            self._client.suspect(peer_id, SUSPECTED_LIAR_SECONDS)
+        self._suspects |= verdict.suspects
+        kept = [self._chains[index] for index in verdict.kept]
+        if kept:
+            for chain in [each for each in self._chains if each not in kept]:
+                await self._drop(chain)
+            self._chains = kept
+            self._alone = len(kept) == 1
+            self._retry_at = 0.0
+            await self._fill_up()
+        told = Disagreement(
+            before,
+            len(answers),
+            len(self._chains) if kept else 0,
+            verdict.settled,
+            tuple(sorted(verdict.liars)),
+            tuple(sorted(verdict.suspects)),
+            found.error,
+            found.tolerance,
+        )
+        self._client.disagreements.append(told)
+        if not kept:
+            raise SwarmError(
+                f"{told}. Compare 3 chains or more, so that most of them decide, or keep all weights of the model "
+                "here: then the blocks in question are computed on this machine"
+            )
+        log.warning("%s", told)
+        return answers[verdict.kept[0]]
+
+    def _pairs(self, answers: Sequence[list[Chunk]]) -> list[tuple[_Chain, list[Chunk]]]:
+        return list(zip(self._chains, answers, strict=True))
+
+    def _counts(self, before: int, tokens: int) -> torch.Tensor:
+        """bool [rows, tokens]: those that are no padding; all, if there are none."""
+        padding = torch.tensor(self.spec.left_padding or [0] * self.spec.batch).unsqueeze(1)
+        counts = torch.arange(before, before + tokens) >= padding
+        return counts if bool(counts.any()) else torch.ones_like(counts)
+
+    def _settle(
+        self,
+        found: Agreement,
+        passed: Sequence[Sequence[_Passed]],
+        before: int,
+        counts: torch.Tensor,
+        tolerance: Tolerance,
+    ) -> _Verdict:
+        """Who is right: by own weights, else by the majority. Computes: off the trio thread."""
+        whole = self.spec.span
+        junctions = [{each.hop.span.end: each.claimed[counts].unsqueeze(0) for each in chain} for chain in passed]
+        found_wrong = self._recompute(passed, parting(junctions, whole, tolerance), before, counts)
+        computed, wrong = found_wrong is not None, found_wrong or {}
+        guilty = {index for index, chain in enumerate(passed) if any(each.hop.peer_id in wrong for each in chain)}
+        clean = [index for index in range(len(passed)) if index not in guilty]
+        if wrong and clean:
+            among = decide([junctions[index][whole.end] for index in clean], tolerance)
+            if among.agreed and not among.dissenting:
+                return _Verdict("weights", clean, wrong)
+        if not found.agreed or wrong:
+            return _Verdict("no", liars=wrong)
+        verdict = _Verdict("majority", list(found.agreed))
+        for index in found.dissenting:
+            # Each chain that agrees may have junctions of its own, between which the fault is found.
+            narrowed = [parting([junctions[each], junctions[index]], whole, tolerance) for each in found.agreed]
+            blocks = min(narrowed, key=len)
+            there = [each.hop.peer_id for each in passed[index] if each.hop.span.overlaps(blocks)]
+            # Nobody is banned for what could be computed here and was not found wrong.
+            if len(there) == 1 and not computed:
+                verdict.liars[there[0]] = (
+                    f"its answer for blocks {blocks} is not what {len(found.agreed)} other chains answered"
+                )
+            else:
+                verdict.suspects.update(there)
+        return verdict
+
+    def _recompute(
+        self, passed: Sequence[Sequence[_Passed]], blocks: Span, before: int, counts: torch.Tensor
+    ) -> dict[str, str] | None:
+        """The servers for `blocks` whose answers own weights prove wrong, and why; None without own weights."""
+        from ...models import compute_manifest
+        from ...verification.recomputation import SessionAnswer, SessionQuestion, Step, Truth
+
+        asked = [each for chain in passed for each in chain if each.hop.span.overlaps(blocks)]
+        folder = self._client.model.folder
+        if self.spec.adapter is not None:
+            return None
+        try:
+            if compute_manifest(folder).version != self._client.model.version:
+                return None
+            truth = Truth(folder.path, self._weights.dtype, self._weights.quantisation)
+            questions = []
+            for each in asked:
+                steps = [
+                    Step(one.position, from_chunks([one.chunk]), one.reorder)
+                    for one in each.link.history.needed(each.link.history.end)
+                ]
+                questions.append(SessionQuestion(each.hop.span, tuple(steps), self.spec.left_padding))
+            answers = truth.answer(questions)
+        except (PetalnodeError, ValueError) as error:
+            log.info("what the chains differ in cannot be computed here: %s", error)
+            return None
+        wrong = {}
+        for each, question, answer in zip(asked, questions, answers, strict=True):
+            assert isinstance(answer, SessionAnswer)
+            right = _tail([(s.position, out) for s, out in zip(question.steps, answer.outputs, strict=True)], before)
+            # What it says of its device is its own word: the widest tolerance applies.
+            kind = Kind(
+                self._weights.dtype,
+                self._weights.quantisation,
+                "forward",
+                len(each.hop.span),
+                self._answer_codec,
+                server_device="",
+            )
+            judged = judge_answer(kind, each.claimed, right, counts)
+            if judged.result == "faulty":
+                wrong[each.hop.peer_id] = judged.reason
+        return wrong
+
+    @property
+    def _answer_codec(self) -> str:
+        """What an answer was rounded by on its way; a coarser dtype than the server's rounds like the codec."""
+        rounded = self.spec.dtype != "float32" and self._weights.dtype == "float32" and self.spec.codec == "none"
+        return self.spec.dtype if rounded else self.spec.codec
+
+    # --- chains come and go
+
+    async def _drop(self, chain: _Chain) -> None:
+        self._chains.remove(chain)
+        self._recovered += chain.session.recoveries + 1
+        self._client.start_soon(chain.session.close)
+
+    async def _fill_up(self) -> None:
+        """Brings other chains to where the first one is, if some are missing and there are servers for them."""
+        while 0 < len(self._chains) < self._count and trio.current_time() >= self._retry_at:
+            lane = _Lane(self._client, self)
+            chain = _Chain(ClientSession(cast(Router, lane), self.spec, False), lane)
+            leading = self._chains[0].session
+            self._chains.append(chain)  # so that its servers are known to be taken
+            position, ready = leading.position, False
+            try:
+                await chain.session.open()
+                if position:
+                    for each in leading.links[0].history.replay(position, chain.session.max_step_tokens):
+                        chain.session.position = each.position
+                        await chain.session.step([each.chunk], each.reorder)
+                    chain.session.position = position
+                ready = True
+            except (SwarmError, BadInput) as error:
+                log.info("no chain takes the place of the one that was lost: %s", error)
+                self._retry_at = trio.current_time() + REPLACE_RETRY
+            finally:
+                if not ready:
+                    self._chains.remove(chain)
+                    self._client.start_soon(chain.session.close)
+        if len(self._chains) > 1:
+            self._alone = False
+
+
+Session = ClientSession | ComparedSession
+"""What `SwarmClient.session` opens."""
+
+
+def _passed(links: Sequence[Link], before: int, output: torch.Tensor) -> list[_Passed]:
+    """What each server of a chain made of the last step, which began at position `before`."""
+    left = []
+    for link in links[1:]:
+        inputs = link.history.needed(link.history.end)
+        left.append(_tail([(each.position, from_chunks([each.chunk])) for each in inputs], before))
+    return [_Passed(link.server.hop, link, claimed) for link, claimed in zip(links, [*left, output], strict=True)]
+
+
+def _tail(parts: Sequence[tuple[int, torch.Tensor]], start: int) -> torch.Tensor:
+    """The tokens from `start` on of parts [rows, tokens, hidden] that stand at these positions."""
+    kept = [part[:, max(0, start - position) :] for position, part in parts if position + part.shape[1] > start]
+    return torch.cat(kept, dim=1)

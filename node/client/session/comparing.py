@@ -1,0 +1,113 @@
+"""Which of several chains are right, and where one of them went wrong. Pure functions of tensors.
+
+All chains were sent the same, so honest ones answer the same but for rounding. How much that may be is measured for
+validators (`node.validator.tolerances`): two chains are two honest servers of that kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ....protocols.ids import Span
+from ...verification.judging import Distance, distance, judge_distance
+from ...verification.tolerances import CODEC_SLACK, Kind, Tolerance, calibrations, find_tolerance
+from .disjoint import Weights
+
+_CLEAN: Final = 0.1
+"""A junction at which chains differ by less than this share of their difference at the end is before the fault: no
+block that computes right makes ten times as much of what comes into it wrong."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """`agreed` are the chains that are believed, most of all of them, the first one the nearest to all others; empty if
+    there is no majority. `error` and `tolerance` are those of the chains farthest apart."""
+
+    agreed: tuple[int, ...]
+    dissenting: tuple[int, ...]
+    error: float
+    tolerance: float
+
+
+def tolerance_between(
+    weights: Weights, devices: Sequence[str], blocks: int, codec: str, activations: str, hops: int
+) -> Tolerance | None:
+    """How far chains of these `devices` ("" for an unknown one) may be apart after `blocks` blocks; None if nobody has
+    measured it.
+
+    Activations that travel in a coarser dtype than the servers compute in are rounded between them, at other places in
+    each of the chains of up to `hops` servers.
+    """
+    known = {each for each in devices if each}
+    if "" in devices:  # it may be any
+        for row in calibrations():
+            if (row.dtype, row.quantisation) == (weights.dtype, weights.quantisation):
+                known |= {row.server_device, row.own_device}
+    kinds = [
+        Kind(weights.dtype, weights.quantisation, "forward", blocks, codec, one, other)
+        for one in known
+        for other in known
+    ]
+    found = [find_tolerance(kind) for kind in kinds]
+    present = [each for each in found if each is not None]
+    if not present or len(present) < len(found):
+        return None
+    widest = max(present, key=lambda each: each.faulty_mean)
+    rounds = activations if weights.dtype == "float32" and activations != "float32" else "none"
+    return widest.plus(math.sqrt(hops) * CODEC_SLACK[rounds])
+
+
+def decide(outputs: Sequence[torch.Tensor], tolerance: Tolerance) -> Agreement:
+    """Compares what two or more chains answered, float [rows, tokens, hidden] each."""
+    count = len(outputs)
+    near = [[one] for one in range(count)]
+    error, limit = 0.0, tolerance.faulty_mean
+    for one in range(count):
+        for other in range(one):
+            found = between(outputs[one], outputs[other])
+            judged = judge_distance(found, tolerance)
+            if judged.result != "faulty":
+                near[one].append(other)
+                near[other].append(one)
+            elif judged.error > error:
+                error, limit = judged.error, judged.tolerance
+    centre = max(range(count), key=lambda each: (len(near[each]), -each))
+    if 2 * len(near[centre]) <= count:
+        return Agreement((), tuple(range(count)), error, limit)
+    others = sorted(set(near[centre]) - {centre})
+    dissenting = tuple(each for each in range(count) if each not in near[centre])
+    return Agreement((centre, *others), dissenting, error, limit)
+
+
+def between(one: torch.Tensor, other: torch.Tensor) -> Distance:
+    """How far two answers are from each other, whichever of them is the right one."""
+    if one.shape != other.shape:
+        return Distance(math.inf, math.inf, 0)
+    there, back = distance(one, other), distance(other, one)
+    return max(there, back, key=lambda each: each.mean)
+
+
+def parting(chains: Sequence[Mapping[int, torch.Tensor]], wanted: Span, tolerance: Tolerance) -> Span:
+    """The blocks in which chains that end in different answers part.
+
+    Args:
+        chains: for each, what left the block before the key, float [rows, tokens, hidden]; at the end of `wanted` too.
+    """
+    common = sorted(set.intersection(*(set(each) for each in chains)) - {wanted.start})
+    apart = {
+        block: max(between(one[block], other[block]).mean for one in chains for other in chains if one is not other)
+        for block in common
+    }
+    start = wanted.start
+    for block in common:
+        if apart[block] > min(tolerance.ok_mean, _CLEAN * apart[wanted.end]):
+            break
+        start = block
+    # What is clearly wrong at a junction went wrong before it.
+    end = next((block for block in common if block > start and apart[block] > tolerance.faulty_mean), wanted.end)
+    return Span(start, end)

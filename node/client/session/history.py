@@ -1,0 +1,143 @@
+"""What a client keeps of a session so that any of its servers may die: the inputs of one junction of the chain.
+
+The client's half of the dual attention caches of Petals (NeurIPS 2023, section 3.2, algorithm 1): replaying these
+inputs into another server rebuilds the cache that was lost. Pure data; nothing here waits or computes. Memory is
+tokens held x hidden size x bytes per value, for each server of the chain: what is rolled back is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ....protocols.wire_pb2 import Tensor
+from .server_session import Chunk
+
+REPLAY_TOKENS: Final = 512
+"""Rows times positions of one step of a replay."""
+_MERGED_CODECS: Final = frozenset({"none", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True)
+class Input:
+    """One step as it was sent: roll back to `position`, let each row continue row `reorder[row]`, then take `chunk`."""
+
+    position: int
+    reorder: tuple[int, ...]
+    chunk: Chunk
+
+    @property
+    def end(self) -> int:
+        return self.position + self.chunk.tokens
+
+
+class History:
+    """The inputs that make a server's present cache, in order.
+
+    Attributes:
+        start: tokens of a row that stood in the cache before the first input that is known here.
+    """
+
+    def __init__(self, inputs: Sequence[Input] = (), start: int = 0) -> None:
+        self.start = start
+        self._inputs = list(inputs)
+
+    @property
+    def end(self) -> int:
+        """Tokens of a row after the last step."""
+        return self._inputs[-1].end if self._inputs else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of hidden states that are kept."""
+        return sum(len(each.chunk.payload) for each in self._inputs)
+
+    def append(self, step: Input) -> None:
+        """Adds a step, and forgets what its rollback made void.
+
+        A reorder of a step that is forgotten still moved the tokens before it: it is folded into this one, which is
+        exact because choosing rows and cutting them off commute.
+        """
+        self.start = min(self.start, step.position)
+        reorder = step.reorder
+        while self._inputs and self._inputs[-1].position >= step.position:
+            reorder = _composed(self._inputs.pop().reorder, reorder)
+        if self._inputs and self._inputs[-1].end > step.position:
+            self._inputs[-1] = _cut(self._inputs[-1], step.position)
+        self._inputs.append(Input(step.position, reorder, step.chunk))
+
+    def needed(self, position: int) -> list[Input]:
+        """The steps that rebuild a cache of `position` tokens (the last may go beyond: the next step rolls back)."""
+        if position == 0:
+            return []
+        # A reorder behind `position` has moved the rows before it too, which no rollback undoes.
+        last = [index for index, each in enumerate(self._inputs) if each.position < position or each.reorder]
+        return self._inputs[: last[-1] + 1] if last else []
+
+    def replay(self, position: int, max_tokens: int) -> list[Input]:
+        """`needed`, merged for quickness."""
+        return merged(self.needed(position), max_tokens)
+
+
+def merged(inputs: Sequence[Input], max_tokens: int) -> list[Input]:
+    """The same with neighbouring steps as one, of up to `REPLAY_TOKENS` and `max_tokens` positions."""
+    groups: list[list[Input]] = []
+    for each in inputs:
+        if groups and _may_follow(groups[-1], each, max_tokens):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return [_merge(group) for group in groups]
+
+
+def _cut(step: Input, end: int) -> Input:
+    """The part of a step before the position `end`; the whole of it if its codec cannot be taken apart."""
+    tensor = step.chunk.tensor
+    if tensor.codec not in _MERGED_CODECS:
+        return step
+    rows, tokens, hidden = tensor.shape
+    row_bytes = len(step.chunk.payload) // rows
+    kept_bytes = row_bytes // tokens * (end - step.position)
+    starts = range(0, rows * row_bytes, row_bytes)
+    payload = b"".join(step.chunk.payload[start : start + kept_bytes] for start in starts)
+    shape = [rows, end - step.position, hidden]
+    return replace(
+        step, chunk=Chunk(Tensor(shape=shape, dtype=tensor.dtype, codec=tensor.codec, nbytes=len(payload)), payload)
+    )
+
+
+def _composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
+    """The reorder that does what `first` and then `then` do."""
+    if not first or not then:
+        return first or then
+    return tuple(first[row] for row in then)
+
+
+def _may_follow(group: list[Input], step: Input, max_tokens: int) -> bool:
+    rows = step.chunk.tensor.shape[0]
+    tokens = step.end - group[0].position
+    return (
+        not step.reorder
+        and step.position == group[-1].end
+        and step.chunk.tensor.codec in _MERGED_CODECS
+        and tokens <= max_tokens
+        and tokens * rows <= REPLAY_TOKENS
+    )
+
+
+def _merge(group: list[Input]) -> Input:
+    if len(group) == 1:
+        return group[0]
+    first = group[0].chunk.tensor
+    rows = first.shape[0]
+    parts = []
+    # Row by row: a chunk holds all tokens of its first row, then of its second.
+    for row in range(rows):
+        for each in group:
+            size = len(each.chunk.payload) // rows
+            parts.append(each.chunk.payload[row * size : (row + 1) * size])
+    payload = b"".join(parts)
+    tokens = sum(each.chunk.tokens for each in group)
+    tensor = Tensor(shape=[rows, tokens, first.shape[2]], dtype=first.dtype, codec=first.codec, nbytes=len(payload))
+    return Input(group[0].position, group[0].reorder, Chunk(tensor, payload))

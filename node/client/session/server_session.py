@@ -1,0 +1,521 @@
+"""The client's end of one session at one server: sequence numbers, receipts, deadlines, one stream after another."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from ....crypto.credits import Clearing
+from ....crypto.evidence import NotProven, check_equivocation
+from ....crypto.identity import peer_id_to_bytes
+from ....crypto.pledge import Pledge
+from ....crypto.receipts import Receipt
+from ....protocols import wire_pb2 as wire
+from ....protocols.credits import clearing_to_wire
+from ....protocols.framing import MessageStream, PeerError, ProtocolError
+from ....protocols.ids import PROTOCOL_VERSION, Span
+from ....protocols.inference import (
+    EPOCH_BYTES,
+    NONCE_BYTES,
+    Refusal,
+    hash_of_step,
+    receipt_from_wire,
+    root_of,
+    sha256,
+)
+from ....protocols.tensor_header import TensorError, all_finite, wire_nbytes
+from ...errors import ServerCheated, ServerFailed
+from ...swarm.routing import Hop
+from ...trust.receipt_log import SessionLog
+from ..deadlines import CLOSE_TIMEOUT, PATH_KEEP, SEND_TIMEOUT
+from ..promise import Promise, check_time, granted_pledge
+from .answers_due import AnswersDue
+
+if TYPE_CHECKING:
+    from ..session_adapter import SessionAdapter
+
+InferenceStream = MessageStream[wire.InferenceFrame]
+
+_HASH_INLINE: Final = 64 * 1024
+"""Payloads above this are hashed in a worker thread: 64 KiB take 30 us."""
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """What a session is opened for. Timeouts in seconds.
+
+    `push` lets servers send their outputs to each other. `keep`: closing the session leaves it at the servers for so
+    many seconds. (When only a stream is lost they keep it for a while in any case.) `adapter` changes the blocks.
+    """
+
+    model_version: bytes
+    span: Span
+    batch: int
+    max_length: int
+    left_padding: tuple[int, ...] = ()
+    codec: str = "none"
+    dtype: str = "float32"
+    cache_wait: float = 10.0
+    step_timeout: float = 60.0
+    push: bool = True
+    keep: float = 0.0
+    adapter: SessionAdapter | None = None
+
+    @property
+    def adapter_hash(self) -> bytes:
+        """Empty without an adapter."""
+        return self.adapter.hash if self.adapter is not None else b""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Hidden states of [batch, tokens, hidden] as they stand on the wire."""
+
+    tensor: wire.Tensor
+    payload: bytes
+
+    @property
+    def tokens(self) -> int:
+        return self.tensor.shape[1]
+
+
+@dataclass(frozen=True)
+class HopTiming:
+    """Where the time of one server's last step went, in seconds; `total` is measured at the client, from the moment
+    that the server's input was there to its answer."""
+
+    peer_id: str
+    total: float
+    queue: float
+    compute: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A checked reply. `handed_on`: the server has pushed its output to the next one of the chain."""
+
+    chunk: Chunk
+    receipt_hash: bytes
+    handed_on: bool
+
+
+class ServerRefused(ServerFailed):
+    """A server answered with an error; `code` is the protocol's."""
+
+    def __init__(self, message: str, peer_id: str, code: wire.ErrorCode.ValueType) -> None:
+        super().__init__(message, peer_id)
+        self.code = code
+
+
+class StreamLost(ServerFailed):
+    """The stream to a server has ended or nothing comes on it: the server's fault, or that of the way there."""
+
+
+class ServerSession:
+    """One granted session at one server, on one stream after another.
+
+    Calls may be cancelled: an answer that nobody waits for any more is skipped when the next one is read.
+
+    Attributes:
+        round_trip: seconds to the server and back, the least that was seen.
+        generation: grows with every stream that takes the place of another.
+        held: the sequence number of the last step that the server had done when the stream was changed.
+        draining: the server has said that it will stop.
+        pushed_steps: how many steps came to it from the server before it.
+        bytes_sent, bytes_received: tensor bytes between this client and the server.
+
+    `promise` is what the server has announced, to which it is held; `log` keeps its receipts.
+    """
+
+    def __init__(
+        self,
+        stream: InferenceStream,
+        hop: Hop,
+        spec: SessionSpec,
+        client: str,
+        nonce: bytes | None = None,
+        *,
+        promise: Promise | None = None,
+        log: SessionLog | None = None,
+    ) -> None:
+        self.hop = hop
+        self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
+        self.max_step_tokens = 1
+        self.draining = False
+        self.pushed_steps = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.round_trip = float("inf")
+        self.generation = 0
+        self.held = 0
+        self._stream = stream
+        self._spec = spec
+        self._client = client
+        self.nonce = nonce or os.urandom(NONCE_BYTES)
+        self._granted = wire.Granted()
+        self._sequence = 0
+        self._answered = 0
+        self._due = AnswersDue()
+        self._last_receipt = b""
+        self._promise = promise
+        self._log = log
+        self._opened_ms = _now_ms()
+        self._sent: tuple[int, InferenceStream] | None = None  # the last step that was sent, and on what
+        self._attempt = 0
+
+    async def open(
+        self, route_epoch: int, upstream: str | None, downstream: str | None, payment: Clearing | None = None
+    ) -> None:
+        """Opens the session; the neighbours in the chain are told, so that streams between them can be made ready.
+        `payment` is shown for priority.
+
+        Raises:
+            ServerRefused: the server will not, and says why.
+            ServerFailed: it does not answer, or answers nonsense.
+        """
+        spec = self._spec
+        message = wire.Open(
+            protocol_version=PROTOCOL_VERSION,
+            model_version=spec.model_version,
+            span=wire.Span(start=self.hop.span.start, end=self.hop.span.end),
+            max_length=spec.max_length,
+            batch=spec.batch,
+            left_padding=spec.left_padding,
+            codec=spec.codec,
+            adapter=spec.adapter_hash,
+            nonce=self.nonce,
+            route_epoch=route_epoch,
+            upstream=peer_id_to_bytes(upstream) if upstream else b"",
+            downstream=peer_id_to_bytes(downstream) if downstream else b"",
+            wait_ms=round(spec.cache_wait * 1000),
+            activation_dtype=spec.dtype,
+            keep_ms=round(max(spec.keep, PATH_KEEP) * 1000),
+            clearing=clearing_to_wire(payment) if payment is not None else None,
+        )
+        self._granted = await self._ask(self._stream, wire.InferenceFrame(open=message), spec.cache_wait + SEND_TIMEOUT)
+        pledge = self._check_pledge(self._granted)
+        self._last_receipt = root_of(message, self._client, self.epoch, pledge.hash() if pledge is not None else b"")
+        message.ClearField("clearing")  # is nobody's business who is shown the receipts
+        if self._log is not None:
+            self._log.begin(message, self._granted)
+
+    async def resume(self, epoch: bytes) -> int:
+        """Takes up the session that an earlier process left there; returns how many tokens of a row it holds.
+
+        Raises:
+            ServerRefused: the server does not hold it any more.
+            ServerFailed: it does not answer, or answers nonsense.
+        """
+        message = wire.Resume(nonce=self.nonce, session_epoch=epoch)
+        granted = await self._ask(self._stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
+        if granted.session_epoch != epoch:
+            raise self._failed("it took up another session")
+        self._granted = granted
+        self._sequence = self._answered = granted.sequence
+        self._last_receipt = granted.last_receipt
+        return granted.position
+
+    async def take_up(self, stream: InferenceStream) -> None:
+        """Goes on with the session on another stream, and ends the one before; on failure it is the other way round.
+
+        Answers that were lost with the old stream come again on the new one. A step that the server has not got
+        (`held` is below its number) has to be sent again.
+
+        Raises:
+            StreamLost: nothing came of it.
+            ServerRefused: the server does not hold the session any more.
+            ServerFailed: it does not go on where it was.
+        """
+        self._attempt += 1
+        answered = self._answered  # a reply may still be read from the old stream
+        message = wire.Resume(nonce=self.nonce, session_epoch=self.epoch, answered=answered, attempt=self._attempt)
+        try:
+            granted = await self._ask(stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
+            if granted.session_epoch != self.epoch or not self._answered <= granted.sequence <= self._sequence:
+                raise self._failed("it took up another session, or at another step")
+            if granted.sequence == self._answered and granted.last_receipt != self._last_receipt:
+                raise self._cheated("its receipts do not follow each other")
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await stream.reset()
+            raise
+        before, self._stream = self._stream, stream
+        self.held = granted.sequence
+        self.generation += 1
+        self._due.ask_again(answered)
+        await before.reset()
+
+    @property
+    def epoch(self) -> bytes:
+        """The server's name of this session."""
+        return self._granted.session_epoch
+
+    @property
+    def priority(self) -> bool:
+        """Whether the server has taken points for this session."""
+        return self._granted.priority
+
+    @property
+    def kept(self) -> float:
+        """Seconds for which the server keeps the session when its stream is lost."""
+        return self._granted.keep_ms / 1000
+
+    @property
+    def direct(self) -> bool:
+        """Whether no relay is on the way to the server."""
+        return self._stream.direct
+
+    def uses(self, stream: InferenceStream) -> bool:
+        return self._stream is stream
+
+    async def wait_lost(self) -> None:
+        """Returns once the present stream was reset or its connection is gone."""
+        await self._stream.wait_lost()
+
+    async def _ask(self, stream: InferenceStream, question: wire.InferenceFrame, timeout: float) -> wire.Granted:
+        spec = self._spec
+        begun = trio.current_time()
+        try:
+            await stream.send(question, timeout=SEND_TIMEOUT)
+            frame, _ = await stream.receive(timeout=timeout)
+        except PeerError as error:
+            raise self._lost(error) from error
+        self.round_trip = min(self.round_trip, trio.current_time() - begun)
+        self._raise_refusal(frame)
+        if frame.WhichOneof("body") != "granted" or len(frame.granted.session_epoch) != EPOCH_BYTES:
+            raise self._failed("it answered with something else than Granted")
+        if frame.granted.codec != spec.codec or not frame.granted.max_step_tokens:
+            raise self._failed(f"it granted codec {frame.granted.codec!r} instead of {spec.codec!r}")
+        if self._promise is not None and (broken := self._promise.broken_by_grant(frame.granted)):
+            raise self._cheated(broken)
+        self.max_step_tokens = frame.granted.max_step_tokens
+        return frame.granted
+
+    def _check_pledge(self, granted: wire.Granted) -> Pledge | None:
+        try:
+            return granted_pledge(granted, self.hop.peer_id, self._spec.model_version, self.hop.span, _now_ms())
+        except ValueError as error:
+            raise self._cheated(str(error)) from None
+
+    def target(self) -> wire.PushTarget:
+        """Where another server pushes the next step of this session to. Takes a sequence number for it."""
+        sequence = self.next_sequence()
+        self._due.ask(sequence)
+        return wire.PushTarget(peer_id=peer_id_to_bytes(self.hop.peer_id), nonce=self.nonce, sequence=sequence)
+
+    def next_sequence(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    async def exchange(self, chunk: Chunk, position: int, reorder: Sequence[int], route_epoch: int) -> Chunk:
+        """Sends one step, with `position` tokens of a row before it, and returns the checked answer.
+
+        Raises:
+            ServerFailed: the server is gone, silent, refuses or cheats.
+        """
+        step = wire.Step(sequence=self.next_sequence(), position=position, reorder=reorder, route_epoch=route_epoch)
+        await self.send(step, chunk)
+        answer = await self.receive(step, chunk, self._spec.step_timeout)
+        if answer is None:
+            raise self.silent(self._spec.step_timeout)
+        return answer.chunk
+
+    async def send(self, step: wire.Step, chunk: Chunk) -> None:
+        """
+        Raises:
+            StreamLost: the server is gone or does not read.
+        """
+        self._sent = step.sequence, self._stream
+        self._due.ask(step.sequence)
+        if self._log is not None:
+            self._log.asked(step, chunk.tensor, chunk.payload)
+        try:
+            await self._stream.send(
+                wire.InferenceFrame(step=step, tensors=[chunk.tensor]), [chunk.payload], timeout=SEND_TIMEOUT
+            )
+        except PeerError as error:
+            raise self._lost(error) from error
+        self.bytes_sent += len(chunk.payload)
+
+    async def receive(self, step: wire.Step, chunk: Chunk, timeout: float) -> Answer | None:
+        """The answer to `step`, which took `chunk`, whoever sent it; None if it did not come within `timeout` seconds.
+
+        Raises:
+            StreamLost: the stream has ended, or another one has taken its place without the step.
+            ServerFailed: the server refuses or cheats.
+        """
+        begun = trio.current_time()
+        if self._sent is not None and self._sent[0] == step.sequence > self.held and not self.uses(self._sent[1]):
+            raise StreamLost(f"{self._name} lost step {step.sequence} with a stream", self.hop.peer_id)
+        while True:
+            received = None
+            # Only the read may be cut off: what was read must be checked and counted.
+            with trio.move_on_at(begun + timeout):
+                try:
+                    received = await self._stream.receive(timeout=None)
+                except PeerError as error:
+                    raise self._lost(error) from error
+            if received is None:
+                return None
+            frame, payloads = received
+            self._raise_refusal(frame)
+            if frame.WhichOneof("body") != "reply" or len(payloads) != 1:
+                raise self._failed("it answered a step with something else than one reply")
+            answer = Chunk(frame.tensors[0], payloads[0])
+            self.bytes_received += len(answer.payload)
+            due = self._due.answer(frame.reply.sequence)
+            if frame.reply.sequence < step.sequence:
+                self._skip(frame.reply)
+                if not due:
+                    raise self._failed(f"it answered step {frame.reply.sequence} more often than it was asked")
+                continue
+            return await self._checked(frame.reply, answer, step, chunk, begun)
+
+    def silent(self, seconds: float) -> ServerFailed:
+        """The error of a server that did not answer for so long."""
+        return self._failed(f"it did not answer for {seconds:.0f} s")
+
+    def _skip(self, reply: wire.Reply) -> None:
+        """An answer that nobody wants any more still is a part of the chain of receipts."""
+        if reply.sequence <= self._answered:
+            self._check_copy(self._receipt_of(reply))
+            return
+        receipt = self._receipt_of(reply)
+        if receipt.previous_receipt != self._last_receipt or not receipt.is_signed_by(self.hop.peer_id):
+            raise self._cheated("its receipts do not follow each other")
+        self._answered = reply.sequence
+        self._last_receipt = receipt.hash()
+        if self._log is not None:
+            self._log.answered(reply.sequence, receipt, None)
+
+    def _check_copy(self, receipt: Receipt) -> None:
+        """A reply that comes once more has to be the one that came."""
+        first = self._log.find(receipt.sequence) if self._log is not None else None
+        if first is None or first == receipt:
+            return
+        try:
+            what = check_equivocation(self.hop.peer_id, first, receipt)
+        except NotProven:
+            raise self._cheated("what it sends once more is not what it sent before") from None
+        raise ServerCheated(f"{self._name} cannot be believed: {what}", self.hop.peer_id, (first, receipt))
+
+    async def _checked(self, reply: wire.Reply, answer: Chunk, step: wire.Step, chunk: Chunk, begun: float) -> Answer:
+        tensor, asked = answer.tensor, chunk.tensor
+        if reply.sequence != step.sequence:
+            raise self._failed(f"it answered step {reply.sequence}, which nobody has sent")
+        if (list(tensor.shape), tensor.dtype, tensor.codec) != (list(asked.shape), asked.dtype, asked.codec):
+            raise self._failed(f"it answered a tensor of {list(asked.shape)} with one of {list(tensor.shape)}")
+        try:
+            nbytes = wire_nbytes(asked.shape, asked.dtype, asked.codec)
+        except TensorError as error:
+            raise self._failed(str(error)) from None
+        if len(answer.payload) != nbytes:
+            raise self._failed(f"it answered {len(answer.payload)} bytes for a tensor of {nbytes}")
+        if reply.position != step.position + chunk.tokens:
+            raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
+        self.timing = HopTiming(
+            self.hop.peer_id, trio.current_time() - begun, reply.queue_us / 1e6, reply.compute_us / 1e6
+        )
+        await self._check_receipt(reply, answer, step, chunk)
+        self._answered = reply.sequence
+        self.draining = reply.draining
+        self.pushed_steps += reply.pushed
+        return Answer(answer, self._last_receipt, reply.handed_on)
+
+    async def _check_receipt(self, reply: wire.Reply, answer: Chunk, step: wire.Step, chunk: Chunk) -> None:
+        """Checks that the receipt is this server's, and for exactly what was sent and came back.
+
+        Raises:
+            ServerFailed: if it is not; nothing of this server can be used then.
+        """
+
+        def look() -> tuple[bytes, bytes, bool]:
+            return sha256(chunk.payload), sha256(answer.payload), all_finite(answer.tensor, answer.payload)
+
+        large = len(chunk.payload) > _HASH_INLINE
+        input_hash, output_hash, finite = await trio.to_thread.run_sync(look) if large else look()
+        if not finite:
+            raise self._failed("it answered NaN or infinity")
+        receipt = self._receipt_of(reply)
+        if not reply.receipt.signature:
+            raise self._cheated("it does not sign what it answers")
+        expected = replace(
+            receipt,
+            protocol_version=PROTOCOL_VERSION,
+            model_version=self._spec.model_version,
+            span=(self.hop.span.start, self.hop.span.end),
+            dtype=self._granted.dtype,
+            quantisation=self._granted.quantisation,
+            client=self._client,
+            nonce=self.nonce,
+            session_epoch=self._granted.session_epoch,
+            sequence=step.sequence,
+            request_hash=hash_of_step(step, chunk.tensor, input_hash),
+            reply_hash=output_hash,
+            previous_receipt=self._last_receipt,
+            upstream_receipt=step.previous_receipt,
+            adapter=self._spec.adapter_hash,
+        )
+        if receipt != expected:
+            raise self._cheated("its receipt is for something else than what was sent and came back")
+        if not receipt.is_signed_by(self.hop.peer_id):
+            raise self._cheated("its receipt is not signed by its key")
+        wrong = check_time(receipt, self._opened_ms, _now_ms())
+        if wrong is None and self._promise is not None:
+            wrong = self._promise.broken_by(receipt)
+        if wrong is not None:
+            raise self._cheated(wrong)
+        self._last_receipt = receipt.hash()
+        if self._log is not None:
+            self._log.asked(step, chunk.tensor, chunk.payload)
+            self._log.answered(step.sequence, receipt, answer.payload)
+
+    def _receipt_of(self, reply: wire.Reply) -> Receipt:
+        try:
+            return receipt_from_wire(reply.receipt)
+        except ValueError as error:
+            raise self._cheated(f"its receipt cannot be read: {error}") from None
+
+    async def close(self) -> None:
+        """Says goodbye, so that the cache is free at once. Never raises."""
+        with trio.CancelScope(shield=True):
+            try:
+                await self._stream.send(wire.InferenceFrame(close=wire.Close()), timeout=CLOSE_TIMEOUT)
+                await self._stream.close()
+            except PeerError:
+                await self._stream.reset()  # the server, if it lives, learns by that
+
+    async def leave(self) -> None:
+        """Breaks the stream off without a goodbye, so that the server keeps the session for a while."""
+        with trio.CancelScope(shield=True):
+            await self._stream.reset()
+
+    def _raise_refusal(self, frame: wire.InferenceFrame) -> None:
+        if frame.WhichOneof("body") == "error":
+            refusal = Refusal.from_wire(frame.error)
+            raise ServerRefused(f"{self._name} refused: {refusal.message}", self.hop.peer_id, refusal.code)
+
+    @property
+    def _name(self) -> str:
+        return f"server {self.hop.peer_id} (blocks {self.hop.span})"
+
+    def _lost(self, error: PeerError) -> ServerFailed:
+        """What an error of the stream says of the server: nonsense is its own fault, the rest may be the way's."""
+        if isinstance(error, ProtocolError):
+            return self._failed(str(error))
+        return StreamLost(f"{self._name} failed: {error}", self.hop.peer_id)
+
+    def _failed(self, what: str) -> ServerFailed:
+        return ServerFailed(f"{self._name} failed: {what}", self.hop.peer_id)
+
+    def _cheated(self, what: str) -> ServerCheated:
+        return ServerCheated(f"{self._name} cannot be believed: {what}", self.hop.peer_id)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,297 @@
+"""Models on the hub: of a model, only the files that are needed, into the hub's own cache on this machine.
+
+Small files come by huggingface_hub. The weights come by a download of our own into the same cache, since
+theirs starts from the beginning after a restart; what comes is checked against the SHA-256 that the hub gives.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ...errors import ModelError
+from ..cache_dir import disk_errors, is_disk_error, require_space
+from ..checkpoint import INDEX, SINGLE, Checkpoint, read_index
+from ..folder import ModelFolder, open_folder
+from ..parts import Need, Part, find_layout, parts_of_need
+from ..progress import Progress
+from ..room import MakeRoom, no_room_needed
+from .download import download
+
+_TIMEOUT_S = 10.0
+_DEFAULT_REVISION = "main"
+_CONFIG = "config.json"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CHUNK = 4 << 20
+# What a client needs beside the weights.
+_TEXT_FILES = (
+    *(
+        "generation_config.json",
+        "tokenizer*",
+        "vocab*",
+        "merges.txt",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
+    *(
+        "chat_template*",
+        "additional_chat_templates/*.jinja",
+        "*.tiktoken",
+        "spiece.model",
+        "sentencepiece*.model",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A model at one commit. `files`: name -> bytes."""
+
+    model_id: str
+    commit: str
+    files: Mapping[str, int]
+
+
+def fetch(
+    model_id: str,
+    revision: str | None,
+    need: Need,
+    progress: Progress,
+    offline: bool,
+    make_room: MakeRoom = no_room_needed,
+) -> ModelFolder:
+    """The folder in the hub's cache that holds what `need` asks for of `model_id`; downloads what is not there yet.
+
+    If the hub cannot be reached, what the cache has is used.
+
+    Raises:
+        ModelError: if there is no such model or revision, it is gated, or neither hub nor cache have what is needed.
+        MachineError: if the disk is full.
+    """
+    from huggingface_hub import constants
+
+    name = f"{model_id}@{revision}" if revision else model_id
+    cache = Path(constants.HF_HUB_CACHE)
+    try:
+        if offline or constants.HF_HUB_OFFLINE:
+            raise _Unreachable("the hub is not to be asked (offline)")
+        remote = _look_up(model_id, revision or _DEFAULT_REVISION)
+        with _no_bars(), disk_errors(cache, f"Downloading {name}"):
+            path = _download_needed(remote, need, cache, progress, make_room)
+            _write_reference(cache, remote, revision or _DEFAULT_REVISION)
+        return open_folder(path, name, remote.commit)
+    except _Unreachable as error:
+        return _from_cache(model_id, revision or _DEFAULT_REVISION, name, need, cache, str(error))
+
+
+class _Unreachable(Exception):
+    """The hub does not answer, or not as a hub; the text says why."""
+
+
+def _look_up(model_id: str, revision: str) -> _Remote:
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        info = HfApi().model_info(model_id, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
+    except GatedRepoError as error:
+        raise ModelError(_gated(model_id)) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{model_id!r} has no revision {revision!r} on the hub.") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"The hub has no model {model_id!r}. If it is private, set HF_TOKEN to a token that may read it."
+        ) from error
+    except Exception as error:
+        # its HTTP library's own errors come through, and which library that is changes with the version
+        raise _Unreachable(f"{constants.ENDPOINT} cannot be reached: {_first_line(error)}") from error
+    if info.sha is None:
+        raise _Unreachable(f"{constants.ENDPOINT} does not answer like a model hub")
+    return _Remote(model_id, info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()})
+
+
+def _download_needed(remote: _Remote, need: Need, cache: Path, progress: Progress, make_room: MakeRoom) -> Path:
+    """Returns the folder of the snapshot."""
+    if _CONFIG not in remote.files:
+        raise ModelError(f"{remote.model_id!r} is no transformers model: it has no {_CONFIG}.")
+    path = _small_file(remote, _CONFIG, progress).parent
+    folder = open_folder(path, remote.model_id)
+    parts = parts_of_need(need, folder.num_blocks)
+    if need in ("client", "all"):
+        for name in remote.files:
+            if any(fnmatch.fnmatch(name, pattern) for pattern in _TEXT_FILES):
+                _small_file(remote, name, progress)
+    needed = _weight_files(remote, folder, parts, progress)
+    weights = [name for name in needed if not (path / name).exists()]
+    if weights:
+        missing = sum(remote.files[name] for name in weights)
+        make_room({path / name: remote.files[name] for name in weights}, [path / name for name in needed])
+        require_space(_existing(cache), missing, f"Downloading {remote.model_id}")
+        for name in weights:
+            _weights(remote, name, cache, progress)
+    return path
+
+
+def _weight_files(remote: _Remote, folder: ModelFolder, parts: tuple[Part, ...], progress: Progress) -> list[str]:
+    if not parts:
+        return []
+    if INDEX in remote.files:
+        file_of = read_index(_small_file(remote, INDEX, progress))
+        layout = find_layout(file_of, folder.num_blocks)
+        needed = sorted({file for key, file in file_of.items() if layout.part_of(key) in parts})
+        absent = [name for name in needed if name not in remote.files]
+        if absent:
+            raise ModelError(f"{remote.model_id!r} is incomplete on the hub: {absent[0]} is missing.")
+        return needed
+    if SINGLE in remote.files:
+        return [SINGLE]
+    raise ModelError(
+        f"{remote.model_id!r} has no safetensors weights ({SINGLE} or {INDEX}) on the hub. Take a model or "
+        "revision that has them, or convert it with transformers' save_pretrained and give the folder; for a "
+        ".gguf in it, download that file and give its path."
+    )
+
+
+def _small_file(remote: _Remote, name: str, progress: Progress) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import GatedRepoError
+
+    size = remote.files[name]
+    progress(f"Downloading {name}", 0, size)
+    try:
+        file = hf_hub_download(remote.model_id, name, revision=remote.commit, etag_timeout=_TIMEOUT_S)
+    except GatedRepoError as error:
+        raise ModelError(_gated(remote.model_id)) from error
+    except OSError as error:
+        if is_disk_error(error):
+            raise
+        raise _Unreachable(f"{name} could not be downloaded: {_first_line(error)}") from error
+    progress(f"Downloading {name}", size, size)
+    return Path(file)
+
+
+def _weights(remote: _Remote, name: str, cache: Path, progress: Progress) -> None:
+    """Puts a weights file into the hub's cache under its hash; huggingface_hub then finds it there."""
+    from filelock import FileLock
+    from huggingface_hub import get_hf_file_metadata, get_token, hf_hub_url
+    from huggingface_hub.errors import GatedRepoError
+
+    url = hf_hub_url(remote.model_id, name, revision=remote.commit)
+    try:
+        found = get_hf_file_metadata(url, timeout=_TIMEOUT_S)
+    except GatedRepoError as error:
+        raise ModelError(_gated(remote.model_id)) from error
+    except Exception as error:
+        raise _Unreachable(f"{name} could not be downloaded: {_first_line(error)}") from error
+    if found.etag is not None and _SHA256.fullmatch(found.etag):
+        blobs = _storage(cache, remote.model_id) / "blobs"
+        blobs.mkdir(parents=True, exist_ok=True)
+        partial = blobs / f"{found.etag}.partial"
+        token = get_token()
+        same_host = urlsplit(found.location).netloc == urlsplit(url).netloc
+        headers = {"Authorization": f"Bearer {token}"} if token and same_host else {}
+        with FileLock(blobs / f"{found.etag}.partial.lock"):
+            if not (blobs / found.etag).exists():
+                try:
+                    download(found.location, partial, progress, what=f"Downloading {name}", headers=headers)
+                except (OSError, HTTPException) as error:
+                    if is_disk_error(error):
+                        raise
+                    raise _Unreachable(
+                        f"the download of {name} broke off ({_first_line(error)}); the next try goes on from there"
+                    ) from error
+                if _sha256(partial, name, progress) != found.etag:
+                    partial.unlink()
+                    raise ModelError(f"{name} of {remote.model_id!r} came damaged (wrong SHA-256). Try again.")
+                partial.rename(blobs / found.etag)
+    _small_file(remote, name, progress)
+
+
+def _from_cache(model_id: str, revision: str, name: str, need: Need, cache: Path, why: str) -> ModelFolder:
+    storage = _storage(cache, model_id)
+    reference = storage / "refs" / revision
+    commit = revision if _COMMIT.fullmatch(revision) else None
+    if commit is None and reference.is_file():
+        commit = reference.read_text().strip()
+    path = storage / "snapshots" / (commit or "none")
+    instead = "Try again later, or give a model folder, a .gguf file or an alias such as smollm2."
+    if not (path / _CONFIG).is_file():
+        raise ModelError(f"{name!r} is not in the hub's cache on this machine ({cache}), and {why}. {instead}")
+    folder = open_folder(path, name, commit)
+    parts = parts_of_need(need, folder.num_blocks)
+    try:
+        if parts:
+            Checkpoint(path, folder.num_blocks).check(parts)
+    except ModelError as error:
+        held = ", ".join(sorted(file.name for file in path.iterdir()))
+        raise ModelError(
+            f"{name!r} is only in part in the hub's cache on this machine ({held}): {error} And {why}. {instead}"
+        ) from error
+    return folder
+
+
+def _write_reference(cache: Path, remote: _Remote, revision: str) -> None:
+    """Notes which commit a branch or tag is, as the hub's own library does: without the hub it tells what to use."""
+    if _COMMIT.fullmatch(revision):
+        return
+    reference = _storage(cache, remote.model_id) / "refs" / revision
+    reference.parent.mkdir(parents=True, exist_ok=True)
+    reference.write_text(remote.commit)
+
+
+def _gated(model_id: str) -> str:
+    from huggingface_hub import constants
+
+    return (
+        f"{model_id!r} is gated: its owners want you to accept their terms first. Do so on "
+        f"{constants.ENDPOINT}/{model_id}, make an access token in your settings there, and set HF_TOKEN to "
+        "it."
+    )
+
+
+def _storage(cache: Path, model_id: str) -> Path:
+    """Where the hub's cache keeps a model."""
+    return cache / f"models--{model_id.replace('/', '--')}"
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keeps huggingface_hub from drawing progress bars of its own: what people see is the caller's."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
+
+
+def _sha256(file: Path, name: str, progress: Progress) -> str:
+    sha, done, total = hashlib.sha256(), 0, file.stat().st_size
+    with file.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK):
+            sha.update(chunk)
+            done += len(chunk)
+            progress(f"Checking {name}", done, total)
+    return sha.hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

@@ -1,0 +1,1 @@
+"""GGUF files: their header, and an ordinary model folder made from one."""

@@ -1,0 +1,1 @@
+"""How other peers reach this node: observed addresses, AutoNAT, UPnP, relays and hole punching."""

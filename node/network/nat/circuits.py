@@ -1,0 +1,153 @@
+"""A peer's side of relaying: reservations at relays, circuits to others, circuits from others."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+from multiaddr import Multiaddr
+
+from ....protocols import standard_pb2 as pb
+from ....protocols.circuit import (
+    HOP,
+    STOP,
+    Status,
+    answer_stop,
+    ask_connection,
+    ask_reservation,
+    receive_stop,
+)
+from ....protocols.delimited import DelimitedStream
+from ....protocols.framing import PeerError
+from ..addresses import circuit_address, dialable, is_circuit
+from ..host import Host
+from ..transport.stream_bytes import StreamBytes
+
+log = logging.getLogger(__name__)
+
+_ASKING: Final = 4.0  # seconds for a relay's answer to a reservation
+_CONNECTING: Final = 8.0  # seconds for its answer to a connection, for which it has to ask the peer
+_STOPPING: Final = 4.0  # seconds for what a relay says when it brings a peer
+_HANDSHAKES: Final = 8.0  # seconds for agreeing on the connection inside a circuit
+_MAX_PENDING: Final = 64  # peers that relays bring us, not yet done with that
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A place at a relay: until when (seconds since 1970), and the circuit addresses to announce, without our id."""
+
+    relay_id: str
+    expires: int
+    addrs: tuple[Multiaddr, ...]
+
+
+class Circuits:
+    """Lets a host be reached through relays, and reach others through them. Exists as long as its host."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._pending = 0
+        host.set_circuit_dialer(self.open)
+        host.set_stream_handler(STOP, self._accept)
+
+    async def reserve(self, relay_id: str) -> Reservation:
+        """Asks a relay for a place, or to keep it; connects first if need be. It is valid on that connection only.
+
+        Raises:
+            RelayRefused: with the relay's status.
+            PeerError: no answer, or none that fits.
+            ConnectionError: there is no direct connection, and none can be made.
+        """
+        await self._host.connect(relay_id, direct=True)
+        raw = await self._host.open_stream(relay_id, HOP, direct=True)
+        stream = DelimitedStream(raw, relay_id)
+        try:
+            terms = await ask_reservation(stream, timeout=_ASKING)
+        except BaseException:
+            await stream.reset()
+            raise
+        await stream.close()
+        addrs = [Multiaddr(raw.path.remote_addr)] if raw.path.remote_addr and not raw.path.inbound else []
+        for data in terms.addrs:
+            addr = _readable(data)
+            if addr is not None and not is_circuit(addr):
+                addrs.append(addr)
+        circuits = dict.fromkeys(circuit_address(addr, relay_id) for addr in addrs)
+        return Reservation(relay_id, terms.expires, tuple(circuits))
+
+    async def open(self, relay_id: str, target: str) -> StreamBytes:
+        """A stream that the relay has connected to `target`; connects to the relay first if need be.
+
+        Raises:
+            ConnectionError: with the relay and what it said, or why it cannot be reached.
+        """
+        try:
+            await self._host.connect(relay_id, direct=True)
+            raw = await self._host.open_stream(relay_id, HOP, direct=True)
+        except ConnectionError as error:
+            raise ConnectionError(f"the relay cannot be reached: {error}") from None
+        stream = DelimitedStream(raw, relay_id)
+        try:
+            await ask_connection(stream, target, timeout=_CONNECTING)
+        except PeerError as error:
+            await stream.reset()
+            raise ConnectionError(f"the relay: {error}") from None
+        except BaseException:
+            await stream.reset()
+            raise
+        return raw
+
+    async def dial(self, relay_id: str, target: str) -> None:
+        """Makes a connection to `target` through the relay, beside those that there are.
+
+        Raises:
+            ConnectionError: with the reason.
+        """
+        with trio.move_on_after(_CONNECTING + _HANDSHAKES):
+            raw = await self.open(relay_id, target)
+            await self._host.adopt(
+                raw, peer_id=target, initiator=True, relay=relay_id, addr=_circuit_text(raw, relay_id)
+            )
+            return
+        raise ConnectionError(f"{target} did not answer through the relay {relay_id}")
+
+    async def _accept(self, raw: StreamBytes, relay_id: str) -> None:
+        """Serves a STOP stream: a relay brings a peer."""
+        stream = DelimitedStream(raw, relay_id)
+        self._pending += 1
+        try:
+            source = await receive_stop(stream, timeout=_STOPPING)
+            status = self._admit(raw, source)
+            await answer_stop(stream, status, timeout=_STOPPING)
+            if status != pb.OK:
+                await stream.close()
+                return
+            with trio.move_on_after(_HANDSHAKES):
+                addr = _circuit_text(raw, relay_id)
+                await self._host.adopt(raw, peer_id=source, initiator=False, relay=relay_id, addr=addr)
+                return
+            await raw.reset()
+        except (PeerError, ConnectionError) as error:
+            log.debug("no circuit from %s: %s", relay_id, error)
+            await raw.reset()
+        finally:
+            self._pending -= 1
+
+    def _admit(self, raw: StreamBytes, source: str) -> Status:
+        if not raw.path.direct or source == self._host.peer_id:
+            return pb.PERMISSION_DENIED
+        return pb.OK if self._pending <= _MAX_PENDING else pb.RESOURCE_LIMIT_EXCEEDED
+
+
+def _readable(data: bytes) -> Multiaddr | None:
+    try:
+        return dialable(str(Multiaddr(data)))
+    except Exception:  # multiaddr raises many kinds for bytes that are none
+        return None
+
+
+def _circuit_text(raw: StreamBytes, relay_id: str) -> str | None:
+    addr = raw.path.remote_addr
+    return None if addr is None else str(circuit_address(Multiaddr(addr), relay_id))

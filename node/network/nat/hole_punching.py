@@ -1,0 +1,262 @@
+"""Punching through NATs: makes a direct connection to a peer that is connected through a relay (DCUtR).
+
+Both sides dial each other at the same time, from the ports that they listen on; each one's first packet opens its
+own NAT for the other's. Which side is the client of the connection is given by who started, not by whose packet
+got through (https://github.com/libp2p/specs/blob/master/relay/DCUtR.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Final
+
+import trio
+
+from ....protocols.delimited import DelimitedStream
+from ....protocols.framing import PeerError
+from ....protocols.punch import PUNCH, exchange_first, exchange_second, give_sign
+from ..host import Host
+from ..transport.path import Path
+from ..transport.stream_bytes import StreamBytes
+from .asking import addrs_of, observed_by
+from .endpoint import Endpoint
+from .punch_plan import ATTEMPTS, PunchRecord, after_failure, may_punch, own_endpoints, pause_after, targets
+from .punch_sockets import dial_from, own_port
+from .verdict import Place
+
+log = logging.getLogger(__name__)
+
+_WINDOW: Final = 1.5  # seconds in which a connection must come about: two packets of TCP's opening
+_HANDSHAKES: Final = 3.0  # seconds for what follows
+_PLAIN_DIAL: Final = 2.0  # seconds, side by side with the agreement
+_MAX_PLAIN: Final = 8  # addresses that a peer says it listens on
+_MESSAGE: Final = 5.0  # seconds for one message through the relay
+_LONGEST_HALF: Final = 1.0  # seconds of half a round trip at most
+_VIEW_LASTS: Final = 20.0  # seconds that a relay's word about our address is good for
+_MAX_VIEWS: Final = 16
+_AT_ONCE: Final = 8  # punches side by side, so that packets to strangers stay few
+_MAX_RECORDS: Final = 1000
+_RETIRED_AFTER: Final = 10.0  # seconds without streams until a relayed connection beside a direct one is closed
+_LOOK: Final = 2.0
+
+Ports = dict[int, int]  # by version of IP
+
+
+class Puncher:
+    """Upgrades relayed connections for as long as `nursery` runs.
+
+    `place` gives where this node is, `reached` the endpoints at which others got through already.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        nursery: trio.Nursery,
+        *,
+        place: Callable[[], Place],
+        reached: Callable[[], Sequence[Endpoint]],
+    ) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._place = place
+        self._reached = reached
+        self._limit = trio.CapacityLimiter(_AT_ONCE)
+        self._upgrading: dict[str, trio.Event] = {}
+        self._starting: set[str] = set()
+        self._retiring: set[str] = set()
+        self._records: dict[str, PunchRecord] = {}
+        self.punched: set[str] = set()  # peers to which our NATs are open, or were
+        self._views: dict[str, tuple[float, Endpoint]] = {}  # relay -> when, and where it saw us come from
+        host.set_stream_handler(PUNCH, self._serve)
+        host.on_connected(self._on_connected)
+        host.on_lost(self.punched.discard)
+
+    def moved(self) -> None:
+        """The own addresses have changed: what relays saw, and where we failed, is of the past."""
+        self._views.clear()
+        self._records.clear()
+
+    def _on_connected(self, peer_id: str, path: Path) -> None:
+        if path.direct:
+            self._nursery.start_soon(self._guarded, self._retire_relayed, peer_id)
+        elif path.inbound:
+            self._nursery.start_soon(self._guarded, self._upgrade, peer_id)
+        else:
+            self._nursery.start_soon(self._guarded, self._view, path.relay)  # soon the other side will ask
+
+    async def _guarded(self, task: Callable[..., Awaitable[None]], *arguments: str | None) -> None:
+        """An error of ours must not take the node down."""
+        try:
+            await task(*arguments)
+        except Exception:
+            log.exception("punching failed")
+
+    # --- where we are
+
+    async def _view(self, relay: str | None) -> None:
+        """Asks a relay where it sees us come from, unless that is known."""
+        if relay is None or trio.current_time() - self._views.get(relay, (-_VIEW_LASTS,))[0] < _VIEW_LASTS:
+            return
+        with contextlib.suppress(PeerError, ConnectionError):
+            seen = await observed_by(self._host, relay, timeout=_MESSAGE)
+            if seen is not None:
+                self._views.pop(relay, None)
+                self._views[relay] = (trio.current_time(), seen)
+                while len(self._views) > _MAX_VIEWS:
+                    del self._views[next(iter(self._views))]
+
+    def _own_addrs(self, ports: Ports) -> list[str]:
+        observed = [seen for _, seen in sorted(self._views.values(), key=lambda view: -view[0])]
+        own = own_endpoints(observed, self._place(), self._reached(), ports)
+        return [endpoint.multiaddr for endpoint in own]
+
+    @contextlib.asynccontextmanager
+    async def _ports(self) -> AsyncIterator[Ports]:
+        """The ports to dial from, for the length of the block."""
+        async with contextlib.AsyncExitStack() as held:
+            ports: Ports = {}
+            for version in (4, 6):
+                listening = self._place().ports(version)
+                with contextlib.suppress(OSError):
+                    port = own_port(version, listening[0] if listening else None)
+                    ports[version] = await held.enter_async_context(port)
+            yield ports
+
+    # --- the side that starts: who accepted the relayed connection
+
+    async def _upgrade(self, peer_id: str) -> None:
+        """Tries until there is a direct connection or none at all: at once, and then in longer and longer pauses."""
+        if peer_id in self._upgrading:
+            self._upgrading[peer_id].set()  # a new connection, a new try
+            return
+        try:
+            while not self._host.is_direct(peer_id) and self._host.is_connected(peer_id):
+                self._upgrading[peer_id] = again = trio.Event()
+                await self._try(peer_id)
+                with trio.move_on_after(pause_after(self._records.get(peer_id))):
+                    await again.wait()
+        finally:
+            self._upgrading.pop(peer_id, None)
+
+    async def _try(self, peer_id: str) -> None:
+        self._starting.add(peer_id)
+        try:
+            async with self._limit:
+                for path in self._host.paths(peer_id)[:1]:
+                    await self._view(path.relay)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._dial_plainly, peer_id)
+                    try:  # in here: what passes a nursery is wrapped in a group
+                        await self._punch(peer_id)
+                    except (PeerError, OSError) as error:
+                        log.debug("cannot punch through to %s: %s", peer_id, error)
+                    if self._host.is_direct(peer_id):
+                        nursery.cancel_scope.cancel()
+        finally:
+            self._starting.discard(peer_id)
+
+    async def _dial_plainly(self, peer_id: str) -> None:
+        """The peer may be public, or of our own network."""
+        with trio.move_on_after(_PLAIN_DIAL), contextlib.suppress(PeerError, ConnectionError):
+            addrs = await addrs_of(self._host, peer_id, timeout=_MESSAGE)
+            self._host.remember(peer_id, [addr for addr in addrs if Endpoint.parse(addr)][:_MAX_PLAIN])
+            await self._host.connect(peer_id, direct=True)
+
+    async def _punch(self, peer_id: str) -> None:
+        async with self._ports() as ports:
+            for attempt in range(ATTEMPTS):
+                if self._host.is_direct(peer_id) or not self._host.is_connected(peer_id):
+                    return
+                stream = DelimitedStream(await self._host.open_stream(peer_id, PUNCH), peer_id)
+                try:
+                    own = self._own_addrs(ports)
+                    answer, rtt = await exchange_first(stream, own, timeout=_MESSAGE)
+                    theirs = targets(map(Endpoint.parse, answer), self._place(), ports)
+                    case = frozenset(addr.split("/")[2] for addr in own) | {str(each.ip) for each in theirs}
+                    if not theirs or (attempt == 0 and not may_punch(self._records.get(peer_id), case, _now())):
+                        return
+                    await give_sign(stream, timeout=_MESSAGE)
+                    await trio.sleep(min(rtt / 2, _LONGEST_HALF))
+                finally:
+                    await stream.close()
+                await self._dial(peer_id, theirs, ports, initiator=False)
+            if self._host.is_direct(peer_id):
+                log.info("punched through to %s", peer_id)
+                self._records.pop(peer_id, None)
+            else:
+                log.info("no way to punch through to %s", peer_id)
+                self._records[peer_id] = after_failure(self._records.pop(peer_id, None), case, _now())
+                while len(self._records) > _MAX_RECORDS:
+                    del self._records[next(iter(self._records))]
+
+    # --- the other side: who dialed through the relay
+
+    async def _serve(self, raw: StreamBytes, peer_id: str) -> None:
+        stream = DelimitedStream(raw, peer_id)
+        # If both accepted a relayed connection of the other, both start; the lower peer id's start counts.
+        ours_counts = peer_id in self._starting and self._host.peer_id < peer_id
+        try:
+            if raw.path.direct or self._host.is_direct(peer_id) or ours_counts or not self._limit.available_tokens:
+                return
+            async with self._limit:
+                await self._view(raw.path.relay)
+                async with self._ports() as ports:
+                    answer = await exchange_second(stream, self._own_addrs(ports), timeout=_MESSAGE)
+                    theirs = targets(map(Endpoint.parse, answer), self._place(), ports)
+                    with self._host.punching(peer_id, [target.multiaddr for target in theirs]):
+                        await self._dial(peer_id, theirs, ports, initiator=True)
+        except (PeerError, OSError) as error:
+            log.debug("no punching with %s: %s", peer_id, error)
+        finally:
+            await stream.close()
+
+    # --- both
+
+    async def _dial(self, peer_id: str, theirs: Sequence[Endpoint], ports: Ports, *, initiator: bool) -> None:
+        """Dials all endpoints side by side. The initiator's first success ends its other tries.
+
+        The other side leaves that choice to the initiator: two that choose on their own may each close what the
+        other one chose.
+        """
+        window = trio.current_time() + _WINDOW
+        self.punched.add(peer_id)
+
+        async def dial(target: Endpoint) -> None:
+            with trio.CancelScope(deadline=window), contextlib.suppress(OSError):
+                nursery.start_soon(agree, await dial_from(ports[target.ip.version], target), target)
+
+        async def agree(stream: trio.SocketStream, target: Endpoint) -> None:
+            try:
+                with trio.fail_after(_HANDSHAKES):
+                    await self._host.adopt(stream, peer_id=peer_id, initiator=initiator, addr=target.multiaddr)
+            except (OSError, trio.TooSlowError) as error:
+                log.debug("no direct connection to %s at %s: %s", peer_id, target, error)
+            else:
+                if initiator:
+                    nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for target in theirs:
+                nursery.start_soon(dial, target)
+
+    async def _retire_relayed(self, peer_id: str) -> None:
+        """Closes what runs through relays once a direct connection has taken its place."""
+        if peer_id in self._retiring:
+            return
+        self._retiring.add(peer_id)
+        quiet_since = _now()
+        try:
+            while any(not path.direct for path in self._host.paths(peer_id)):
+                await trio.sleep(_LOOK)
+                if self._host.relayed_streams(peer_id) or not self._host.is_direct(peer_id):
+                    quiet_since = _now()
+                elif _now() - quiet_since >= _RETIRED_AFTER:
+                    await self._host.close_path(peer_id, relayed_only=True)
+        finally:
+            self._retiring.discard(peer_id)
+
+
+def _now() -> float:
+    return trio.current_time()

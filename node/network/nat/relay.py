@@ -1,0 +1,329 @@
+"""The relay: hands on bytes between peers that cannot reach each other. It sees nothing but ciphertext.
+
+Each circuit stands for itself (a second one between the same two peers is another circuit), and lives no longer than
+its two streams: a peer that dies or stands still loses its connection to us within a few seconds (`yamux.py`), and
+with it all its circuits and its reservation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+from multiaddr import Multiaddr
+
+from ....protocols import standard_pb2 as pb
+from ....protocols.circuit import (
+    HOP,
+    STOP,
+    VOUCHER_DOMAIN,
+    VOUCHER_TYPE,
+    CircuitLimit,
+    Status,
+    Terms,
+    answer_connected,
+    answer_refused,
+    answer_reserved,
+    ask_stop,
+    binary_addrs,
+    receive_hop,
+    voucher_payload,
+)
+from ....protocols.delimited import DelimitedStream
+from ....protocols.framing import PeerError
+from ..addresses import is_circuit
+from ..host import Host
+from ..transport.bandwidth import Throttle
+from ..transport.stream_bytes import Connection, StreamBytes
+from .limits import RelayLimits, RelayLoad, admit_circuit, admit_reservation, origin_of
+
+log = logging.getLogger(__name__)
+
+_ASKING: Final = 5.0  # seconds for a peer to say what it wants, and to read our answer
+_STOPPING: Final = 5.0  # seconds for the target's answer
+_WINDOW: Final = 1024 * 1024  # bytes of a circuit that we hold, each way, for a peer that does not read
+_LINGER: Final = 20.0  # seconds without a byte that a circuit lasts after one side has closed its direction
+_FAREWELL: Final = 2.0  # seconds for the other side to take what a side said before it was lost
+_ADDRS_ROOM: Final = 2048  # bytes of addresses in an answer, which may have 4096 in all
+
+
+@dataclass(frozen=True)
+class RelayStats:
+    """What the relay does now, and has done since it started."""
+
+    reservations: int
+    circuits: int
+    circuits_made: int
+    refused: int
+    bytes_relayed: int
+
+
+@dataclass(frozen=True)
+class _Reservation:
+    connection: Connection
+    expires: float  # seconds since 1970
+    origin: str
+
+
+class _Circuit:
+    """A circuit from `source` to `target`, being set up or running."""
+
+    def __init__(self, source: str, target: str, origin: str, rate: int | None, shared: Throttle | None) -> None:
+        self.source = source
+        self.target = target
+        self.origin = origin
+        self.moved = trio.current_time()  # when the last byte came
+        self._own = None if rate is None else Throttle(rate)
+        self._shared = shared
+
+    def may_pass(self) -> bool:
+        """Whether something may go now; `spend` has to follow."""
+        return (self._own is None or self._own.is_free()) and (self._shared is None or self._shared.is_free())
+
+    def spend(self, size: int) -> None:
+        for throttle in (self._own, self._shared):
+            if throttle is not None:
+                throttle.spend(size)
+
+    async def turn(self, size: int) -> None:
+        """Waits until `size` bytes may go, and counts them: each circuit in its own limit, each peer in the shared."""
+        if self._own is not None:
+            await self._own.turn(self)
+            self._own.spend(size)
+        if self._shared is not None:
+            await self._shared.turn(self.source)
+            self._shared.spend(size)
+
+
+class RelayService:
+    """Serves HOP between `start` and `stop`."""
+
+    def __init__(self, host: Host, limits: RelayLimits) -> None:
+        self._host = host
+        self._limits = limits
+        self._reservations: dict[str, _Reservation] = {}
+        self._circuits: set[_Circuit] = set()
+        self._made = 0
+        self._refused = 0
+        self._bytes = 0
+        self._throttle = None if limits.bytes_per_second is None else Throttle(limits.bytes_per_second)
+        self.is_serving = False
+
+    @property
+    def stats(self) -> RelayStats:
+        return RelayStats(len(self._live()), len(self._circuits), self._made, self._refused, self._bytes)
+
+    def start(self) -> None:
+        """From now on, peers may reserve places and connect to those who did."""
+        self.is_serving = True
+        self._host.set_stream_handler(HOP, self._serve, window=_WINDOW)
+
+    def stop(self) -> None:
+        """Takes no more requests. The circuits that run go on."""
+        self.is_serving = False
+        self._host.remove_stream_handler(HOP)
+        self._reservations.clear()
+
+    async def _serve(self, raw: StreamBytes, peer_id: str) -> None:
+        stream = DelimitedStream(raw, peer_id)
+        try:
+            request = await receive_hop(stream, timeout=_ASKING)
+            if not raw.path.direct:
+                await self._refuse(stream, pb.PERMISSION_DENIED)
+            elif request.target is None:
+                await self._reserve(raw, stream)
+            else:
+                await self._connect(raw, stream, request.target)
+        except (PeerError, OSError) as error:
+            log.debug("relay: %s", error)
+            await raw.reset()
+
+    async def _refuse(self, stream: DelimitedStream, status: Status) -> None:
+        self._refused += 1
+        await answer_refused(stream, status, timeout=_ASKING)
+        await stream.close()
+
+    # --- reservations
+
+    async def _reserve(self, raw: StreamBytes, stream: DelimitedStream) -> None:
+        peer_id = stream.peer_id
+        status = admit_reservation(self._load(_origin(raw)), self._limits, renews=peer_id in self._live())
+        if status != pb.OK:
+            await self._refuse(stream, status)
+            return
+        connection = raw.connection
+        expires = int(time.time()) + self._limits.reservation_seconds
+        self._reservations[peer_id] = _Reservation(connection, expires, _origin(raw))
+        self._suspect_older(peer_id, connection)
+        addrs = [Multiaddr(addr) for addr in self._host.addrs()]
+        own = binary_addrs([addr.to_bytes() for addr in addrs if not is_circuit(addr)], _ADDRS_ROOM)
+        payload = voucher_payload(self._host.peer_id, peer_id, expires)
+        voucher = self._host.sign_envelope(VOUCHER_DOMAIN, VOUCHER_TYPE, payload)
+        terms = Terms(expires, own, voucher, self._circuit_limit())
+        await answer_reserved(stream, terms, timeout=_ASKING)
+        await stream.close()
+
+    def _suspect_older(self, peer_id: str, connection: Connection) -> None:
+        """A peer that comes anew has mostly lost what it had: its older connections have to show that they live."""
+        for other in self._host.connections(peer_id):
+            if other != connection:
+                other.suspect()
+
+    def _live(self) -> dict[str, _Reservation]:
+        now = time.time()
+        held = self._reservations
+        self._reservations = {
+            peer_id: each for peer_id, each in held.items() if each.expires > now and not each.connection.is_lost
+        }
+        return self._reservations
+
+    def _load(self, origin: str, source: str = "", target: str = "") -> RelayLoad:
+        live = self._live()
+        return RelayLoad(
+            reservations=len(live),
+            reservations_of_address=sum(each.origin == origin for each in live.values()),
+            circuits=len(self._circuits),
+            circuits_of_address=sum(each.origin == origin for each in self._circuits),
+            circuits_of_peer=sum(each.source == source for each in self._circuits),
+            circuits_to_peer=sum(each.target == target for each in self._circuits),
+        )
+
+    # --- circuits
+
+    async def _connect(self, raw: StreamBytes, stream: DelimitedStream, target: str) -> None:
+        source = stream.peer_id
+        held = self._live().get(target)
+        if held is None or target == source:
+            await self._refuse(stream, pb.NO_RESERVATION)
+            return
+        origin = _origin(raw)
+        status = admit_circuit(self._load(origin, source, target), self._limits)
+        if status != pb.OK:
+            self._suspect_older(source, raw.connection)  # what it has left behind there may be what fills its places
+            await self._refuse(stream, status)
+            return
+        circuit = _Circuit(source, target, origin, self._limits.circuit_bytes_per_second, self._throttle)
+        self._circuits.add(circuit)
+        try:
+            await self._run(circuit, held.connection, raw, stream)
+        finally:
+            self._circuits.discard(circuit)
+
+    async def _run(self, circuit: _Circuit, connection: Connection, raw: StreamBytes, stream: DelimitedStream) -> None:
+        onward = await self._reach(circuit, connection)
+        if onward is None:
+            connection.suspect()
+            await self._refuse(stream, pb.CONNECTION_FAILED)
+            return
+        try:
+            await answer_connected(stream, self._circuit_limit(), timeout=_ASKING)
+            self._made += 1
+            await self._carry(circuit, raw, onward)
+        finally:
+            await onward.end()
+            await raw.end()
+
+    async def _reach(self, circuit: _Circuit, connection: Connection) -> StreamBytes | None:
+        """A stream to the target that has accepted the circuit."""
+        try:
+            onward = await connection.open_stream(STOP, window=_WINDOW)
+        except ConnectionError as error:
+            log.debug("relay: %s is gone: %s", circuit.target, error)
+            return None
+        try:
+            stop = DelimitedStream(onward, circuit.target)
+            await ask_stop(stop, circuit.source, self._circuit_limit(), timeout=_STOPPING)
+        except (PeerError, OSError) as error:
+            log.debug("relay: %s", error)
+            await onward.reset()
+            return None
+        except BaseException:
+            await onward.reset()
+            raise
+        return onward
+
+    async def _carry(self, circuit: _Circuit, here: StreamBytes, there: StreamBytes) -> None:
+        """Until both directions have ended, or one is broken, or the circuit has lasted long enough."""
+        with trio.move_on_after(self._limits.circuit_seconds):
+            async with trio.open_nursery() as nursery:
+                ended: list[StreamBytes] = []
+
+                async def one_way(source: StreamBytes, sink: StreamBytes) -> None:
+                    with contextlib.suppress(OSError):
+                        await self._pump(circuit, source, sink)
+                        await sink.close_write()
+                        ended.append(sink)
+                        if len(ended) < 2:
+                            await self._linger(circuit)
+                    nursery.cancel_scope.cancel()
+
+                async def watch(stream: StreamBytes) -> None:
+                    await stream.wait_lost()
+                    await trio.sleep(_FAREWELL)
+                    nursery.cancel_scope.cancel()
+
+                nursery.start_soon(one_way, here, there)
+                nursery.start_soon(one_way, there, here)
+                nursery.start_soon(watch, here)
+                nursery.start_soon(watch, there)
+
+    async def _linger(self, circuit: _Circuit) -> None:
+        """Returns when nothing has come from the direction that is still open for a while."""
+        while True:
+            rest = circuit.moved + _LINGER - trio.current_time()
+            if rest <= 0:
+                return
+            await trio.sleep(rest)
+
+    async def _pump(self, circuit: _Circuit, source: StreamBytes, sink: StreamBytes) -> None:
+        """Hands on what comes from `source` until it ends. Reads no more before the sink has taken what was read.
+
+        What the sink takes without waiting goes on at once, in the task that reads the source's connection.
+
+        Raises:
+            OSError: one of the streams is broken, or the circuit has carried all that it may.
+        """
+        left = self._limits.circuit_bytes
+        is_waiting = False  # what was read before is still on its way
+
+        def count(size: int) -> None:
+            nonlocal left
+            left -= size
+            self._bytes += size
+            circuit.moved = trio.current_time()
+
+        def hand_on(data: bytes) -> bool:
+            size = len(data)
+            if is_waiting or size > left or not circuit.may_pass():
+                return False
+            try:
+                taken = sink.write_nowait(data)
+            except OSError:
+                return False
+            if taken:
+                circuit.spend(size)
+                count(size)
+            return taken
+
+        source.divert(hand_on)
+        while data := await source.read(_WINDOW):
+            is_waiting = True
+            if len(data) > left:
+                raise ConnectionAbortedError("the circuit has carried all that it may")
+            await circuit.turn(len(data))
+            await sink.write(data)
+            count(len(data))
+            is_waiting = False
+
+    def _circuit_limit(self) -> CircuitLimit:
+        return CircuitLimit(self._limits.circuit_seconds, self._limits.circuit_bytes)
+
+
+def _origin(raw: StreamBytes) -> str:
+    """Where a peer comes from, as far as one machine or household cannot easily come from elsewhere, too."""
+    addr = raw.path.remote_addr
+    return "" if addr is None else origin_of(addr)

@@ -1,0 +1,387 @@
+"""libp2p's swarm of connections, with its own ways of dialing and accepting replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+from libp2p.abc import ISecureConn
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.auto_connector import AutoConnector
+from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.exceptions import SwarmException
+from libp2p.network.swarm import Swarm as Libp2pSwarm
+from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStore, PeerStoreError
+from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
+from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
+from libp2p.stream_muxer.yamux.yamux import Yamux
+from libp2p.transport.exceptions import SecurityUpgradeFailure
+from libp2p.transport.tcp.tcp import TCP
+from libp2p.transport.upgrader import TransportUpgrader
+from multiaddr import Multiaddr
+
+from ....crypto.identity import Identity
+from ..addresses import circuit_of, is_circuit, is_dialable, own_networks, without_peer
+from .bandwidth import Bandwidth
+from .dialing import Attempt, Trouble, failed, kept, one_per_relay, plan
+from .negotiation import OneRoundTrip, question
+from .noise import BufferedNoise
+from .path import Path
+from .psk import Introduction, OtherSwarm
+from .raw_connection import CircuitWire, SocketWire, Wire, remote_multiaddr
+from .stream_bytes import StreamBytes
+from .yamux import Muxer
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 4096
+NEGOTIATION: Final = 10  # seconds
+_MAX_PER_PEER: Final = 8
+_DIAL_DEADLINE: Final = 5.0  # seconds for one address: TCP and about six round trips of handshakes
+_CIRCUIT_DEADLINE: Final = 10.0  # a relay has to be reached first, and has to reach the peer
+_HANDSHAKES: Final = 10.0  # seconds, of who connects to us
+_OVERTAKEN: Final = 0.25  # seconds that an address had before another one won, to count as one that does not work
+_MAX_BOOK: Final = 10_000  # peers whose addresses we remember
+
+CircuitDialer = Callable[[str, str], Awaitable[StreamBytes]]
+PathHandler = Callable[[str, Path], None]
+
+
+@dataclass
+class _Page:
+    """What is remembered of a peer's addresses."""
+
+    addrs: tuple[Multiaddr, ...] = ()
+    troubles: dict[Multiaddr, Trouble] = field(default_factory=dict)
+
+
+@dataclass
+class _Dial:
+    """A dial under way; `failure` is set once it has failed."""
+
+    done: trio.Event = field(default_factory=trio.Event)
+    failure: str | None = None
+
+
+class _MuxerNegotiation(MuxerMultistream):
+    """Negotiates Yamux and makes ours of it; libp2p's makes its own `Yamux` whatever class it was given."""
+
+    def __init__(self, on_lost: Callable[[Muxer], None]) -> None:
+        super().__init__({YAMUX: Yamux}, NEGOTIATION)
+        self._on_lost = on_lost
+
+    async def new_conn(self, conn: ISecureConn, peer_id: ID) -> Muxer:
+        if conn.is_initiator:
+            await conn.write(question(YAMUX))
+            return Muxer(conn, peer_id, self._on_lost, answer=question(YAMUX))
+        await self._selector.select(conn, False, self.negotiate_timeout)
+        return Muxer(conn, peer_id, self._on_lost)
+
+
+class _NoAutoConnector(AutoConnector):
+    """libp2p's own dials everyone it has ever heard of until it has many connections."""
+
+    async def maybe_connect(self) -> None:
+        return
+
+
+class Network(Libp2pSwarm):
+    """All connections of the host: a list for each peer, direct ones and circuits.
+
+    `on_connected` hears of every new connection, `on_lost` of each peer whose last one ended; both must not raise.
+    """
+
+    def __init__(self, identity: Identity, psk: str | None, bandwidth: Bandwidth) -> None:
+        key_pair = create_new_key_pair(identity.seed)
+        noise_key = create_noise_key_pair().private_key
+        upgrader = TransportUpgrader({NOISE: BufferedNoise(key_pair, noise_key)}, {YAMUX: Yamux})
+        upgrader.muxer_multistream = _MuxerNegotiation(self._muxer_lost)
+        upgrader.security_multistream._selector.multiselect_client = OneRoundTrip()
+        peerstore = PeerStore()
+        self_id = ID.from_pubkey(key_pair.public_key)
+        peerstore.add_key_pair(self_id, key_pair)
+        self._tcp = TCP()
+        super().__init__(
+            self_id,
+            peerstore,
+            upgrader,
+            transports=[self._tcp],
+            retry_config=RetryConfig(max_retries=0),
+            # By default it refuses everyone above 300. Nothing is set here about the health of connections:
+            # `yamux.py` sees to it.
+            connection_config=ConnectionConfig(
+                max_connections=MAX_CONNECTIONS,
+                min_connections=0,
+                low_watermark=0,
+                high_watermark=MAX_CONNECTIONS,
+                max_connections_per_peer=_MAX_PER_PEER,
+                outbound_stream_protocol_negotiation_timeout=NEGOTIATION,
+                inbound_stream_protocol_negotiation_timeout=NEGOTIATION,
+            ),
+        )
+        self.auto_connector = _NoAutoConnector(self)
+        # No resource manager: its limits are global, and it guards what `yamux.py` bounds per connection.
+        self.on_connected: list[PathHandler] = []
+        self.on_lost: list[Callable[[str], None]] = []
+        self.circuit_dialer: CircuitDialer | None = None
+        self.bandwidth = bandwidth
+        self._key = psk  # libp2p's own `psk` would put its cipher under everything once more
+        self._book: dict[ID, _Page] = {}
+        self._dialing: dict[tuple[ID, bool], _Dial] = {}
+        self._ends: dict[Muxer, trio.Event] = {}
+        # Whoever dials us from one of these multiaddrs is punching, and expects us to be the client (DCUtR).
+        self.punching: dict[str, ID] = {}
+
+    # --- connections
+
+    def live(self, peer_id: ID, *, direct: bool = False) -> list[SwarmConn]:
+        """The connections to a peer that work, the best one first: direct before relayed, new before old."""
+        conns = [conn for conn in self.get_connections(peer_id) if not conn.muxed_conn.is_closed]
+        conns.sort(key=lambda conn: path_of(conn).direct)
+        return [conn for conn in reversed(conns) if path_of(conn).direct or not direct]
+
+    def _select_connection(self, connections: list[SwarmConn], peer_id: ID) -> SwarmConn:
+        usable = [conn for conn in self.live(peer_id) if conn in connections]
+        return usable[0] if usable else connections[0]
+
+    async def secure(self, wire: Wire, peer_id: ID | None) -> SwarmConn:
+        """Makes a connection of the host out of a wire: swarm key, Noise, Yamux. Closes the wire if that fails.
+
+        `peer_id` is whom to expect, None for whoever it is (only if the peer made the connection).
+
+        Raises:
+            Exception: of many kinds, whatever a stranger's handshake may lead to; `reason_of` tells them.
+        """
+        if len(self.get_connections()) >= MAX_CONNECTIONS:
+            await wire.close()
+            raise SwarmException(f"there are {MAX_CONNECTIONS} connections already")
+        try:
+            secured = await self.upgrader.upgrade_security(Introduction(wire, self._key), wire.is_initiator, peer_id)
+            if peer_id not in (None, secured.get_remote_peer()):
+                raise PeerIDMismatchesPubkey(f"expected {peer_id}")
+            muxer = await self.upgrader.upgrade_connection(secured, secured.get_remote_peer())
+            conn = await self.add_conn(muxer, direction="inbound" if wire.path.inbound else "outbound")
+        except BaseException as error:
+            if wire.path.inbound and isinstance(error, Exception):
+                await wire.drain()  # it shall see what we said, by which it can tell that we are no peer of its
+            await wire.close()
+            raise
+        for handler in self.on_connected:
+            handler(str(muxer.peer_id), wire.path)
+        return conn
+
+    async def _handle_inbound_connection(self, read_write_closer: ReadWriteCloser, maddr: Multiaddr) -> None:
+        """Serves an accepted connection until it ends.
+
+        libp2p's own waits here for the end of the whole host and keeps one of its 300 places for as long: after
+        300 connections in its life, a host would accept nobody.
+        """
+        assert isinstance(read_write_closer, TrioTCPStream)
+        stream = read_write_closer.stream
+        path = Path(direct=True, relay=None, remote_addr=remote_multiaddr(stream), inbound=True)
+        punching = self.punching.get(path.remote_addr or "")
+        wire = SocketWire(stream, path, self.bandwidth)
+        wire.is_initiator = punching is not None
+        try:
+            with trio.fail_after(_HANDSHAKES):
+                conn = await self.secure(wire, punching)
+        except Exception as error:  # whatever a stranger's handshake may raise
+            log.debug("refused a connection from %s: %s", path.remote_addr, reason_of(error))
+            return
+        muxer = conn.muxed_conn
+        assert isinstance(muxer, Muxer)
+        if not muxer.is_closed:
+            self._ends[muxer] = end = trio.Event()
+            await end.wait()
+
+    def _muxer_lost(self, muxer: Muxer) -> None:
+        end = self._ends.pop(muxer, None)
+        if end is not None:
+            end.set()
+        if not self.live(muxer.peer_id):
+            for handler in self.on_lost:
+                handler(str(muxer.peer_id))
+
+    async def goodbye(self) -> None:
+        """Closes all connections side by side (libp2p's own close takes 0.1 s for each), circuits before what they
+        run on."""
+        conns = [conn for each in self.connections.values() for conn in each]
+        for direct in (False, True):
+            async with trio.open_nursery() as nursery:
+                for conn in conns:
+                    if path_of(conn).direct == direct:
+                        nursery.start_soon(conn.close)
+
+    # --- dialing
+
+    def remember(self, peer_id: ID, addrs: Sequence[Multiaddr]) -> None:
+        """Keeps addresses, without the peer id at their end, for the next dial, before what is known already.
+
+        What circuit addresses say of their relays is kept behind what is known of these: it is not from themselves.
+        Not in libp2p's peerstore: identify replaces what stands there, by 0.0.0.0 for instance.
+        """
+        page = self._page(peer_id)
+        addrs = tuple(dict.fromkeys(addrs))
+        if page.addrs[: len(addrs)] != addrs:
+            page.addrs = kept((*addrs, *page.addrs))
+            for addr in [addr for addr in page.troubles if addr not in page.addrs]:
+                del page.troubles[addr]
+            for circuit in [circuit_of(addr) for addr in addrs if is_circuit(addr)]:
+                if circuit is not None:
+                    relay = self._page(ID.from_string(circuit.relay_id))
+                    relay.addrs = kept((*relay.addrs, circuit.relay_addr))
+
+    def _page(self, peer_id: ID) -> _Page:
+        """What is remembered of the peer; whoever was not looked up for the longest time is forgotten for it."""
+        page = self._book.pop(peer_id, None) or _Page()
+        self._book[peer_id] = page
+        while len(self._book) > _MAX_BOOK:
+            del self._book[next(iter(self._book))]
+        return page
+
+    def _addresses(self, peer_id: ID) -> tuple[Multiaddr, ...]:
+        page = self._book.get(peer_id)
+        addrs = [] if page is None else list(page.addrs)
+        with contextlib.suppress(PeerStoreError):
+            addrs += [without_peer(addr) for addr in self.peerstore.addrs(peer_id) if is_dialable(addr)]
+        return kept(addrs)
+
+    async def dial_peer(self, peer_id: ID, *, direct: bool = False) -> list[SwarmConn]:
+        """Connects to a peer, if there is no connection yet: the first of its addresses that answers wins.
+
+        With `direct`, only a direct connection will do. libp2p's own tries one address, waits 250 ms even on
+        success, and refuses to dial a peer again for 60 s after one failure.
+        """
+        key = (peer_id, direct)
+        while not (live := self.live(peer_id, direct=direct)):
+            if key in self._dialing:
+                dial = self._dialing[key]
+                await dial.done.wait()
+                if dial.failure is not None:
+                    raise SwarmException(dial.failure)
+                continue
+            self._dialing[key] = dial = _Dial()
+            try:
+                addrs = [addr for addr in self._addresses(peer_id) if not (direct and is_circuit(addr))]
+                return [await self._dial_first(peer_id, addrs)]
+            except SwarmException as error:
+                dial.failure = str(error)
+                raise
+            finally:
+                del self._dialing[key]
+                dial.done.set()
+        return live
+
+    async def _dial_first(self, peer_id: ID, addrs: Sequence[Multiaddr]) -> SwarmConn:
+        if peer_id == self.self_id:
+            raise SwarmException("this is our own peer id")
+        troubles = self._page(peer_id).troubles
+        reasons: list[str] = []
+        for attempts in plan(one_per_relay(addrs, troubles), own_networks(), troubles, trio.current_time()):
+            winner = await self._race(peer_id, attempts, troubles, reasons)
+            if winner is not None:
+                return winner
+        raise SwarmException(f"cannot connect to {peer_id}: {'; '.join(reasons) or 'no address known'}")
+
+    async def _race(
+        self, peer_id: ID, attempts: Sequence[Attempt], troubles: dict[Multiaddr, Trouble], reasons: list[str]
+    ) -> SwarmConn | None:
+        winners: list[SwarmConn] = []
+        running: dict[Multiaddr, float] = {}
+        idle = trio.Event()
+
+        async def run(addr: Multiaddr) -> None:
+            nonlocal idle
+            try:
+                winners.append(await self._dial(addr, peer_id))
+                troubles.pop(addr, None)
+                nursery.cancel_scope.cancel()
+            except Exception as error:  # whatever a stranger's handshake may raise
+                reasons.append(f"{addr}: {reason_of(error)}")
+                troubles[addr] = failed(troubles.get(addr), trio.current_time())
+            del running[addr]
+            if not running:
+                idle.set()
+
+        start = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for attempt in attempts:
+                if running:
+                    with trio.move_on_at(start + attempt.after):
+                        await idle.wait()
+                idle = trio.Event()
+                running[attempt.addr] = trio.current_time()
+                nursery.start_soon(run, attempt.addr)
+        if not winners:
+            return None
+        now = trio.current_time()
+        for addr, since in running.items():  # still trying when another one won
+            if now - since > _OVERTAKEN:
+                troubles[addr] = failed(troubles.get(addr), now)
+        return winners[0]
+
+    async def _dial(self, addr: Multiaddr, peer_id: ID) -> SwarmConn:
+        limit = _CIRCUIT_DEADLINE if is_circuit(addr) else _DIAL_DEADLINE
+        with trio.move_on_after(limit):
+            return await self.secure(await self._open_wire(addr, peer_id), peer_id)
+        raise SwarmException(f"no answer within {limit:g} s")
+
+    async def _open_wire(self, addr: Multiaddr, peer_id: ID) -> Wire:
+        circuit = circuit_of(addr)
+        if circuit is None:
+            raw = await self._tcp.dial(addr)
+            assert isinstance(raw, RawConnection) and isinstance(raw.stream, TrioTCPStream)
+            path = Path(direct=True, relay=None, remote_addr=str(addr), inbound=False)
+            return SocketWire(raw.stream.stream, path, self.bandwidth)
+        if self.circuit_dialer is None:
+            raise SwarmException("this node does not use relays")
+        stream = await self.circuit_dialer(circuit.relay_id, str(peer_id))
+        return CircuitWire(stream, Path(False, circuit.relay_id, str(addr), inbound=False))
+
+    async def probe(self, addr: Multiaddr, peer_id: ID) -> None:
+        """Dials one address and closes at once: whether the peer answers there, whatever connections there are.
+
+        Raises:
+            Exception: of many kinds, if it does not; `reason_of` tells them.
+        """
+        wire = await self._open_wire(addr, peer_id)
+        try:
+            await self.upgrader.upgrade_security(Introduction(wire, self._key), True, peer_id)
+        finally:
+            await wire.close()
+
+
+def path_of(conn: SwarmConn) -> Path:
+    muxer = conn.muxed_conn
+    assert isinstance(muxer, Muxer)
+    return muxer.path
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason at the bottom of libp2p's chain of errors about a failed dial, for a person."""
+    bottom = error
+    while True:
+        deeper = bottom.exceptions[0] if isinstance(bottom, BaseExceptionGroup) else None
+        deeper = deeper or bottom.__cause__ or (None if bottom.__suppress_context__ else bottom.__context__)
+        if deeper is None:
+            break
+        bottom = deeper
+    if isinstance(bottom, PeerIDMismatchesPubkey):
+        return "a peer with another id is there"
+    if isinstance(bottom, OSError) and bottom.strerror:
+        return bottom.strerror
+    if isinstance(error, SecurityUpgradeFailure) and not isinstance(bottom, OtherSwarm):
+        return "what is there is no node of this swarm, or has another swarm key"
+    return str(bottom) or type(bottom).__name__

@@ -1,0 +1,249 @@
+"""A Noise connection that reads ahead and writes at once.
+
+libp2p's own reads every length and every body by a system call and two turns of trio's loop each, and writes
+under two locks. Most of the time of a decode step's message went there, not into cryptography. The handshake
+and the bytes on the wire are libp2p's; only the transport of messages after the handshake is here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import trio
+from libp2p.abc import ConnectionType, IRawConnection, ISecureConn
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.peer.id import ID
+from libp2p.security.base_session import BaseSession
+from libp2p.security.noise.io import NoiseTransportReadWriter
+from libp2p.security.noise.transport import Transport
+from libp2p.security.secure_session import SecureSession
+from multiaddr import Multiaddr
+from noise.exceptions import NoiseInvalidMessage  # type: ignore[import-untyped]
+
+from .psk import Introduction
+
+MAX_PLAINTEXT: Final = 65535 - 16
+# What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little.
+_OUT_LIMIT: Final = 256 * 1024
+# Answers to pings and the like do not wait; a peer that has so many of them unread is no peer.
+_OUT_HARD_LIMIT: Final = 16 * 1024 * 1024
+# A peer whose system takes no 64 KiB within this time is as good as gone.
+_STALL_LIMIT: Final = 10.0  # seconds
+
+
+class BufferedNoise(Transport):
+    """libp2p's Noise transport, whose sessions are `NoiseSession`s."""
+
+    async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
+        return NoiseSession(await super().secure_inbound(conn), conn)
+
+    async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
+        return NoiseSession(await super().secure_outbound(conn, peer_id), conn)
+
+
+class NoiseSession(BaseSession):
+    """One encrypted connection after its handshake. One task may read at a time; any task may write.
+
+    `pump` must run as a task of the owner for writes to make progress when the socket is full.
+    """
+
+    def __init__(self, session: ISecureConn, conn: IRawConnection) -> None:
+        assert isinstance(session, SecureSession)
+        super().__init__(
+            local_peer=session.local_peer,
+            local_private_key=session.local_private_key,
+            remote_peer=session.remote_peer,
+            remote_permanent_pubkey=session.remote_permanent_pubkey,
+            is_initiator=session.is_initiator,
+        )
+        assert isinstance(session.conn, NoiseTransportReadWriter)
+        self._cipher = session.conn.noise_state
+        assert isinstance(conn, Introduction)
+        self._wire = conn.wire
+        self._veil = conn.veil
+        self.path = conn.wire.path
+        self.local_host = conn.wire.local_host
+        self.upload = conn.wire.upload
+        self._incoming = bytearray()
+        self._plaintext = b""  # decrypted, not yet taken by `read`
+        self._outgoing: deque[bytes] = deque()
+        self._outgoing_bytes = 0
+        self._pump_wakes = trio.lowlevel.ParkingLot()
+        self._room = trio.lowlevel.ParkingLot()
+        self._sent = trio.lowlevel.ParkingLot()
+        self._closed = False
+
+    # --- reading
+
+    def unseal(self, data: bytes) -> list[bytes]:
+        """The plaintexts of the messages that are complete with these bytes of the wire.
+
+        Raises:
+            OSError: the connection was tampered with.
+        """
+        if self._veil is not None:
+            data = self._veil.open(data)
+        incoming = self._incoming
+        incoming += data
+        plaintexts = []
+        start = 0
+        with memoryview(incoming) as view:
+            while len(view) - start >= 2:
+                end = start + 2 + int.from_bytes(view[start : start + 2], "big")
+                if len(view) < end:
+                    break
+                message = bytes(view[start + 2 : end])
+                start = end
+                try:
+                    plaintexts.append(bytes(self._cipher.decrypt(message)))
+                except NoiseInvalidMessage as error:
+                    raise ConnectionAbortedError("a message failed its authentication") from error
+        del incoming[:start]
+        return plaintexts
+
+    async def receive(self) -> list[bytes]:
+        """The next plaintexts, one or more. Cancelled, nothing is lost.
+
+        Raises:
+            OSError: the connection has ended or was tampered with.
+        """
+        while True:
+            data = await self._wire.receive()
+            if not data:
+                raise ConnectionResetError("the peer closed the connection")
+            if plaintexts := self.unseal(data):
+                return plaintexts
+
+    def divert(self, take: Callable[[bytes], None]) -> None:
+        """Hands what comes to `take` at once where that is possible; the rest still comes by `receive`."""
+        self._wire.divert(take)
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Exactly `n` bytes, for libp2p's negotiation of the muxer."""
+        try:
+            while len(self._plaintext) < (1 if n is None else n):
+                self._plaintext += b"".join(await self.receive())
+        except OSError as error:
+            raise ConnectionClosedError(str(error)) from error
+        end = len(self._plaintext) if n is None else n
+        data, self._plaintext = self._plaintext[:end], self._plaintext[end:]
+        return data
+
+    def take_plaintext(self) -> bytes:
+        """What was decrypted and not read yet, for the muxer that goes on with `receive`."""
+        data, self._plaintext = self._plaintext, b""
+        return data
+
+    # --- writing
+
+    def put(self, data: bytes) -> None:
+        """Encrypts and sends without waiting: what the socket does not take now, `pump` sends in order.
+
+        Encrypting and queueing cannot be torn apart by a cancellation. That matters: a message counter used
+        for a message that is not sent makes the peer fail all that follow.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        if self._closed:
+            raise ConnectionResetError("the connection is closed")
+        if self._outgoing_bytes > _OUT_HARD_LIMIT:
+            raise ConnectionAbortedError("the peer asks for more than it reads")
+        if self.upload is not None:
+            self.upload.spend(len(data))
+        for start in range(0, len(data), MAX_PLAINTEXT):
+            part = data if len(data) <= MAX_PLAINTEXT else data[start : start + MAX_PLAINTEXT]
+            sealed = self._cipher.encrypt(part)
+            self._put_raw(len(sealed).to_bytes(2, "big") + sealed)
+
+    def _put_raw(self, message: bytes) -> None:
+        if self._veil is not None:
+            message = self._veil.seal(message)
+        if not self._outgoing:
+            taken = self._wire.send_nowait(message)
+            if taken == len(message):
+                return
+            message = message[taken:]
+        self._outgoing.append(message)
+        self._outgoing_bytes += len(message)
+        self._pump_wakes.unpark_all()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether little enough is waiting for the socket."""
+        return self._outgoing_bytes < _OUT_LIMIT
+
+    async def wait_room(self) -> None:
+        """Returns at once unless much is waiting for the socket."""
+        while not self.has_room and not self._closed:
+            await self._room.park()
+
+    @property
+    def is_stuffed(self) -> bool:
+        """Whether something waits for the socket to take it."""
+        return bool(self._outgoing)
+
+    async def pump(self) -> None:
+        """Sends what `put` could not, until the connection ends.
+
+        Raises:
+            OSError: the connection has ended, or the peer's system takes nothing any more.
+        """
+        while not self._closed:
+            if not self._outgoing:
+                await self._pump_wakes.park()
+                continue
+            await self._send_raw(self._outgoing[0])
+            self._outgoing_bytes -= len(self._outgoing.popleft())
+            if self._outgoing_bytes < _OUT_LIMIT:
+                self._room.unpark_all()
+            if not self._outgoing:
+                self._sent.unpark_all()
+
+    async def _send_raw(self, message: bytes) -> None:
+        with trio.move_on_after(_STALL_LIMIT):
+            await self._wire.send(message)
+            return
+        raise ConnectionAbortedError(f"the peer took nothing for {_STALL_LIMIT:g} s")
+
+    async def write(self, data: bytes) -> None:
+        """Sends all of it, for libp2p's negotiation of the muxer (no `pump` yet)."""
+        try:
+            self.put(data)
+            while self._outgoing:
+                await self._send_raw(self._outgoing[0])
+                self._outgoing_bytes -= len(self._outgoing.popleft())
+        except OSError as error:
+            raise ConnectionClosedError(str(error)) from error
+
+    async def flush(self, limit: float) -> None:
+        """Waits up to `limit` seconds for `pump` to send the rest."""
+        with trio.move_on_after(limit):
+            while self._outgoing and not self._closed:
+                await self._sent.park()
+
+    # --- the rest of libp2p's interface
+
+    async def close(self) -> None:
+        """Closes the socket at once. Whoever reads or writes gets an error."""
+        if not self._closed:
+            self._closed = True
+            for lot in (self._pump_wakes, self._room, self._sent):
+                lot.unpark_all()
+            await self._wire.close()
+
+    @property
+    def keeps_window(self) -> bool:
+        """Whether it is TCP itself that would forget its window in a pause; under a circuit, others see to that."""
+        return self._wire.is_socket
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return self._wire.get_remote_address()
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        return self._wire.get_transport_addresses()
+
+    def get_connection_type(self) -> ConnectionType:
+        return self._wire.get_connection_type()

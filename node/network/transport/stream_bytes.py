@@ -1,0 +1,164 @@
+"""The bytes of one stream of a connection, for whoever speaks a protocol on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import trio
+from libp2p.custom_types import TProtocol
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.stream.net_stream import NetStream
+from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
+
+from .muxed_stream import WINDOW, MuxedStream
+from .negotiation import question
+from .path import Path
+
+if TYPE_CHECKING:
+    from .yamux import Muxer
+
+
+class Connection:
+    """One connection among those to a peer, for whoever cares which one a stream runs on."""
+
+    def __init__(self, conn: SwarmConn) -> None:
+        self._conn = conn
+        self._muxer = cast("Muxer", conn.muxed_conn)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Connection) and other._conn is self._conn
+
+    def __hash__(self) -> int:
+        return hash(self._conn)
+
+    @property
+    def path(self) -> Path:
+        return self._muxer.path
+
+    @property
+    def is_lost(self) -> bool:
+        return self._muxer.is_closed
+
+    @property
+    def local_host(self) -> str | None:
+        """The address of this machine that a direct connection runs from; without that address, it is dead."""
+        return self._muxer.secured_conn.local_host
+
+    async def close(self) -> None:
+        await self._conn.close()
+
+    def suspect(self) -> None:
+        """Asks the peer for a sign of life: if none comes, the connection is dropped within 4 s."""
+        self._muxer.suspect()
+
+    async def open_stream(self, protocol: str, *, window: int = WINDOW) -> StreamBytes:
+        """A new stream of that protocol. Does not wait for the peer's consent: the first read tells of a refusal.
+
+        Raises:
+            ConnectionError: the connection is gone, or has too many streams.
+        """
+        try:
+            muxed = await self._muxer.open_stream(window)
+            stream = await self._conn._add_stream(muxed)
+            stream.set_protocol(TProtocol(protocol))
+            await muxed.write(question(protocol))
+        except Exception as error:  # libp2p raises many kinds
+            raise ConnectionError(str(error) or type(error).__name__) from error
+        return StreamBytes(stream, protocol)
+
+
+class StreamBytes:
+    """The bytes of one stream, for `MessageStream`: a `RawStream`.
+
+    `asked` is the protocol that the peer was asked for and has not agreed on yet.
+    """
+
+    def __init__(self, stream: NetStream, asked: str | None = None) -> None:
+        self._stream = stream
+        self._muxed = cast(MuxedStream, stream.muxed_stream)
+        self._asked = asked
+        self._answer = b"" if asked is None else question(asked)  # the part of it that has not come yet
+
+    @property
+    def path(self) -> Path:
+        """The way of the connection that this stream belongs to; it never changes."""
+        return self._muxed.muxed_conn.path
+
+    @property
+    def direct(self) -> bool:
+        """Whether no relay is on that way."""
+        return self.path.direct
+
+    @property
+    def connection(self) -> Connection:
+        """The connection that this stream belongs to."""
+        conn = self._stream.swarm_conn
+        assert conn is not None
+        return Connection(conn)
+
+    def widen(self, window: int = WINDOW) -> None:
+        """Lets the peer send up to `window` bytes that were not read yet."""
+        self._muxed.widen(window)
+
+    def divert(self, take: Callable[[bytes], bool]) -> None:
+        """Offers what comes to `take` first, at once and in order; what it does not take can be read."""
+        self._muxed.divert(take)
+
+    async def read(self, n: int) -> bytes:
+        try:
+            if self._answer:
+                await self._receive_answer()
+            return await self._muxed.read(n)
+        except MuxedStreamEOF:
+            return b""
+        except MuxedStreamError as error:
+            unsettled = f", which has not agreed on {self._asked}" if self._answer else ""
+            raise ConnectionResetError(f"{error}{unsettled}") from error
+
+    async def _receive_answer(self) -> None:
+        while self._answer:
+            part = await self._muxed.read(len(self._answer))
+            if not self._answer.startswith(part):
+                await self.reset()
+                raise ConnectionRefusedError(f"the peer does not speak {self._asked}")
+            self._answer = self._answer[len(part) :]
+
+    async def write(self, data: bytes) -> None:
+        try:
+            await self._muxed.write(data)
+        except MuxedStreamError as error:
+            raise ConnectionResetError(str(error)) from error
+
+    def write_nowait(self, data: bytes) -> bool:
+        try:
+            return self._muxed.write_nowait(data)
+        except MuxedStreamError as error:
+            raise ConnectionResetError(str(error)) from error
+
+    async def close(self) -> None:
+        with trio.CancelScope(shield=True):
+            self._muxed.discard()
+            await self._stream.close()
+
+    async def close_write(self) -> None:
+        """Ends our direction and keeps on reading. Never waits for the peer."""
+        await self._muxed.close()
+
+    async def reset(self) -> None:
+        with trio.CancelScope(shield=True):
+            await self._stream.reset()
+
+    async def end(self) -> None:
+        """Leaves nothing of the stream: resets it unless both directions were closed in order."""
+        with trio.CancelScope(shield=True):
+            done = self._muxed.read_closed and self._muxed.write_closed
+            await (self._stream.close() if done else self._stream.reset())
+
+    async def wait_lost(self) -> None:
+        await self._muxed.wait_lost()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the stream was reset or its connection is gone."""
+        return self._muxed.lost is not None

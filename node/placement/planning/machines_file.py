@@ -1,0 +1,294 @@
+"""The file of machines that a person writes for a plan: JSON or CSV, as docs/planning.md says."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ...errors import BadInput
+from .devices import DEVICES, MEMORY_SHARE
+from .fleet import Fleet, Machine
+from .regions import region_rtts
+
+MAX_MACHINES: Final = 1000
+MAX_BLOCKS: Final = 512
+"""The largest models have 126; with far more, looking for a plan would take minutes."""
+SAME_REGION_SECONDS: Final = 0.001
+"""A round trip between two machines of one region, where the file does not say."""
+_MAX_BYTES: Final = 16 << 20
+_NUMBERS: Final = ("blocks", "memory_gb", "ms_per_block")
+_TEXTS: Final = ("name", "device", "region")
+_KEYS: Final = (*_TEXTS, *_NUMBERS, "rtt_ms")
+_CLIENT_KEYS: Final = ("region", "rtt_ms", "ms_per_token")
+CLIENT: Final = "client"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the file says of one machine; None where it says nothing. `rtts` are seconds, by machine or region."""
+
+    name: str
+    device: str | None = None
+    region: str | None = None
+    blocks: int | None = None
+    memory: float | None = None  # bytes for blocks
+    block_seconds: float | None = None
+    rtts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MachinesFile:
+    """The file as read: nothing in it depends on a model yet. `client` is None where the file names none."""
+
+    path: Path
+    rows: tuple[Row, ...]
+    client: Row | None
+    client_seconds: float
+    rtts: Mapping[tuple[str, str], float]
+    num_blocks: int | None
+    block_bytes: float | None
+
+
+def read_machines(path: Path) -> MachinesFile:
+    """Reads a file of machines; JSON if its name ends so, else CSV.
+
+    Raises:
+        BadInput: it cannot be read; naming the machine and the field, and what is wrong with it.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} cannot be read: {error}") from None
+    if len(data) > _MAX_BYTES:
+        raise BadInput(f"{path} is larger than {_MAX_BYTES >> 20} MiB: that is no list of machines")
+    try:
+        content = _from_json(text) if path.suffix.lower() == ".json" else _from_csv(text)
+        return _read(path, content)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
+
+
+def _from_json(text: str) -> Mapping[str, Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"this is no JSON: {error}") from None
+    if isinstance(content, list):
+        return {"machines": content}
+    if not isinstance(content, dict):
+        raise BadInput('a list of machines is needed, or {"machines": [...]}')
+    return content
+
+
+def _from_csv(text: str) -> Mapping[str, Any]:
+    """The same content: a row per machine, RTTs in columns `rtt_ms:NAME`, the client in a row of that name."""
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    if not reader.fieldnames or "name" not in reader.fieldnames:
+        raise BadInput(f"the first line of a CSV file names its columns, from {', '.join(_KEYS[:-1])} and rtt_ms:NAME")
+    machines, client = [], None
+    for number, row in enumerate(reader, start=2):
+        if None in row or None in row.values():
+            raise BadInput(f"line {number} has not {len(reader.fieldnames)} columns as the first line")
+        said = {key: value.strip() for key, value in row.items() if value.strip()}
+        rtts = {key.removeprefix("rtt_ms:"): said.pop(key) for key in list(said) if key.startswith("rtt_ms:")}
+        if rtts:
+            said["rtt_ms"] = rtts
+        if said.get("name") == CLIENT:
+            del said["name"]
+            client = said
+        elif said:
+            machines.append(said)
+    return {"machines": machines} | ({} if client is None else {CLIENT: client})
+
+
+def _read(path: Path, content: Mapping[str, Any]) -> MachinesFile:
+    _check_keys("the file", content, ("machines", CLIENT, "rtt_ms", "model"))
+    entries = content.get("machines")
+    if not isinstance(entries, list) or not entries:
+        raise BadInput("it lists no machines")
+    if len(entries) > MAX_MACHINES:
+        raise BadInput(f"it lists {len(entries)} machines; {MAX_MACHINES} are the most")
+    rows = tuple(_row(f"machine {number}", entry) for number, entry in enumerate(entries, start=1))
+    names = [row.name for row in rows]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadInput(f"two machines are called {name}")
+    client, client_seconds = None, 0.0
+    if CLIENT in content:
+        said = _object(CLIENT, content[CLIENT])
+        _check_keys(f"the {CLIENT}", said, _CLIENT_KEYS)
+        client = Row(CLIENT, region=_text(CLIENT, said, "region"), rtts=_rtts(CLIENT, said.get("rtt_ms", {})))
+        client_seconds = (_number(CLIENT, said, "ms_per_token") or 0.0) / 1000
+    known = {*names, CLIENT, *(row.region for row in (*rows, *([client] if client else [])) if row.region)}
+    model = _object("model", content.get("model", {}))
+    _check_keys("model", model, ("blocks", "block_mb"))
+    block_mb = _number("model", model, "block_mb")
+    return MachinesFile(
+        path,
+        rows,
+        client,
+        client_seconds,
+        _all_rtts(content.get("rtt_ms", {}), [*rows, *([client] if client else [])], known),
+        _count("model", model, "blocks", least=1),
+        None if block_mb is None else block_mb * 1e6,
+    )
+
+
+def _row(what: str, entry: object) -> Row:
+    said = _object(what, entry)
+    name = _text(what, said, "name")
+    if name is None:
+        raise BadInput(f"{what} has no name")
+    _check_keys(name, said, _KEYS)
+    device = _text(name, said, "device")
+    if device is not None and device.lower() not in DEVICES:
+        raise BadInput(f"{name}: no device {device} is known, only {', '.join(DEVICES)}: give blocks and ms_per_block")
+    memory = _number(name, said, "memory_gb")
+    milliseconds = _number(name, said, "ms_per_block")
+    if milliseconds == 0:
+        raise BadInput(f"{name}: ms_per_block is 0, and no machine is so fast")
+    return Row(
+        name,
+        None if device is None else device.lower(),
+        _text(name, said, "region"),
+        _count(name, said, "blocks", least=0),
+        None if memory is None else memory * 1e9,
+        None if milliseconds is None else milliseconds / 1000,
+        _rtts(name, said.get("rtt_ms", {})),
+    )
+
+
+def fleet_of(file: MachinesFile, num_blocks: int, block_bytes: float | None) -> Fleet:
+    """The machines of the file for a model of `num_blocks` blocks of `block_bytes` bytes each (None: not known).
+
+    Raises:
+        BadInput: it does not say enough of a machine, or of the way between two.
+    """
+    machines = tuple(_machine(row, num_blocks, block_bytes) for row in file.rows)
+    rows = [*file.rows, *([] if file.client is None else [file.client])]
+    rtts = np.zeros((len(rows), len(rows)))
+    for number, one in enumerate(rows):
+        for other_number, other in enumerate(rows[:number]):
+            rtts[number, other_number] = rtts[other_number, number] = _round_trip(file, one, other)
+    size = len(machines)
+    client = None if file.client is None else rtts[size, :size]
+    return Fleet(machines, rtts[:size, :size], client, file.client_seconds)
+
+
+def _machine(row: Row, num_blocks: int, block_bytes: float | None) -> Machine:
+    device = None if row.device is None else DEVICES[row.device]
+    memory = row.memory
+    if memory is None and device is not None and device.memory is not None:
+        memory = device.memory * MEMORY_SHARE
+    if row.blocks is None and memory is None:
+        raise BadInput(
+            f"{row.name}: how many blocks can it hold? Give blocks, memory_gb or a device with its own memory"
+        )
+    if row.block_seconds is None and device is None:
+        raise BadInput(f"{row.name}: how fast is it? Give ms_per_block or a device")
+    if block_bytes is None and (row.blocks is None or row.block_seconds is None):
+        raise BadInput(
+            f'{row.name}: how large is a block? Say so in the file, "model": {{"block_mb": ..}}, or name a MODEL whose '
+            "weights are here, or give blocks and ms_per_block of every machine"
+        )
+    blocks = row.blocks
+    if blocks is None:
+        assert memory is not None and block_bytes is not None
+        blocks = int(memory / block_bytes)
+    seconds = row.block_seconds
+    if seconds is None:
+        assert device is not None and block_bytes is not None
+        seconds = device.block_seconds(block_bytes)
+    return Machine(row.name, min(blocks, num_blocks), seconds)
+
+
+def _round_trip(file: MachinesFile, one: Row, other: Row) -> float:
+    """Seconds: by the names of both, by a name and a region, by the regions in the file, in the table of regions."""
+    regions = (one.region, other.region)
+    for pair in ((one.name, other.name), (one.name, other.region), (one.region, other.name), regions):
+        for key in (pair, pair[::-1]):
+            if key in file.rtts:
+                return file.rtts[key]  # type: ignore[index]
+    if None not in regions:
+        if regions in region_rtts():
+            return region_rtts()[regions]  # type: ignore[index]
+        if one.region == other.region:
+            return SAME_REGION_SECONDS
+    where = [row.name if row.region is None else f"{row.name} ({row.region})" for row in (one, other)]
+    raise BadInput(
+        f"{file.path}: how far is {where[0]} from {where[1]}? Give rtt_ms between them or their regions; cloud regions "
+        f"such as eu-central-1 are known"
+    )
+
+
+def _all_rtts(between: object, rows: Sequence[Row], known: set[str]) -> dict[tuple[str, str], float]:
+    """All that the file says, by pair of names or regions."""
+    found = {}
+    for one, others in _object("rtt_ms", between).items():
+        for other, seconds in _rtts(f"rtt_ms of {one}", others).items():
+            found[one, other] = seconds
+    for row in rows:
+        for other, seconds in row.rtts.items():
+            found[row.name, other] = seconds
+    for pair in found:
+        for name in pair:
+            if name not in known:
+                raise BadInput(f"rtt_ms: nothing here is called {name}, neither a machine nor a region of one")
+    return found
+
+
+def _rtts(what: str, said: object) -> dict[str, float]:
+    return {other: (_number(what, {other: value}, other) or 0.0) / 1000 for other, value in _object(what, said).items()}
+
+
+def _object(what: str, said: object) -> Mapping[str, Any]:
+    if not isinstance(said, dict):
+        raise BadInput(f"{what}: an object is needed, not {said!r:.60}")
+    return said
+
+
+def _check_keys(what: str, said: Mapping[str, Any], keys: Sequence[str]) -> None:
+    for key in said:
+        if key not in keys:
+            raise BadInput(f"{what}: {key} is not known here, only {', '.join(keys)}")
+
+
+def _text(what: str, said: Mapping[str, Any], key: str) -> str | None:
+    value = said.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise BadInput(f"{what}: {key} is a text, not {value!r:.60}")
+    return value.strip()
+
+
+def _number(what: str, said: Mapping[str, Any], key: str) -> float | None:
+    value = said.get(key)
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < 1e9:
+        raise BadInput(f"{what}: {key} is a number and not negative, not {value!r:.60}")
+    return number
+
+
+def _count(what: str, said: Mapping[str, Any], key: str, *, least: int) -> int | None:
+    number = _number(what, said, key)
+    if number is None:
+        return None
+    if number != int(number) or not least <= number <= MAX_BLOCKS:
+        raise BadInput(f"{what}: {key} is a whole number from {least} to {MAX_BLOCKS}, not {said[key]!r:.60}")
+    return int(number)

@@ -1,0 +1,98 @@
+"""A work whose gradient comes later than its input: the server computes forward while the one behind it goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import trio
+
+from ....protocols import wire_pb2 as wire
+from ....protocols.inference import Refusal
+from ...blocks.batch_job import Job, Kept
+from ...blocks.passes import Batch, Parked, Passes
+from ..compute.cache_budget import CacheBudget
+from ..compute.thread import ComputeThread, Passed
+
+GRADIENT_TIMEOUT: Final = 60.0
+"""How long a work whose turn it is waits for its gradient."""
+
+
+class LateWork:
+    """Waits for a gradient with what `Passes.recompute` has kept.
+
+    It may be given up at any time until the gradient is there: the memory that it takes is lent, so whoever has need of
+    it takes it. The client then sends the whole work.
+    """
+
+    def __init__(self, work: wire.Work, payload: bytearray, kept: Kept | None, batch: Batch) -> None:
+        self.work = work
+        self.payload = payload
+        self.kept = kept
+        self._batch: Batch | None = batch
+        self._job: Job | None = None
+        self._recomputed: Passed[Parked] | None = None
+        self._refusal: Refusal | None = None
+        self._settled = trio.Event()
+        self._done = trio.Event()
+        self._scope = trio.CancelScope()
+        self._recall: Callable[[], bool] = lambda: True
+
+    def lend(self, budget: CacheBudget, nbytes: int, on_taken: Callable[[], None]) -> None:
+        """Offers the `nbytes` that it holds of `budget` to others; `on_taken` hears of it if they are taken."""
+
+        def taken() -> None:
+            self.give_up("its memory was needed for others")
+            on_taken()
+
+        self._recall = budget.lend(nbytes, taken).recall
+
+    def give_up(self, why: str) -> None:
+        """Drops what it holds. Does nothing once the gradient is there."""
+        self._recall()
+        if not self._settled.is_set():
+            self._refusal = Refusal(wire.ERROR_BUSY, f"work {self.work.sequence} was given up: {why}; send all of it")
+            self.payload, self._batch, self._recomputed = bytearray(), None, None
+            self._scope.cancel()
+            self._settled.set()
+
+    def check(self) -> None:
+        """
+        Raises:
+            Refusal: it was given up.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+
+    def settle(self, job: Job) -> None:
+        """The gradient is there. Does nothing if it was given up."""
+        if self._recall() and not self._settled.is_set():
+            self._job = job
+            self._settled.set()
+
+    async def recompute(self, compute: ComputeThread, passes: Passes) -> None:
+        """Runs the first half of the pass. Raises nothing; `ready` does."""
+        try:
+            with self._scope:
+                if self._batch is not None:
+                    self._recomputed = await compute.run_pass(passes.recompute(self._batch))
+        except Refusal as refusal:
+            self._refusal = refusal
+        self._done.set()
+
+    async def ready(self) -> tuple[Job, Passed[Parked]]:
+        """The whole work and its first half, once both are there.
+
+        Raises:
+            Refusal: it was given up, its gradient did not come, or the first half failed.
+        """
+        with trio.move_on_after(GRADIENT_TIMEOUT):
+            await self._settled.wait()
+        self.give_up(f"its gradient did not come for {GRADIENT_TIMEOUT:.0f} s")
+        if self._job is not None:
+            await self._done.wait()
+        self.check()
+        assert self._job is not None and self._recomputed is not None
+        job, recomputed = self._job, self._recomputed
+        self._recomputed = None  # what is kept is free as the second half goes on
+        return job, recomputed

@@ -1,0 +1,81 @@
+"""What a server pledges while it holds one span."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import trio
+
+from ....crypto.identity import Identity
+from ....crypto.pledge import Pledge
+from ...credits.wallet import Purse
+from ...errors import SwarmError
+from ..admission import Hosted
+
+log = logging.getLogger(__name__)
+
+PLEDGE_SECONDS: Final = 24 * 3600.0
+_RENEW_SECONDS: Final = PLEDGE_SECONDS / 2
+_RETRY_SECONDS: Final = 300.0
+
+Pledger = Callable[[], Pledge | None]
+"""The pledge for what is opened now; None for none."""
+
+
+class Pledging:
+    """Pledges `deposit` points for the receipts of what is hosted. Renewed when half of its time is over."""
+
+    def __init__(self, identity: Identity, hosted: Hosted, deposit: int) -> None:
+        self._identity = identity
+        self._hosted = hosted
+        self._deposit = deposit
+        self._pledge: Pledge | None = None
+
+    def current(self) -> Pledge:
+        """The pledge for a session that is opened now."""
+        now = _now_ms()
+        pledge = self._pledge
+        # One that a validator backs is used to its end, should the validator be away when it is to be renewed.
+        lasting = now if pledge is not None and pledge.holder else now + round(1000 * _RENEW_SECONDS)
+        if pledge is None or not pledge.is_in_force(lasting):
+            pledge = self._pledge = self._made(now).signed(self._identity)
+        return pledge
+
+    async def keep_deposited(self, purse: Purse, on_change: Callable[[], None]) -> None:
+        """Has a validator keep what is pledged, again and again; `on_change` is called when the pledge is another one.
+        Until the validator has the points, and when it has not, the pledge is a mere promise."""
+        failed = False
+        while True:
+            pledge = self._made(_now_ms())
+            try:
+                voucher = await purse.deposit(pledge.deposit, pledge.until_ms)
+            except SwarmError as error:
+                log.log(logging.DEBUG if failed else logging.WARNING, "the pledge has no deposit: %s", error)
+                failed = True
+                await trio.sleep(_RETRY_SECONDS)
+                continue
+            failed = False
+            self._pledge = replace(pledge, holder=purse.issuer, voucher=voucher).signed(self._identity)
+            on_change()
+            await trio.sleep(_RENEW_SECONDS)
+
+    def _made(self, now: int) -> Pledge:
+        hosted = self._hosted
+        return Pledge(
+            server=self._identity.peer_id,
+            model_version=hosted.model_version,
+            span=(hosted.span.start, hosted.span.end),
+            dtype=hosted.dtype,
+            quantisation=hosted.quantisation,
+            deposit=self._deposit,
+            from_ms=now,
+            until_ms=now + round(1000 * PLEDGE_SECONDS),
+        )
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

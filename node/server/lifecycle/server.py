@@ -1,0 +1,286 @@
+"""A server from start to stop: joins, chooses blocks, loads, serves, changes its blocks, says goodbye."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from ....crypto.identity import Identity
+from ....protocols.announcement import Announcement, ServerState
+from ....protocols.ids import Span
+from ...errors import PetalnodeError, SwarmError
+from ...models import ModelFolder
+from ...models.cache_dir import cache_dir
+from ...models.disk_limit import in_use, keep_within, note_use
+from ...models.progress import Progress
+from ...placement.plan import DEFAULT
+from ...swarm.swarm import Swarm
+from ..speed.network_speed import serve_transfers
+from ..speed.speed_record import SpeedKey, cpu_name, recall
+from .device_memory import claim, device_memory, has_accelerator
+from .hosting import Post, host_span
+from .mover import join_where_needed
+from .options import OnEvent, ServerOptions, check_blocks
+from .owned_adapters import read_owned
+from .placing import Placing
+from .sizing import USUAL_CACHE_TOKENS, Sizing, blocks_that_fit, cache_bytes_per_block, size
+from .source import ModelSource, find_folder, find_source, in_thread
+
+if TYPE_CHECKING:
+    from ...blocks.span import BlockSpan
+
+REFRESH_TIMEOUT: Final = 5.0
+STOP_GRACE: Final = 3.0
+_SIZING_LOCK: Final = "sizing.lock"
+
+
+async def run_server(
+    swarm: Swarm,
+    identity: Identity,
+    options: ServerOptions,
+    on_event: OnEvent,
+    progress: Progress,
+    stop: trio.Event,
+) -> None:
+    """Serves until `stop` is set or the task is cancelled, and tells the swarm goodbye.
+
+    Raises:
+        BadInput, ModelError: the model or the blocks that were asked for cannot be.
+        MachineError: this machine cannot hold them.
+        SwarmError: no manifest for a model of which only a part is here.
+    """
+    started = time.perf_counter()
+    async with trio.open_nursery() as nursery:
+        # Two seconds of imports, while the network and the disk are asked.
+        imported = _Background(_import_blocks)
+        nursery.start_soon(imported.run)
+        folder = await find_folder(options, progress)
+        check_blocks(options, folder)
+        with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
+            await swarm.refresh(timeout=REFRESH_TIMEOUT)
+        source = await find_source(swarm, folder, options, progress)
+        adapters = await in_thread(lambda: read_owned(options.adapters, source.manifest.version, folder.name))
+        swarm.serve_manifest(source.manifest.version, source.manifest.to_wire())
+        serve_transfers(swarm)
+        if has_accelerator(options.device):
+            await imported.wait()  # only then can it be asked
+        post = Post(
+            swarm,
+            identity,
+            options,
+            on_event,
+            source.folder,
+            Placing(
+                swarm,
+                source.manifest.version,
+                folder.num_blocks,
+                replace(DEFAULT, gain=DEFAULT.gain if options.gain is None else options.gain),
+            ),
+            _speed_key(source, options),
+            tuple(adapters),
+        )
+        try:
+            await _Stay(post, source, progress, started).run(imported, stop)
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(STOP_GRACE):
+                await swarm.retract()
+        nursery.cancel_scope.cancel()
+
+
+class _Stay:
+    """A server's time in the swarm: one span after the other."""
+
+    def __init__(self, post: Post, source: ModelSource, progress: Progress, started: float) -> None:
+        self._post = post
+        self._source = source
+        self._progress = progress
+        self._started = started
+        self._count_reason = self._blocks_reason = ""
+
+    async def run(self, imported: _Background, stop: trio.Event) -> None:
+        span = await self._first_span(imported)
+        came_from: Span | None = None
+        while not stop.is_set():
+            began = time.perf_counter()
+            try:
+                blocks = await self._load(span, imported)
+            except PetalnodeError as error:
+                if came_from is None:
+                    raise
+                # The blocks that were here a minute ago can be had again.
+                self._status(f"cannot change to blocks {span}, going back to {came_from}: {error}")
+                span, came_from = came_from, None
+                continue
+            load_seconds = (time.perf_counter() - began) / len(span)
+            on_ready = self._on_ready("ready" if came_from is None else "moved", began)
+            move = await host_span(self._post, self._joining(span), blocks, load_seconds, on_ready, stop)
+            del blocks
+            if move is None:
+                return
+            span, came_from = move.target, move.source
+            self._blocks_reason = self._post.placing.reason
+
+    def _on_ready(self, event: str, began: float) -> Callable[[dict[str, object]], None]:
+        since = self._started if event == "ready" else began
+
+        def say(fields: dict[str, object]) -> None:
+            reasons = {"count_reason": self._count_reason, "blocks_reason": self._blocks_reason}
+            self._post.on_event(event, **fields, **reasons, seconds=round(time.perf_counter() - since, 2))
+
+        return say
+
+    async def _first_span(self, imported: _Background) -> Span:
+        options, folder = self._post.options, self._post.folder
+        if options.blocks is not None:
+            return options.blocks
+        count = options.num_blocks
+        if count is None:
+            await imported.wait()
+            sizing = await in_thread(lambda: _sizing(self._source.folder, options))
+            self._count_reason = sizing.reason
+            self._status(sizing.reason)
+            count = sizing.count
+        throughput = options.throughput
+        if throughput is None:
+            known = await in_thread(lambda: recall(self._post.speed_key))
+            throughput = 1 / (known.step_seconds * count) if known is not None else None
+
+        def say(span: Span) -> None:
+            self._post.swarm.announce(replace(self._joining(span), next_span=span))
+
+        span = await join_where_needed(self._post.swarm, self._post.placing, count, throughput, say)
+        self._blocks_reason = self._post.placing.reason
+        self._status(f"taking blocks {span} of {folder.num_blocks} of {folder.name}: {self._blocks_reason}")
+        return span
+
+    async def _load(self, span: Span, imported: _Background) -> BlockSpan:
+        options, folder = self._post.options, self._post.folder
+        self._post.swarm.announce(self._joining(span))
+        self._status(f"loading blocks {span} of {folder.num_blocks} of {folder.name}")
+        path = await self._source.weights(span)
+        await in_thread(lambda: self._keep_disk(path, span))
+        await imported.wait()
+        return await _load(path, span, options, self._progress)
+
+    def _keep_disk(self, path: Path, span: Span) -> None:
+        used = in_use(path, self._post.folder.num_blocks, span)
+        note_use(used)
+        limit = self._post.options.max_disk
+        if limit is not None and (remaining := keep_within(limit, used)) > limit:
+            self._status(
+                f"these blocks alone take {size(remaining)} of the disk, more than --max-disk {size(limit)}: all else "
+                "was removed"
+            )
+
+    def _joining(self, span: Span) -> Announcement:
+        from ...version import __version__
+
+        options, swarm = self._post.options, self._post.swarm
+        known = None if options.throughput else recall(self._post.speed_key)
+        return Announcement(
+            peer_id=swarm.peer_id,
+            model_version=self._source.manifest.version,
+            model_name=self._post.folder.name,
+            num_blocks=self._post.folder.num_blocks,
+            span=span,
+            state=ServerState.JOINING,
+            software_version=__version__,
+            public_name=options.name,
+            quantisation=options.quant,
+            fixed=options.stays,
+            step_seconds=(
+                1 / options.throughput if options.throughput else known.step_seconds * len(span) if known else 0.0
+            ),
+        )
+
+    def _status(self, text: str) -> None:
+        self._post.on_event("status", text=text)
+
+
+def _sizing(folder: ModelFolder, options: ServerOptions) -> Sizing:
+    """How many blocks fit, by the memory that is free now; claims that for this process.
+
+    Raises:
+        MachineError: not even one does.
+    """
+    from filelock import FileLock
+
+    from ...blocks.sizes import largest_block
+
+    block = largest_block(folder.path, options.dtype, options.quant)
+    tokens = options.cache_tokens or USUAL_CACHE_TOKENS
+    with FileLock(cache_dir() / _SIZING_LOCK):  # of several that start at once each sees what the last one claimed
+        memory = device_memory(options.device)
+        sizing = blocks_that_fit(
+            memory,
+            block.held,
+            folder.num_blocks,
+            cache_bytes=cache_bytes_per_block(folder.config, block.item, tokens),
+            cache_tokens=tokens,
+            hidden_size=folder.hidden_size,
+            spare=0 if options.quant == "none" else block.whole,  # while it is quantised it is there as it was, too
+        )
+        if memory.shared:
+            claim(sizing.nbytes)
+    return sizing
+
+
+def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:
+    hardware = cpu_name()
+    if has_accelerator(options.device):
+        import torch
+
+        from ...blocks.config import choose_device
+
+        device = choose_device(options.device)
+        if device.type != "cpu":
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else hardware
+            hardware = f"{device.type} {name}"
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return SpeedKey(
+        source.manifest.version,
+        options.dtype,
+        options.quant,
+        hardware,
+        int(threads) if threads.isdecimal() else os.cpu_count() or 1,
+    )
+
+
+async def _load(path: Path, span: Span, options: ServerOptions, progress: Progress) -> BlockSpan:
+    from ...blocks.span import load_span
+
+    return await in_thread(
+        lambda: load_span(
+            path, span, device=options.device, dtype=options.dtype, quantisation=options.quant, progress=progress
+        )
+    )
+
+
+def _import_blocks() -> None:
+    from ...blocks.collector import collector_paused
+
+    with collector_paused():
+        from ...blocks import span  # noqa: F401
+        from ..session import service  # noqa: F401
+
+
+class _Background:
+    """A function in a worker thread, whose end somebody awaits later."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+        self._done = trio.Event()
+
+    async def run(self) -> None:
+        await in_thread(self._function)
+        self._done.set()
+
+    async def wait(self) -> None:
+        await self._done.wait()

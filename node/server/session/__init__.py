@@ -1,0 +1,1 @@
+"""The server's side of `/petalnode/inference/1` and `/petalnode/push/1`."""

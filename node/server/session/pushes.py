@@ -1,0 +1,152 @@
+"""The streams on which one session hands its outputs to the servers that come after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import trio
+
+from ....crypto.identity import peer_id_from_bytes
+from ....protocols import wire_pb2 as wire
+from ....protocols.framing import MessageStream, PeerError
+from ..compute.thread import StepOutput
+
+PushStream = MessageStream[wire.PushFrame]
+
+PUSH_TIMEOUT: Final = 1.0
+PUSH_BYTES_PER_SECOND: Final = 1 << 20
+"""A next server that takes longer than that to read a push gets it from the client instead."""
+FIRST_PAUSE: Final = 1.0
+LONGEST_PAUSE: Final = 60.0
+"""Between two attempts to open a stream that is wanted; the pause doubles."""
+MAX_NEIGHBOURS: Final = 8
+"""Servers to which one session may push: more than a client that changes its chain ever needs at once."""
+
+
+class Neighbours(Protocol):
+    """Reaches the servers that come next."""
+
+    async def open_push(self, peer_id: str, *, direct: bool = False) -> PushStream:
+        """A stream for pushes; with `direct`, only on a connection without a relay. Raises PeerError."""
+
+    def watch_direct(self, peer_id: str) -> trio.Event:
+        """Set when there is a connection to this peer without a relay."""
+
+
+@dataclass
+class _Neighbour:
+    stream: PushStream | None = None
+    opening: bool = False
+    pause: float = FIRST_PAUSE
+    not_before: float = field(default_factory=trio.current_time)
+
+
+class Pushes:
+    """Streams from one session to the servers that come after it. Opened in the background: a step never waits.
+
+    On a direct connection if there is one, else through a relay, and then again when a direct connection is made. A
+    stream that cannot be had is tried again after a while, if steps still want it.
+    """
+
+    def __init__(self, neighbours: Neighbours, nursery: trio.Nursery) -> None:
+        self._neighbours = neighbours
+        self._nursery = nursery
+        self._known: dict[bytes, _Neighbour] = {}
+
+    def prepare(self, peer: bytes) -> None:
+        """Begins to open a stream to `peer`, unless one is open, is being opened, or could not be had just now."""
+        known = self._known.get(peer)
+        if known is None:
+            if len(self._known) >= MAX_NEIGHBOURS:
+                return
+            known = self._known[peer] = _Neighbour()
+        if known.stream is None and not known.opening and trio.current_time() >= known.not_before:
+            known.opening = True
+            self._nursery.start_soon(self._keep_open, peer, known)
+
+    async def send(self, peer: bytes, push: wire.Push, output: StepOutput) -> bool:
+        """Whether the push is on its way; if not, the client has to relay."""
+        known = self._known.get(peer)
+        if known is None or known.stream is None:
+            self.prepare(peer)
+            return False
+        timeout = PUSH_TIMEOUT + len(output.payload) / PUSH_BYTES_PER_SECOND
+        try:
+            await known.stream.send(
+                wire.PushFrame(push=push, tensors=[output.tensor]), [output.payload], timeout=timeout
+            )
+        except PeerError:
+            known.stream = None
+            return False
+        return True
+
+    async def close(self) -> None:
+        for known in self._known.values():
+            if known.stream is not None:
+                await known.stream.close()
+
+    async def _keep_open(self, peer: bytes, known: _Neighbour) -> None:
+        """Opens a stream and sees to it until it ends."""
+        try:
+            peer_id = peer_id_from_bytes(peer)
+            known.stream = stream = await self._neighbours.open_push(peer_id)
+        except (PeerError, ValueError):
+            pass  # the client relays
+        else:
+            begun = trio.current_time()
+            await self._see_to(peer_id, known, stream)
+            if trio.current_time() - begun > LONGEST_PAUSE:
+                known.pause = FIRST_PAUSE
+        known.opening = False
+        known.not_before = trio.current_time() + known.pause
+        known.pause = min(2 * known.pause, LONGEST_PAUSE)
+
+    async def _see_to(self, peer_id: str, known: _Neighbour, stream: PushStream) -> None:
+        """Returns when the stream has ended. A relayed one gives way to a direct one as soon as there can be one."""
+        while True:
+            following = await self._ended_or_direct(peer_id, stream)
+            if following is None:
+                known.stream = None
+                await stream.reset()
+                return
+            # What was pushed on the old one is still read there: a step comes only after the one before was answered.
+            known.stream = following
+            await stream.close()
+            stream = following
+
+    async def _ended_or_direct(self, peer_id: str, stream: PushStream) -> PushStream | None:
+        """None when `stream` has ended; the stream that is to take its place when that can be had before."""
+        following: PushStream | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+
+                async def move() -> None:
+                    nonlocal following
+                    following = await self._open_direct(peer_id)
+                    nursery.cancel_scope.cancel()
+
+                if not stream.direct:
+                    nursery.start_soon(move)
+                try:
+                    # The next server says something only if it does not want the pushes.
+                    await stream.receive(timeout=None)
+                except PeerError:
+                    pass
+                nursery.cancel_scope.cancel()
+        except BaseException:
+            if following is not None:
+                await following.reset()
+            raise
+        return following
+
+    async def _open_direct(self, peer_id: str) -> PushStream:
+        """A stream without a relay, as soon as there can be one."""
+        pause = FIRST_PAUSE
+        while True:
+            await self._neighbours.watch_direct(peer_id).wait()
+            try:
+                return await self._neighbours.open_push(peer_id, direct=True)
+            except PeerError:
+                await trio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)

@@ -1,0 +1,409 @@
+"""One granted session of a server: takes steps from its client or pushed by the server before it, has them computed,
+answers with receipts, and pushes the output on. It may outlive the stream that it came with."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from ....crypto.identity import peer_id_to_bytes
+from ....crypto.receipts import Receipt, session_root
+from ....protocols import wire_pb2 as wire
+from ....protocols.framing import MessageStream, PeerError, StreamClosed, StreamTimeout
+from ....protocols.ids import PROTOCOL_VERSION
+from ....protocols.inference import (
+    EPOCH_BYTES,
+    Refusal,
+    SessionTerms,
+    bad_request,
+    hash_of_step,
+    pushed_step,
+    receipt_from_wire,
+    receipt_to_wire,
+    sha256,
+)
+from ....protocols.pledge import pledge_to_wire
+from ..admission import check_step, step_tokens
+from ..compute.cache_budget import Loan
+from ..compute.thread import ComputeSession, StepInput, StepOutput
+from .pushes import Pushes
+
+if TYPE_CHECKING:
+    from .service import InferenceService
+
+InferenceStream = MessageStream[wire.InferenceFrame]
+
+IDLE_TIMEOUT: Final = 1800.0
+"""A session that asks nothing for this long gives its cache back; a dead connection is noticed far sooner."""
+SEND_TIMEOUT: Final = 30.0
+CREDITS: Final = 4
+
+
+@dataclass(frozen=True)
+class _SentReply:
+    sequence: int
+    request_hash: bytes
+    frame: wire.InferenceFrame
+    payload: bytes
+
+
+class ServerSession:
+    """Holds one session's place in the cache and its chain of receipts.
+
+    Steps come from two sides, the client's stream and pushes, and are taken one at a time in order of arrival. When the
+    stream is lost the session waits for its client to take it up on another one, unless somebody needs the cache. A
+    client may also take it up while the stream still lives, to move it: replies that were lost with the old stream are
+    sent again on the new one, those that come later go there, and no step is taken from the old one any more.
+
+    Attributes:
+        evicted: its cache was taken while it waited, and is freed.
+    """
+
+    def __init__(
+        self,
+        service: InferenceService,
+        client: str,
+        terms: SessionTerms,
+        compute: ComputeSession,
+        keep: float,
+        paid: bool = False,
+    ) -> None:
+        self.epoch = os.urandom(EPOCH_BYTES)
+        self.evicted = False
+        self._service = service
+        self._client = client
+        self._terms = terms
+        self._compute = compute
+        self._keep = keep
+        self._paid = paid
+        self._stream: InferenceStream | None = None
+        self._lock = trio.Lock()
+        self._replying = trio.Lock()  # replies leave in their order, behind Granted
+        self._sequence = 0
+        self._position = 0
+        self._route_epoch = terms.route_epoch
+        self._pledge = service.pledger()
+        self._last_receipt = session_root(
+            client=client,
+            nonce=terms.nonce,
+            session_epoch=self.epoch,
+            model_version=terms.model_version,
+            span=(terms.span.start, terms.span.end),
+            batch=terms.batch,
+            left_padding=terms.left_padding,
+            codec=terms.codec,
+            dtype=terms.dtype,
+            adapter=terms.adapter,
+            pledge=self._pledge.hash() if self._pledge is not None else b"",
+        )
+        self._replies: deque[_SentReply] = deque(maxlen=CREDITS)
+        self._loan: Loan | None = None
+        self._attempt = 0
+        self._resuming = 0
+        self._over = False
+        self._changed = trio.Event()
+        self._pushes: Pushes | None = None
+
+    async def run(self, stream: InferenceStream, downstream: bytes) -> None:
+        """Serves the session until its client closes it, or is lost and does not come back in time.
+
+        Raises:
+            Refusal: the client broke the protocol.
+            PeerError: the client is lost.
+        """
+        ended: Refusal | PeerError | None = None
+        async with trio.open_nursery() as nursery:
+            self._pushes = Pushes(self._service.neighbours, nursery)
+            if downstream:
+                self._pushes.prepare(downstream)
+            try:
+                await self._greet(stream)
+                await self._attend(stream)
+            except (Refusal, PeerError) as error:
+                ended = error
+            await self._wait_until_over()
+            await self._pushes.close()
+            nursery.cancel_scope.cancel()
+        if ended is not None:
+            raise ended
+
+    async def resume(self, stream: InferenceStream, resume: wire.Resume) -> None:
+        """Serves the session on another stream of the same client, which takes the place of the one before.
+
+        Raises:
+            Refusal: the session is over or a later attempt came first, or the client broke the protocol.
+            PeerError: the client is lost.
+        """
+        if self._over or resume.session_epoch != self.epoch:
+            raise not_held()
+        if resume.attempt and resume.attempt <= self._attempt:
+            raise bad_request(f"attempt {resume.attempt} came after attempt {self._attempt}")
+        self._attempt = resume.attempt
+        if self._loan is not None:
+            self._loan.recall()
+        self._resuming += 1
+        before, self._stream = self._stream, None
+        try:
+            if before is not None:
+                await before.reset()  # no reply must be stuck there
+            await self._attach(stream, resume.answered if resume.HasField("answered") else None)
+        finally:
+            self._resuming -= 1
+            self._notify()
+        await self._attend(stream)
+
+    async def _greet(self, stream: InferenceStream) -> None:
+        try:
+            await self._attach(stream, None)
+        except PeerError:
+            self._over = True  # nobody knows the session's epoch, so nobody can take it up
+            raise
+
+    async def _wait_until_over(self) -> None:
+        """While there is no stream the cache is on loan: a client that comes back finds the session if nobody has
+        needed the room, and not for ever."""
+        while not self._over:
+            changed = self._changed
+            if self._stream is not None or self._resuming:
+                await changed.wait()
+                continue
+            self._loan = loan = self._service.budget.lend(self._terms.cache_tokens, self._evict)
+            with trio.move_on_after(self._keep) as scope:
+                await changed.wait()
+            loan.recall()
+            if scope.cancelled_caught and self._stream is None and not self._resuming:
+                self._over = True
+
+    def _evict(self) -> None:
+        self.evicted = self._over = True
+        self._service.compute.close(self._compute)  # before the cache of whoever takes the room is made
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _attach(self, stream: InferenceStream, answered: int | None) -> None:
+        """Makes `stream` the one on which replies leave, beginning with those behind the sequence number `answered`."""
+        async with self._replying:
+            if self._over:
+                raise not_held()
+            before, self._stream = self._stream, stream
+            self._notify()
+            try:
+                if before is not None:
+                    await before.reset()
+                # A step may be computing: its reply waits for us, and comes behind these.
+                missing = [sent for sent in self._replies if answered is not None and sent.sequence > answered]
+                await stream.send(wire.InferenceFrame(granted=self._granted()), timeout=SEND_TIMEOUT)
+                for sent in missing:
+                    await stream.send(sent.frame, [sent.payload], timeout=SEND_TIMEOUT)
+            except BaseException:
+                self._detach(stream)
+                raise
+
+    def _detach(self, stream: InferenceStream) -> None:
+        if self._stream is stream:
+            self._stream = None
+            self._notify()
+
+    async def _attend(self, stream: InferenceStream) -> None:
+        """Takes steps from `stream`, until it ends or another one takes its place.
+
+        The session is over when the client has closed it or broken the protocol, and when the client is lost and the
+        session is not to be kept.
+        """
+        try:
+            await self._listen(stream)
+            self._over = True
+        except (StreamClosed, StreamTimeout):
+            if self._stream is stream and not self._keep:
+                self._over = True
+                raise
+        except PeerError:
+            self._over = self._over or self._stream is stream
+            raise
+        except Refusal as refusal:
+            self._over = True
+            if self._stream is not None and self._stream is not stream:  # where the client listens now
+                with suppress(PeerError):
+                    await self._stream.send(wire.InferenceFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
+            raise
+        finally:
+            self._detach(stream)
+            self._notify()
+
+    def _granted(self) -> wire.Granted:
+        hosted = self._service.hosted
+        return wire.Granted(
+            session_epoch=self.epoch,
+            cache_tokens=self._terms.cache_tokens,
+            codec=self._terms.codec,
+            dtype=hosted.dtype,
+            quantisation=hosted.quantisation,
+            credits=CREDITS,
+            max_step_tokens=step_tokens(self._terms.batch),
+            keep_ms=round(self._keep * 1000),
+            position=self._position,
+            sequence=self._sequence,
+            last_receipt=self._last_receipt,
+            pledge=pledge_to_wire(self._pledge) if self._pledge is not None else None,
+            priority=self._paid,
+        )
+
+    async def _listen(self, stream: InferenceStream) -> None:
+        """Takes steps from `stream` until the client closes the session there."""
+        while True:
+            frame, payloads = await stream.receive(timeout=IDLE_TIMEOUT)
+            if self._stream is not stream:
+                raise StreamClosed("the client has gone on with another stream", stream.peer_id)
+            body = frame.WhichOneof("body")
+            if body == "close":
+                return
+            if body != "step" or len(payloads) != 1:
+                raise bad_request(f"an open session takes Step with one tensor, or Close; not {body}")
+            try:
+                await self._take(frame.step, frame.tensors[0], payloads[0], None)
+            except Refusal as refusal:
+                if refusal.code != wire.ERROR_TOO_LONG:
+                    raise
+                await stream.send(wire.InferenceFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
+
+    async def take_push(self, push: wire.Push, tensor: wire.Tensor, payload: bytes, pusher: str) -> None:
+        """A step that `pusher`, the server before this one, sent on. The nonce that it knows is its permission.
+
+        Raises:
+            Refusal: the step does not fit the session, or the receipt is not the pusher's for these bytes.
+        """
+        await self._take(push.step, tensor, payload, _Upstream(push.receipt, pusher))
+
+    async def _take(self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: _Upstream | None) -> None:
+        async with self._lock:
+            if self._over:
+                raise not_held()
+            if step.sequence <= self._sequence:
+                await self._repeat(step, tensor, payload, upstream is not None)
+                return
+            check_step(
+                step,
+                [tensor],
+                self._terms,
+                self._service.hosted,
+                last=self._sequence,
+                position=self._position,
+                route_epoch=self._route_epoch,
+            )
+            output = await self._service.compute.step(
+                self._compute, StepInput(step.position, tuple(step.reorder), tensor, payload)
+            )
+            if upstream is not None:
+                upstream.check(self._client, step, output.input_hash)
+            await self._answer(step, tensor, output, upstream is not None)
+
+    async def _answer(self, step: wire.Step, tensor: wire.Tensor, output: StepOutput, pushed: bool) -> None:
+        self._sequence = step.sequence
+        self._position = output.position
+        self._route_epoch = step.route_epoch
+        request = hash_of_step(step, tensor, output.input_hash)
+        receipt = self._receipt(step, request, output)
+        self._last_receipt = receipt.hash()
+        wire_receipt = receipt_to_wire(receipt)
+        handed_on = False
+        if step.targets and self._pushes is not None:
+            push = wire.Push(
+                client=peer_id_to_bytes(self._client),
+                nonce=step.targets[0].nonce,
+                step=pushed_step(step, self._last_receipt),
+                receipt=wire_receipt,
+            )
+            # Before the reply: the next server's work is what the client waits for.
+            handed_on = await self._pushes.send(step.targets[0].peer_id, push, output)
+        reply = wire.Reply(
+            sequence=step.sequence,
+            position=output.position,
+            receipt=wire_receipt,
+            queue_us=round(output.queue_seconds * 1e6),
+            compute_us=round(output.compute_seconds * 1e6),
+            pushed=pushed,
+            handed_on=handed_on,
+            draining=self._service.draining,
+        )
+        frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor])
+        self._replies.append(_SentReply(step.sequence, request, frame, output.payload))
+        await self._reply(frame, output.payload)
+
+    async def _reply(self, frame: wire.InferenceFrame, payload: bytes) -> None:
+        async with self._replying:
+            if self._stream is None:
+                return  # sent when the client is back
+            try:
+                await self._stream.send(frame, [payload], timeout=SEND_TIMEOUT)
+            except PeerError:
+                # Noticed by whoever reads the stream; a pusher must not suffer for it.
+                pass
+
+    async def _repeat(self, step: wire.Step, tensor: wire.Tensor, payload: bytes, pushed: bool) -> None:
+        request = hash_of_step(step, tensor, await trio.to_thread.run_sync(sha256, payload))
+        for sent in self._replies:
+            if sent.sequence == step.sequence and sent.request_hash == request:
+                # The client has been sent it once; who pushes what the client relayed already gets no second one.
+                if not pushed:
+                    await self._reply(sent.frame, sent.payload)
+                return
+        if not pushed:
+            raise bad_request(f"step {step.sequence} is over, and was another request or is too old to be repeated")
+
+    def _receipt(self, step: wire.Step, request: bytes, output: StepOutput) -> Receipt:
+        hosted = self._service.hosted
+        return Receipt(
+            protocol_version=PROTOCOL_VERSION,
+            model_version=hosted.model_version,
+            span=(self._terms.span.start, self._terms.span.end),
+            dtype=hosted.dtype,
+            quantisation=hosted.quantisation,
+            client=self._client,
+            nonce=self._terms.nonce,
+            session_epoch=self.epoch,
+            sequence=step.sequence,
+            request_hash=request,
+            reply_hash=output.output_hash,
+            previous_receipt=self._last_receipt,
+            upstream_receipt=step.previous_receipt,
+            time_ms=time.time_ns() // 1_000_000,
+            adapter=self._terms.adapter,
+        ).signed(self._service.identity)
+
+
+@dataclass(frozen=True)
+class _Upstream:
+    """The receipt that came with a push, and who sent it."""
+
+    receipt: wire.Receipt
+    pusher: str
+
+    def check(self, client: str, step: wire.Step, payload_hash: bytes) -> None:
+        """
+        Raises:
+            Refusal: it is not the pusher's receipt for these bytes and this client.
+        """
+        try:
+            receipt = receipt_from_wire(self.receipt)
+        except ValueError as error:
+            raise bad_request(f"the receipt cannot be read: {error}") from None
+        if (
+            receipt.client != client
+            or receipt.reply_hash != payload_hash
+            or receipt.hash() != step.previous_receipt
+            or not receipt.is_signed_by(self.pusher)
+        ):
+            raise bad_request("the pusher's receipt is not for what it pushed")
+
+
+def not_held() -> Refusal:
+    return Refusal(wire.ERROR_NOT_FOUND, "this session is not held here (any more)")

@@ -1,0 +1,346 @@
+"""Which servers a session runs through: a pure function of what the swarm announces and what was measured.
+
+Petals (NeurIPS 2023, section 3.2) routes a session over the shortest path in a graph of servers and replans with D*
+Lite. Here the whole path is computed anew each time, exactly, in a few milliseconds: docs/routing.md.
+
+**Cost** of one request, in seconds, with what one server takes as in planning/cost.py. A message takes half a round
+trip. A chain c -> s1 -> s2 -> c costs
+
+    half(s1) + work(s1) + way(s1, s2) + work(s2) + half(s2)
+
+where half(s) is half the round trip between client and s, and work(s) is the time that its blocks compute, the handling
+of a step, its input and output at its seconds per byte, and its penalties. Through the client, way(a, b) =
+half(a) + half(b). Pushed, way(a, b) is half of the servers' own round trip where a measured it, and never more than
+through the client, who has a copy of everything and can always hand it on; so a pair that nobody measured counts as
+relayed.
+
+**Algorithm.** Let reached[k, s] be the least time in which the first k blocks are done, the last of them by s. Then
+reached[k + 1, s] = min(reached[k, s], min over a of reached[k, a] + way(a, s) + work of arriving) + time of a block.
+That is exact: costs are sums over hops, and no two hops in a row are on one server, because staying there is never
+dearer than leaving and coming back. Without measured pairs the inner minimum is one number for all s. A measured pair
+counts only if it beats that number, and whether any pair of a sender can is one comparison; so of the servers squared
+pairs only those few are looked at that can change the result, and none that can is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain as chained
+from itertools import pairwise, repeat
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...protocols.ids import Span
+from ..errors import NoChainError
+from . import cost
+from .cost import bounded, one_way
+
+NO_ROOM_SECONDS: Final = 1e7
+"""Penalty of a server without cache: more than any chain of 4,096 blocks costs with the bounds above."""
+
+_Floats = NDArray[np.float64]
+_Ints = NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A server that could take part; one per peer. Times in seconds.
+
+    `rtt` is between client and server, `rtts` from this server to those that may follow it, by peer id, as it
+    measured them.
+    `step_seconds` is one decode step through the whole span with an empty queue, `forward_tokens_per_second` a long
+    prefill through it (0: not measured, a token is as long as a step). `seconds_per_byte` is what a byte into or out
+    of the server takes beyond the round trip. `penalty_seconds` makes a server that failed lately a last resort. A
+    session longer than `max_session_length` tokens (None: no limit known) is never routed there.
+    """
+
+    peer_id: str
+    span: Span
+    rtt: float
+    step_seconds: float
+    cache_tokens_free: int
+    forward_tokens_per_second: float = 0.0
+    queue_depth: int = 0
+    seconds_per_byte: float = 0.0
+    rtts: Mapping[str, float] = field(default_factory=dict, hash=False)
+    penalty_seconds: float = 0.0
+    max_session_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One server of a chain and the blocks that it computes there."""
+
+    peer_id: str
+    span: Span
+
+
+def cheapest_chain(
+    candidates: Sequence[Candidate],
+    wanted: Span,
+    *,
+    cache_tokens: int = 0,
+    max_length: int = 0,
+    tokens: int = 1,
+    token_bytes: int = 0,
+    pushed: bool = False,
+    model_name: str = "the model",
+) -> tuple[Hop, ...]:
+    """The chain of servers that covers `wanted` in the least time for a request of `tokens` tokens (all rows).
+
+    A session of `max_length` tokens is never routed to a server that takes only shorter ones. One without
+    `cache_tokens` free is taken only where there is no other way. `token_bytes` is the size of a token's hidden state
+    on the wire; with `pushed`, servers send their outputs to one another. Equal views give equal routes: of equal
+    chains, from the last server backwards, the smallest peer id, from as early a block on as it can.
+
+    Raises:
+        NoChainError: naming the blocks that nobody holds, or only servers that take shorter sessions.
+    """
+    servers = _usable(candidates, wanted, max_length)
+    graph = _graph(servers, wanted, cache_tokens, tokens, token_bytes)
+    pairs = _measured_pairs(servers, graph) if pushed else None
+    found = _shortest(servers, wanted, graph, pairs, graph.half, graph.half)
+    if found is None:
+        raise _no_chain(candidates, servers, wanted, max_length, model_name)
+    return found
+
+
+def second_best(
+    chain: Sequence[Hop],
+    hop_index: int,
+    candidates: Sequence[Candidate],
+    *,
+    cache_tokens: int = 0,
+    max_length: int = 0,
+    tokens: int = 1,
+    token_bytes: int = 0,
+    pushed: bool = False,
+) -> tuple[Hop, ...] | None:
+    """The cheapest servers for the blocks of one hop without that hop's peer; None if there are none.
+
+    The other hops stay as they are: with `pushed`, the ways from and to the neighbours are counted. A neighbour may
+    stand by too (in a session of its own), if it holds the blocks. Arguments as for `cheapest_chain`.
+    """
+    wanted = chain[hop_index].span
+    others = [each for each in candidates if each.peer_id != chain[hop_index].peer_id]
+    servers = _usable(others, wanted, max_length)
+    graph = _graph(servers, wanted, cache_tokens, tokens, token_bytes)
+    if not pushed:
+        return _shortest(servers, wanted, graph, None, graph.half, graph.half)
+    by_peer = {each.peer_id: each for each in candidates}
+    arriving = leaving = graph.half
+    # The neighbour's own half of a way is the same for all, so it is left out.
+    if hop_index > 0 and (before := by_peer.get(chain[hop_index - 1].peer_id)):
+        measured = one_way([_measured(before, each) for each in servers])
+        arriving = np.minimum(graph.half, measured - bounded([before.rtt]) / 2)
+    if hop_index + 1 < len(chain) and (after := by_peer.get(chain[hop_index + 1].peer_id)):
+        measured = one_way([_measured(each, after) for each in servers])
+        leaving = np.minimum(graph.half, measured - bounded([after.rtt]) / 2)
+    return _shortest(servers, wanted, graph, _measured_pairs(servers, graph), arriving, leaving)
+
+
+def chain_seconds(
+    chain: Sequence[Hop],
+    candidates: Sequence[Candidate],
+    *,
+    cache_tokens: int = 0,
+    tokens: int = 1,
+    token_bytes: int = 0,
+    pushed: bool = False,
+) -> float:
+    """What a request over `chain` is expected to take, as `cheapest_chain` reckons; all of its peers are candidates."""
+    by_peer = {each.peer_id: each for each in candidates}
+    servers = [by_peer[hop.peer_id] for hop in chain]
+    graph = _graph(servers, Span(chain[0].span.start, chain[-1].span.end), cache_tokens, tokens, token_bytes)
+    ways = graph.half[:-1] + graph.half[1:]
+    if pushed:
+        ways = np.minimum(ways, one_way([_measured(one, other) for one, other in pairwise(servers)]))
+    computing = graph.block @ np.array([len(hop.span) for hop in chain], float) + graph.hop.sum()
+    return float(graph.half[0] + computing + ways.sum() + graph.half[-1])
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """Arrays over the usable servers, in order of peer id."""
+
+    start: _Ints  # first block
+    end: _Ints  # block after the last
+    half: _Floats  # half the round trip to the client
+    hop: _Floats  # what a hop costs there beside its blocks and ways: handling, bytes, penalties
+    block: _Floats  # seconds per block
+
+
+def _usable(candidates: Sequence[Candidate], wanted: Span, max_length: int) -> list[Candidate]:
+    """Those that hold a wanted block and take sessions so long, in order of peer id."""
+    return sorted(
+        (
+            each
+            for each in candidates
+            if each.span.overlaps(wanted) and (each.max_session_length is None or each.max_session_length >= max_length)
+        ),
+        key=lambda each: each.peer_id,
+    )
+
+
+def _graph(servers: Sequence[Candidate], wanted: Span, cache_tokens: int, tokens: int, token_bytes: int) -> _Graph:
+    computing = cost.span_seconds(
+        [each.step_seconds for each in servers],
+        [each.forward_tokens_per_second for each in servers],
+        [each.queue_depth for each in servers],
+        tokens,
+    )
+    in_and_out = cost.transfer_seconds(tokens, token_bytes, [each.seconds_per_byte for each in servers])
+    full = np.array([each.cache_tokens_free < cache_tokens for each in servers], float)
+    return _Graph(
+        start=np.array([max(each.span.start, wanted.start) for each in servers], np.intp),
+        end=np.array([min(each.span.end, wanted.end) for each in servers], np.intp),
+        half=bounded([each.rtt for each in servers]) / 2,
+        hop=cost.HANDLING_SECONDS
+        + in_and_out
+        + bounded([each.penalty_seconds for each in servers])
+        + NO_ROOM_SECONDS * full,
+        block=cost.block_seconds(computing, [len(each.span) for each in servers]),
+    )
+
+
+def _measured(sender: Candidate, receiver: Candidate) -> float:
+    """Their round trip, NaN if it is not known. Nobody pushes to itself."""
+    return math.nan if sender.peer_id == receiver.peer_id else sender.rtts.get(receiver.peer_id, math.nan)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Ways between servers that are shorter than through the client, in order of the sender.
+
+    `seconds` is the way less the receiver's `half`: so the way from any sender to any receiver is the receiver's
+    `half` and either this or the sender's `half`, and the two compare without the receiver.
+    """
+
+    sender: _Ints
+    receiver: _Ints
+    seconds: _Floats
+    first: _Ints  # per server: where its pairs begin
+    count: _Ints  # per server: how many
+    least: _Floats  # per server: the least of its `seconds`
+
+
+def _measured_pairs(servers: Sequence[Candidate], graph: _Graph) -> _Pairs | None:
+    """The pairs that can matter: measured, quicker than through the client, and the one can follow the other."""
+    measured = [len(each.rtts) for each in servers]
+    total = sum(measured)
+    if not total:
+        return None
+    index = {each.peer_id: number for number, each in enumerate(servers)}
+    names = chained.from_iterable(each.rtts for each in servers)
+    receiver = np.fromiter(map(index.get, names, repeat(-1)), np.intp, total)  # -1: not usable
+    seconds = one_way(np.fromiter(chained.from_iterable(each.rtts.values() for each in servers), float, total))
+    seconds -= graph.half[receiver]
+    sender = np.repeat(np.arange(len(servers)), measured)
+    earliest = np.maximum(graph.start[sender] + 1, graph.start[receiver])
+    latest = np.minimum(graph.end[sender], graph.end[receiver] - 1)
+    usable = (receiver >= 0) & (receiver != sender)
+    kept = np.flatnonzero(usable & (earliest <= latest) & (seconds < graph.half[sender]))
+    sender, receiver, seconds = sender[kept], receiver[kept], seconds[kept]
+    count = np.bincount(sender, minlength=len(servers))
+    least = np.full(len(servers), np.inf)
+    np.minimum.at(least, sender, seconds)
+    return _Pairs(sender, receiver, seconds, np.cumsum(count) - count, count, least)
+
+
+def _shortest(
+    servers: Sequence[Candidate],
+    wanted: Span,
+    graph: _Graph,
+    pairs: _Pairs | None,
+    arriving: _Floats,
+    leaving: _Floats,
+) -> tuple[Hop, ...] | None:
+    """The algorithm of the module's docstring; `arriving` and `leaving` are the ways before and after the chain."""
+    if not servers:
+        return None
+    numbers = np.arange(wanted.start, wanted.end)[:, None]
+    per_block = np.where((graph.start <= numbers) & (numbers < graph.end), graph.block, np.inf)
+    reached = np.empty((len(wanted) + 1, len(servers)))
+    reached[1] = arriving + graph.hop + per_block[0]
+    handed_over = graph.half + graph.hop
+    for done in range(1, len(wanted)):
+        at = reached[done]
+        through_client = (at + graph.half).min()
+        arrival = through_client if pairs is None else _through_pairs(at, through_client, pairs)
+        np.minimum(at, arrival + handed_over, out=reached[done + 1])
+        reached[done + 1] += per_block[done]
+
+    server = int(np.argmin(reached[-1] + leaving))
+    if np.isinf(reached[-1, server]):
+        return None
+    hops: list[Hop] = []
+    end = wanted.end
+    for done in range(len(wanted) - 1, 0, -1):
+        if reached[done + 1, server] == reached[done, server] + per_block[done, server]:
+            continue  # it was there before
+        hops.append(Hop(servers[server].peer_id, Span(wanted.start + done, end)))
+        end = wanted.start + done
+        ways = graph.half
+        if pairs is not None:
+            ways = ways.copy()
+            into = pairs.receiver == server
+            np.minimum.at(ways, pairs.sender[into], pairs.seconds[into])
+        server = int(np.argmin(reached[done] + ways))
+    hops.append(Hop(servers[server].peer_id, Span(wanted.start, end)))
+    return tuple(reversed(hops))
+
+
+def _through_pairs(at: _Floats, through_client: float, pairs: _Pairs) -> _Floats:
+    """Per receiver, when the blocks done so far are there at the earliest, less its `half`."""
+    arrival = np.full(len(at), through_client)
+    senders = np.flatnonzero(at + pairs.least < through_client)
+    if senders.size:
+        count = pairs.count[senders]
+        # Positions of all pairs of these senders: a range for each, one behind the other.
+        chosen = np.repeat(pairs.first[senders] - np.cumsum(count) + count, count) + np.arange(count.sum())
+        np.minimum.at(arrival, pairs.receiver[chosen], np.repeat(at[senders], count) + pairs.seconds[chosen])
+    return arrival
+
+
+def _no_chain(
+    candidates: Sequence[Candidate], usable: Sequence[Candidate], wanted: Span, max_length: int, model_name: str
+) -> NoChainError:
+    missing = missing_blocks([each.span for each in usable], wanted)
+    held_at_all = missing_blocks([each.span for each in candidates], wanted)
+    if not held_at_all:
+        longest = min(
+            max(each.max_session_length or 0 for each in candidates if block in each.span) for block in missing
+        )
+        return NoChainError(
+            f"the servers that hold {describe_blocks(missing)} of {model_name} take sessions of at most {longest} "
+            f"tokens, and {max_length} are wanted: ask for less",
+            missing,
+        )
+    return NoChainError(
+        f"no server of the swarm holds {describe_blocks(missing)} of {model_name} "
+        f"({wanted.end} blocks are needed): start one with `petalnode serve`, or try again when one is back",
+        missing,
+    )
+
+
+def missing_blocks(spans: Collection[Span], wanted: Span) -> tuple[int, ...]:
+    """The blocks of `wanted` that no span holds, in order."""
+    return tuple(block for block in range(wanted.start, wanted.end) if not any(block in span for span in spans))
+
+
+def describe_blocks(blocks: Sequence[int]) -> str:
+    """Block numbers for a person: "blocks 3, 7:12" with half-open ranges."""
+    parts: list[str] = []
+    start = previous = None
+    for block in [*blocks, None]:
+        if start is not None and previous is not None and block != previous + 1:
+            parts.append(str(start) if previous == start else f"{start}:{previous + 1}")
+            start = block
+        elif start is None:
+            start = block
+        previous = block
+    return ("block " if len(blocks) == 1 else "blocks ") + ", ".join(parts)

@@ -1,0 +1,1 @@
+"""Where adapters are shared: a folder, a git repository or the hub."""

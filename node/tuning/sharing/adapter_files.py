@@ -1,0 +1,168 @@
+"""The files of an adapter that travel, and no others: what a stranger's folder holds beside them stays there."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import re
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import BadInput
+from ...models.adapters.note import NOTE, AdapterNote, read_note
+from ...models.cache_dir import disk_errors
+
+FILES: Final = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "deep_prompts.safetensors",
+    NOTE,
+    "README.md",
+)
+MAX_FILE_BYTES: Final = 4 << 30
+_MAX_HEADER_BYTES: Final = 64 << 20
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True)
+class SharedAdapter:
+    """What there is to know of an adapter before it is fetched.
+
+    Attributes:
+        name: by which it is fetched.
+        method: prompt, deep-prompt or lora; "" if unknown.
+        model: name of its base model; "" if unknown.
+        model_version: hexadecimal digits, of the hub only the first ones; "" if unknown.
+        tags: of whoever shared it.
+    """
+
+    name: str
+    method: str = ""
+    model: str = ""
+    model_version: str = ""
+    task: str = ""
+    tags: tuple[str, ...] = ()
+
+    def matches(self, model: str | None, tags: tuple[str, ...]) -> bool:
+        """Whether it is of this model (a name, or the first 8 or more digits of a version) and has all of `tags`."""
+        if not set(tags) <= {*self.tags, self.method, self.task}:
+            return False
+        if model is None or model == self.model:
+            return True
+        shorter, longer = sorted((model.lower(), self.model_version), key=len)
+        return len(shorter) >= 8 and longer.startswith(shorter)
+
+
+def check_name(name: str) -> str:
+    """
+    Raises:
+        BadInput: it could not be the name of a folder everywhere.
+    """
+    if not _NAME.fullmatch(name):
+        raise BadInput(f"{name!r} is no name for an adapter: letters, digits, '.', '_' and '-', at most 64 of them")
+    return name
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of the adapter in `folder` that travel; links are not followed."""
+    return [path for name in FILES if (path := folder / name).is_file() and not path.is_symlink()]
+
+
+def check_adapter(folder: Path) -> SharedAdapter:
+    """What the adapter in `folder` is.
+
+    Raises:
+        BadInput: it is none, or is damaged.
+    """
+    names = {path.name for path in files_of(folder)}
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    if not weights or not names & {"adapter_config.json", NOTE}:
+        raise BadInput(
+            f"{folder} is no adapter: it needs adapter_config.json with adapter_model.safetensors, as `petalnode tune` "
+            "and peft write them (weights in other formats are not shared)"
+        )
+    for name in weights:
+        _check_safetensors(folder / name)
+    return describe(folder)
+
+
+def describe(folder: Path) -> SharedAdapter:
+    """What the note and the configuration in `folder` say.
+
+    Raises:
+        BadInput: they are damaged.
+    """
+    names = {path.name for path in files_of(folder)}
+    config: dict[str, Any] = {}
+    if "adapter_config.json" in names:
+        try:
+            found = json.loads((folder / "adapter_config.json").read_bytes())
+            config = found if isinstance(found, dict) else {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise BadInput(f"{folder / 'adapter_config.json'} is damaged: {error}") from None
+    note = read_note(folder) if NOTE in names else None
+    shared = SharedAdapter(
+        folder.name,
+        {"LORA": "lora", "PROMPT_TUNING": "prompt"}.get(str(config.get("peft_type")), ""),
+        str(config.get("base_model_name_or_path") or ""),
+        task={"SEQ_CLS": "classification", "CAUSAL_LM": "language"}.get(str(config.get("task_type")), ""),
+    )
+    return shared if note is None else of_note(folder.name, note)
+
+
+def of_note(name: str, note: AdapterNote) -> SharedAdapter:
+    return SharedAdapter(name, note.method, note.model, note.model_version, note.task, note.tags)
+
+
+def copy_adapter(source: Path, target: Path) -> None:
+    """Puts the adapter's files into `target`, which then holds no other files of an adapter.
+
+    Raises:
+        MachineError: the disk is full or cannot be written.
+    """
+    with disk_errors(target, "Copying the adapter"):
+        target.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            (target / name).unlink(missing_ok=True)
+        for path in files_of(source):
+            shutil.copyfile(path, target / path.name)
+
+
+def same_adapter(one: Path, other: Path) -> bool:
+    """Whether they hold the same bytes under the same names."""
+    names = [path.name for path in files_of(one)]
+    return names == [path.name for path in files_of(other)] and all(
+        filecmp.cmp(one / name, other / name, shallow=False) for name in names
+    )
+
+
+def adapters_in(folder: Path) -> Iterator[SharedAdapter]:
+    """Those in the folders of `folder`; what is damaged or none is passed over."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink() and _NAME.fullmatch(path.name) and files_of(path):
+            try:
+                yield replace(check_adapter(path), name=path.name)
+            except BadInput:
+                continue
+
+
+def _check_safetensors(file: Path) -> None:
+    """Looks at the header only: sizes that fit, JSON."""
+    size = file.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise BadInput(f"{file} is larger than {MAX_FILE_BYTES >> 30} GiB: that is no adapter")
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ValueError("its header is cut off")
+            header = json.loads(stream.read(length))
+        end = max(each["data_offsets"][1] for name, each in header.items() if name != "__metadata__")
+        if end != size - 8 - length:
+            raise ValueError("its end is missing")
+    except (struct.error, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BadInput(f"{file} is no safetensors file ({error}): copy or save it again") from None

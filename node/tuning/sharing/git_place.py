@@ -1,0 +1,135 @@
+"""Adapters in a git repository, a folder for each at its top, by the `git` command.
+
+A repository is somebody else's: only a shallow copy is made, in a scratch folder; links stay texts, nothing in it is
+run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from ...errors import BadInput, MachineError
+from .adapter_files import SharedAdapter
+from .place import FolderPlace
+
+GIT_TIMEOUT: Final = 120.0
+"""Seconds for one git command."""
+_ATTEMPTS: Final = 3
+
+
+class GitPlace:
+    """A repository by its address, of which the default branch is used."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def search(self, model: str | None, tags: tuple[str, ...]) -> list[SharedAdapter]:
+        with self._copy() as folder:
+            return FolderPlace(folder).search(model, tags)
+
+    def push(self, folder: Path, name: str, *, replace: bool) -> str:
+        said = ""
+        for _ in range(_ATTEMPTS):  # somebody else may push in between
+            with self._copy() as copy:
+                try:
+                    FolderPlace(copy).push(folder, name, replace=replace)
+                except BadInput as error:
+                    raise BadInput(str(error).replace(str(copy), self._address)) from None
+                _git("add", "--force", "--", name, cwd=copy)
+                if not _git("status", "--porcelain", cwd=copy).strip():
+                    return f"{self._address} ({name} is there already, just so)"
+                _git("commit", "--quiet", "--no-verify", "--message", f"Adapter {name}", cwd=copy)
+                try:
+                    _git("push", "--quiet", "origin", "HEAD", cwd=copy)
+                    return f"{name} in {self._address}"
+                except BadInput as error:
+                    said = str(error)
+                    if "fetch first" not in said and "non-fast-forward" not in said and "cannot lock" not in said:
+                        raise
+        raise BadInput(said)
+
+    def pull(self, name: str, target: Path) -> SharedAdapter:
+        with self._copy() as folder:
+            try:
+                return FolderPlace(folder).pull(name, target)
+            except BadInput as error:
+                raise BadInput(str(error).replace(str(folder), self._address)) from None
+
+    @contextmanager
+    def _copy(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="petalnode-git-") as scratch:
+            folder = Path(scratch) / "copy"
+            address = self._address
+            # A repository on this disk, too, shall give its last commit only.
+            if Path(address).is_dir():
+                address = Path(address).absolute().as_uri()
+            _git("clone", "--quiet", "--depth", "1", "--no-tags", "--", address, str(folder), cwd=Path(scratch))
+            yield folder
+
+
+def is_repository(folder: Path) -> bool:
+    """Whether git can clone it: a bare repository, or the top of a work tree."""
+    return (folder / ".git").exists() or all((folder / name).exists() for name in ("HEAD", "objects", "refs"))
+
+
+def _git(*arguments: str, cwd: Path) -> str:
+    """What the command prints.
+
+    Raises:
+        BadInput: git says no.
+        MachineError: there is no git, or it does not come to an end.
+    """
+    git = shutil.which("git")
+    if git is None:
+        raise MachineError("git is not installed: install it, or share by a folder")
+    environment = {
+        "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_SSH_COMMAND": "ssh -o BatchMode=yes",
+        "GIT_AUTHOR_NAME": "petalnode",
+        "GIT_AUTHOR_EMAIL": "",
+        **{f"GIT_COMMITTER_{field}": value for field, value in (("NAME", "petalnode"), ("EMAIL", ""))},
+    }
+    if _has_identity(git, cwd):
+        for role in ("AUTHOR", "COMMITTER"):
+            del environment[f"GIT_{role}_NAME"], environment[f"GIT_{role}_EMAIL"]
+    command = [git, "-c", "core.symlinks=false", "-c", "core.hooksPath=/dev/null", "-c", "commit.gpgSign=false"]
+    try:
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=cwd,
+            env={**environment, **_own_environment(), "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=GIT_TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise MachineError(f"git {arguments[0]} took longer than {GIT_TIMEOUT:.0f} s: try again later") from None
+    if done.returncode:
+        said = [
+            line for line in done.stderr.splitlines() if line.strip() and not line.startswith(("hint:", "warning:"))
+        ]
+        raise BadInput(f"git {arguments[0]} failed: {'; '.join(said)[:500] or 'it gave no reason'}")
+    return done.stdout
+
+
+def _own_environment() -> dict[str, str]:
+    """Without what would lead git to another repository, as inside of a hook."""
+    leading = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
+    return {name: value for name, value in os.environ.items() if name not in leading}
+
+
+def _has_identity(git: str, cwd: Path) -> bool:
+    command = [git, "config", "user.email"]
+    done = subprocess.run(command, cwd=cwd, env=_own_environment(), capture_output=True, timeout=10, check=False)
+    return done.returncode == 0

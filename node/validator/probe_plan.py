@@ -1,0 +1,142 @@
+"""Which probes a validator makes: pure functions of who serves what, and of random numbers that no server can know.
+
+A probe is what users do anyway: a conversation, or a batch of a fine-tuning, over a whole chain of servers. All servers
+of the chain are looked at by it, each at the blocks that it had in it. Random requests of validators to all servers:
+Petals (NeurIPS 2023, appendix H).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final, Literal
+
+from ...protocols.ids import Span
+from ..swarm.routing import Hop
+
+Kind = Literal["chat", "training", "deep-prompt", "lora"]
+"""A conversation, or a batch of a training: of something that stays with the client, such as soft prompts, or of what
+servers keep for it, whose gradients they return too."""
+
+TRAINING: Final[tuple[Kind, ...]] = ("training", "deep-prompt", "lora")
+TRAINING_SHARE: Final = 0.25
+"""Of the probes of a service, all kinds of training together."""
+_USUAL_ANSWER: Final = 24
+_MOST_ANSWER: Final = 160
+_MOST_ROWS: Final = 4
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A server and all blocks that it has."""
+
+    peer_id: str
+    span: Span
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One conversation or batch.
+
+    Attributes:
+        route: servers of consecutive blocks; of the whole model if the swarm holds it.
+        seed: makes the text, and the tokens that are drawn.
+        new_tokens: of the answer at most; in training, tokens of a row.
+        temperature: 0 always takes the likeliest token.
+        rows: of a batch; a conversation has one.
+    """
+
+    kind: Kind
+    route: tuple[Hop, ...]
+    seed: int
+    new_tokens: int
+    temperature: float = 0.0
+    rows: int = 1
+
+    @property
+    def span(self) -> Span:
+        return Span(self.route[0].span.start, self.route[-1].span.end)
+
+
+def chain_through(target: Serving, servers: Collection[Serving], num_blocks: int, random: Random) -> tuple[Hop, ...]:
+    """A chain in which `target` runs all of its blocks, and others, drawn at random, those before and behind it.
+
+    Where nobody has a block, the chain begins behind it or ends before it.
+    """
+    others = sorted((each for each in servers if each.peer_id != target.peer_id), key=lambda each: each.peer_id)
+    start = target.span.start
+    while start > 0 and any(start - 1 in each.span for each in others):
+        start -= 1
+    end = target.span.end
+    while end < num_blocks and any(end in each.span for each in others):
+        end += 1
+    before = _filled(others, start, target.span.start, random)
+    return (*before, Hop(target.peer_id, target.span), *_filled(others, target.span.end, end, random))
+
+
+def _filled(servers: Sequence[Serving], start: int, end: int, random: Random) -> list[Hop]:
+    hops: list[Hop] = []
+    while start < end:
+        chosen = random.choice([each for each in servers if start in each.span])
+        until = min(end, chosen.span.end)
+        hops.append(Hop(chosen.peer_id, Span(start, until)))
+        start = until
+    return hops
+
+
+def whole_round(
+    servers: Collection[Serving],
+    num_blocks: int,
+    random: Random,
+    *,
+    targets: Collection[str] | None = None,
+    kinds: Collection[Kind] = ("chat", *TRAINING),
+) -> list[Probe]:
+    """Probes after which every server has answered for every one of its blocks, in a conversation and in each kind of
+    training.
+
+    With `targets` only these servers have to be among them.
+    """
+    probes: list[Probe] = []
+    for kind in kinds:
+        left = {each.peer_id: each for each in servers if targets is None or each.peer_id in targets}
+        while left:
+            target = left[random.choice(sorted(left))]
+            route = chain_through(target, servers, num_blocks, random)
+            probes.append(drawn(kind, route, random))
+            for hop in route:
+                if hop.peer_id in left and left[hop.peer_id].span == hop.span:
+                    del left[hop.peer_id]
+    return probes
+
+
+def next_probe(
+    servers: Collection[Serving], seconds_since: Mapping[str, float], num_blocks: int, random: Random
+) -> Probe:
+    """What a service does next. Each server is the target with a chance that grows with `seconds_since` it last was.
+
+    So none is forgotten, and none is safe for a while. `servers` must not be empty.
+    """
+    ordered = sorted(servers, key=lambda each: each.peer_id)
+    longest = max(seconds_since.values(), default=1.0)
+    weights = [1.0 + seconds_since.get(each.peer_id, 2 * longest) for each in ordered]
+    (target,) = random.choices(ordered, weights)
+    kind: Kind = random.choice(TRAINING) if random.random() < TRAINING_SHARE else "chat"
+    return drawn(kind, chain_through(target, servers, num_blocks, random), random)
+
+
+def drawn(kind: Kind, route: tuple[Hop, ...], random: Random) -> Probe:
+    """A probe of that kind: its text, and a length as users have them (many short, some long)."""
+    seed = random.getrandbits(48)
+    if kind in TRAINING:
+        return Probe(kind, route, seed, random.choice((32, 48, 64, 96)), rows=random.randint(1, _MOST_ROWS))
+    length = round(min(random.lognormvariate(math.log(_USUAL_ANSWER), 0.7), _MOST_ANSWER))
+    temperature = random.choice((0.0, 0.0, 0.7, 1.0))
+    return Probe(kind, route, seed, max(4, length), temperature)
+
+
+def waiting_seconds(interval: float, random: Random) -> float:
+    """Until the next probe: exponential with mean `interval`, so that the time since the last one says nothing."""
+    return random.expovariate(1 / interval)

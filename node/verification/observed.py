@@ -1,0 +1,119 @@
+"""What one server was asked and what it answered, as tensors: what probes and audits hand to the judge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ...protocols.ids import Span
+from ...protocols.tensors import decode
+from ...protocols.training import WorkTerms
+from ..blocks.batch_job import unpack_keep, unpack_work
+from ..trust.receipt_log import LoggedWork, SessionLog
+from .recomputation import PassQuestion, Question, SessionQuestion, Step
+from .tolerances import Pass
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One server's part of a conversation, or of one pass of a batch.
+
+    Attributes:
+        peer_id, span: who, and which blocks were asked.
+        dtype, quantisation: what it says that it computes with.
+        device: the kind of its device, "" if it does not say.
+        question: what it was asked.
+        claimed: what it answered, per step; of a pass, the output or the gradient of the hidden states.
+        kept: of a backward pass, the gradients of what it kept for it, by their names.
+        codec: under which it answered.
+        source: the receipts of it, for evidence.
+    """
+
+    peer_id: str
+    span: Span
+    dtype: str
+    quantisation: str
+    question: Question
+    claimed: tuple[torch.Tensor, ...]
+    device: str = ""
+    codec: str = "none"
+    source: SessionLog | LoggedWork | None = None
+    kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def direction(self) -> Pass:
+        if isinstance(self.question, SessionQuestion) or self.question.gradient is None:
+            return "forward"
+        return "backward"
+
+    @property
+    def requests(self) -> int:
+        return len(self.claimed)
+
+
+def observed_session(log: SessionLog, device: str = "") -> Observed | None:
+    """What a server did in a session, from a client's receipts.
+
+    None if the beginning was not kept, or the session had an adapter, whose weights are not in the receipts.
+
+    Raises:
+        TensorError: bytes that are no tensor, which no checked log holds.
+    """
+    if log.opening is None or not log.complete:
+        return None
+    steps: list[Step] = []
+    claimed: list[torch.Tensor] = []
+    receipt = None
+    for entry in log.entries:
+        if entry.step is None or entry.asked is None or entry.input is None or entry.output is None:
+            break
+        receipt = entry.receipt
+        steps.append(Step(entry.step.position, decode(entry.asked, entry.input), tuple(entry.step.reorder)))
+        claimed.append(decode(entry.asked, entry.output))
+    if receipt is None or receipt.adapter:
+        return None
+    span = Span(*receipt.span)
+    return Observed(
+        log.peer_id,
+        span,
+        receipt.dtype,
+        receipt.quantisation,
+        SessionQuestion(span, tuple(steps), tuple(log.opening.left_padding)),
+        tuple(claimed),
+        device,
+        log.opening.codec,
+        log,
+    )
+
+
+def observed_work(logged: LoggedWork, device: str = "") -> Observed:
+    """What a server did in a pass of a batch, from a client's receipts.
+
+    Raises:
+        Refusal: values that a server would not have taken.
+        TensorError: bytes that are no tensor, which no checked log holds.
+    """
+    receipt = logged.receipt
+    span = Span(*receipt.span)
+    wire = logged.work.tensors[0]
+    terms = WorkTerms(receipt.model_version, span, wire.codec, wire.dtype, receipt.nonce)
+    kept = None if logged.keep is None else unpack_keep(logged.keep, [bytearray(each) for each in logged.kept])
+    job = unpack_work(logged.protocol, terms, logged.work, [bytearray(each) for each in logged.inputs], kept)
+    gradients = {}
+    if logged.keep is not None and job.gradient is not None:
+        others = zip(logged.keep.names, logged.keep.tensors, logged.outputs[1:], strict=True)
+        gradients = {name: decode(described, payload) for name, described, payload in others}
+    return Observed(
+        logged.peer_id,
+        span,
+        receipt.dtype,
+        receipt.quantisation,
+        PassQuestion(job.batch, job.gradient),
+        (decode(wire, logged.outputs[0]),),
+        device,
+        wire.codec,
+        logged,
+        gradients,
+    )

@@ -1,0 +1,301 @@
+"""What a span of blocks must return, computed from one's own weights with few of them in memory at a time.
+
+A validator needs no machine that could serve the model: the blocks are loaded one after the other, by memory map, and
+every question goes through a block before the next block is loaded. (Of a small model as many at once as fit into
+`GROUP_BYTES`, because looking for a block's weights takes longer than computing with it.) The peak is these, the
+attention cache of one question for them, and the activations of the questions themselves. The blocks are the server's
+own (`node.blocks`), so an honest server of the same kind differs in nothing, and one of another kind in rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ...protocols.ids import Span
+from ...protocols.tensors import DTYPES
+from ...protocols.training import LoraName
+from ..blocks.passes import Batch, Gradients, Passes, Passing, T
+from ..blocks.span import BlockSpan, load_span
+from ..blocks.weights import Weights
+from ..models.folder import num_blocks, read_config
+from ..models.progress import Progress, no_progress
+from ..server.compute.batching import PREFILL_CHUNK
+
+GROUP_BYTES: Final = 64 << 20
+"""Of weights, as they are in the files, that are loaded at once; a larger block is loaded alone."""
+_ACTIVATION_BYTES: Final = 256 << 20  # that autograd keeps beyond those of one block
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a session as the server took it.
+
+    Attributes:
+        position: tokens of a row before it; fewer than are held by then: the rest is rolled back first.
+        reorder: per row, the row whose cache it continues, after the rollback; empty: its own.
+        hidden: float [rows, tokens, hidden size], as it was decoded from the wire.
+    """
+
+    position: int
+    hidden: torch.Tensor
+    reorder: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SessionQuestion:
+    """What blocks `span` make of each of `steps`, all steps of a session from its beginning."""
+
+    span: Span
+    steps: tuple[Step, ...]
+    left_padding: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PassQuestion:
+    """What blocks `batch.part` make of a batch without a cache; with `gradient`, what comes back from them."""
+
+    batch: Batch
+    gradient: torch.Tensor | None = None
+
+    @property
+    def span(self) -> Span:
+        return self.batch.part
+
+
+@dataclass(frozen=True)
+class SessionAnswer:
+    """Per step, float [rows, tokens, hidden size] on the CPU, in the dtype of the step."""
+
+    outputs: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class PassAnswer:
+    """On the CPU: the output, in the dtype of the batch, or the gradients of it."""
+
+    output: torch.Tensor | None = None
+    gradients: Gradients | None = None
+
+
+Question = SessionQuestion | PassQuestion
+Answer = SessionAnswer | PassAnswer
+
+
+class Truth:
+    """Answers questions for servers that compute in `dtype` with weights held as `quantisation`.
+
+    Not thread-safe; it computes, so it belongs into a worker thread.
+
+    Args:
+        folder: a model folder with the weights of the blocks that are asked for.
+        dtype: float32, bfloat16 or float16.
+        quantisation: none, int8 or nf4.
+        device: where to compute.
+        group_bytes: as `GROUP_BYTES`; 0 loads each block alone.
+
+    Attributes:
+        loads: blocks loaded so far.
+        largest: bytes of weights that were held at once.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        quantisation: str,
+        device: str = "cpu",
+        progress: Progress = no_progress,
+        group_bytes: int = GROUP_BYTES,
+    ) -> None:
+        self.loads = 0
+        self.largest = 0
+        self._folder = folder
+        self._dtype = dtype
+        self._quantisation = quantisation
+        self._device = device
+        self._progress = progress
+        self._group_bytes = group_bytes
+
+    def answer(self, questions: Sequence[Question]) -> list[Answer]:
+        """The answer to each question, each block being loaded once (twice for gradients) for all of them.
+
+        Raises:
+            ModelError: weights are missing or damaged.
+            BadInput: blocks outside the model, or an unknown dtype or quantisation.
+            MachineError: the device is not there.
+        """
+        works = [self._work(question) for question in questions]
+        wanted = {block for question in questions for block in range(question.span.start, question.span.end)}
+        groups = self._groups(wanted)
+        for group in groups:
+            loaded = self._load(group)
+            for work in works:
+                if work.question.span.overlaps(group):
+                    work.go_through(loaded)
+            del loaded
+        backwards = [work for work in works if isinstance(work, _Backward)]
+        for group in reversed(groups):
+            going = [work for work in backwards if work.question.span.overlaps(group)]
+            if going:
+                loaded = self._load(group)
+                for work in going:
+                    work.go_back(loaded)
+                del loaded
+        return [work.answer() for work in works]
+
+    def _groups(self, wanted: Collection[int]) -> list[Span]:
+        """Runs of consecutive blocks that are loaded at once, in order."""
+        if not wanted:
+            return []
+        with Weights(self._folder, num_blocks(read_config(self._folder))) as weights:
+            sizes = {block: weights.nbytes(block) for block in wanted}
+        groups: list[Span] = []
+        room = 0
+        for block in sorted(wanted):
+            room -= sizes[block]
+            if groups and groups[-1].end == block and room >= 0:
+                groups[-1] = Span(groups[-1].start, block + 1)
+            else:
+                groups.append(Span(block, block + 1))
+                room = self._group_bytes - sizes[block]
+        return groups
+
+    def _work(self, question: Question) -> _Session | _Forward | _Backward:
+        dtype = DTYPES[self._dtype]
+        if isinstance(question, SessionQuestion):
+            return _Session(question, [step.hidden.to(self._device, dtype) for step in question.steps])
+        if question.gradient is None:
+            return _Forward(question, question.batch.hidden.to(self._device, dtype))
+        return _Backward(question, question.batch.hidden.to(self._device, dtype))
+
+    def _load(self, group: Span) -> BlockSpan:
+        loaded = load_span(
+            self._folder,
+            group,
+            device=self._device,
+            dtype=self._dtype,
+            quantisation=self._quantisation,
+            progress=self._progress,
+        )
+        self.loads += len(group)
+        held = sum(
+            tensor.nbytes for module in loaded.stack.blocks for tensor in (*module.parameters(), *module.buffers())
+        )
+        self.largest = max(self.largest, held)
+        return loaded
+
+
+def _common(one: Span, other: Span) -> Span:
+    return Span(max(one.start, other.start), min(one.end, other.end))
+
+
+@dataclass
+class _Session:
+    """A session's steps on their way through the blocks. `hidden`: what enters the next block, per step."""
+
+    question: SessionQuestion
+    hidden: list[torch.Tensor]
+
+    def go_through(self, blocks: BlockSpan) -> None:
+        rows = self.hidden[0].shape[0]
+        length = max(step.position + step.hidden.shape[1] for step in self.question.steps)
+        part = _common(self.question.span, blocks.span)
+        cache = blocks.make_cache(rows, length, list(self.question.left_padding) or None, part)
+        for index, step in enumerate(self.question.steps):
+            if step.position < cache.length:
+                cache.rollback(step.position)
+            if step.reorder:
+                cache.reorder(step.reorder)
+            if step.position != cache.length:
+                raise ValueError(f"a step at position {step.position} of a session that holds {cache.length} tokens")
+            entering = self.hidden[index]
+            if entering.shape[1] == 1:
+                self.hidden[index] = blocks.decode([(entering, cache)])[0]
+            else:
+                # In the pieces that a server takes it in: attention over more tokens at once rounds otherwise.
+                pieces = entering.split(max(1, PREFILL_CHUNK // rows), dim=1)
+                self.hidden[index] = torch.cat([blocks.forward(piece, cache) for piece in pieces], dim=1)
+        cache.free()
+
+    def answer(self) -> SessionAnswer:
+        steps = zip(self.hidden, self.question.steps, strict=True)
+        return SessionAnswer(tuple(hidden.to("cpu", step.hidden.dtype) for hidden, step in steps))
+
+
+@dataclass
+class _Forward:
+    question: PassQuestion
+    hidden: torch.Tensor
+
+    def go_through(self, blocks: BlockSpan) -> None:
+        batch = _part(self.question, blocks.span, self.hidden)
+        self.hidden = _run(Passes(blocks, _ACTIVATION_BYTES).forward(batch))
+
+    def answer(self) -> PassAnswer:
+        return PassAnswer(output=self.hidden.to("cpu", self.question.batch.hidden.dtype))
+
+
+@dataclass
+class _Backward:
+    """Keeps what entered each group of blocks on the way through, and takes the gradient back."""
+
+    question: PassQuestion
+    hidden: torch.Tensor
+    entered: dict[int, torch.Tensor] = field(default_factory=dict)
+    flowing: torch.Tensor | None = None
+    prompts: list[torch.Tensor] = field(default_factory=list)
+    lora: dict[LoraName, torch.Tensor] = field(default_factory=dict)
+
+    def go_through(self, blocks: BlockSpan) -> None:
+        self.entered[blocks.span.start] = self.hidden
+        if blocks.span.end < self.question.span.end:  # what leaves the last ones is not needed
+            batch = _part(self.question, blocks.span, self.hidden)
+            self.hidden = _run(Passes(blocks, _ACTIVATION_BYTES).forward(batch))
+
+    def go_back(self, blocks: BlockSpan) -> None:
+        flowing = self.question.gradient if self.flowing is None else self.flowing
+        assert flowing is not None
+        batch = _part(self.question, blocks.span, self.entered.pop(blocks.span.start))
+        found = _run(Passes(blocks, _ACTIVATION_BYTES).backward(batch, flowing))
+        self.flowing = found.hidden
+        self.lora.update(found.lora)
+        if found.prompts is not None:
+            self.prompts.append(found.prompts)
+
+    def answer(self) -> PassAnswer:
+        assert self.flowing is not None
+        batch = self.question.batch
+        prompts = None
+        if batch.prompts is not None:
+            prompts = torch.cat(self.prompts[::-1]).to("cpu", batch.prompts.dtype)
+        lora = {name: each.to("cpu", batch.lora[name].dtype) for name, each in self.lora.items()}
+        return PassAnswer(gradients=Gradients(self.flowing.to("cpu", batch.hidden.dtype), prompts, lora))
+
+
+def _part(question: PassQuestion, blocks: Span, hidden: torch.Tensor) -> Batch:
+    """The batch as some of its blocks see it."""
+    batch = question.batch
+    part = _common(batch.part, blocks)
+    first = part.start - batch.part.start
+    return replace(
+        batch,
+        part=part,
+        hidden=hidden,
+        prompts=None if batch.prompts is None else batch.prompts[first : first + len(part)],
+        lora={name: tensor for name, tensor in batch.lora.items() if name.block in part},
+    )
+
+
+def _run(passing: Passing[T]) -> T:
+    steps: Iterator[None] = passing
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value
