@@ -1,12 +1,16 @@
-"""/petalnode/directory/1: asks a peer for all announcements it holds, tells it one's own, measures the way to it.
+"""What a node answers to any peer: announcements it holds, its own NodeInfo, manifests, and a measured transfer.
 
-A page of records per query, in the order of the peer ids; `after` continues where the last page ended. Every
-record is checked by who reads it, so a directory can hide servers but never invent or alter one. A node also answers
-what it is itself, server or not: that stays between the two.
+- `/petalnode/directory/1`: all announcements that the peer holds, a page of records per query in the order of the peer
+  ids; `after` continues where the last page ended. The reader checks every record, so a directory can hide servers but
+  never invent or alter one. NodeInfo says what the answering node is, server or not; it is not passed on.
+- `/petalnode/manifest/1`: the manifest of a model version, the digests that make the version. The receiver checks that
+  the manifest's hash is the version that it asked for.
+- `/petalnode/transfer/1`: a payload each way on one stream, to measure bytes a second between two peers.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -16,12 +20,20 @@ from google.protobuf.message import DecodeError
 from ..crypto.identity import peer_id_to_bytes
 from . import wire_pb2 as wire
 from .announcement import BadAnnouncement, RelayOffer, SignedAnnouncement, open_signed
+from .framing import MessageStream, ProtocolError
 
 MAX_PAGE: Final = 512 * 1024  # bytes of records in one reply
 MAX_HEADER: Final = MAX_PAGE + 64 * 1024
 MAX_PAGES: Final = 32  # that one asks of one peer
 MAX_PING: Final = 64  # bytes
+MANIFEST_MAX_HEADER: Final = 1024 * 1024  # bytes: 4096 blocks take 140 KB, and the configuration a few
+TRANSFER_BYTES: Final = 256 * 1024
+"""Bytes each way, at most."""
+TRANSFER_ROUNDS: Final = 3
+"""Of one stream, at most."""
 _MAX_TEXT: Final = 256  # characters
+
+TransferStream = MessageStream[wire.TransferFrame]
 
 
 @dataclass(frozen=True)
@@ -115,3 +127,74 @@ def last_peer_id(page: wire.DirectoryRecords) -> bytes:
         return wire.Announcement.FromString(page.records[-1].announcement).peer_id
     except DecodeError:
         return b""
+
+
+# --- manifests
+
+
+async def ask_manifest(
+    stream: MessageStream[wire.ManifestFrame], model_version: bytes, *, timeout: float
+) -> wire.Manifest | None:
+    """The manifest of `model_version` (32 bytes), not yet checked; None if the peer has none.
+
+    Raises:
+        PeerError: no answer, or none that fits.
+    """
+    query = wire.ManifestFrame(query=wire.ManifestQuery(model_version=model_version))
+    await stream.send(query, timeout=timeout)
+    reply, _ = await stream.receive(timeout=timeout)
+    if reply.WhichOneof("body") == "manifest":
+        return reply.manifest
+    if reply.WhichOneof("body") == "error" and reply.error.code == wire.ERROR_NOT_FOUND:
+        return None
+    raise ProtocolError(f"{stream.peer_id} answered no manifest: {reply.error.message[:200]}", stream.peer_id)
+
+
+async def answer_manifests(
+    stream: MessageStream[wire.ManifestFrame], manifests: dict[bytes, wire.Manifest], *, timeout: float
+) -> None:
+    """Answers the queries of one stream until it ends (raises PeerError then)."""
+    while True:
+        frame, _ = await stream.receive(timeout=timeout)
+        manifest = manifests.get(frame.query.model_version)
+        if manifest is not None:
+            await stream.send(wire.ManifestFrame(manifest=manifest), timeout=timeout)
+        else:
+            error = wire.Error(code=wire.ERROR_NOT_FOUND, message="no manifest of this model version here")
+            await stream.send(wire.ManifestFrame(error=error), timeout=timeout)
+
+
+# --- transfer speed
+
+
+async def answer_transfer(stream: TransferStream, *, timeout: float) -> None:
+    """Sends as many bytes as asked for, `TRANSFER_ROUNDS` times at most. Raises PeerError if the peer is gone."""
+    for _ in range(TRANSFER_ROUNDS):
+        frame, _payloads = await stream.receive(timeout=timeout)
+        wanted = frame.wanted
+        if wanted > TRANSFER_BYTES:
+            raise ProtocolError(f"{stream.peer_id} wants {wanted} bytes at once", stream.peer_id)
+        reply = wire.TransferFrame(tensors=[wire.Tensor(nbytes=wanted)])
+        await stream.send(reply, [bytes(wanted)], timeout=timeout)
+
+
+async def measure_transfer(stream: TransferStream, *, timeout: float) -> float:
+    """Seconds that a byte takes to the peer and a byte takes back, together: without the time of the way itself.
+
+    Raises:
+        PeerError: the peer did not answer within `timeout` seconds each time, or not with what was asked for.
+    """
+    empty = await _exchange(stream, 1, timeout)
+    empty = min(empty, await _exchange(stream, 1, timeout))
+    full = await _exchange(stream, TRANSFER_BYTES, timeout)
+    return max(full - empty, 1e-9) / TRANSFER_BYTES
+
+
+async def _exchange(stream: TransferStream, size: int, timeout: float) -> float:
+    begun = time.perf_counter()
+    frame = wire.TransferFrame(wanted=size, tensors=[wire.Tensor(nbytes=size)])
+    await stream.send(frame, [bytes(size)], timeout=timeout)
+    _frame, payloads = await stream.receive(timeout=timeout)
+    if [len(payload) for payload in payloads] != [size]:
+        raise ProtocolError(f"{stream.peer_id} answered other than {size} bytes", stream.peer_id)
+    return time.perf_counter() - begun

@@ -7,6 +7,7 @@ bytes of the tensors that the header lists in its `tensors`, in that order.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -19,6 +20,10 @@ MAX_HEADER: Final = 64 * 1024
 MAX_PAYLOAD: Final = 64 * 1024 * 1024
 MAX_TENSORS: Final = 64
 """Of one message."""
+CODECS: Final = ("none", "float16", "bfloat16", "int8-block64")
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""The dtypes that travel, and the bytes of a value."""
+INT8_BLOCK: Final = 64
 _MAX_VARINT: Final = 4  # bytes; a header never comes near 2**28 bytes
 # A piece fills one Yamux frame and Noise message, which is (30 bytes of headers and tag more) the 65507 bytes that,
 # if a relay carries them, fill one Yamux frame (12 bytes of header) and Noise message (65519) once more.
@@ -322,3 +327,44 @@ def _pieces(views: Sequence[memoryview]) -> Iterator[bytes]:
                 gathered, room = [], _PIECE
     if gathered:
         yield b"".join(gathered)
+
+
+# --- what a tensor's header says about its bytes; the codecs are in `tensors`, which needs torch
+
+
+class TensorError(ValueError):
+    """A tensor header or its bytes that cannot be read; the text says which part."""
+
+
+def wire_nbytes(shape: Sequence[int], dtype: str, codec: str) -> int:
+    """Bytes that a tensor takes on the wire.
+
+    Raises:
+        TensorError: for an unknown dtype or codec.
+    """
+    if dtype not in ITEM_BYTES:
+        raise TensorError(f"unknown dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+    values = math.prod(shape)
+    if codec == "none":
+        return values * ITEM_BYTES[dtype]
+    if codec in ("float16", "bfloat16"):
+        return values * 2
+    if codec == "int8-block64":
+        return values + 2 * math.ceil(values / INT8_BLOCK)
+    raise TensorError(f"unknown codec {codec!r}; known are {', '.join(CODECS)}")
+
+
+def all_finite(header: wire.Tensor, payload: bytes | bytearray) -> bool:
+    """Whether the values hold no NaN and no infinity. Quick enough for a decode step on any thread (5 us for 2 KiB)."""
+    import numpy as np  # a tenth of a second, which commands without tensors do not pay
+
+    if header.codec == "int8-block64":
+        payload = payload[: 2 * math.ceil(math.prod(header.shape) / INT8_BLOCK)]  # the scales; integers are finite
+        name = "float16"
+    else:
+        name = header.dtype if header.codec == "none" else header.codec
+    if name == "float32":
+        return bool(np.isfinite(np.frombuffer(payload, np.float32)).all())
+    # In half precisions a value is not finite if all bits of its exponent are set.
+    exponent = np.uint16(0x7C00 if name == "float16" else 0x7F80)
+    return not bool(((np.frombuffer(payload, np.uint16) & exponent) == exponent).any())

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from .tensor_header import CODECS, INT8_BLOCK, TensorError, wire_nbytes
+from .framing import CODECS, INT8_BLOCK, TensorError, wire_nbytes
 from .wire_pb2 import Tensor as WireTensor
 
 DTYPES: Final[dict[str, torch.dtype]] = {

@@ -44,10 +44,9 @@ from typing import Final
 
 from ..crypto.canonical import digest
 from . import wire_pb2 as wire
-from .framing import MAX_TENSORS, MessageStream
+from .framing import ITEM_BYTES, MAX_TENSORS, MessageStream
 from .ids import Span
 from .inference import HASH_BYTES, MAX_BATCH, NONCE_BYTES, Refusal, bad_request
-from .tensor_header import ITEM_BYTES
 
 MICRO_BATCH_TOKENS: Final = 1024
 """Rows times positions of one work (Petals, NeurIPS 2023, section 4.2, footnote 9)."""

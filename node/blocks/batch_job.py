@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ...protocols import wire_pb2 as wire
+from ...protocols.framing import TensorError
 from ...protocols.inference import bad_request
-from ...protocols.tensor_header import TensorError
 from ...protocols.tensors import DTYPES, decode, encode
 from ...protocols.training import (
     NOTHING_KEPT,

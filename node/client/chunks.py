@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from ...protocols.tensor_header import TensorError
+from ...protocols.framing import TensorError
 from ...protocols.tensors import decode, encode
 from ..errors import BadInput, SwarmError
 from .session.server_session import Chunk

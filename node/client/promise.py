@@ -9,9 +9,8 @@ from functools import lru_cache
 from ...crypto.pledge import Pledge
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
-from ...protocols.announcement import CLOCK_TOLERANCE, Announcement
+from ...protocols.announcement import CLOCK_TOLERANCE, Announcement, pledge_from_wire
 from ...protocols.ids import Span
-from ...protocols.pledge import pledge_from_wire
 
 
 def check_time(receipt: Receipt, since_ms: int, now_ms: int) -> str | None:

@@ -13,10 +13,9 @@ import trio
 
 from ...protocols import wire_pb2 as wire
 from ...protocols.adapter import AnnouncedAdapter, digests_match
-from ...protocols.framing import PeerError
+from ...protocols.framing import PeerError, TensorError
 from ...protocols.ids import Span
 from ...protocols.inference import Refusal, bad_request
-from ...protocols.tensor_header import TensorError
 from ...protocols.tensors import decode
 from ...protocols.training import WorkStream, receive_pieces
 from ..blocks.span_adapter import SpanAdapter

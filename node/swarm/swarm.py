@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement
-from ...protocols.directory import NodeInfo
+from ...protocols.directory import MANIFEST_MAX_HEADER, NodeInfo, answer_manifests, ask_manifest
 from ...protocols.evidence import MAX_HEADER as MAX_EVIDENCE
 from ...protocols.evidence import PIECE_BYTES
 from ...protocols.framing import (
@@ -25,8 +25,6 @@ from ...protocols.framing import (
     StreamTimeout,
 )
 from ...protocols.ids import DIRECTORY, EVIDENCE, MANIFEST
-from ...protocols.manifest import MAX_HEADER as MAX_MANIFEST
-from ...protocols.manifest import answer_manifests, ask_manifest
 from ..errors import SwarmError
 from ..network.addresses import parse_peer
 from ..network.dht import Dht, open_dht
@@ -100,7 +98,7 @@ class Swarm:
         self._gossip = gossip
         self.set_handler(EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=MAX_EVIDENCE, max_payload=PIECE_BYTES)
         self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=self._directory.max_header)
-        self.set_handler(MANIFEST, wire.ManifestFrame, self._serve_manifests, max_header=MAX_MANIFEST)
+        self.set_handler(MANIFEST, wire.ManifestFrame, self._serve_manifests, max_header=MANIFEST_MAX_HEADER)
 
     @property
     def peer_id(self) -> str:
@@ -400,7 +398,7 @@ class Swarm:
             PeerError: no answer within `timeout` seconds, or none that fits.
         """
         async with self.open_stream(
-            peer_id, MANIFEST, wire.ManifestFrame, timeout=timeout, max_header=MAX_MANIFEST
+            peer_id, MANIFEST, wire.ManifestFrame, timeout=timeout, max_header=MANIFEST_MAX_HEADER
         ) as stream:
             manifest = await ask_manifest(stream, model_version, timeout=timeout)
             return None if manifest is None else manifest.SerializeToString()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ...crypto.evidence import NotProven, check_chain, check_equivocation, check_pledge_broken
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
+from ...protocols.announcement import pledge_from_wire
 from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.inference import (
     MAX_BATCH,
@@ -22,7 +23,6 @@ from ...protocols.inference import (
     sha256,
     terms_of,
 )
-from ...protocols.pledge import pledge_from_wire
 from ...protocols.training import NOTHING_KEPT, hash_of_keep, hash_of_payloads, hash_of_work
 from .bundle import Bundle, needed
 

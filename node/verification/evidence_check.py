@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from ...crypto.evidence import NotProven
+from ...protocols.framing import TensorError
 from ...protocols.ids import BACKWARD, Span
 from ...protocols.inference import Refusal
-from ...protocols.tensor_header import TensorError
 from ...protocols.tensors import decode
 from ...protocols.training import WorkTerms
 from ..blocks.batch_job import gradient_of, unpack_keep, unpack_work

@@ -19,7 +19,7 @@ from petalnode.node.network.host import Host
 from petalnode.node.network.nat.asking import observed_by, request_dial_back
 from petalnode.node.network.nat.autonat import Budget, DialBacks
 from petalnode.node.network.nat.endpoint import Endpoint
-from petalnode.protocols.autonat import DialStatus
+from petalnode.protocols.nat_traversal import DialStatus
 from tests.swarm.relays import host_here
 
 

@@ -14,7 +14,7 @@ from petalnode.node.network.nat.hole_punching import Puncher
 from petalnode.node.network.nat.observed_addresses import place_of
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import StreamClosed
-from petalnode.protocols.punch import PUNCH, exchange_first, exchange_second
+from petalnode.protocols.nat_traversal import PUNCH, exchange_first, exchange_second
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import echoed, host_here, relay_here, reserve, until
 

@@ -17,11 +17,18 @@ from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.protocols import standard_pb2 as standard
-from petalnode.protocols.autonat import DialAnswer, DialStatus, answer_dial_back, ask_dial_back
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import PeerError, ProtocolError, StreamClosed
-from petalnode.protocols.identify import ask_identify
-from petalnode.protocols.punch import exchange_first, exchange_second, give_sign
+from petalnode.protocols.nat_traversal import (
+    DialAnswer,
+    DialStatus,
+    answer_dial_back,
+    ask_dial_back,
+    ask_identify,
+    exchange_first,
+    exchange_second,
+    give_sign,
+)
 
 US, THEM = Identity.generate().peer_id, Identity.generate().peer_id
 ADDRS = ("/ip4/203.0.113.5/tcp/31330", "/ip6/2a00:77::1/tcp/1")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.tensor_header import CODECS, TensorError, all_finite, wire_nbytes
+from petalnode.protocols.framing import CODECS, TensorError, all_finite, wire_nbytes
 from petalnode.protocols.tensors import DTYPES, decode, dtype_name, encode
 
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=4)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ....protocols.framing import TensorError
 from ....protocols.ids import Span
-from ....protocols.tensor_header import TensorError
 from ....protocols.tensors import decode, dtype_name, encode
 from ....protocols.training import PROMPTS, LoraName
 from ...errors import BadInput, SwarmError

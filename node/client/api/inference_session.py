@@ -10,8 +10,8 @@ from types import TracebackType
 
 import torch
 
+from ....protocols.framing import TensorError
 from ....protocols.ids import Span
-from ....protocols.tensor_header import TensorError
 from ....protocols.tensors import dtype_name
 from ...errors import BadInput, PetalnodeError
 from ..chunks import from_chunks, to_chunks

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ....protocols.adapter import PROMPTS
+from ....protocols.framing import TensorError
 from ....protocols.ids import Span
-from ....protocols.tensor_header import TensorError
 from ....protocols.training import LoraName
 from ...blocks.remote import RemoteCache, RemoteCall
 from ...errors import BadInput

@@ -14,10 +14,9 @@ import trio
 
 from ....crypto.receipts import NO_RECEIPT, Receipt
 from ....protocols import wire_pb2 as wire
-from ....protocols.framing import PeerError
+from ....protocols.framing import PeerError, all_finite
 from ....protocols.ids import BACKWARD, PROTOCOL_VERSION
 from ....protocols.inference import EPOCH_BYTES, NONCE_BYTES, Refusal, receipt_from_wire
-from ....protocols.tensor_header import all_finite
 from ....protocols.training import (
     KEPT_SETS,
     NOTHING_KEPT,

@@ -17,7 +17,7 @@ from ....crypto.pledge import Pledge
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.credits import clearing_to_wire
-from ....protocols.framing import MessageStream, PeerError, ProtocolError
+from ....protocols.framing import MessageStream, PeerError, ProtocolError, TensorError, all_finite, wire_nbytes
 from ....protocols.ids import PROTOCOL_VERSION, Span
 from ....protocols.inference import (
     EPOCH_BYTES,
@@ -28,7 +28,6 @@ from ....protocols.inference import (
     root_of,
     sha256,
 )
-from ....protocols.tensor_header import TensorError, all_finite, wire_nbytes
 from ...errors import ServerCheated, ServerFailed
 from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from ....protocols import autonat
-from ....protocols.autonat import AUTONAT, DialAnswer, ask_dial_back
 from ....protocols.delimited import DelimitedStream
-from ....protocols.identify import IDENTIFY, MAX_MESSAGE, ask_identify
+from ....protocols.nat_traversal import (
+    AUTONAT,
+    AUTONAT_MAX_MESSAGE,
+    IDENTIFY,
+    IDENTIFY_MAX_MESSAGE,
+    DialAnswer,
+    ask_dial_back,
+    ask_identify,
+)
 from ..host import Host
 from .endpoint import Endpoint
 
@@ -28,7 +34,7 @@ async def observed_by(host: Host, peer_id: str, *, timeout: float) -> Endpoint |
     async def ask(stream: DelimitedStream) -> Endpoint | None:
         return Endpoint.parse((await ask_identify(stream, timeout=timeout)).observed or "")
 
-    return await _on_stream(host, peer_id, IDENTIFY, MAX_MESSAGE, ask)
+    return await _on_stream(host, peer_id, IDENTIFY, IDENTIFY_MAX_MESSAGE, ask)
 
 
 async def addrs_of(host: Host, peer_id: str, *, timeout: float) -> tuple[str, ...]:
@@ -42,7 +48,7 @@ async def addrs_of(host: Host, peer_id: str, *, timeout: float) -> tuple[str, ..
     async def ask(stream: DelimitedStream) -> tuple[str, ...]:
         return (await ask_identify(stream, timeout=timeout)).addrs
 
-    return await _on_stream(host, peer_id, IDENTIFY, MAX_MESSAGE, ask, direct=False)
+    return await _on_stream(host, peer_id, IDENTIFY, IDENTIFY_MAX_MESSAGE, ask, direct=False)
 
 
 async def request_dial_back(host: Host, peer_id: str, endpoints: tuple[Endpoint, ...]) -> DialAnswer:
@@ -57,7 +63,7 @@ async def request_dial_back(host: Host, peer_id: str, endpoints: tuple[Endpoint,
         addrs = [endpoint.multiaddr for endpoint in endpoints]
         return await ask_dial_back(stream, host.peer_id, addrs, timeout=_DIAL_BACK)
 
-    return await _on_stream(host, peer_id, AUTONAT, autonat.MAX_MESSAGE, ask)
+    return await _on_stream(host, peer_id, AUTONAT, AUTONAT_MAX_MESSAGE, ask)
 
 
 async def _on_stream(

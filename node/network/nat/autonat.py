@@ -9,9 +9,9 @@ from typing import Final
 import trio
 from multiaddr import Multiaddr
 
-from ....protocols.autonat import AUTONAT, MAX_MESSAGE, DialAnswer, DialStatus, answer_dial_back
 from ....protocols.delimited import DelimitedStream
 from ....protocols.framing import PeerError
+from ....protocols.nat_traversal import AUTONAT, AUTONAT_MAX_MESSAGE, DialAnswer, DialStatus, answer_dial_back
 from ..host import Host
 from ..transport.stream_bytes import StreamBytes
 from .endpoint import Endpoint, IPAddress
@@ -58,7 +58,7 @@ class DialBacks:
         host.set_stream_handler(AUTONAT, self._serve)
 
     async def _serve(self, raw: StreamBytes, peer_id: str) -> None:
-        stream = DelimitedStream(raw, peer_id, max_message=MAX_MESSAGE)
+        stream = DelimitedStream(raw, peer_id, max_message=AUTONAT_MAX_MESSAGE)
 
         async def decide(asked_for: str, addrs: tuple[str, ...]) -> DialAnswer:
             if asked_for != peer_id:

@@ -16,7 +16,7 @@ import trio
 
 from ....protocols.delimited import DelimitedStream
 from ....protocols.framing import PeerError
-from ....protocols.punch import PUNCH, exchange_first, exchange_second, give_sign
+from ....protocols.nat_traversal import PUNCH, exchange_first, exchange_second, give_sign
 from ..host import Host
 from ..transport.path import Path
 from ..transport.stream_bytes import StreamBytes

@@ -9,8 +9,8 @@ from typing import Final
 import trio
 from multiaddr import Multiaddr
 
-from ....protocols.autonat import DialStatus
 from ....protocols.framing import PeerError
+from ....protocols.nat_traversal import DialStatus
 from ..addresses import concrete, own_networks
 from ..host import Host
 from .asking import observed_by, request_dial_back

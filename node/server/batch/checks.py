@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.adapter import Linears, check_tensors
+from ....protocols.framing import TensorError, wire_nbytes
 from ....protocols.inference import Refusal, bad_request
-from ....protocols.tensor_header import TensorError, wire_nbytes
 from ....protocols.training import (
     MAX_KEPT_TENSORS,
     MICRO_BATCH_TOKENS,

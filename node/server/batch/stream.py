@@ -15,10 +15,10 @@ import trio
 
 from ....crypto.receipts import NO_RECEIPT, Receipt
 from ....protocols import wire_pb2 as wire
+from ....protocols.announcement import pledge_to_wire
 from ....protocols.framing import PeerError, StreamTimeout
 from ....protocols.ids import BACKWARD, PROTOCOL_VERSION
 from ....protocols.inference import EPOCH_BYTES, Refusal, bad_request, receipt_to_wire
-from ....protocols.pledge import pledge_to_wire
 from ....protocols.training import (
     KEPT_SETS,
     WorkStream,

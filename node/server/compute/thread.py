@@ -23,9 +23,9 @@ import torch
 import trio
 
 from ....protocols import wire_pb2 as wire
+from ....protocols.framing import TensorError
 from ....protocols.ids import Span
 from ....protocols.inference import Refusal, bad_request, sha256
-from ....protocols.tensor_header import TensorError
 from ....protocols.tensors import decode, dtype_name, encode
 from ...blocks.cache import SpanCache
 from ...blocks.passes import Passing

@@ -15,6 +15,7 @@ import trio
 from ....crypto.identity import peer_id_to_bytes
 from ....crypto.receipts import Receipt, session_root
 from ....protocols import wire_pb2 as wire
+from ....protocols.announcement import pledge_to_wire
 from ....protocols.framing import MessageStream, PeerError, StreamClosed, StreamTimeout
 from ....protocols.ids import PROTOCOL_VERSION
 from ....protocols.inference import (
@@ -28,7 +29,6 @@ from ....protocols.inference import (
     receipt_to_wire,
     sha256,
 )
-from ....protocols.pledge import pledge_to_wire
 from ..admission import check_step, step_tokens
 from ..compute.cache_budget import Loan
 from ..compute.thread import ComputeSession, StepInput, StepOutput

@@ -10,9 +10,9 @@ from typing import Final
 import trio
 
 from ....protocols import wire_pb2 as wire
+from ....protocols.directory import TRANSFER_BYTES, TransferStream, answer_transfer, measure_transfer
 from ....protocols.framing import PeerError
 from ....protocols.ids import TRANSFER
-from ....protocols.transfer import SIZE, TransferStream, answer_transfer, measure_transfer
 from ...swarm.swarm import Swarm
 
 INTERVAL: Final = 600.0
@@ -33,7 +33,7 @@ def serve_transfers(swarm: Swarm) -> None:
         async with turns:
             await answer_transfer(stream, timeout=_TIMEOUT)
 
-    swarm.set_handler(TRANSFER, wire.TransferFrame, handle, max_payload=SIZE)
+    swarm.set_handler(TRANSFER, wire.TransferFrame, handle, max_payload=TRANSFER_BYTES)
 
 
 async def measure_network(swarm: Swarm, model_version: bytes, *, timeout: float) -> float:
@@ -49,7 +49,7 @@ async def measure_network(swarm: Swarm, model_version: bytes, *, timeout: float)
         for peer_id in random.sample(peers, min(len(peers), _PEERS)):
             try:
                 async with swarm.open_stream(
-                    peer_id, TRANSFER, wire.TransferFrame, timeout=_OPEN_TIMEOUT, max_payload=SIZE
+                    peer_id, TRANSFER, wire.TransferFrame, timeout=_OPEN_TIMEOUT, max_payload=TRANSFER_BYTES
                 ) as stream:
                     found.append(await measure_transfer(stream, timeout=_TIMEOUT))
             except PeerError:
