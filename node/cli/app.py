@@ -44,30 +44,31 @@ def _root(
     pass
 
 
-_COMMANDS = (
-    "demo",
-    "serve",
-    "chat",
-    "status",
-    "bootstrap",
-    "doctor",
-    "swarm-key",
-    "plan",
-    "tune",
-    "adapters",
-    "validate",
-    "verify-evidence",
-    "bans",
-    "credits",
-)
+_COMMANDS = {
+    "demo": "demo",
+    "serve": "serve",
+    "chat": "chat",
+    "status": "status",
+    "bootstrap": "bootstrap",
+    "doctor": "doctor",
+    "swarm-key": "bootstrap",
+    "plan": "plan",
+    "tune": "tune",
+    "adapters": "adapters",
+    "validate": "validate",
+    "verify-evidence": "validate",
+    "bans": "bans",
+    "credits": "credits",
+}
+"""The name of each command, in the order of the help, and its module in `commands`."""
 
 
 def _register(arguments: list[str]) -> None:
-    """Adds the command that is called, or all where none is: a server needs no chat in its memory."""
+    """Adds the command that is called, or all of them for the help: importing a command takes time and memory."""
     called = [name for name in arguments[:1] if name in _COMMANDS]
     for name in called or _COMMANDS:
-        function = name.replace("-", "_")
-        found = getattr(importlib.import_module(f".commands.{function}", __package__), function)
+        module = importlib.import_module(f".commands.{_COMMANDS[name]}", __package__)
+        found = getattr(module, name.replace("-", "_"))
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
         else:

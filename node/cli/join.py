@@ -6,12 +6,13 @@ import functools
 import inspect
 import logging
 import os
+import re
 import typing
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import platformdirs
 import typer
@@ -27,13 +28,15 @@ from ..swarm.swarm import Swarm, open_swarm
 from ..trust.bans import Trusted, parse_trusted
 from ..trust.store import TrustBook, trust_file
 from .output import Output
-from .rates import parse_rate
 
 PEERS_VARIABLE = "PETALNODE_PEERS"
 MDNS_VARIABLE = "PETALNODE_MDNS"
 REMEMBER_VARIABLE = "PETALNODE_REMEMBER"
 GOSSIP_VARIABLE = "PETALNODE_GOSSIP"
 _FIRST_PORT, _PORTS = 20000, 20000
+_UNITS: Final = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_MIN_RATE: Final = 10_000
+"""Bytes per second; with less, the DHT requests and announcements of a node miss their deadlines."""
 _HOW_TO_JOIN = (
     "Give --peer MULTIADDR (every server prints its own), or try `petalnode demo` for a swarm on this machine"
 )
@@ -190,25 +193,71 @@ class JoinOptions:
         )
 
 
+@dataclass(frozen=True)
+class RelayOptions:
+    """How much a public node relays for nodes behind NAT: options of the commands that run for long."""
+
+    relay_reservations: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help=f"Relay for at most N peers at a time. Default: {RelayLimits().reservations}.",
+        ),
+    ] = None
+    relay_circuits: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help=f"Relay at most N connections at a time. Default: {RelayLimits().circuits}.",
+        ),
+    ] = None
+    relay_rate: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Relay at most this many bytes per second in total, such as 10MB."),
+    ] = None
+
+    def limits(self) -> RelayLimits:
+        """The limits that these options set; the default for each one that is not given.
+
+        Raises:
+            BadInput: --relay-rate is not a rate.
+        """
+        given = {
+            "reservations": self.relay_reservations,
+            "circuits": self.relay_circuits,
+            "bytes_per_second": parse_rate(self.relay_rate, "--relay-rate"),
+        }
+        return replace(RelayLimits(), **{name: value for name, value in given.items() if value is not None})
+
+
 def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the fields of JoinOptions to a typer command, which receives them as its last parameter, `join`."""
-    fields = inspect.signature(JoinOptions).parameters.values()
-    hints = typing.get_type_hints(JoinOptions, include_extras=True)
-    own = [each for each in inspect.signature(command).parameters.values() if each.name != "join"]
-    own_hints = typing.get_type_hints(command, include_extras=True)
+    """Makes a typer command of a function: each parameter that is a dataclass (JoinOptions is one) becomes its fields.
+
+    The fields carry their typer.Option as an annotation. The function receives the dataclasses, filled in.
+    """
+    hints = typing.get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        group = groups.get(parameter.name)
+        types = hints if group is None else typing.get_type_hints(group, include_extras=True)
+        expanded = [parameter] if group is None else inspect.signature(group).parameters.values()
+        parameters += [
+            option.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[option.name]) for option in expanded
+        ]
 
     @functools.wraps(command)
     def wrapper(**arguments: Any) -> None:
-        join = JoinOptions(**{name: arguments.pop(name) for name in hints if name in arguments})
-        logging.getLogger("petalnode").setLevel(_level(join.log_level))
-        command(**arguments, join=join)
+        for name, group in groups.items():
+            arguments[name] = group(**{field: arguments.pop(field) for field in inspect.signature(group).parameters})
+        logging.getLogger("petalnode").setLevel(_level(arguments["join"].log_level))
+        command(**arguments)
 
-    parameters = [
-        each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own_hints[each.name]) for each in own
-    ] + [each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[each.name]) for each in fields]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
-    del wrapper.__wrapped__  # typer would look through it, at the signature without the options
+    wrapper.__annotations__ = {option.name: option.annotation for option in parameters}
+    del wrapper.__wrapped__  # typer would follow it to the signature with the dataclasses
     return wrapper
 
 
@@ -276,3 +325,23 @@ async def _opened(config: SwarmConfig, *, fallback: bool) -> AsyncIterator[Swarm
 def kept_port(identity: Identity) -> int:
     """A port that follows from the key, so that a node keeps its address from run to run."""
     return _FIRST_PORT + int.from_bytes(digest("petalnode/port/1", identity.public_key)[:4], "big") % _PORTS
+
+
+def parse_rate(text: str | None, option: str) -> int | None:
+    """Bytes per second; None for no limit. `option` is named in errors.
+
+    Raises:
+        BadInput: the text is no speed, one in bits, or too little to take part.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)(?:/s)?", text.strip())
+    unit = found[2] if found else ""
+    if found is None or (unit or "B").lower() not in _UNITS:
+        raise BadInput(f"{option} {text}: give bytes per second, such as 10MB or 500kB")
+    if unit.endswith("b"):
+        raise BadInput(f"{option} {text}: a small b means bits; give bytes, such as 10MB")
+    rate = int(float(found[1]) * _UNITS[(unit or "B").lower()])
+    if rate < _MIN_RATE:
+        raise BadInput(f"{option} {text}: a node needs {_MIN_RATE // 1000}kB per second at least")
+    return rate

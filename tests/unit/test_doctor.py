@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from petalnode.node.cli.commands import doctor_checks as checks
+from petalnode.node.cli.commands import doctor as checks
 
 
 def test_this_environment_has_what_the_package_asks_for() -> None:

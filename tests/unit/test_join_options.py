@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.swarm_key import load_swarm_key, make_swarm_key
 from petalnode.node.cli.commands.demo import even_spans, threads_per_server
-from petalnode.node.cli.join import JoinOptions, joins_swarm, kept_port
-from petalnode.node.cli.relay_options import relay_limits
-from petalnode.node.cli.whereabouts import how_joined, join_by
+from petalnode.node.cli.join import JoinOptions, RelayOptions, joins_swarm, kept_port
+from petalnode.node.cli.node_report import how_joined, join_by
 from petalnode.node.errors import BadInput
 from petalnode.node.network.nat.limits import RelayLimits
 from petalnode.node.swarm.config import SwarmConfig
@@ -89,11 +88,11 @@ def test_what_is_no_speed(text: str, said: str, tmp_path: Path) -> None:
 
 
 def test_an_operator_raises_and_lowers_what_is_relayed() -> None:
-    assert relay_limits(None, None, None) == RelayLimits()
-    limits = relay_limits(7, 0, "1MB")
+    assert RelayOptions().limits() == RelayLimits()
+    limits = RelayOptions(7, 0, "1MB").limits()
     assert (limits.reservations, limits.circuits, limits.bytes_per_second) == (7, 0, 1_000_000)
     with pytest.raises(BadInput, match="--relay-rate"):
-        relay_limits(None, None, "much")
+        RelayOptions(relay_rate="much").limits()
 
 
 def test_others_join_by_a_command_that_works() -> None:

@@ -1,28 +1,26 @@
-"""`petalnode bootstrap`: a meeting point without a model."""
+"""`petalnode bootstrap` and `petalnode swarm-key`: a node without a model, and the key of a private swarm."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
 
 import trio
 import typer
 
+from ....crypto.swarm_key import SwarmKeyError, make_swarm_key
+from ...errors import BadInput
 from ...network.nat.limits import RelayLimits
-from ..join import JoinOptions, joined, joins_swarm
+from ..join import JoinOptions, RelayOptions, joined, joins_swarm
+from ..node_report import how_joined, how_joined_json, join_by, report_reachability
 from ..output import Output
-from ..relay_options import RelayCircuits, RelayRate, RelayReservations, relay_limits
-from ..signals import StopSignal
-from ..whereabouts import how_joined, how_joined_json, join_by, tell_reachability
+from ..terminal import StopSignal
 
 
 @joins_swarm
-def bootstrap(
-    relay_reservations: RelayReservations = None,
-    relay_circuits: RelayCircuits = None,
-    relay_rate: RelayRate = None,
-    *,
-    join: JoinOptions,
-) -> None:
+def bootstrap(*, relay_options: RelayOptions, join: JoinOptions) -> None:
     """Run a meeting point and relay: other nodes find and reach each other through it. Needs no model."""
-    trio.run(_bootstrap, join, relay_limits(relay_reservations, relay_circuits, relay_rate))
+    trio.run(_bootstrap, join, relay_options.limits())
 
 
 async def _bootstrap(join: JoinOptions, limits: RelayLimits) -> None:
@@ -37,7 +35,22 @@ async def _bootstrap(join: JoinOptions, limits: RelayLimits) -> None:
             for address in addrs:
                 output.say(f"to join through it:  petalnode serve {join_by(join, address)}")
             output.emit(event="ready", peer_id=swarm.peer_id, addrs=addrs, joined=how_joined_json(swarm.joined))
-            nursery.start_soon(tell_reachability, swarm, join, output, ["petalnode serve"])
+            nursery.start_soon(report_reachability, swarm, join, output, ["petalnode serve"])
             await stop.event.wait()
         nursery.cancel_scope.cancel()
     raise typer.Exit(stop.exit_code)
+
+
+def swarm_key(
+    file: Annotated[Path, typer.Argument(help="Where to write it; never replaces a file.")] = Path("swarm.key"),
+    as_json: Annotated[bool, typer.Option("--json", help="The file's name as one JSON object.")] = False,
+) -> None:
+    """Make the key of a private swarm: nobody without this file gets in."""
+    output = Output(as_json)
+    try:
+        make_swarm_key(file)
+    except SwarmKeyError as error:
+        raise BadInput(str(error)) from error
+    output.say(f"a new swarm key is in {file}. Give a copy to everybody who may take part, by a safe way, and start")
+    output.say(f"  petalnode serve --swarm-key {file}")
+    output.emit(file=str(file))

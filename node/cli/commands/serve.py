@@ -20,11 +20,10 @@ from ...network.addresses import parse_peer
 from ...network.nat.limits import RelayLimits
 from ...server.lifecycle.options import ServerOptions
 from ...server.lifecycle.server import run_server
-from ..join import JoinOptions, joined, joins_swarm
+from ..join import JoinOptions, RelayOptions, joined, joins_swarm
+from ..node_report import how_joined, how_joined_json, join_by, report_reachability
 from ..output import Output, ProgressBars
-from ..relay_options import RelayCircuits, RelayRate, RelayReservations, relay_limits
-from ..signals import StopSignal
-from ..whereabouts import how_joined, how_joined_json, join_by, tell_reachability
+from ..terminal import StopSignal
 
 STOP_GRACE = 10.0
 """Seconds for the goodbyes of a server that was ready; before that there is nothing to end in order."""
@@ -69,9 +68,6 @@ def serve(
     max_disk: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Keep models on this disk within this, such as 50G.")
     ] = None,
-    relay_reservations: RelayReservations = None,
-    relay_circuits: RelayCircuits = None,
-    relay_rate: RelayRate = None,
     allow_client: Annotated[
         list[str] | None,
         typer.Option(metavar="PEER", help="Serve only this client (`chat --identity FILE` prints its id); repeatable."),
@@ -84,6 +80,7 @@ def serve(
         bool, typer.Option("--until-eof", help="Stop when standard input ends: for programs that start servers.")
     ] = False,
     *,
+    relay_options: RelayOptions,
     join: JoinOptions,
 ) -> None:
     """Host blocks of a model for the swarm. Without --blocks, those that it needs most."""
@@ -107,8 +104,7 @@ def serve(
     )
     if blocks is not None and options.num_blocks is not None:
         raise BadInput("--blocks says which blocks, --num-blocks how many: give one of them")
-    limits = relay_limits(relay_reservations, relay_circuits, relay_rate)
-    trio.run(_serve, options, join, limits, until_eof)
+    trio.run(_serve, options, join, relay_options.limits(), until_eof)
 
 
 async def _serve(options: ServerOptions, join: JoinOptions, limits: RelayLimits, until_eof: bool) -> None:
@@ -128,7 +124,7 @@ async def _serve(options: ServerOptions, join: JoinOptions, limits: RelayLimits,
             _say_ready(output, join, fields)
             output.emit(event="ready", **fields, joined=how_joined_json(swarm.joined))
             commands = [f"petalnode {command} {fields['model']}" for command in ("serve", "chat")]
-            nursery.start_soon(tell_reachability, swarm, join, output, commands)
+            nursery.start_soon(report_reachability, swarm, join, output, commands)
         elif event in ("moving", "moved"):
             _say_change(output, event, fields)
             output.emit(event=event, **fields)

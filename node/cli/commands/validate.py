@@ -1,4 +1,4 @@
-"""`petalnode validate`: recompute what servers answer, and say who is wrong."""
+"""`petalnode validate` and `petalnode verify-evidence`: recompute servers' answers, and check evidence of faults."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from ...client.swarm_model import identify_model
 from ...client.text import Text
 from ...errors import BadInput, ExitCode, ModelError
 from ...models import resolve
+from ...models.sources import DEFAULT_MODEL
 from ...network.nat.limits import RelayLimits
 from ...swarm.swarm import Swarm
+from ...trust.bundle import Bundle
 from ..join import JoinOptions, joined, joins_swarm
 from ..output import Output, ProgressBars
 from ..served import served_model
-from ..signals import StopSignal
+from ..terminal import StopSignal
 
 if TYPE_CHECKING:
     from ...verification.verdicts import Verdict
@@ -224,3 +226,46 @@ def findings_table(last: Mapping[str, tuple[float, Verdict]], counts: Mapping[st
             style=_STYLES[verdict.verdict],
         )
     return table
+
+
+def verify_evidence(
+    file: Annotated[Path, typer.Argument(help="The evidence, as `petalnode validate --evidence-dir` writes it.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(help="The model that it is about: folder, .gguf file, hub id or alias. Default: smollm2."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to recompute: auto, cpu, cuda, cuda:1, mps.")] = "cpu",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Check a server's fault alone: exit code 0 if it is proved, 1 if it is not, 2 if that cannot be checked.
+
+    Faults that prove themselves need no model. Others are recomputed block by block from your own weights.
+    """
+    output = Output(json)
+    bundle = Bundle.load(file)
+    evidence = bundle.evidence
+    output.say(f"{bundle.accuser} says of {bundle.accused}: {evidence.kind}")
+    from ...verification.evidence_check import check_evidence, wanted_blocks
+
+    bars = ProgressBars(output.console)
+    blocks = wanted_blocks(bundle)
+    folder = None
+    if blocks is not None:
+        output.say(f"recomputing blocks {blocks} ...")
+        folder = resolve(model or DEFAULT_MODEL, progress=bars)
+    outcome = check_evidence(bundle, folder, device=device, progress=bars)
+    bars.stop()
+    verdict = "proven" if outcome.proven else "inconclusive" if outcome.inconclusive else "refuted"
+    output.say(f"{verdict}: {outcome.reason}")
+    output.emit(
+        event="evidence",
+        verdict=verdict,
+        kind=evidence.kind,
+        peer_id=bundle.accused,
+        accuser=bundle.accuser,
+        id=bundle.id.hex(),
+        reason=outcome.reason,
+        error=outcome.error,
+        tolerance=outcome.tolerance,
+    )
+    raise typer.Exit(ExitCode.DONE if outcome.proven else ExitCode.RESULT_SAYS_NO)

@@ -1,4 +1,4 @@
-"""How a node came into its swarm, how others reach it, and with which command they join through it."""
+"""What a running node prints of itself: how it joined, how others reach it, and the command to join through it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..swarm.swarm import Swarm
 from .join import JoinOptions
 from .output import Output
 
-_SETTLES = 5.0  # seconds
+_SETTLE_TIME = 5.0  # seconds
 _WAYS = {"remembered": "which is remembered from another run", "neighbours": "found on this network"}
 
 
 def how_joined(join: JoinOptions, joined: Joined | None) -> str:
-    """One line: whose swarm a node that listens is in."""
+    """One line for a person: which swarm a listening node has joined, or that it starts one."""
     if join.peers:
         return f"joined the swarm of {', '.join(join.peers)}"
     if joined is not None:
@@ -38,30 +38,30 @@ def join_by(join: JoinOptions, address: str) -> str:
     return f"--peer {address}" + (f" --swarm-key {join.swarm_key}" if join.swarm_key is not None else "")
 
 
-async def tell_reachability(swarm: Swarm, join: JoinOptions, output: Output, commands: Sequence[str]) -> None:
-    """Says how others reach this node, when that is known and whenever it changes, until cancelled.
+async def report_reachability(swarm: Swarm, join: JoinOptions, output: Output, commands: Sequence[str]) -> None:
+    """Prints how others reach this node when that is known and whenever it changes, until cancelled.
 
-    `commands` are those with which others join, printed once more when the address for it has changed.
+    `commands` are those with which others join; they are printed again when the address has changed.
     """
-    told, address = None, _outermost(swarm)
+    reported, address = None, _public_address(swarm)
     while True:
         if swarm.reachability.kind == "unreachable":
-            # A relay may be about to take it, and a router to forward its port.
-            with trio.move_on_after(_SETTLES):
+            # A relay reservation or a port mapping may still be under way.
+            with trio.move_on_after(_SETTLE_TIME):
                 await swarm.wait_reachability_changed()
                 continue
         now = swarm.reachability
-        if now.kind != "unknown" and now != told:
-            told = now
+        if now.kind != "unknown" and now != reported:
+            reported = now
             output.say(f"reachability: {now.text}")
             output.emit(event="reachability", **asdict(now), addrs=list(swarm.addrs))
-            if _outermost(swarm) != address:
-                address = _outermost(swarm)
+            if _public_address(swarm) != address:
+                address = _public_address(swarm)
                 for command in commands:
                     output.say(f"to join it from anywhere:  {command} {join_by(join, address)}")
         await swarm.wait_reachability_changed()
 
 
-def _outermost(swarm: Swarm) -> str:
-    """The address that others shall use; the host lists those from outside first."""
+def _public_address(swarm: Swarm) -> str:
+    """The address that others should dial: the host lists public addresses first."""
     return next(iter(swarm.addrs), "")
