@@ -45,7 +45,7 @@ from petalnode.node.models import resolve
 from petalnode.node.validator.kept import drawn_kept
 from petalnode.node.validator.probe_plan import Kind
 from petalnode.node.verification.judging import distance, kept_distances
-from petalnode.node.verification.recomputation import PassQuestion, SessionQuestion, Step, Truth
+from petalnode.node.verification.recomputation import PassQuestion, Recomputation, SessionQuestion, Step
 from petalnode.node.verification.substitution import COARSER, share_of
 from petalnode.node.verification.tolerances import Calibration, to_json
 from petalnode.protocols.ids import Span
@@ -292,7 +292,7 @@ def measure(
     questions += [PassQuestion(_batch_with(span, case, kept), case.gradient) for case in every]
     truths: dict[str, dict[str, list[torch.Tensor]]] = {}
     for held in (quantisation, *COARSER[quantisation]):
-        found = Truth(folder, dtype, held).answer(questions)
+        found = Recomputation(folder, dtype, held).answer(questions)
         truths[held] = {
             "forward": [torch.cat(each.outputs, dim=1) for each in found[:samples]],  # type: ignore[union-attr]
             "backward": [each.gradients.hidden for each in found[samples : 2 * samples]],  # type: ignore[union-attr]

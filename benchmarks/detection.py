@@ -57,8 +57,8 @@ from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.trust.receipt_log import LAST_WORKS, SHARED_BYTES, ReceiptArchive
 from petalnode.node.validator.kept import drawn_kept
 from petalnode.node.validator.probe_plan import Kind
-from petalnode.node.validator.prober import Own
-from petalnode.node.verification.observed import Observed, observed_session, observed_work
+from petalnode.node.validator.prober import ProbeModel
+from petalnode.node.verification.observed import Observed, observed_batch, observed_session
 from petalnode.node.verification.recomputation import PassQuestion, SessionQuestion
 from petalnode.node.verification.tolerances import calibrations
 from petalnode.node.verification.verdicts import Judge, Verdict
@@ -155,7 +155,7 @@ class Prober:
                     text = Text(self.folder)
                 except ModelError:
                     text = None
-                self.own = Own(model, load_client(self.folder.path, device="cpu"), text)
+                self.own = ProbeModel(model, load_client(self.folder.path, device="cpu"), text)
             async with open_client(swarm, model) as client:
                 client.receipts = ReceiptArchive(shared_bytes=SHARED_BYTES)
                 yield client
@@ -191,7 +191,7 @@ class Prober:
     def verdicts(self, client: SwarmClient, *, together: bool) -> list[Verdict]:
         """A verdict for each row of what the client has seen; with `together` the truth is computed in one batch."""
         seen = [each for log in client.receipts.sessions if (each := observed_session(log)) is not None]
-        seen += [observed_work(work) for work in client.receipts.works]
+        seen += [observed_batch(work) for work in client.receipts.batches]
         if not together:
             return self.judge.judge([row for each in seen for row in rows_of(each)])
         return [self.judge.verdict(row) for each in self.judge.compare(seen) for row in each.rows()]

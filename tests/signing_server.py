@@ -15,7 +15,7 @@ from petalnode.crypto.pledge import Pledge
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
 from petalnode.node.blocks.passes import Batch, Passes
 from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.trust.receipt_log import LoggedWork, SessionLog
+from petalnode.node.trust.receipt_log import LoggedBatch, SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import pledge_to_wire
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span
@@ -109,7 +109,7 @@ class SigningServer:
             previous = receipt.hash()
         return log
 
-    def work(self, hidden: torch.Tensor, gradient: torch.Tensor | None = None, *, spoil: Spoil = honest) -> LoggedWork:
+    def work(self, hidden: torch.Tensor, gradient: torch.Tensor | None = None, *, spoil: Spoil = honest) -> LoggedBatch:
         """The client's log of one pass."""
         protocol = FORWARD if gradient is None else BACKWARD
         sent = [encode(each, "none") for each in (hidden, gradient) if each is not None]
@@ -136,7 +136,7 @@ class SigningServer:
             reply_hash=hash_of_payloads([answer]),
             previous_receipt=NO_RECEIPT,
         )
-        return LoggedWork(self.identity.peer_id, protocol, receipt, work, inputs, None, (), (answer,))
+        return LoggedBatch(self.identity.peer_id, protocol, receipt, work, inputs, None, (), (answer,))
 
     def receipt(self, **fields: object) -> Receipt:
         usual: dict[str, object] = {

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from .skeleton import Skeleton, build, fill
 from .span_adapter import NotByRow, SpanAdapter, Use, changed_by, make_span_adapter, prompted_by
 from .stack import BlockStack
 from .weights import Weights
+
+PREFILL_CHUNK: Final = 256
+"""Tokens (rows times positions) of a prefill that are computed at once; whoever recomputes it has to split it likewise."""
 
 _UNBOUNDED_POSITIONS = 1 << 20  # architectures without a table or rotary range (alibi): a bound for sanity only
 

@@ -26,7 +26,7 @@ from ..swarm.config import SwarmConfig
 from ..swarm.remembered_peers import memory_file
 from ..swarm.swarm import Swarm, open_swarm
 from ..trust.bans import Trusted, parse_trusted
-from ..trust.store import TrustBook, trust_file
+from ..trust.store import TrustStore, trust_file
 from .output import Output
 
 PEERS_VARIABLE = "PETALNODE_PEERS"
@@ -189,7 +189,7 @@ class JoinOptions:
             max_upload=parse_rate(self.max_upload, "--max-upload"),
             max_download=parse_rate(self.max_download, "--max-download"),
             gossip=self.gossip,
-            trust=TrustBook(trust_file(data_dir) if self.remember else None, self.trusted),
+            trust=TrustStore(trust_file(data_dir) if self.remember else None, self.trusted),
         )
 
 

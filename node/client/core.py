@@ -19,7 +19,7 @@ from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
 from ...protocols.ids import ADAPTER, INFERENCE
 from ...protocols.training import PIECE_BYTES
-from ..credits.wallet import Purse
+from ..credits.wallet import Wallet
 from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
 from ..swarm.routing import Candidate, Hop, cheapest_chain, second_best
 from ..swarm.swarm import Swarm
@@ -148,7 +148,7 @@ class SwarmClient:
         self._measures: dict[str, trio.Event] = {}
         self._suspects: dict[str, float] = {}
         self._seconds_per_byte: dict[str, float] = {}
-        self.purse: Purse | None = None
+        self.purse: Wallet | None = None
         self.receipts = ReceiptArchive()
         self.works = WorkPool(self)
         self.disagreements: list[Disagreement] = []

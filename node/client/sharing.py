@@ -32,8 +32,8 @@ from ...protocols.ids import RECEIPTS
 from ...protocols.inference import Refusal, receipt_to_wire
 from ..network.addresses import parse_peer
 from ..swarm.swarm import Swarm
-from ..trust.bundle import Bundle, session_bundle, work_bundle
-from ..trust.receipt_log import LoggedWork, ReceiptArchive, SessionLog
+from ..trust.bundle import Bundle, batch_bundle, session_bundle
+from ..trust.receipt_log import LoggedBatch, ReceiptArchive, SessionLog
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Shown:
     """An answer that an auditor may pick: step `index` of a session, or a work."""
 
     receipt: Receipt
-    source: SessionLog | LoggedWork
+    source: SessionLog | LoggedBatch
     index: int = 0
 
 
@@ -67,7 +67,7 @@ def auditable(archive: ReceiptArchive) -> list[Shown]:
         for index, entry in enumerate(log.entries)
         if entry.output is not None
     ]
-    return found + [Shown(work.receipt, work) for work in archive.works]
+    return found + [Shown(batch.receipt, batch) for batch in archive.batches]
 
 
 async def share_receipts(swarm: Swarm, archive: ReceiptArchive, auditors: Sequence[str]) -> None:
@@ -138,8 +138,8 @@ async def _show(swarm: Swarm, stream: EvidenceStream, offered: Sequence[Shown]) 
 def _packed(swarm: Swarm, shown: Shown) -> bytes | None:
     bundle: Bundle | None = None
     with suppress(ValueError, IndexError):  # its tensors may just have been forgotten
-        if isinstance(shown.source, LoggedWork):
-            bundle = work_bundle(swarm.identity, shown.source)
+        if isinstance(shown.source, LoggedBatch):
+            bundle = batch_bundle(swarm.identity, shown.source)
         else:
             bundle = session_bundle(swarm.identity, shown.source, shown.index)
     data = bundle.to_bytes() if bundle is not None else b""

@@ -26,7 +26,7 @@ MOST_WAITING: Final = 64
 T = TypeVar("T")
 
 
-class CreditDesk:
+class CreditsService:
     """Serves `ledger` to every peer of a swarm that listens."""
 
     def __init__(self, swarm: Swarm, ledger: Ledger) -> None:

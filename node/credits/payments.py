@@ -22,7 +22,7 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-class Till:
+class PaymentVerifier:
     """Of one server, which takes points of `issuers`. Forgets all when the server ends: what was cleared before
     this one began is not taken."""
 

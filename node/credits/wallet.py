@@ -38,7 +38,7 @@ def is_busy(server: Announcement, tokens: int) -> bool:
     return server.cache_tokens_free < tokens or server.queue_depth > 1
 
 
-class Purse:
+class Wallet:
     """The points of `identity` with the validator at `address`, a multiaddr with /p2p. Spends one order at a time.
 
     Raises:

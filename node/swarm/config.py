@@ -11,7 +11,7 @@ from ...crypto.swarm_key import SwarmKeyError, check_swarm_key
 from ..errors import BadInput
 from ..network.addresses import parse_own, parse_peer
 from ..network.nat.limits import RelayLimits
-from ..trust.store import TrustBook
+from ..trust.store import TrustStore
 
 DEFAULT_TTL: Final = 45.0  # seconds that an announcement is valid
 _BOOTSTRAP_DEADLINE: Final = 10.0  # seconds until somebody must have answered
@@ -45,7 +45,7 @@ class SwarmConfig:
     remembered: pathlib.Path | None = None
     max_upload: int | None = None
     max_download: int | None = None
-    trust: TrustBook = field(default_factory=TrustBook)
+    trust: TrustStore = field(default_factory=TrustStore)
     gossip: bool = False
 
 

@@ -34,9 +34,9 @@ from ..network.nat.reachability import Reachability
 from ..network.transport.path import Path
 from ..network.transport.stream_bytes import StreamBytes
 from ..trust.bundle import Bundle
-from ..trust.evidence_gossip import TOPIC, EvidenceSpread, fetch_bundle
-from ..trust.notice import MAX_NOTICE, Notice
-from ..trust.store import TrustBook
+from ..trust.evidence_gossip import TOPIC, EvidenceGossip, fetch_bundle
+from ..trust.notice import MAX_MESSAGE, EvidenceMessage
+from ..trust.store import TrustStore
 from .config import SwarmConfig, checked
 from .directory import Directory
 from .discovery import Discovery, Joined
@@ -62,7 +62,7 @@ class Swarm:
         host: Host,
         dht: Dht,
         nursery: trio.Nursery,
-        evidence: EvidenceSpread,
+        evidence: EvidenceGossip,
         gossip: Gossip | None,
     ) -> None:
         self._config = config
@@ -105,7 +105,7 @@ class Swarm:
         return self._host.peer_id
 
     @property
-    def trust(self) -> TrustBook:
+    def trust(self) -> TrustStore:
         """What this node thinks of others."""
         return self._config.trust
 
@@ -290,9 +290,9 @@ class Swarm:
         """`callback` hears of evidence whose fault this node has checked itself; it must not raise."""
         self._evidence.on_proven.append(callback)
 
-    def on_notice(self, callback: Callable[[Notice, str], None]) -> None:
+    def on_evidence(self, callback: Callable[[EvidenceMessage, str], None]) -> None:
         """`callback(notice, who brings it)` hears of evidence that would have to be recomputed; it must not raise."""
-        self._evidence.on_notice.append(callback)
+        self._evidence.on_evidence.append(callback)
 
     def gossip_peers(self) -> list[str]:
         """Who listens to evidence, of those that there is a connection to."""
@@ -440,14 +440,14 @@ class Swarm:
 
 
 @contextlib.asynccontextmanager
-async def _evidence(config: SwarmConfig, host: Host) -> AsyncIterator[tuple[EvidenceSpread, Gossip | None]]:
-    spread = EvidenceSpread(config.identity, config.trust)
+async def _evidence(config: SwarmConfig, host: Host) -> AsyncIterator[tuple[EvidenceGossip, Gossip | None]]:
+    spread = EvidenceGossip(config.identity, config.trust)
     if not config.gossip:
         yield spread, None
         return
     from ..network.gossip import open_gossip
 
-    async with open_gossip(host, TOPIC, max_bytes=MAX_NOTICE, accept=spread.accept, deliver=spread.deliver) as gossip:
+    async with open_gossip(host, TOPIC, max_bytes=MAX_MESSAGE, accept=spread.accept, deliver=spread.deliver) as gossip:
         yield spread, gossip
 
 

@@ -26,7 +26,7 @@ from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.inference import receipt_to_wire
 from ..errors import BadInput
-from .receipt_log import LoggedWork, SessionLog
+from .receipt_log import LoggedBatch, SessionLog
 
 MAX_BUNDLE: Final = 256 << 20
 """Bytes of a file."""
@@ -205,20 +205,21 @@ def session_bundle(accuser: Identity, log: SessionLog, index: int, found: Found 
     return _signed(accuser, evidence, payloads)
 
 
-def work_bundle(accuser: Identity, work: LoggedWork, found: Found | None = None) -> Bundle:
-    """Of the reply to one work.
+def batch_bundle(accuser: Identity, batch: LoggedBatch, found: Found | None = None) -> Bundle:
+    """Of the reply to one batch request.
 
     Raises:
         ValueError: it is too large.
     """
-    evidence = _evidence("answer", work.peer_id, found)
+    evidence = _evidence("answer", batch.peer_id, found)
+    receipt = receipt_to_wire(batch.receipt)
     evidence.work.CopyFrom(
-        wire.EvidenceWork(protocol=work.protocol, receipt=receipt_to_wire(work.receipt), work=work.work, keep=work.keep)
+        wire.EvidenceWork(protocol=batch.protocol, receipt=receipt, work=batch.request, keep=batch.keep)
     )
-    if work.pledge is not None:
-        evidence.pledge.CopyFrom(work.pledge)
+    if batch.pledge is not None:
+        evidence.pledge.CopyFrom(batch.pledge)
     payloads: dict[str, bytes] = {}
-    for name, parts in (("input", work.inputs), ("kept", work.kept), ("output", work.outputs)):
+    for name, parts in (("input", batch.inputs), ("kept", batch.kept), ("output", batch.outputs)):
         payloads |= {f"{name}.{number}": bytes(part) for number, part in enumerate(parts)}
     return _signed(accuser, evidence, payloads)
 

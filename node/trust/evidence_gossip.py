@@ -20,9 +20,9 @@ from ...protocols.evidence import MAX_SHARED, EvidenceStream, send_bundle
 from ...protocols.framing import PeerError
 from .bans import Endorsement
 from .bundle import Bundle
-from .notice import MAX_ENDORSEMENTS, BadNotice, Notice, Rates
+from .notice import MAX_ENDORSEMENTS, BadEvidenceMessage, EvidenceMessage, Rates
 from .statement import SelfProven, check_statement
-from .store import TrustBook
+from .store import TrustStore
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +39,17 @@ _FETCHES: Final = 20
 """Of one stream."""
 
 
-class EvidenceSpread:
+class EvidenceGossip:
     """What one node knows of evidence. Knows no gossip: `accept` and `deliver` are its ears, `found` its mouth.
 
     Attributes:
         on_proven: each is called with evidence that this node has checked itself; must not raise.
-        on_notice: each is called with evidence that would have to be recomputed, and who brings it; must not raise.
+        on_evidence: each is called with evidence that would have to be recomputed, and who brings it; must not raise.
     """
 
-    def __init__(self, identity: Identity, book: TrustBook, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, identity: Identity, book: TrustStore, clock: Callable[[], float] = time.time) -> None:
         self.on_proven: list[Callable[[Bundle], None]] = []
-        self.on_notice: list[Callable[[Notice, str], None]] = []
+        self.on_evidence: list[Callable[[EvidenceMessage, str], None]] = []
         self._identity = identity
         self._book = book
         self._clock = clock
@@ -57,7 +57,9 @@ class EvidenceSpread:
         self._accused: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
         self._makers, self._forwarders = Rates(), Rates(limit=30)
-        self._checked: OrderedDict[bytes, Notice] = OrderedDict()  # of the last messages, until they are delivered
+        self._checked: OrderedDict[bytes, EvidenceMessage] = (
+            OrderedDict()
+        )  # of the last messages, until they are delivered
 
     # --- what comes
 
@@ -67,11 +69,11 @@ class EvidenceSpread:
         if not self._forwarders.allows(forwarder, now) or not self._makers.allows(maker, now):
             return False
         try:
-            notice = Notice.from_bytes(data, now)
+            notice = EvidenceMessage.from_bytes(data, now)
             if notice.bundle is not None and notice.bundle.evidence.kind != "answer":
                 shown = check_statement(notice.bundle)
                 assert isinstance(shown, SelfProven)
-        except (BadNotice, NotProven) as error:
+        except (BadEvidenceMessage, NotProven) as error:
             log.debug("%s spreads nonsense: %s", maker, error)
             return False
         self._checked[data] = notice
@@ -88,7 +90,7 @@ class EvidenceSpread:
         if notice.bundle is not None and notice.bundle.evidence.kind != "answer":
             self._ban(notice, check_statement(notice.bundle))
             return
-        for callback in self.on_notice:
+        for callback in self.on_evidence:
             callback(notice, maker)
         together = [
             each
@@ -99,7 +101,7 @@ class EvidenceSpread:
             who = ", ".join(sorted(each.validator for each in together if each.validator in self._book.trusted.owners))
             self._book.ban(notice.accused, f"validators that are trusted here have recomputed it: {who}", "validators")
 
-    def _ban(self, notice: Notice, shown: object) -> None:
+    def _ban(self, notice: EvidenceMessage, shown: object) -> None:
         if isinstance(shown, SelfProven) and notice.accused != self._identity.peer_id:
             if notice.bundle is not None:
                 self._tell(notice.bundle)
@@ -109,7 +111,7 @@ class EvidenceSpread:
         for callback in self.on_proven:
             callback(bundle)
 
-    def _remember(self, notice: Notice) -> None:
+    def _remember(self, notice: EvidenceMessage) -> None:
         key = notice.evidence_id
         endorsed = self._endorsements.pop(key, {})
         for each in notice.endorsements:
@@ -152,7 +154,7 @@ class EvidenceSpread:
         now = round(self._clock() * 1000)
         mine = [Endorsement.made(self._identity, bundle.id, bundle.accused, now)] if recomputed else []
         others = self._endorsements.get(bundle.id, {}).values()
-        notice = Notice.of(bundle, [*mine, *others], addrs)
+        notice = EvidenceMessage.of(bundle, [*mine, *others], addrs)
         self._hold(bundle)
         self._remember(notice)
         self._book.ban(bundle.accused, f"proved here (evidence {bundle.id.hex()[:12]})", "evidence")

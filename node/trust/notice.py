@@ -17,7 +17,7 @@ from ...protocols import wire_pb2 as wire
 from .bans import Endorsement
 from .bundle import BadBundle, Bundle
 
-MAX_NOTICE: Final = 48 * 1024
+MAX_MESSAGE: Final = 48 * 1024
 """Bytes of a message."""
 MAX_ENDORSEMENTS: Final = 32
 MAX_ADDRS: Final = 8
@@ -30,12 +30,12 @@ RATE_SECONDS: Final = 60.0
 MAX_SENDERS: Final = 1000
 
 
-class BadNotice(ValueError):
+class BadEvidenceMessage(ValueError):
     """A message that nobody should pass on."""
 
 
 @dataclass(frozen=True)
-class Notice:
+class EvidenceMessage:
     """`bundle` is None if it is too large: it can be had from the sender, at `addrs`, under
     `evidence_id`."""
 
@@ -47,9 +47,9 @@ class Notice:
     addrs: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, bundle: Bundle, endorsements: Sequence[Endorsement] = (), addrs: Sequence[str] = ()) -> Notice:
+    def of(cls, bundle: Bundle, endorsements: Sequence[Endorsement] = (), addrs: Sequence[str] = ()) -> EvidenceMessage:
         data = bundle.to_bytes()
-        small = len(data) <= MAX_NOTICE // 2
+        small = len(data) <= MAX_MESSAGE // 2
         return cls(
             bundle.id,
             bundle.accused,
@@ -75,14 +75,14 @@ class Notice:
         ).SerializeToString(deterministic=True)
 
     @classmethod
-    def from_bytes(cls, data: bytes, now: float) -> Notice:
+    def from_bytes(cls, data: bytes, now: float) -> EvidenceMessage:
         """Checks everything that needs no weights: form, age, signatures.
 
         Raises:
-            BadNotice: with the reason.
+            BadEvidenceMessage: with the reason.
         """
-        if len(data) > MAX_NOTICE:
-            raise BadNotice("it is too long")
+        if len(data) > MAX_MESSAGE:
+            raise BadEvidenceMessage("it is too long")
         try:
             message = wire.EvidenceNotice.FromString(data)
             accused = peer_id_from_bytes(message.accused)
@@ -92,17 +92,17 @@ class Notice:
                 for each in message.endorsements
             )
         except (DecodeError, BadBundle, ValueError) as error:
-            raise BadNotice(str(error)) from None
+            raise BadEvidenceMessage(str(error)) from None
         if len(message.addrs) > MAX_ADDRS or any(len(addr) > MAX_ADDR for addr in message.addrs):
-            raise BadNotice("its addresses are too many or too long")
+            raise BadEvidenceMessage("its addresses are too many or too long")
         if len(message.id) != 32 or len(endorsements) > MAX_ENDORSEMENTS:
-            raise BadNotice("it has no id, or too many endorsements")
+            raise BadEvidenceMessage("it has no id, or too many endorsements")
         if bundle is not None and (bundle.id != message.id or bundle.accused != accused):
-            raise BadNotice("it is not about the evidence in it")
+            raise BadEvidenceMessage("it is not about the evidence in it")
         if abs(now - message.time_ms / 1000) > MAX_AGE:
-            raise BadNotice("it is old")
+            raise BadEvidenceMessage("it is old")
         if not all(each.is_signed for each in endorsements):
-            raise BadNotice("an endorsement is not signed")
+            raise BadEvidenceMessage("an endorsement is not signed")
         return cls(message.id, accused, message.time_ms, bundle, endorsements, tuple(message.addrs))
 
 

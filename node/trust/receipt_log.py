@@ -21,7 +21,7 @@ LAST_RECEIPTS: Final = 256
 LAST_SHARED: Final = 4096
 """Of one session, by a client that shares them: one that is longer cannot be audited from its beginning."""
 LAST_SESSIONS: Final = 64
-LAST_WORKS: Final = 64
+LAST_BATCHES: Final = 64
 SHARED_BYTES: Final = 256 << 20
 """Tensors that a client keeps for auditors, all sessions together."""
 _MAX_PENDING: Final = 1024
@@ -40,13 +40,13 @@ class LoggedStep:
 
 
 @dataclass(frozen=True)
-class LoggedWork:
-    """A work that a server answered. Payloads are in the order of the tensors of work, keep and reply."""
+class LoggedBatch:
+    """A batch request that a server answered. Payloads are in the order of the tensors of request, keep and reply."""
 
     peer_id: str
     protocol: str
     receipt: Receipt
-    work: wire.Work
+    request: wire.Work
     inputs: tuple[bytes | bytearray, ...]
     keep: wire.Keep | None
     kept: tuple[bytes | bytearray, ...]
@@ -121,7 +121,7 @@ class SessionLog:
 
 
 class ReceiptArchive:
-    """What a client keeps of its last sessions and works; the oldest go first.
+    """What a client keeps of its last sessions and batch requests; the oldest go first.
 
     `shared_bytes` is the room for tensors, 0 to keep none.
     """
@@ -129,7 +129,7 @@ class ReceiptArchive:
     def __init__(self, shared_bytes: int = 0) -> None:
         self._room = shared_bytes
         self._sessions: deque[SessionLog] = deque(maxlen=LAST_SESSIONS)
-        self._works: deque[LoggedWork] = deque(maxlen=LAST_WORKS)
+        self._batches: deque[LoggedBatch] = deque(maxlen=LAST_BATCHES)
 
     @property
     def shares(self) -> bool:
@@ -140,9 +140,9 @@ class ReceiptArchive:
         return self._sessions
 
     @property
-    def works(self) -> Sequence[LoggedWork]:
+    def batches(self) -> Sequence[LoggedBatch]:
         """With their tensors; none are kept by a client that does not share them."""
-        return self._works
+        return self._batches
 
     def session(self, peer_id: str) -> SessionLog:
         """A log for a new session at a server."""
@@ -151,15 +151,15 @@ class ReceiptArchive:
         self._sessions.append(log)
         return log
 
-    def add_work(self, work: LoggedWork) -> None:
-        if self.shares and work.nbytes <= self._room // 4:
-            self._works.append(work)
+    def add_batch(self, batch: LoggedBatch) -> None:
+        if self.shares and batch.nbytes <= self._room // 4:
+            self._batches.append(batch)
             self._make_room()
 
     def _make_room(self) -> None:
-        used = sum(log.nbytes for log in self._sessions) + sum(work.nbytes for work in self._works)
-        while used > self._room and self._works:
-            used -= self._works.popleft().nbytes
+        used = sum(log.nbytes for log in self._sessions) + sum(batch.nbytes for batch in self._batches)
+        while used > self._room and self._batches:
+            used -= self._batches.popleft().nbytes
         for log in self._sessions:
             if used <= self._room:
                 break

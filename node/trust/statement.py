@@ -48,19 +48,19 @@ class SessionClaim:
 
 
 @dataclass(frozen=True)
-class WorkClaim:
-    """The server did answer `work` with `outputs`; whether that is right has to be recomputed."""
+class BatchClaim:
+    """The server did answer `request` with `outputs`; whether that is right has to be recomputed."""
 
     receipt: Receipt
     protocol: str
-    work: wire.Work
+    request: wire.Work
     inputs: tuple[bytes, ...]
     keep: wire.Keep | None
     kept: tuple[bytes, ...]
     outputs: tuple[bytes, ...]
 
 
-Shown = SelfProven | SessionClaim | WorkClaim
+Shown = SelfProven | SessionClaim | BatchClaim
 
 
 def check_statement(bundle: Bundle) -> Shown:
@@ -136,7 +136,7 @@ def _check_form(each: wire.EvidenceStep, terms: SessionTerms, length: int) -> No
         raise NotProven(f"step {each.step.sequence} has another codec than the session")
 
 
-def _work(bundle: Bundle) -> WorkClaim:
+def _work(bundle: Bundle) -> BatchClaim:
     evidence = bundle.evidence.work
     receipt = receipt_from_wire(evidence.receipt)
     if not receipt.is_signed_by(bundle.accused):
@@ -161,7 +161,7 @@ def _work(bundle: Bundle) -> WorkClaim:
     outputs = tuple(_payload(bundle, f"output.{number}") for number in range(answers))
     if hash_of_payloads(outputs) != receipt.reply_hash:
         raise NotProven("the answer is not the one that the server signed")
-    return WorkClaim(receipt, evidence.protocol, work, inputs, keep, kept, outputs)
+    return BatchClaim(receipt, evidence.protocol, work, inputs, keep, kept, outputs)
 
 
 def _payload(bundle: Bundle, name: str) -> bytes:

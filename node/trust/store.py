@@ -33,7 +33,7 @@ def trust_file(data_dir: Path) -> Path:
     return data_dir / "trust.sqlite"
 
 
-class TrustBook:
+class TrustStore:
     """Bans and standings in memory, written to `file` now and then; without a file they last as long as the process.
 
     Several processes of one person may use one file: each reads what the others wrote when it reads or writes it. Of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...crypto.identity import Identity
-from ..trust.bundle import Bundle, Found, session_bundle, work_bundle
+from ..trust.bundle import Bundle, Found, batch_bundle, session_bundle
 from ..trust.receipt_log import SessionLog
 from ..verification.verdicts import Compared, Verdict
 
@@ -21,7 +21,7 @@ def bundle_of(compared: Compared, verdict: Verdict, accuser: Identity) -> Bundle
         if isinstance(source, SessionLog):
             worst = max(range(len(compared.steps)), key=lambda index: compared.steps[index].worst)
             return session_bundle(accuser, source, worst, found)
-        return None if source is None else work_bundle(accuser, source, found)
+        return None if source is None else batch_bundle(accuser, source, found)
     except ValueError:
         return None
 

@@ -55,7 +55,7 @@ def choose(receipts: Sequence[Receipt], known: Callable[[Receipt], bool], count:
     return random.sample(usable, min(count, len(usable)))
 
 
-class AuditDesk:
+class ReceiptAuditService:
     """Where clients bring their receipts. Made on a swarm that listens; `next` gives one audit after the other.
 
     `known` says whether a receipt can be judged here (its model version, say); `sample` is how many are taken of each

@@ -17,7 +17,7 @@ from ..errors import PetalnodeError
 from ..models import ModelFolder
 from ..swarm.swarm import Swarm
 from ..trust.bundle import BadBundle, Bundle
-from ..trust.notice import Notice
+from ..trust.notice import EvidenceMessage
 from ..verification.evidence_check import Outcome, check_evidence
 
 log = logging.getLogger(__name__)
@@ -42,10 +42,10 @@ class Endorser:
         self._folder = folder
         self._version = version
         self._device = device
-        self._in, self._out = trio.open_memory_channel[tuple[Notice, str]](MOST_WAITING)
-        swarm.on_notice(self._hear)
+        self._in, self._out = trio.open_memory_channel[tuple[EvidenceMessage, str]](MOST_WAITING)
+        swarm.on_evidence(self._hear)
 
-    def _hear(self, notice: Notice, maker: str) -> None:
+    def _hear(self, notice: EvidenceMessage, maker: str) -> None:
         if notice.evidence_id in self.checked or self._swarm.trust.is_banned(maker):
             return
         try:
@@ -65,7 +65,7 @@ class Endorser:
             except (PeerError, Refusal, BadBundle, PetalnodeError) as error:
                 log.info("evidence against %s cannot be checked: %s", notice.accused, error)
 
-    async def _judge(self, notice: Notice, bundle: Bundle) -> None:
+    async def _judge(self, notice: EvidenceMessage, bundle: Bundle) -> None:
         if bundle.accused != notice.accused or bundle.evidence.kind != "answer":
             self._distrust(notice, bundle, "it is about something else than was said")
             return
@@ -78,7 +78,7 @@ class Endorser:
         elif not outcome.inconclusive:
             self._distrust(notice, bundle, outcome.reason)
 
-    def _distrust(self, notice: Notice, bundle: Bundle, reason: str) -> None:
+    def _distrust(self, notice: EvidenceMessage, bundle: Bundle, reason: str) -> None:
         liars = {bundle.accuser, *(each.validator for each in notice.endorsements)} - {self._swarm.peer_id}
         for liar in liars:
             self._swarm.trust.ban(liar, f"its evidence against {notice.accused} was refuted here: {reason}", "evidence")

@@ -35,9 +35,9 @@ from ..swarm.config import SwarmConfig
 from ..swarm.routing import Hop
 from ..swarm.swarm import open_swarm
 from ..trust.receipt_log import SHARED_BYTES, ReceiptArchive
-from ..trust.store import TrustBook
-from ..verification.observed import Observed, observed_session, observed_work
-from ..verification.recomputation import SessionAnswer, SessionQuestion, Step, Truth
+from ..trust.store import TrustStore
+from ..verification.observed import Observed, observed_batch, observed_session
+from ..verification.recomputation import Recomputation, SessionAnswer, SessionQuestion, Step
 from .kept import drawn_kept
 from .probe_plan import Probe
 from .texts import passage, question
@@ -67,12 +67,12 @@ class Probed:
     def observed(self) -> list[Observed]:
         """The answers, as tensors to be judged."""
         sessions = (observed_session(log, self.devices.get(log.peer_id, "")) for log in self.archive.sessions)
-        works = (observed_work(work, self.devices.get(work.peer_id, "")) for work in self.archive.works)
-        return [*(each for each in sessions if each is not None), *works]
+        batches = (observed_batch(batch, self.devices.get(batch.peer_id, "")) for batch in self.archive.batches)
+        return [*(observed for observed in sessions if observed is not None), *batches]
 
 
 @dataclass(frozen=True)
-class Own:
+class ProbeModel:
     """What the validator has of the model itself: `local` holds embeddings and head, `text` the tokenizer, if any."""
 
     model: SwarmModel
@@ -127,7 +127,7 @@ class _RoutedClient(SwarmClient):
         self.failures.setdefault(peer_id, ServerFailed(f"server {peer_id} failed", peer_id))
 
 
-async def run_probe(config: SwarmConfig, own: Own, probe: Probe) -> Probed:
+async def run_probe(config: SwarmConfig, own: ProbeModel, probe: Probe) -> Probed:
     """Joins under a new key, does what `probe` says, leaves, and returns what was seen.
 
     A server's fault is no error: it is in `failures`.
@@ -138,7 +138,7 @@ async def run_probe(config: SwarmConfig, own: Own, probe: Probe) -> Probed:
     failures: dict[str, SwarmError] = {}
     archive = ReceiptArchive(shared_bytes=SHARED_BYTES)
     # Without a memory of its own: whom this person has banned must be probed all the same.
-    host = replace(config, identity=Identity.generate(), trust=TrustBook(), gossip=False)
+    host = replace(config, identity=Identity.generate(), trust=TrustStore(), gossip=False)
     async with open_swarm(host) as swarm:
         with suppress(SwarmError):
             await swarm.refresh(model_version=own.model.version, timeout=REFRESH_TIMEOUT)
@@ -165,7 +165,7 @@ async def run_probe(config: SwarmConfig, own: Own, probe: Probe) -> Probed:
 # --- a conversation
 
 
-async def _chat(client: SwarmClient, own: Own, probe: Probe) -> None:
+async def _chat(client: SwarmClient, own: ProbeModel, probe: Probe) -> None:
     random = Random(probe.seed)
     prompt = own.prompt(random)
     limit = min(_session_limit(client, probe), own.local.max_positions or _CONTEXT)
@@ -195,7 +195,7 @@ class _Steps:
     only, they are those of a text, and the blocks before the part are computed here.
     """
 
-    def __init__(self, own: Own, probe: Probe, random: Random, prompt: list[int]) -> None:
+    def __init__(self, own: ProbeModel, probe: Probe, random: Random, prompt: list[int]) -> None:
         self._own = own
         self._tokens = list(prompt)
         self._sent = 0
@@ -225,12 +225,12 @@ class _Steps:
         return self._own.text is None or token not in self._own.text.stop_tokens
 
 
-def _entering(own: Own, block: int, tokens: torch.Tensor) -> torch.Tensor:
+def _entering(own: ProbeModel, block: int, tokens: torch.Tensor) -> torch.Tensor:
     """What enters `block` for int64 [rows, tokens], computed here: [rows, tokens, hidden size]."""
     hidden = own.local.embed(tokens)
     if not block:
         return hidden
-    truth = Truth(own.model.folder.path, dtype_name(own.local.dtype), "none")
+    truth = Recomputation(own.model.folder.path, dtype_name(own.local.dtype), "none")
     (answer,) = truth.answer([SessionQuestion(Span(0, block), (Step(0, hidden),))])
     assert isinstance(answer, SessionAnswer)
     return answer.outputs[0]
@@ -246,7 +246,7 @@ def _session_limit(client: SwarmClient, probe: Probe) -> int:
 # --- a batch of a fine-tuning
 
 
-async def _train(client: SwarmClient, own: Own, probe: Probe) -> None:
+async def _train(client: SwarmClient, own: ProbeModel, probe: Probe) -> None:
     random = Random(probe.seed)
     tokens = own.rows(random, probe.rows, min(probe.new_tokens, own.local.max_positions or probe.new_tokens))
     hidden = await trio.to_thread.run_sync(_entering, own, probe.span.start, tokens)

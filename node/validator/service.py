@@ -28,10 +28,10 @@ from ..trust.bundle import Bundle, Found, resigned
 from ..verification.evidence_check import check_evidence
 from ..verification.verdicts import Compared, Judge, Verdict, worst_of
 from .accusation import bundle_of, save_evidence
-from .auditing import AuditDesk
+from .auditing import ReceiptAuditService
 from .history import History
 from .probe_plan import Probe, Serving, next_probe, waiting_seconds, whole_round
-from .prober import Own, Probed, run_probe
+from .prober import Probed, ProbeModel, run_probe
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ValidatorOptions:
     """
 
     config: SwarmConfig
-    own: Own
+    own: ProbeModel
     judge: Judge
     history: History
     on_verdict: Callable[[Verdict], object]
@@ -145,7 +145,7 @@ class Validator:
         Only this finds servers that are honest to strangers.
         """
         folder, device = self._model.folder, self._options.judge.device
-        desk = AuditDesk(self._swarm, lambda receipt: receipt.model_version == self._model.version)
+        desk = ReceiptAuditService(self._swarm, lambda receipt: receipt.model_version == self._model.version)
         while True:
             shown = await desk.next()
             try:

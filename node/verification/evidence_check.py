@@ -21,9 +21,9 @@ from ..errors import BadInput
 from ..models import ModelFolder, compute_manifest
 from ..models.progress import Progress, no_progress
 from ..trust.bundle import Bundle
-from ..trust.statement import SelfProven, SessionClaim, WorkClaim, check_statement
+from ..trust.statement import BatchClaim, SelfProven, SessionClaim, check_statement
 from .judging import Judgement, judge_answer, judge_kept, kept_distances, worst_judgement
-from .recomputation import PassAnswer, PassQuestion, SessionAnswer, SessionQuestion, Step, Truth
+from .recomputation import PassAnswer, PassQuestion, Recomputation, SessionAnswer, SessionQuestion, Step
 from .tolerances import Kind, find_tolerance
 
 
@@ -60,7 +60,7 @@ def check_evidence(
 
     Raises:
         BadInput: weights are needed, and none are there, or those of another model.
-        ModelError, MachineError: as `Truth.answer`.
+        ModelError, MachineError: as `Recomputation.answer`.
     """
     try:
         shown = check_statement(bundle)
@@ -94,7 +94,7 @@ def check_evidence(
     return Outcome(result == "faulty", judged.reason, judged.error, judged.tolerance, result == "inconclusive")
 
 
-def _kind(claim: SessionClaim | WorkClaim, direction: str, codec: str, device: str) -> Kind:
+def _kind(claim: SessionClaim | BatchClaim, direction: str, codec: str, device: str) -> Kind:
     receipt = claim.receipt
     return Kind(
         receipt.dtype,
@@ -123,15 +123,15 @@ def _judge_session(claim: SessionClaim, folder: ModelFolder, device: str, progre
     return judge_answer(kind, claimed, answer.outputs[-1], counts)
 
 
-def _judge_work(claim: WorkClaim, folder: ModelFolder, device: str, progress: Progress) -> Judgement:
-    described = [claim.work.tensors[0]]
+def _judge_work(claim: BatchClaim, folder: ModelFolder, device: str, progress: Progress) -> Judgement:
+    described = [claim.request.tensors[0]]
     kept = None
     if claim.keep is not None:
         kept = unpack_keep(claim.keep, [bytearray(each) for each in claim.kept])
         described += claim.keep.tensors
     tensor = described[0]
     terms = WorkTerms(claim.receipt.model_version, Span(*claim.receipt.span), tensor.codec, tensor.dtype, b"")
-    job = unpack_work(claim.protocol, terms, claim.work, [bytearray(each) for each in claim.inputs], kept)
+    job = unpack_work(claim.protocol, terms, claim.request, [bytearray(each) for each in claim.inputs], kept)
     (answer,) = _truth(claim, folder, device, progress).answer([PassQuestion(job.batch, job.gradient)])
     assert isinstance(answer, PassAnswer)
     claimed = [decode(each, payload) for each, payload in zip(described, claim.outputs, strict=False)]
@@ -147,8 +147,8 @@ def _judge_work(claim: WorkClaim, folder: ModelFolder, device: str, progress: Pr
     return worst_judgement([hidden, *judge_kept(found, find_tolerance(kind))])
 
 
-def _truth(claim: SessionClaim | WorkClaim, folder: ModelFolder, device: str, progress: Progress) -> Truth:
-    return Truth(folder.path, claim.receipt.dtype, claim.receipt.quantisation, device, progress)
+def _truth(claim: SessionClaim | BatchClaim, folder: ModelFolder, device: str, progress: Progress) -> Recomputation:
+    return Recomputation(folder.path, claim.receipt.dtype, claim.receipt.quantisation, device, progress)
 
 
 def _finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ...protocols.ids import Span
 from ...protocols.tensors import decode
 from ...protocols.training import WorkTerms
 from ..blocks.batch_job import unpack_keep, unpack_work
-from ..trust.receipt_log import LoggedWork, SessionLog
+from ..trust.receipt_log import LoggedBatch, SessionLog
 from .recomputation import PassQuestion, Question, SessionQuestion, Step
 from .tolerances import Pass
 
@@ -39,7 +39,7 @@ class Observed:
     claimed: tuple[torch.Tensor, ...]
     device: str = ""
     codec: str = "none"
-    source: SessionLog | LoggedWork | None = None
+    source: SessionLog | LoggedBatch | None = None
     kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -88,7 +88,7 @@ def observed_session(log: SessionLog, device: str = "") -> Observed | None:
     )
 
 
-def observed_work(logged: LoggedWork, device: str = "") -> Observed:
+def observed_batch(logged: LoggedBatch, device: str = "") -> Observed:
     """What a server did in a pass of a batch, from a client's receipts.
 
     Raises:
@@ -97,10 +97,10 @@ def observed_work(logged: LoggedWork, device: str = "") -> Observed:
     """
     receipt = logged.receipt
     span = Span(*receipt.span)
-    wire = logged.work.tensors[0]
+    wire = logged.request.tensors[0]
     terms = WorkTerms(receipt.model_version, span, wire.codec, wire.dtype, receipt.nonce)
     kept = None if logged.keep is None else unpack_keep(logged.keep, [bytearray(each) for each in logged.kept])
-    job = unpack_work(logged.protocol, terms, logged.work, [bytearray(each) for each in logged.inputs], kept)
+    job = unpack_work(logged.protocol, terms, logged.request, [bytearray(each) for each in logged.inputs], kept)
     gradients = {}
     if logged.keep is not None and job.gradient is not None:
         others = zip(logged.keep.names, logged.keep.tensors, logged.outputs[1:], strict=True)

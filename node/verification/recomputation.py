@@ -20,11 +20,10 @@ from ...protocols.ids import Span
 from ...protocols.tensors import DTYPES
 from ...protocols.training import LoraName
 from ..blocks.passes import Batch, Gradients, Passes, Passing, T
-from ..blocks.span import BlockSpan, load_span
+from ..blocks.span import PREFILL_CHUNK, BlockSpan, load_span
 from ..blocks.weights import Weights
 from ..models.folder import num_blocks, read_config
 from ..models.progress import Progress, no_progress
-from ..server.compute.batching import PREFILL_CHUNK
 
 GROUP_BYTES: Final = 64 << 20
 """Of weights, as they are in the files, that are loaded at once; a larger block is loaded alone."""
@@ -86,7 +85,7 @@ Question = SessionQuestion | PassQuestion
 Answer = SessionAnswer | PassAnswer
 
 
-class Truth:
+class Recomputation:
     """Answers questions for servers that compute in `dtype` with weights held as `quantisation`.
 
     Not thread-safe; it computes, so it belongs into a worker thread.

@@ -16,7 +16,7 @@ from ..errors import PetalnodeError
 from ..models.progress import Progress, no_progress
 from .judging import Distance, Result, distance, judge_distance, judge_kept, kept_distances, worst_judgement
 from .observed import Observed
-from .recomputation import Answer, SessionAnswer, Truth
+from .recomputation import Answer, Recomputation, SessionAnswer
 from .substitution import COARSER, SUSPICIOUS, share_of
 from .tolerances import Calibration, Kind, find_tolerance
 
@@ -166,7 +166,7 @@ class Judge:
     def _truths(
         self, observed: Sequence[Observed], indices: Sequence[int], dtype: str, quantisation: str
     ) -> dict[int, Answer]:
-        truth = Truth(self._folder, dtype, quantisation, self.device, self._progress)
+        truth = Recomputation(self._folder, dtype, quantisation, self.device, self._progress)
         answers = truth.answer([observed[index].question for index in indices])
         return dict(zip(indices, answers, strict=True))
 

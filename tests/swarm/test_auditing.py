@@ -22,7 +22,7 @@ from petalnode.node.models.folder import open_folder
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.trust.receipt_log import ReceiptArchive
-from petalnode.node.validator.auditing import CALLS_PER_MINUTE, AuditDesk
+from petalnode.node.validator.auditing import CALLS_PER_MINUTE, ReceiptAuditService
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.evidence import MAX_HEADER, PIECE_BYTES
@@ -37,10 +37,10 @@ from tests.tiny_models import HIDDEN
 
 
 @asynccontextmanager
-async def auditor_here(peers: Sequence[str] = (), sample: int = 2) -> AsyncIterator[tuple[AuditDesk, str]]:
+async def auditor_here(peers: Sequence[str] = (), sample: int = 2) -> AsyncIterator[tuple[ReceiptAuditService, str]]:
     config = SwarmConfig(Identity.generate(), listen=(LOOPBACK,), peers=tuple(peers))
     async with open_swarm(config) as swarm:
-        yield AuditDesk(swarm, lambda receipt: True, sample=sample), swarm.addrs[0]
+        yield ReceiptAuditService(swarm, lambda receipt: True, sample=sample), swarm.addrs[0]
 
 
 def run(main: Callable[[], object]) -> None:

@@ -16,7 +16,7 @@ from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
 from petalnode.node.credits.account import FORFEIT_SHARE
 from petalnode.node.credits.ledger import Ledger
-from petalnode.node.credits.wallet import Purse
+from petalnode.node.credits.wallet import Wallet
 from petalnode.node.errors import SwarmError
 from petalnode.node.network.addresses import parse_peer
 from petalnode.node.swarm.config import SwarmConfig
@@ -98,7 +98,7 @@ async def client(points: PointsSwarm, identity: Identity | None = None) -> Async
             yield swarm
 
 
-async def until(purse: Purse, enough: Callable[[int], bool]) -> None:
+async def until(purse: Wallet, enough: Callable[[int], bool]) -> None:
     """Asks for the points again and again until they are enough."""
     while not enough((await purse.credit()).points):  # noqa: ASYNC110  (of another process)
         await trio.sleep(0.2)
@@ -113,7 +113,7 @@ def credits(points: PointsSwarm, *arguments: str) -> Outcome:
 def test_a_server_earns_by_serving_and_its_owner_gets_the_points(points: PointsSwarm) -> None:
     async def until_earned() -> None:
         async with client(points) as swarm:
-            purse = Purse(swarm, points.earner, points.validator_address)
+            purse = Wallet(swarm, points.earner, points.validator_address)
             await until(purse, lambda points: points >= ENOUGH)
 
     trio.run(until_earned)
@@ -132,8 +132,8 @@ def test_a_server_earns_by_serving_and_its_owner_gets_the_points(points: PointsS
 
     async def main() -> None:
         async with client(points) as swarm:
-            assert (await Purse(swarm, OWNER, points.validator_address).credit()).points == 2 * CACHE
-            left = (await Purse(swarm, points.earner, points.validator_address).credit()).points
+            assert (await Wallet(swarm, OWNER, points.validator_address).credit()).points == 2 * CACHE
+            left = (await Wallet(swarm, points.earner, points.validator_address).credit()).points
             assert left == credit["points"] - 2 * CACHE
 
     trio.run(main)
@@ -156,7 +156,7 @@ def test_only_the_holder_is_told_what_it_has(points: PointsSwarm) -> None:
                     await stream.send(frame, timeout=20)
                     answer, _ = await stream.receive(timeout=20)
                     assert answer.error.code == code
-            stranger = Purse(swarm, Identity.generate(), points.validator_address)
+            stranger = Wallet(swarm, Identity.generate(), points.validator_address)
             assert (await stranger.credit()).points == 0
             with pytest.raises(SwarmError, match="0 are there"):
                 await stranger.transfer(OWNER.peer_id, 1)
@@ -190,7 +190,7 @@ def test_who_has_paid_is_admitted_first_at_a_busy_server(points: PointsSwarm) ->
 
     async def main() -> None:
         async with client(points, OWNER) as owner, client(points) as stranger:
-            clearing = await Purse(owner, OWNER, points.validator_address).transfer(
+            clearing = await Wallet(owner, OWNER, points.validator_address).transfer(
                 points.server.peer_id, price(1, CACHE)
             )
             holder = await opening(stranger, points, CACHE)
@@ -227,7 +227,7 @@ def test_chat_pays_a_busy_server_and_no_other(points: PointsSwarm) -> None:
 
     async def main() -> None:
         async with client(points) as stranger:
-            purse = Purse(stranger, OWNER, points.validator_address)
+            purse = Wallet(stranger, OWNER, points.validator_address)
             before = (await purse.credit()).points
             assert before == CACHE
 
@@ -265,7 +265,7 @@ def test_a_killed_validator_has_cleared_once(points: PointsSwarm) -> None:
 
     async def main() -> None:
         async with client(points) as swarm:
-            purse = Purse(swarm, points.earner, points.validator_address)
+            purse = Wallet(swarm, points.earner, points.validator_address)
             before = await purse.credit()
             cleared = 0
             killed, seventh = False, trio.Event()
@@ -292,7 +292,7 @@ def test_a_killed_validator_has_cleared_once(points: PointsSwarm) -> None:
             credit = await purse.credit()
             assert cleared >= 10
             assert before.points - credit.points == credit.sequence - before.sequence == cleared
-            assert (await Purse(swarm, recipient, points.validator_address).credit()).points == cleared
+            assert (await Wallet(swarm, recipient, points.validator_address).credit()).points == cleared
 
     trio.run(main)
     with Ledger(points.ledger, ISSUER) as ledger:
@@ -334,17 +334,17 @@ def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(po
                     await trio.sleep(0.2)
                 assert pledge.is_signed and pledge.backed([ISSUER.peer_id]) == deposit
                 assert pledge.backed([OWNER.peer_id]) == 0
-                credit = await Purse(swarm, points.earner, points.validator_address).credit()
+                credit = await Wallet(swarm, points.earner, points.validator_address).credit()
                 assert credit.deposit == deposit
 
-                accuser = Purse(swarm, ACCUSER, points.validator_address)
+                accuser = Wallet(swarm, ACCUSER, points.validator_address)
                 assert (await accuser.credit()).points == 0
                 while ISSUER.peer_id not in swarm.gossip_peers():  # noqa: ASYNC110  (told by no event)
                     await trio.sleep(0.1)
                 await swarm.publish_evidence(equivocation(points.earner), recomputed=False)
                 await until(accuser, lambda points: points > 0)
                 assert (await accuser.credit()).points == deposit // FORFEIT_SHARE
-                after = await Purse(swarm, points.earner, points.validator_address).credit()
+                after = await Wallet(swarm, points.earner, points.validator_address).credit()
                 assert (after.deposit, after.points) == (0, credit.points)
 
     trio.run(main)

@@ -18,9 +18,17 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.trust.bans import Endorsement, Trusted
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, session_bundle
-from petalnode.node.trust.evidence_gossip import MAX_PER_ACCUSED, EvidenceSpread
-from petalnode.node.trust.notice import MAX_AGE, MAX_ENDORSEMENTS, MAX_NOTICE, RATE, BadNotice, Notice, Rates
-from petalnode.node.trust.store import TrustBook
+from petalnode.node.trust.evidence_gossip import MAX_PER_ACCUSED, EvidenceGossip
+from petalnode.node.trust.notice import (
+    MAX_AGE,
+    MAX_ENDORSEMENTS,
+    MAX_MESSAGE,
+    RATE,
+    BadEvidenceMessage,
+    EvidenceMessage,
+    Rates,
+)
+from petalnode.node.trust.store import TrustStore
 from petalnode.node.validator.endorsing import Endorser
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import Span
@@ -41,7 +49,7 @@ def equivocation(accused: Identity = LIAR, nonce: bytes = b"n" * 16, *, real: bo
     return equivocation_bundle(ACCUSER, accused.peer_id, first, second)
 
 
-def dated(notice: Notice, now: float) -> bytes:
+def dated(notice: EvidenceMessage, now: float) -> bytes:
     return replace(notice, time_ms=round(now * 1000)).to_bytes()
 
 
@@ -49,15 +57,15 @@ def numeric(number: int = 0, *endorsers: Identity, accused: Identity = LIAR) -> 
     """Evidence that has to be recomputed and is too large for gossip."""
     key = bytes([number]) * 32
     signed = [Endorsement.made(each, key, accused.peer_id, 5) for each in endorsers]
-    return Notice(key, accused.peer_id, round(NOW * 1000), None, tuple(signed)).to_bytes()
+    return EvidenceMessage(key, accused.peer_id, round(NOW * 1000), None, tuple(signed)).to_bytes()
 
 
-def spread(trusted: Trusted | None = None) -> tuple[EvidenceSpread, TrustBook]:
-    book = TrustBook(None, trusted or Trusted({}), clock=lambda: NOW)
-    return EvidenceSpread(Identity.generate(), book, clock=lambda: NOW), book
+def spread(trusted: Trusted | None = None) -> tuple[EvidenceGossip, TrustStore]:
+    book = TrustStore(None, trusted or Trusted({}), clock=lambda: NOW)
+    return EvidenceGossip(Identity.generate(), book, clock=lambda: NOW), book
 
 
-def hear(ears: EvidenceSpread, data: bytes, maker: str = "maker", forwarder: str = "forwarder") -> bool:
+def hear(ears: EvidenceGossip, data: bytes, maker: str = "maker", forwarder: str = "forwarder") -> bool:
     accepted = ears.accept(maker, forwarder, data)
     if accepted:
         ears.deliver(maker, data)
@@ -71,7 +79,7 @@ def test_evidence_that_proves_itself_bans_and_is_passed_on() -> None:
     ears, book = spread()
     proven: list[Bundle] = []
     ears.on_proven.append(proven.append)
-    assert hear(ears, dated(Notice.of(equivocation()), NOW))
+    assert hear(ears, dated(EvidenceMessage.of(equivocation()), NOW))
     assert [each.accused for each in proven] == [LIAR.peer_id]
     ban = book.ban_of(LIAR.peer_id)
     assert ban is not None and ban.source == "evidence" and "two answers" in ban.reason
@@ -80,7 +88,7 @@ def test_evidence_that_proves_itself_bans_and_is_passed_on() -> None:
 
 def test_a_lie_is_neither_believed_nor_passed_on() -> None:
     ears, book = spread()
-    assert not hear(ears, dated(Notice.of(equivocation(real=False)), NOW))
+    assert not hear(ears, dated(EvidenceMessage.of(equivocation(real=False)), NOW))
     assert not book.is_banned(LIAR.peer_id)
 
 
@@ -112,25 +120,25 @@ def test_strangers_cannot_crowd_out_a_trusted_validator() -> None:
 @pytest.mark.parametrize("later", [-MAX_AGE - 60, MAX_AGE + 60])
 def test_old_evidence_and_that_of_tomorrow_is_dropped(later: float) -> None:
     ears, book = spread()
-    assert not hear(ears, dated(Notice.of(equivocation()), NOW + later))
+    assert not hear(ears, dated(EvidenceMessage.of(equivocation()), NOW + later))
     assert not book.bans()
 
 
 def test_forged_endorsements_and_nonsense_are_dropped() -> None:
-    good = Notice.from_bytes(numeric(1, ANN), NOW)
+    good = EvidenceMessage.from_bytes(numeric(1, ANN), NOW)
     for bad in (
         replace(good, accused=BEN.peer_id),
         replace(good, evidence_id=b"x" * 32),
         replace(good, endorsements=good.endorsements * (MAX_ENDORSEMENTS + 1)),
         replace(good, evidence_id=b"short"),
-        replace(Notice.of(equivocation()), accused=BEN.peer_id, time_ms=round(NOW * 1000)),
-        replace(Notice.of(equivocation()), evidence_id=b"x" * 32, time_ms=round(NOW * 1000)),
+        replace(EvidenceMessage.of(equivocation()), accused=BEN.peer_id, time_ms=round(NOW * 1000)),
+        replace(EvidenceMessage.of(equivocation()), evidence_id=b"x" * 32, time_ms=round(NOW * 1000)),
     ):
-        with pytest.raises(BadNotice):
-            Notice.from_bytes(bad.to_bytes(), NOW)
-    for data in (b"", b"\xff" * 100, bytes(MAX_NOTICE + 1)):
-        with pytest.raises(BadNotice):
-            Notice.from_bytes(data, NOW)
+        with pytest.raises(BadEvidenceMessage):
+            EvidenceMessage.from_bytes(bad.to_bytes(), NOW)
+    for data in (b"", b"\xff" * 100, bytes(MAX_MESSAGE + 1)):
+        with pytest.raises(BadEvidenceMessage):
+            EvidenceMessage.from_bytes(data, NOW)
 
 
 def test_a_flood_is_cut_off_by_its_maker_and_by_who_hands_it_on() -> None:
@@ -162,7 +170,7 @@ def test_rates_forget_and_are_bounded() -> None:
 
 
 @asynccontextmanager
-async def nodes(*books: TrustBook) -> AsyncIterator[Sequence[Swarm]]:
+async def nodes(*books: TrustStore) -> AsyncIterator[Sequence[Swarm]]:
     """The first is met by all others."""
     async with AsyncExitStack() as stack:
         started: list[Swarm] = []
@@ -193,7 +201,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_evidence_reaches_nodes_that_are_not_connected_to_its_finder() -> None:
     async def main() -> None:
-        books = [TrustBook() for _ in range(3)]
+        books = [TrustStore() for _ in range(3)]
         async with nodes(*books) as (_, finder, other):
             await until(lambda: bool(finder.gossip_peers()) and bool(other.gossip_peers()))
             bundle = equivocation()
@@ -209,7 +217,7 @@ def test_evidence_reaches_nodes_that_are_not_connected_to_its_finder() -> None:
 
 def test_a_node_that_lies_about_a_server_convinces_nobody() -> None:
     async def main() -> None:
-        books = [TrustBook() for _ in range(3)]
+        books = [TrustStore() for _ in range(3)]
         async with nodes(*books) as (_, liar, other):
             await until(lambda: bool(liar.gossip_peers()) and bool(other.gossip_peers()))
             await liar.publish_evidence(equivocation(real=False), recomputed=True)
@@ -226,7 +234,7 @@ def test_a_node_that_lies_about_a_server_convinces_nobody() -> None:
 
 
 def test_time_is_what_the_clock_says() -> None:
-    assert abs(Notice.of(equivocation()).time_ms / 1000 - time.time()) < 60
+    assert abs(EvidenceMessage.of(equivocation()).time_ms / 1000 - time.time()) < 60
 
 
 # --- validators
@@ -250,7 +258,7 @@ def test_validators_recompute_what_they_hear_and_convince_who_trusts_them(folder
     steps = [(0, hidden(98), ()), (98, hidden(1, 1), ())]  # 25 KB: too much for gossip
 
     async def main() -> None:
-        books = [TrustBook() for _ in range(4)]
+        books = [TrustStore() for _ in range(4)]
         async with nodes(*books) as (client, finder, other, liar):
             for each in (finder, other):
                 books[0].trusted = Trusted({finder.peer_id: "ann", other.peer_id: "ben", liar.peer_id: "carl"}, 2)

@@ -19,9 +19,9 @@ from petalnode.node.models.adapters.note import AdapterNote
 from petalnode.node.tuning.card import card_of, tags_of
 from petalnode.node.tuning.sharing import git_place
 from petalnode.node.tuning.sharing.adapter_files import FILES, SharedAdapter, check_adapter, files_of
-from petalnode.node.tuning.sharing.git_place import GitPlace
-from petalnode.node.tuning.sharing.hub_place import HubPlace, of_tags
-from petalnode.node.tuning.sharing.place import FolderPlace, place_of
+from petalnode.node.tuning.sharing.git_place import GitRepository
+from petalnode.node.tuning.sharing.hub_place import HubRepository, of_tags
+from petalnode.node.tuning.sharing.place import FolderRepository, repository_of
 from tests.model_hub import serve_hub
 from tests.swarm.processes import environment
 
@@ -49,7 +49,7 @@ SHARED = sorted({*FILES} - {"deep_prompts.safetensors"})
 def test_only_what_an_adapter_needs_travels(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "mine")
     (folder / "deep_prompts.safetensors").symlink_to("/etc/passwd")
-    place = FolderPlace(tmp_path / "shelf")
+    place = FolderRepository(tmp_path / "shelf")
     place.push(folder, "mine", replace=False)
     assert names_in(tmp_path / "shelf" / "mine") == SHARED
     found = place.pull("mine", tmp_path / "pulled")
@@ -69,7 +69,7 @@ def test_searching_a_folder(tmp_path: Path) -> None:
     damaged = adapter(tmp_path / "shelf" / "c")
     (damaged / "adapter_model.safetensors").write_bytes(b"\xff" * 9)
     (tmp_path / "shelf" / "d").mkdir()
-    place = FolderPlace(tmp_path / "shelf")
+    place = FolderRepository(tmp_path / "shelf")
 
     def names(model: str | None = None, *tags: str) -> str:
         return "".join(each.name for each in place.search(model, tags))
@@ -91,21 +91,21 @@ def test_searching_a_folder(tmp_path: Path) -> None:
 def test_places(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet", "--bare", str(tmp_path / "bare")], check=True)
     kinds: dict[str, type] = {
-        "hub": HubPlace,
-        "org/name": HubPlace,
-        str(tmp_path): FolderPlace,
-        str(tmp_path / "new"): FolderPlace,
-        "./new": FolderPlace,
-        str(tmp_path / "bare"): GitPlace,
-        "https://host.example/a/b": GitPlace,
-        "git@host.example:a/b.git": GitPlace,
+        "hub": HubRepository,
+        "org/name": HubRepository,
+        str(tmp_path): FolderRepository,
+        str(tmp_path / "new"): FolderRepository,
+        "./new": FolderRepository,
+        str(tmp_path / "bare"): GitRepository,
+        "https://host.example/a/b": GitRepository,
+        "git@host.example:a/b.git": GitRepository,
     }
     for where, kind in kinds.items():
-        assert type(place_of(where)) is kind, where
+        assert type(repository_of(where)) is kind, where
     (tmp_path / "file").touch()
     for where in ("", "--upload-pack=x", "ext://sh", str(tmp_path / "none.git"), str(tmp_path / "file")):
         with pytest.raises(BadInput):
-            place_of(where)
+            repository_of(where)
 
 
 def test_a_git_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_git_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, os.devnull)  # nobody's name and address
     bare = tmp_path / "bare"
     subprocess.run(["git", "init", "--quiet", "--bare", str(bare)], check=True)
-    place = place_of(str(bare))
+    place = repository_of(str(bare))
     assert place.search(None, ()) == []
     folder = adapter(tmp_path / "mine")
     place.push(folder, "mine", replace=False)
@@ -128,7 +128,7 @@ def test_a_git_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         place.pull("x", tmp_path / "x")
     assert str(bare) in str(missing.value) and "petalnode-git" not in str(missing.value)
     with pytest.raises(BadInput, match="git clone failed"):
-        GitPlace((tmp_path / "none").as_uri()).search(None, ())
+        GitRepository((tmp_path / "none").as_uri()).search(None, ())
     monkeypatch.setattr(git_place, "GIT_TIMEOUT", 1e-4)
     with pytest.raises(MachineError, match="took longer"):
         place.search(None, ())

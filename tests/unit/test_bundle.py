@@ -20,12 +20,12 @@ from petalnode.node.models.folder import ModelFolder, open_folder
 from petalnode.node.trust.bundle import (
     BadBundle,
     Bundle,
+    batch_bundle,
     equivocation_bundle,
     needed,
     pledge_bundle,
     resigned,
     session_bundle,
-    work_bundle,
 )
 from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.node.verification.evidence_check import check_evidence
@@ -113,8 +113,8 @@ def test_a_wrong_pass_is_proved_and_a_right_one_refuted(
     server: SigningServer, folder: ModelFolder, backward: bool
 ) -> None:
     gradient = hidden(5, 2, 9) if backward else None
-    assert not check_evidence(reread(work_bundle(ACCUSER, server.work(hidden(5, 2), gradient))), folder).proven
-    wrong = check_evidence(reread(work_bundle(ACCUSER, server.work(hidden(5, 2), gradient, spoil=spoiled))), folder)
+    assert not check_evidence(reread(batch_bundle(ACCUSER, server.work(hidden(5, 2), gradient))), folder).proven
+    wrong = check_evidence(reread(batch_bundle(ACCUSER, server.work(hidden(5, 2), gradient, spoil=spoiled))), folder)
     assert wrong.proven or "nobody has measured" in wrong.reason
 
 

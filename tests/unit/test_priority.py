@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from petalnode.crypto.credits import Clearing, Transfer
 from petalnode.crypto.identity import Identity
 from petalnode.node.credits import payments as till_module
-from petalnode.node.credits.payments import Till
+from petalnode.node.credits.payments import PaymentVerifier
 from petalnode.node.server.compute.batching import Turn, Waiting, next_turn
 from petalnode.node.server.compute.cache_budget import CacheBudget
 from petalnode.node.server.priority import MOST_OVERTAKING, next_in_line, now_overtaken
@@ -128,11 +128,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def till(clock: Clock) -> Till:
-    return Till(SERVER.peer_id, [ISSUER.peer_id], clock)
+def till(clock: Clock) -> PaymentVerifier:
+    return PaymentVerifier(SERVER.peer_id, [ISSUER.peer_id], clock)
 
 
-def test_a_payment_is_taken_once(till: Till) -> None:
+def test_a_payment_is_taken_once(till: PaymentVerifier) -> None:
     payment = till.take(opened(cleared()), CLIENT.peer_id, TERMS)
     assert payment is not None
     assert till.take(opened(cleared()), CLIENT.peer_id, TERMS) is None
@@ -160,21 +160,21 @@ BAD = {
 
 
 @pytest.mark.parametrize("why", BAD)
-def test_what_buys_nothing_is_no_error(till: Till, why: str) -> None:
+def test_what_buys_nothing_is_no_error(till: PaymentVerifier, why: str) -> None:
     assert till.take(BAD[why], CLIENT.peer_id, TERMS) is None
     assert till.take(opened(GOOD), CLIENT.peer_id, TERMS) is not None
 
 
-def test_nobody_pays_with_what_another_one_paid(till: Till) -> None:
+def test_nobody_pays_with_what_another_one_paid(till: PaymentVerifier) -> None:
     assert till.take(opened(GOOD), OTHER.peer_id, TERMS) is None
 
 
 def test_points_of_others_buy_nothing(clock: Clock) -> None:
     for issuers in ([], [OTHER.peer_id]):
-        assert Till(SERVER.peer_id, issuers, clock).take(opened(GOOD), CLIENT.peer_id, TERMS) is None
+        assert PaymentVerifier(SERVER.peer_id, issuers, clock).take(opened(GOOD), CLIENT.peer_id, TERMS) is None
 
 
-def test_an_old_payment_is_never_taken_even_when_it_is_forgotten(till: Till, clock: Clock) -> None:
+def test_an_old_payment_is_never_taken_even_when_it_is_forgotten(till: PaymentVerifier, clock: Clock) -> None:
     assert till.take(opened(GOOD), CLIENT.peer_id, TERMS) is not None
     for _ in range(5):
         clock.now += HONOURED_MS // 3
@@ -184,7 +184,7 @@ def test_an_old_payment_is_never_taken_even_when_it_is_forgotten(till: Till, clo
     assert till.take(opened(cleared(sequence=2)), CLIENT.peer_id, TERMS) is None, "nor one that was not shown in time"
 
 
-def test_what_is_remembered_is_bounded(till: Till, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_is_bounded(till: PaymentVerifier, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(till_module, "MOST_SPENT", 2)
     taken = [till.take(opened(cleared(sequence=number)), CLIENT.peer_id, TERMS) for number in range(1, 4)]
     assert [each is not None for each in taken] == [True, True, False]

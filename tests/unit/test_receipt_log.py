@@ -8,7 +8,7 @@ import pytest
 
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.promise import Promise, check_time
-from petalnode.node.trust.receipt_log import LAST_SESSIONS, LoggedWork, ReceiptArchive, SessionLog
+from petalnode.node.trust.receipt_log import LAST_SESSIONS, LoggedBatch, ReceiptArchive, SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from tests.unit.test_receipts import RECEIPT
@@ -69,12 +69,12 @@ def test_the_archive_is_bounded() -> None:
         archive.session("server")
     assert len(archive.sessions) == LAST_SESSIONS
     assert first.nbytes == 0
-    work = LoggedWork("server", "/x", RECEIPT, wire.Work(), (bytes(100),), None, (), (bytes(100),))
+    work = LoggedBatch("server", "/x", RECEIPT, wire.Work(), (bytes(100),), None, (), (bytes(100),))
     for _ in range(20):
-        archive.add_work(work)
-    assert sum(each.nbytes for each in archive.works) <= 1000
-    archive.add_work(replace(work, inputs=(bytes(5000),)))
-    assert all(each.nbytes == 200 for each in archive.works)
+        archive.add_batch(work)
+    assert sum(each.nbytes for each in archive.batches) <= 1000
+    archive.add_batch(replace(work, inputs=(bytes(5000),)))
+    assert all(each.nbytes == 200 for each in archive.batches)
 
 
 @pytest.mark.parametrize(

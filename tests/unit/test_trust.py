@@ -31,7 +31,7 @@ from petalnode.node.trust.reputation import (
     penalty_seconds,
     reputation,
 )
-from petalnode.node.trust.store import TrustBook, trust_file
+from petalnode.node.trust.store import TrustStore, trust_file
 from tests.swarm.processes import environment, petalnode
 
 NOW = 1_700_000_000.0
@@ -133,11 +133,11 @@ class Clock:
 
 def test_a_book_outlives_its_process(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "data" / "trust.sqlite"
-    book = TrustBook(file, clock=clock)
+    book = TrustStore(file, clock=clock)
     book.note_tokens("good", 10_000, recomputed=True)
     book.ban("bad", "it lied", "own")
     book.save()
-    again = TrustBook(file, clock=clock)
+    again = TrustStore(file, clock=clock)
     again.load()
     ban = again.ban_of("bad")
     assert ban is not None and ban.reason == "it lied" and ban.source == "own"
@@ -145,24 +145,24 @@ def test_a_book_outlives_its_process(tmp_path: Path) -> None:
     assert [each.peer_id for each in again.bans()] == ["bad"]
     clock.now += CHEATED_SECONDS
     assert not again.is_banned("bad") and again.penalty_seconds("bad") > 30
-    third = TrustBook(file, clock=clock)
+    third = TrustStore(file, clock=clock)
     third.load()
     assert third.bans() == []
 
 
 def test_a_ban_can_be_lifted(tmp_path: Path) -> None:
     file = tmp_path / "trust.sqlite"
-    book = TrustBook(file)
+    book = TrustStore(file)
     book.ban("bad", "it lied", "own")
     book.save()
     assert book.forgive("bad") and not book.forgive("bad")
-    again = TrustBook(file)
+    again = TrustStore(file)
     again.load()
     assert again.bans() == [] and again.penalty_seconds("bad") == NEWCOMER_SECONDS
 
 
 def test_a_new_key_is_a_newcomer_whatever_the_old_one_was() -> None:
-    book = TrustBook()
+    book = TrustStore()
     book.note_tokens("old", 10**6, recomputed=True)
     book.ban("old", "it lied", "evidence")
     assert book.is_banned("old") and not book.is_banned("new")
@@ -171,7 +171,7 @@ def test_a_new_key_is_a_newcomer_whatever_the_old_one_was() -> None:
 
 def test_two_processes_share_a_book_and_the_longer_ban_stays(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "trust.sqlite"
-    one, other = TrustBook(file, clock=clock), TrustBook(file, clock=clock)
+    one, other = TrustStore(file, clock=clock), TrustStore(file, clock=clock)
     one.ban("bad", "proven", "evidence")
     one.save()
     other.ban("bad", "lied", "own")
@@ -188,7 +188,7 @@ def test_books_of_many_threads_do_not_lose_each_other_s_bans(tmp_path: Path) -> 
     file = tmp_path / "trust.sqlite"
 
     def write(number: int) -> None:
-        book = TrustBook(file)
+        book = TrustStore(file)
         for turn in range(5):
             book.ban(f"peer {number} {turn}", "lied", "own")
             book.save()
@@ -198,7 +198,7 @@ def test_books_of_many_threads_do_not_lose_each_other_s_bans(tmp_path: Path) -> 
         thread.start()
     for thread in threads:
         thread.join()
-    book = TrustBook(file)
+    book = TrustStore(file)
     book.load()
     assert len(book.bans()) == 20
 
@@ -206,7 +206,7 @@ def test_books_of_many_threads_do_not_lose_each_other_s_bans(tmp_path: Path) -> 
 def test_a_damaged_book_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "trust.sqlite"
     file.write_bytes(b"this is no database at all, whatever its name says" * 100)
-    book = TrustBook(file)
+    book = TrustStore(file)
     book.load()
     book.ban("bad", "it lied", "own")
     book.save()
@@ -221,7 +221,7 @@ def test_a_ban_says_why() -> None:
 
 def test_the_command_lists_bans_and_lifts_them(tmp_path: Path) -> None:
     env = environment(tmp_path)
-    book = TrustBook(trust_file(tmp_path / "data" / "petalnode"))
+    book = TrustStore(trust_file(tmp_path / "data" / "petalnode"))
     book.ban("12D3bad", "it lied", "own")
     book.ban("12D3worse", "it lied more", "evidence")
     book.save()

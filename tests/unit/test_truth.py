@@ -12,10 +12,10 @@ from petalnode.node.blocks.span import load_span
 from petalnode.node.verification.recomputation import (
     PassAnswer,
     PassQuestion,
+    Recomputation,
     SessionAnswer,
     SessionQuestion,
     Step,
-    Truth,
 )
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import LoraName
@@ -60,7 +60,7 @@ def test_a_session_with_rollback_and_reorder(folder: Path, dtype: str, quantisat
         cache.reorder(step.reorder or (0, 1))
         one = step.hidden.shape[1] == 1
         expected.append(blocks.decode([(step.hidden, cache)])[0] if one else blocks.forward(step.hidden, cache))
-    truth = Truth(folder, dtype, quantisation, group_bytes=group_bytes)
+    truth = Recomputation(folder, dtype, quantisation, group_bytes=group_bytes)
     # A question of other blocks beside it: each goes through its own.
     answer, other = truth.answer([SessionQuestion(SPAN, steps, (3, 0)), SessionQuestion(Span(0, 2), steps[:1])])
     assert isinstance(answer, SessionAnswer) and isinstance(other, SessionAnswer)
@@ -91,7 +91,7 @@ def test_a_pass_and_its_gradients(folder: Path, group_bytes: int) -> None:
             except StopIteration as end:
                 return end.value
 
-    forward, backward = Truth(folder, "float32", "none", group_bytes=group_bytes).answer(
+    forward, backward = Recomputation(folder, "float32", "none", group_bytes=group_bytes).answer(
         [PassQuestion(batch), PassQuestion(batch, gradient)]
     )
     assert isinstance(forward, PassAnswer) and isinstance(backward, PassAnswer)
@@ -106,4 +106,6 @@ def test_a_pass_and_its_gradients(folder: Path, group_bytes: int) -> None:
 
 def test_steps_with_a_hole_between_them_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="position 5"):
-        Truth(folder, "float32", "none").answer([SessionQuestion(SPAN, (Step(0, hidden(1, 3)), Step(5, hidden(1, 1))))])
+        Recomputation(folder, "float32", "none").answer(
+            [SessionQuestion(SPAN, (Step(0, hidden(1, 3)), Step(5, hidden(1, 1))))]
+        )

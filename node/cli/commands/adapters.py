@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ...errors import BadInput
 from ...tuning.sharing.adapter_files import SharedAdapter, check_adapter, check_name
-from ...tuning.sharing.place import HUB, place_of
+from ...tuning.sharing.place import HUB, repository_of
 from ..output import Output
 
 adapters = typer.Typer(
@@ -33,7 +33,7 @@ def search(
 ) -> None:
     """List the adapters that are shared at a place."""
     output = Output(as_json)
-    found = place_of(at).search(model, tuple(tag or ()))
+    found = repository_of(at).search(model, tuple(tag or ()))
     for each in found:
         output.emit(**asdict(each), at=at)
     if not found:
@@ -62,7 +62,7 @@ def push(
         raise BadInput(f"there is no folder {folder}")
     found = check_adapter(folder.absolute())
     name = check_name(name or folder.absolute().name)
-    where = place_of(to).push(folder, name, replace=replace)
+    where = repository_of(to).push(folder, name, replace=replace)
     if not found.model_version:
         output.errors.print("it has no note of its model's version: others cannot tell whether it fits", style="dim")
     output.say(f"shared: {where}")
@@ -82,7 +82,7 @@ def pull(
     target = out or Path(check_name(name.partition("@")[0].rpartition("/")[2]))
     if target.exists() and not (target.is_dir() and (overwrite or not any(target.iterdir()))):
         raise BadInput(f"{target} is there already: give another --out, or --overwrite")
-    found = place_of(at).pull(name, target)
+    found = repository_of(at).pull(name, target)
     output.say(f"{_printable(found.method)} for {_printable(found.model) or 'an unnamed model'}, saved in {target}")
     output.emit(event="pulled", path=str(target), **{key: value for key, value in _facts(found).items() if value})
 

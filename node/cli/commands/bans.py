@@ -9,7 +9,7 @@ import platformdirs
 import typer
 
 from ...errors import ExitCode
-from ...trust.store import TrustBook, trust_file
+from ...trust.store import TrustStore, trust_file
 from ..output import Output
 
 
@@ -21,7 +21,7 @@ def bans(
 ) -> None:
     """List the servers that nodes of yours do not use any more, with the reason and for how long."""
     output = Output(json)
-    book = TrustBook(trust_file(platformdirs.user_data_path("petalnode", appauthor=False)))
+    book = TrustStore(trust_file(platformdirs.user_data_path("petalnode", appauthor=False)))
     book.load()
     unknown = [peer_id for peer_id in forgive or () if not book.forgive(peer_id)]
     now = time.time()

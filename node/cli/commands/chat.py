@@ -19,7 +19,7 @@ from ...client.dialogue import Dialogue, fit
 from ...client.saved_chat import SavedChat, held_chat
 from ...client.swarm_model import SwarmModel, identify_model
 from ...client.text import Text
-from ...credits.wallet import Purse
+from ...credits.wallet import Wallet
 from ...errors import BadInput, ExitCode, PetalnodeError, SwarmError
 from ...models import ModelFolder, resolve
 from ...network.addresses import parse_peer
@@ -227,7 +227,7 @@ async def chat_in(
         adapter=adapter,
     ) as client:
         if options.credits is not None:
-            client.purse = Purse(swarm, swarm.identity, options.credits)
+            client.purse = Wallet(swarm, swarm.identity, options.credits)
         held = await client.adapter()
         conversation = Conversation(
             client, model, max_length=context, stop_tokens=text.stop_tokens, soft_prompt=soft_prompt

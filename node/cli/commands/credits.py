@@ -12,7 +12,7 @@ import trio
 import typer
 
 from ....crypto.identity import Identity, IdentityError, peer_id_to_bytes
-from ...credits.wallet import Purse
+from ...credits.wallet import Wallet
 from ...errors import BadInput
 from ...network.addresses import parse_peer
 from ..join import JoinOptions, joined, joins_swarm
@@ -35,7 +35,7 @@ T = TypeVar("T")
 def balance(validator: _Validator, key: _Key = None, *, join: JoinOptions) -> None:
     """Say how many points a key has with a validator."""
     output, owner = Output(join.json), _owner(key)
-    credit = trio.run(_ask, join, output, owner, validator, Purse.credit)
+    credit = trio.run(_ask, join, output, owner, validator, Wallet.credit)
     deposit = f", and {credit.deposit} more that it keeps for a pledge" if credit.deposit else ""
     output.say(f"{credit.holder} has {credit.points} points with {credit.issuer}{deposit}")
     output.emit(
@@ -78,14 +78,14 @@ def transfer(
 
 
 async def _ask(
-    join: JoinOptions, output: Output, owner: Identity, validator: str, question: Callable[[Purse], Awaitable[T]]
+    join: JoinOptions, output: Output, owner: Identity, validator: str, question: Callable[[Wallet], Awaitable[T]]
 ) -> T:
     parse_peer(validator)
     if not join.peers:
         join = replace(join, peer=[validator])
     # Under a key of its own: the owner's may be that of a server that runs.
     async with joined(join, output, role="credits", listens=False) as (swarm, _):
-        return await question(Purse(swarm, owner, validator))
+        return await question(Wallet(swarm, owner, validator))
 
 
 def _owner(key: Path | None) -> Identity:

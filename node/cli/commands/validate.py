@@ -74,12 +74,12 @@ async def _validate(
 ) -> int:
     from ...blocks.client_part import load_client
     from ...blocks.config import choose_device
-    from ...credits.credit_desk import CreditDesk
+    from ...credits.credit_desk import CreditsService
     from ...credits.ledger import Ledger
     from ...credits.rewards import Rewards
     from ...validator.endorsing import Endorser
     from ...validator.history import History
-    from ...validator.prober import Own
+    from ...validator.prober import ProbeModel
     from ...validator.service import Validator, ValidatorOptions
     from ...verification.verdicts import Judge
 
@@ -117,7 +117,7 @@ async def _validate(
                 # One file for each key: points are the word of one issuer.
                 file = data_dir / "validator" / f"ledger-{identity.peer_id}.sqlite"
                 ledger = stack.enter_context(await trio.to_thread.run_sync(Ledger, file, identity))
-                CreditDesk(swarm, ledger)
+                CreditsService(swarm, ledger)
                 rewards = Rewards(ledger)
                 swarm.on_proven(rewards.proven)
                 nursery.start_soon(rewards.take_deposits)
@@ -131,7 +131,7 @@ async def _validate(
             with History(data_dir / "validator" / "history.sqlite") as history, table:
                 options = ValidatorOptions(
                     config=config,
-                    own=Own(identified, local, text),
+                    own=ProbeModel(identified, local, text),
                     judge=Judge(folder.path, target),
                     history=history,
                     on_verdict=table.tell,

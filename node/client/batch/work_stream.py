@@ -29,7 +29,7 @@ from ....protocols.training import (
 )
 from ...errors import ServerCheated, ServerFailed
 from ...swarm.routing import Hop
-from ...trust.receipt_log import LoggedWork, ReceiptArchive
+from ...trust.receipt_log import LoggedBatch, ReceiptArchive
 from ..deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
 from ..promise import Promise, check_time, granted_pledge
 from ..session.server_session import ServerRefused
@@ -307,7 +307,7 @@ class ServerWorks:
         chunks = [Packed(tensor, payload) for tensor, payload in zip(reply.tensors, payloads, strict=True)]
         receipt = await trio.to_thread.run_sync(self._check, reply, work, task, chunks, previous)
         if self._archive is not None and self._archive.shares:
-            self._archive.add_work(self._logged(receipt, work, task, chunks))
+            self._archive.add_batch(self._logged(receipt, work, task, chunks))
         return Reply(chunks, reply.compute_us / 1e6)
 
     async def _keep(self, kept: KeptTensors, timeout: float) -> int:
@@ -380,9 +380,9 @@ class ServerWorks:
             raise self._cheated(wrong)
         return receipt
 
-    def _logged(self, receipt: Receipt, work: wire.Work, task: Task, answers: Sequence[Packed]) -> LoggedWork:
+    def _logged(self, receipt: Receipt, work: wire.Work, task: Task, answers: Sequence[Packed]) -> LoggedBatch:
         kept = task.kept
-        return LoggedWork(
+        return LoggedBatch(
             self.hop.peer_id,
             self.protocol,
             receipt,

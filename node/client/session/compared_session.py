@@ -382,7 +382,7 @@ class ComparedSession:
     ) -> dict[str, str] | None:
         """The servers for `blocks` whose answers own weights prove wrong, and why; None without own weights."""
         from ...models import compute_manifest
-        from ...verification.recomputation import SessionAnswer, SessionQuestion, Step, Truth
+        from ...verification.recomputation import Recomputation, SessionAnswer, SessionQuestion, Step
 
         asked = [each for chain in passed for each in chain if each.hop.span.overlaps(blocks)]
         folder = self._client.model.folder
@@ -391,7 +391,7 @@ class ComparedSession:
         try:
             if compute_manifest(folder).version != self._client.model.version:
                 return None
-            truth = Truth(folder.path, self._weights.dtype, self._weights.quantisation)
+            truth = Recomputation(folder.path, self._weights.dtype, self._weights.quantisation)
             questions = []
             for each in asked:
                 steps = [

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ...blocks.span import PREFILL_CHUNK
 from ..priority import next_in_line, now_overtaken
 
-PREFILL_CHUNK: Final = 256
-"""Tokens (rows times positions) of a prefill between two turns of decode steps."""
 MAX_DECODE_ROWS: Final = 256
 
 

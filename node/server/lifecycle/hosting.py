@@ -18,7 +18,7 @@ from ....protocols.ids import ADAPTER, BACKWARD, FORWARD, INFERENCE, PUSH, Span
 from ....protocols.inference import MAX_STEP_BYTES, Refusal
 from ....protocols.training import MAX_HEADER as MAX_WORK_HEADER
 from ....protocols.training import PIECE_BYTES
-from ...credits.wallet import Purse
+from ...credits.wallet import Wallet
 from ...models import ModelFolder
 from ...placement.plan import Move
 from ...swarm.swarm import Swarm
@@ -112,7 +112,7 @@ class _Hosting:
         self._rtts: dict[str, float] = {}
 
     async def run(self, on_ready: Callable[[dict[str, object]], None], stop: trio.Event) -> Move | None:
-        from ...credits.payments import Till
+        from ...credits.payments import PaymentVerifier
         from ..adapter_store import Adapters
         from ..admission import Hosted
         from ..batch.service import TrainingService
@@ -154,7 +154,7 @@ class _Hosting:
             self._on_change,
             options.allow_clients,
             self._pledger,
-            Till(post.identity.peer_id, self._issuers()),
+            PaymentVerifier(post.identity.peer_id, self._issuers()),
         )
         training = TrainingService(
             hosted, self._compute, post.identity, blocks.can_backward, options.allow_clients, self._pledger
@@ -194,7 +194,7 @@ class _Hosting:
             if not options.stays:
                 nursery.start_soon(watch_swarm)
             if options.pledge and options.deposit_at is not None:
-                purse = Purse(post.swarm, post.identity, options.deposit_at)
+                purse = Wallet(post.swarm, post.identity, options.deposit_at)
                 nursery.start_soon(pledging.keep_deposited, purse, self._on_change)
             nursery.start_soon(watch_stop)
         if stop.is_set():

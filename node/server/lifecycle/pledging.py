@@ -12,7 +12,7 @@ import trio
 
 from ....crypto.identity import Identity
 from ....crypto.pledge import Pledge
-from ...credits.wallet import Purse
+from ...credits.wallet import Wallet
 from ...errors import SwarmError
 from ..admission import Hosted
 
@@ -45,7 +45,7 @@ class Pledging:
             pledge = self._pledge = self._made(now).signed(self._identity)
         return pledge
 
-    async def keep_deposited(self, purse: Purse, on_change: Callable[[], None]) -> None:
+    async def keep_deposited(self, purse: Wallet, on_change: Callable[[], None]) -> None:
         """Has a validator keep what is pledged, again and again; `on_change` is called when the pledge is another one.
         Until the validator has the points, and when it has not, the pledge is a mere promise."""
         failed = False

@@ -11,7 +11,7 @@ from ....crypto.identity import Identity, peer_id_from_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import PeerError, StreamClosed
 from ....protocols.inference import Refusal, SessionTerms, bad_request, terms_of
-from ...credits.payments import Till
+from ...credits.payments import PaymentVerifier
 from ..adapter_store import Adapters, Borrowed
 from ..admission import Hosted, check_client, check_terms
 from ..compute.cache_budget import CacheBudget, CacheFull
@@ -48,7 +48,7 @@ class InferenceService:
         on_change: Callable[[], None] = lambda: None,
         allowed_clients: Collection[str] = (),
         pledger: Pledger = lambda: None,
-        till: Till | None = None,
+        till: PaymentVerifier | None = None,
     ) -> None:
         self.hosted = hosted
         self.budget = budget
@@ -56,7 +56,7 @@ class InferenceService:
         self.identity = identity
         self.neighbours = neighbours
         self.pledger = pledger
-        self.till = till or Till(identity.peer_id, ())
+        self.till = till or PaymentVerifier(identity.peer_id, ())
         self.adapters = adapters
         self.draining = False
         self.sessions = 0

@@ -17,14 +17,14 @@ from typing import Final
 
 from ...errors import BadInput, MachineError
 from .adapter_files import SharedAdapter
-from .place import FolderPlace
+from .place import FolderRepository
 
 GIT_TIMEOUT: Final = 120.0
 """Seconds for one git command."""
 _ATTEMPTS: Final = 3
 
 
-class GitPlace:
+class GitRepository:
     """A repository by its address, of which the default branch is used."""
 
     def __init__(self, address: str) -> None:
@@ -32,14 +32,14 @@ class GitPlace:
 
     def search(self, model: str | None, tags: tuple[str, ...]) -> list[SharedAdapter]:
         with self._copy() as folder:
-            return FolderPlace(folder).search(model, tags)
+            return FolderRepository(folder).search(model, tags)
 
     def push(self, folder: Path, name: str, *, replace: bool) -> str:
         said = ""
         for _ in range(_ATTEMPTS):  # somebody else may push in between
             with self._copy() as copy:
                 try:
-                    FolderPlace(copy).push(folder, name, replace=replace)
+                    FolderRepository(copy).push(folder, name, replace=replace)
                 except BadInput as error:
                     raise BadInput(str(error).replace(str(copy), self._address)) from None
                 _git("add", "--force", "--", name, cwd=copy)
@@ -58,7 +58,7 @@ class GitPlace:
     def pull(self, name: str, target: Path) -> SharedAdapter:
         with self._copy() as folder:
             try:
-                return FolderPlace(folder).pull(name, target)
+                return FolderRepository(folder).pull(name, target)
             except BadInput as error:
                 raise BadInput(str(error).replace(str(folder), self._address)) from None
 

@@ -20,7 +20,7 @@ _METHODS: Final = ("lora", "prompt", "deep-prompt")
 _TIMEOUT_S: Final = 10.0
 
 
-class HubPlace:
+class HubRepository:
     """The hub; with `repository` (org/name), that one."""
 
     def __init__(self, repository: str | None) -> None:

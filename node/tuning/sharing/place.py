@@ -14,7 +14,7 @@ _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _URL: Final = re.compile(r"(https?|ssh|git|file)://.+|[\w.-]+@[\w.-]+:.+")
 
 
-class Place(Protocol):
+class AdapterRepository(Protocol):
     """What can be done at one of them. All raise BadInput, or MachineError where this machine cannot."""
 
     def search(self, model: str | None, tags: tuple[str, ...]) -> list[SharedAdapter]: ...
@@ -28,7 +28,7 @@ class Place(Protocol):
         ...
 
 
-def place_of(where: str) -> Place:
+def repository_of(where: str) -> AdapterRepository:
     """The place that a person means.
 
     "hub" is the hub; a folder that exists is itself, or the git repository that it is; an address with a scheme, or
@@ -37,30 +37,30 @@ def place_of(where: str) -> Place:
     Raises:
         BadInput: none of them.
     """
-    from .git_place import GitPlace, is_repository
-    from .hub_place import HubPlace
+    from .git_place import GitRepository, is_repository
+    from .hub_place import HubRepository
 
     path = Path(where).expanduser()
     if not where or where.startswith("-"):
         raise BadInput(f"{where!r} is no place: give a folder, a git repository, or 'hub'")
     if where == HUB:
-        return HubPlace(None)
+        return HubRepository(None)
     if path.is_dir():
-        return GitPlace(str(path.absolute())) if is_repository(path) else FolderPlace(path)
+        return GitRepository(str(path.absolute())) if is_repository(path) else FolderRepository(path)
     if path.exists():
         raise BadInput(f"{path} is a file: give a folder, a git repository, or 'hub'")
     if _URL.fullmatch(where):
-        return GitPlace(where)
+        return GitRepository(where)
     if "://" in where:
         raise BadInput(f"{where} cannot be used: git repositories go by https, ssh, git or file")
     if where.endswith(".git"):
         raise BadInput(f"there is no git repository {path}: make it with `git init --bare {path}`")
     if _HUB_ID.fullmatch(where):
-        return HubPlace(where)
-    return FolderPlace(path)
+        return HubRepository(where)
+    return FolderRepository(path)
 
 
-class FolderPlace:
+class FolderRepository:
     """A folder with a folder for each adapter."""
 
     def __init__(self, folder: Path) -> None:
