@@ -30,7 +30,7 @@ from .stack import BlockStack
 from .weights import Weights
 
 PREFILL_CHUNK: Final = 256
-"""Tokens (rows times positions) of a prefill that are computed at once; whoever recomputes it has to split it likewise."""
+"""Tokens (rows times positions) of a prefill that are computed at once; a recomputation splits it likewise."""
 
 _UNBOUNDED_POSITIONS = 1 << 20  # architectures without a table or rotary range (alibi): a bound for sanity only
 
