@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import from_chunks, to_chunks
-from petalnode.node.client.session.server_session import ServerSession
+from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.models import resolve
 
 
@@ -86,7 +86,7 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[list[float]
 @contextmanager
 def receipt_checks() -> Iterator[list[float]]:
     """Within it, the milliseconds of computing that each check of a reply's receipt takes in this process."""
-    check = ServerSession._check_receipt
+    check = SessionStream._check_receipt
     taken: list[float] = []
 
     async def timed(*arguments: Any) -> None:
@@ -94,11 +94,11 @@ def receipt_checks() -> Iterator[list[float]]:
         await check(*arguments)
         taken.append(1000 * (time.thread_time() - begun))
 
-    ServerSession._check_receipt = timed
+    SessionStream._check_receipt = timed
     try:
         yield taken
     finally:
-        ServerSession._check_receipt = check
+        SessionStream._check_receipt = check
 
 
 def receipts(model: Any, prompt: torch.Tensor, steps: int) -> dict[str, float]:

@@ -44,10 +44,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.api.autograd import Cut
-from petalnode.node.client.batch.work_stream import Packed, Task, WorkSpec
+from petalnode.node.client.batch.batch_stream import BatchRequest, BatchSpec
 from petalnode.node.client.chunks import to_chunks
 from petalnode.node.client.core import SwarmClient, open_client
-from petalnode.node.client.session.server_session import SessionSpec
+from petalnode.node.client.request import WireTensor
+from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.client.text import Text
 from petalnode.node.errors import ModelError
@@ -182,11 +183,11 @@ class Prober:
         generator = torch.Generator().manual_seed(self.random.getrandbits(31))
         gradient = torch.randn(hidden.shape, generator=generator).to(hidden.dtype) * 1e-3
         (hop,) = await client.route(SessionSpec(b"", Span(0, local.num_blocks), 1, PROMPT))
-        works = WorkSpec(client.model.version, "none", dtype_name(hidden.dtype))
+        works = BatchSpec(client.model.version, "none", dtype_name(hidden.dtype))
         tensors = drawn_kept(kind, local.linears, local.hidden_size, self.random, PROMPT)
         kept = Cut(hop.span, tensors)(hop.span, slice(0, 0))
-        task = Task((Packed(*encode(hidden, "none")), Packed(*encode(gradient, "none"))), kept=kept)
-        await client.works.run(BACKWARD, hop, works, task, None)
+        task = BatchRequest((WireTensor(*encode(hidden, "none")), WireTensor(*encode(gradient, "none"))), kept=kept)
+        await client.batches.run(BACKWARD, hop, works, task, None)
 
     def verdicts(self, client: SwarmClient, *, together: bool) -> list[Verdict]:
         """A verdict for each row of what the client has seen; with `together` the truth is computed in one batch."""

@@ -10,13 +10,13 @@ import torch
 from ...protocols.framing import TensorError
 from ...protocols.tensors import decode, encode
 from ..errors import BadInput, SwarmError
-from .session.server_session import Chunk
+from .request import WireTensor
 
 PIPELINE_TOKENS: Final = 256
 """Rows times positions of one chunk of a long prompt: small enough that all servers of a chain work at once."""
 
 
-def to_chunks(hidden: torch.Tensor, codec: str, max_step_tokens: int) -> list[Chunk]:
+def to_chunks(hidden: torch.Tensor, codec: str, max_step_tokens: int) -> list[WireTensor]:
     """Cuts hidden states [batch, tokens, hidden] along the tokens.
 
     Raises:
@@ -26,12 +26,12 @@ def to_chunks(hidden: torch.Tensor, codec: str, max_step_tokens: int) -> list[Ch
         raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
     size = min(max_step_tokens, max(1, PIPELINE_TOKENS // hidden.shape[0]))
     try:
-        return [Chunk(*encode(part, codec)) for part in hidden.split(size, dim=1)]
+        return [WireTensor(*encode(part, codec)) for part in hidden.split(size, dim=1)]
     except TensorError as error:
         raise BadInput(str(error)) from None
 
 
-def from_chunks(chunks: Sequence[Chunk]) -> torch.Tensor:
+def from_chunks(chunks: Sequence[WireTensor]) -> torch.Tensor:
     """The hidden states [batch, tokens, hidden] of all chunks, on the CPU.
 
     Raises:

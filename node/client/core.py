@@ -16,16 +16,16 @@ from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
 from ...protocols.announcement import Announcement, ServerState
-from ...protocols.framing import PeerError
+from ...protocols.framing import F, MessageStream, PeerError
 from ...protocols.ids import ADAPTER, INFERENCE
-from ...protocols.training import PIECE_BYTES
-from ..credits.wallet import Wallet
+from ...protocols.training import MAX_HEADER as MAX_BATCH_HEADER
+from ...protocols.training import PIECE_BYTES, WorkStream
 from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
 from ..swarm.routing import Candidate, Hop, cheapest_chain, second_best
 from ..swarm.swarm import Swarm
 from ..trust.bundle import equivocation_bundle
 from ..trust.receipt_log import SHARED_BYTES, ReceiptArchive
-from .batch.work_pool import WorkPool
+from .batch.batch_client import BatchClient
 from .deadlines import (
     MEASURE_TIMEOUT,
     OPEN_TIMEOUT,
@@ -35,11 +35,12 @@ from .deadlines import (
     RTT_TIMEOUT,
     SUSPECT_SECONDS,
 )
-from .promise import Promise, pledged_points
+from .request import ServerClaims, pledged_points
+from .router import Payments
 from .session.saved_session import SavedSession
-from .session.server_session import HopTiming, InferenceStream, SessionSpec
 from .session.session import ClientSession
-from .session_adapter import SessionAdapter, bring, named, names_held, say_goodbye
+from .session.stream import HopTiming, InferenceStream, SessionSpec
+from .session_adapter import SessionAdapter, bring, close_stream, named, names_held
 from .swarm_model import SwarmModel
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _session_adapter(adapter: Adapter | str | None, model: SwarmModel) -> Sessio
 
 
 class SwarmClient:
-    """Opens sessions of one model, and runs batches without a cache (`works`); made by `open_client`.
+    """Opens sessions of one model, and runs batches without a cache (`batches`); made by `open_client`.
 
     Attributes:
         disagreements: of chains that were compared, in all sessions so far.
@@ -148,9 +149,9 @@ class SwarmClient:
         self._measures: dict[str, trio.Event] = {}
         self._suspects: dict[str, float] = {}
         self._seconds_per_byte: dict[str, float] = {}
-        self.purse: Wallet | None = None
+        self.payments: Payments | None = None
         self.receipts = ReceiptArchive()
-        self.works = WorkPool(self)
+        self.batches = BatchClient(self)
         self.disagreements: list[Disagreement] = []
 
     @property
@@ -243,10 +244,10 @@ class SwarmClient:
         """Notes that a server failed or said no: others are preferred for so long."""
         self._suspects[peer_id] = max(self._suspects.get(peer_id, 0.0), trio.current_time() + seconds)
 
-    def promised(self, peer_id: str) -> Promise | None:
+    def claims_of(self, peer_id: str) -> ServerClaims | None:
         """What this server has announced; None if nothing is known of it."""
         announced = self.swarm.view.get(peer_id, time.time())
-        return None if announced is None else Promise.of(announced)
+        return None if announced is None else ServerClaims.of(announced)
 
     def accuse(self, peer_id: str, reason: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
         """Notes that a server signed something else than it did, or nothing: it is not used for long.
@@ -353,10 +354,19 @@ class SwarmClient:
         Raises:
             ServerFailed: it cannot be reached.
         """
+        return await self._stream(hop, INFERENCE, wire.InferenceFrame, direct=direct)
+
+    async def batch_stream(self, hop: Hop, protocol: str) -> WorkStream:
+        """A stream for batches to the server of `hop`; `protocol` says of which kind.
+
+        Raises:
+            ServerFailed: it cannot be reached.
+        """
+        return await self._stream(hop, protocol, wire.WorkFrame, max_header=MAX_BATCH_HEADER, max_payload=PIECE_BYTES)
+
+    async def _stream(self, hop: Hop, protocol: str, frame: type[F], **options: Any) -> MessageStream[F]:
         try:
-            return await self.swarm.new_stream(
-                hop.peer_id, INFERENCE, wire.InferenceFrame, timeout=OPEN_TIMEOUT, direct=direct
-            )
+            return await self.swarm.new_stream(hop.peer_id, protocol, frame, timeout=OPEN_TIMEOUT, **options)
         except PeerError as error:
             raise ServerFailed(
                 f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}", hop.peer_id
@@ -374,24 +384,14 @@ class SwarmClient:
         if adapter is None or adapter.content is None or (record is not None and adapter.is_held_by(record.content)):
             yield
             return
-        try:
-            stream = await self.swarm.new_stream(
-                hop.peer_id,
-                ADAPTER,
-                wire.WorkFrame,
-                timeout=OPEN_TIMEOUT,
-                max_header=MAX_ADAPTER_HEADER,
-                max_payload=PIECE_BYTES,
-            )
-        except PeerError as error:
-            raise ServerFailed(
-                f"server {hop.peer_id} (blocks {hop.span}) cannot be brought the adapter: {error}", hop.peer_id
-            ) from error
+        stream = await self._stream(
+            hop, ADAPTER, wire.WorkFrame, max_header=MAX_ADAPTER_HEADER, max_payload=PIECE_BYTES
+        )
         try:
             await bring(stream, adapter, hop, self.model.version)
             yield
         finally:
-            await say_goodbye(stream)
+            await close_stream(stream)
 
     @property
     def changes(self) -> Mapping[str, torch.Tensor]:
@@ -435,15 +435,15 @@ class SwarmClient:
 
     async def payment(self, hop: Hop, spec: SessionSpec) -> Clearing | None:
         """Points for the server of `hop`, if it is busy and this client has any for it. Never raises."""
-        if self.purse is None:
+        if self.payments is None:
             return None
         announced = self.swarm.view.get(hop.peer_id, time.time())
-        return await self.purse.pay(announced, spec.batch, spec.max_length)
+        return await self.payments.pay(announced, spec.batch, spec.max_length)
 
     def paid(self, payment: Clearing) -> None:
         """Notes that a server has taken points."""
-        if self.purse is not None:
-            self.purse.spent(payment)
+        if self.payments is not None:
+            self.payments.spent(payment)
 
     def watch_direct(self, peer_id: str) -> trio.Event:
         """Set when there is a connection to this peer without a relay."""

@@ -22,10 +22,11 @@ from ..errors import BadInput
 from ..swarm.routing import Hop
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
+from .request import WireTensor
 from .session.compared_session import Session
 from .session.links import HistoryLost
 from .session.saved_session import SavedSession
-from .session.server_session import Chunk, SessionSpec
+from .session.stream import SessionSpec
 
 KEEP_SECONDS: Final = 60.0
 """How long servers keep the session of a kept conversation after its process is gone."""
@@ -176,7 +177,7 @@ class Conversation:
             on_token(token)
         return tokens[begin:]
 
-    async def _advance(self, tokens: list[int]) -> list[Chunk]:
+    async def _advance(self, tokens: list[int]) -> list[WireTensor]:
         """Brings the session to hold all of `tokens`; returns the last output."""
         try:
             return await self._send(tokens)
@@ -186,7 +187,7 @@ class Conversation:
             self._recovered += 1
             return await self._send(tokens)
 
-    async def _send(self, tokens: list[int]) -> list[Chunk]:
+    async def _send(self, tokens: list[int]) -> list[WireTensor]:
         session = await self._open()
         # At least one token is sent, because its output is what the next one is chosen from.
         start = min(_common_prefix(self._held, tokens), len(tokens) - 1, session.position)
@@ -213,13 +214,13 @@ class Conversation:
             self._session = await self._stack.enter_async_context(opened)
         return self._session
 
-    def _embed(self, tokens: list[int], position: int, session: Session) -> list[Chunk]:
+    def _embed(self, tokens: list[int], position: int, session: Session) -> list[WireTensor]:
         prompted = nullcontext() if self._soft_prompt is None else self._model.prompted(self._soft_prompt)
         with prompted:
             hidden = self._model.embed(torch.tensor([tokens]), position)
         return to_chunks(hidden, session.spec.codec, session.max_step_tokens)
 
-    def _choose(self, sampler: Sampler, tokens: list[int], hidden: list[Chunk]) -> int:
+    def _choose(self, sampler: Sampler, tokens: list[int], hidden: list[WireTensor]) -> int:
         last = from_chunks(hidden)[:, -1:]
         return sampler.next(tokens, self._model.head(last)[0, -1])
 

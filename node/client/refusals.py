@@ -8,8 +8,8 @@ from typing import Final
 from ...protocols import wire_pb2 as wire
 from ..errors import NoChainError, ServerCheated, ServerFailed, SwarmError
 from .deadlines import NOT_ALLOWED_SECONDS, SUSPECT_SECONDS
+from .request import ServerRefused
 from .router import Router
-from .session.server_session import ServerRefused
 
 MAX_FAILURES: Final = 8
 """Servers for the same blocks that may fail at one step, one after another."""

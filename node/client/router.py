@@ -1,39 +1,59 @@
-"""What a session needs of the client that opens it."""
+"""What sessions and batches need of the client that they belong to."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
 from ...crypto.credits import Clearing
 from ...crypto.receipts import Receipt
-from ..swarm.routing import Hop
+from ...protocols.announcement import Announcement
+from ...protocols.training import WorkStream
+from ..errors import NoChainError
+from ..swarm.routing import Candidate, Hop
 from ..trust.receipt_log import ReceiptArchive
 from .deadlines import SUSPECT_SECONDS
-from .promise import Promise
-from .session.server_session import HopTiming, InferenceStream, SessionSpec
+from .request import ServerClaims
+from .session.stream import HopTiming, InferenceStream, SessionSpec
+from .session_adapter import SessionAdapter
+from .swarm_model import SwarmModel
+
+if TYPE_CHECKING:
+    from .session.disjoint import Disagreement
+
+
+class Payments(Protocol):
+    """Pays busy servers for priority; a wallet, if the person has points."""
+
+    async def pay(self, server: Announcement | None, batch: int, max_length: int) -> Clearing | None:
+        """What to show this server when a session is opened; None for nothing. Never raises."""
+
+    def spent(self, clearing: Clearing) -> None:
+        """The server has taken it."""
 
 
 class Router(Protocol):
-    """Finds servers, reaches them and hears how they do."""
+    """What a session needs: finds servers, reaches them and hears how they do."""
 
     @property
     def peer_id(self) -> str: ...
-
-    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
-        """The best chain for `spec.span` without `excluded`. Raises NoChainError, BadInput."""
-
-    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
-        """The best others for the blocks of one hop of `route`. Raises NoChainError."""
 
     @property
     def receipts(self) -> ReceiptArchive:
         """Where the receipts of servers are kept."""
 
-    def promised(self, peer_id: str) -> Promise | None:
+    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
+        """The best chain for `spec.span` without `excluded`. Raises NoChainError, BadInput."""
+
+    async def standby(
+        self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()
+    ) -> tuple[Hop, ...]:
+        """The best others for the blocks of one hop of `route`. Raises NoChainError."""
+
+    def claims_of(self, peer_id: str) -> ServerClaims | None:
         """What this server has announced; None if nothing is known of it."""
 
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
@@ -61,13 +81,39 @@ class Router(Protocol):
         """
 
     def note_tokens(self, peer_id: str, tokens: int) -> None:
-        """Hears of tokens that a server answered with a receipt in order."""
+        """Counts tokens that a server answered with a receipt in order."""
 
     def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
-        """Hears of every answer, and how many bytes went both ways for it."""
+        """Takes the time of an answer, and how many bytes went both ways for it."""
 
     async def refresh(self) -> None:
         """Asks the swarm anew who is there."""
 
     def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
         """Runs `function` in the background for as long as the client lives."""
+
+
+class ModelClient(Router, Protocol):
+    """What batches and compared sessions need beyond that: they choose their chains themselves."""
+
+    disagreements: list[Disagreement]
+
+    @property
+    def model(self) -> SwarmModel: ...
+
+    def servers(self) -> tuple[Announcement, ...]:
+        """The servers of the model that may be used."""
+
+    async def candidates(
+        self, excluded: Collection[str] = (), adapter: SessionAdapter | None = None
+    ) -> tuple[Candidate, ...]:
+        """Those that answer soon, each with its round trip."""
+
+    def demand(self, spec: SessionSpec) -> Mapping[str, Any]:
+        """What a session asks of a route."""
+
+    def explained(self, error: NoChainError, any_server: bool) -> NoChainError:
+        """The error with what is known of servers that are not used."""
+
+    async def batch_stream(self, hop: Hop, protocol: str) -> WorkStream:
+        """A stream for batches to the server of `hop`. Raises ServerFailed."""

@@ -19,7 +19,7 @@ from ...protocols.training import WorkStream, send_pieces
 from ..errors import BadInput, ServerFailed
 from ..swarm.routing import Hop
 from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
-from .session.server_session import ServerRefused
+from .request import ServerRefused
 
 if TYPE_CHECKING:
     from ..blocks.client_part import ClientModel
@@ -174,8 +174,8 @@ async def _is_held(stream: WorkStream, hop: Hop) -> bool:
     return bool(frame.adapter_state.held)
 
 
-async def say_goodbye(stream: WorkStream) -> None:
-    """The session holds the adapter by now. Never raises."""
+async def close_stream(stream: WorkStream) -> None:
+    """Ends the stream: the session holds the adapter by now. Never raises."""
     with trio.CancelScope(shield=True):
         try:
             await stream.send(wire.WorkFrame(close=wire.Close()), timeout=CLOSE_TIMEOUT)

@@ -35,8 +35,8 @@ class LoggedStep:
     receipt: Receipt
     step: wire.Step | None
     asked: wire.Tensor | None
-    input: bytes | None
-    output: bytes | None
+    input: bytes | bytearray | None
+    output: bytes | bytearray | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SessionLog:
         self._keeps = keeps_tensors
         self._entries: deque[LoggedStep] = deque()
         self._limit = limit or (LAST_SHARED if keeps_tensors else LAST_RECEIPTS)
-        self._pending: OrderedDict[int, tuple[wire.Step, wire.Tensor, bytes | None]] = OrderedDict()
+        self._pending: OrderedDict[int, tuple[wire.Step, wire.Tensor, bytes | bytearray | None]] = OrderedDict()
 
     @property
     def entries(self) -> Sequence[LoggedStep]:
@@ -87,13 +87,13 @@ class SessionLog:
         self.granted = granted
         self.complete = True
 
-    def asked(self, step: wire.Step, tensor: wire.Tensor, payload: bytes) -> None:
+    def asked(self, step: wire.Step, tensor: wire.Tensor, payload: bytes | bytearray) -> None:
         """Notes what is sent, or has been sent on by another server."""
         self._pending[step.sequence] = (step, tensor, payload if self._keeps else None)
         if len(self._pending) > _MAX_PENDING:
             self._pending.popitem(last=False)
 
-    def answered(self, sequence: int, receipt: Receipt, output: bytes | None) -> None:
+    def answered(self, sequence: int, receipt: Receipt, output: bytes | bytearray | None) -> None:
         """Notes a receipt whose signature and place in the chain are right."""
         for old in [each for each in self._pending if each < sequence]:
             del self._pending[old]

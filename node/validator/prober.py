@@ -21,13 +21,14 @@ from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.tensors import decode, dtype_name, encode
 from ..blocks.client_part import ClientModel
 from ..client.api.autograd import Cut
-from ..client.batch.work_stream import KeptTensors, Packed, Task, WorkSpec
+from ..client.batch.batch_stream import BatchRequest, BatchSpec, KeptTensors
 from ..client.chunks import from_chunks, to_chunks
 from ..client.core import SwarmClient
 from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
 from ..client.dialogue import Dialogue
 from ..client.generation import Sampler, Sampling
-from ..client.session.server_session import Chunk, SessionSpec
+from ..client.request import WireTensor
+from ..client.session.stream import SessionSpec
 from ..client.swarm_model import SwarmModel
 from ..client.text import Text
 from ..errors import NoChainError, ServerFailed, SwarmError
@@ -215,7 +216,7 @@ class _Steps:
         start, self._sent = self._sent, len(self._tokens)
         return self._own.local.embed(torch.tensor([self._tokens[start:]]), start)
 
-    def take(self, answered: Sequence[Chunk]) -> bool:
+    def take(self, answered: Sequence[WireTensor]) -> bool:
         """Draws the next token from an answer; false if the answer is at its end."""
         if self._hidden is not None:
             return self._sent < len(self._tokens)
@@ -250,14 +251,14 @@ async def _train(client: SwarmClient, own: ProbeModel, probe: Probe) -> None:
     random = Random(probe.seed)
     tokens = own.rows(random, probe.rows, min(probe.new_tokens, own.local.max_positions or probe.new_tokens))
     hidden = await trio.to_thread.run_sync(_entering, own, probe.span.start, tokens)
-    works = WorkSpec(own.model.version, "none", dtype_name(hidden.dtype))
-    chunk = Packed(*encode(hidden, "none"))
+    works = BatchSpec(own.model.version, "none", dtype_name(hidden.dtype))
+    chunk = WireTensor(*encode(hidden, "none"))
     tensors = drawn_kept(probe.kind, own.local.linears, own.local.hidden_size, random, hidden.shape[1])
     cut = Cut(Span(0, own.local.num_blocks), tensors)
-    entered: list[tuple[Hop, Packed, KeptTensors | None]] = []
+    entered: list[tuple[Hop, WireTensor, KeptTensors | None]] = []
     for hop in probe.route:
         kept = await trio.to_thread.run_sync(cut, hop.span, slice(0, 0))
-        (output,) = await client.works.run(FORWARD, hop, works, Task((chunk,), kept=kept), None)
+        (output,) = await client.batches.run(FORWARD, hop, works, BatchRequest((chunk,), kept=kept), None)
         entered.append((hop, chunk, kept))
         chunk = output
 
@@ -269,10 +270,10 @@ async def _train(client: SwarmClient, own: ProbeModel, probe: Probe) -> None:
         return 1e-3 * torch.randn(left.shape, generator=generator).to(left.dtype)
 
     ahead = {  # as `BatchPass.backward` does
-        hop: await client.works.begin(hop, works, Task((given, given), kept=kept), None)
+        hop: await client.batches.begin(hop, works, BatchRequest((given, given), kept=kept), None)
         for hop, given, kept in entered[:-1]
     }
-    flowing = Packed(*encode(await trio.to_thread.run_sync(first_gradient), "none"))
+    flowing = WireTensor(*encode(await trio.to_thread.run_sync(first_gradient), "none"))
     for hop, given, kept in reversed(entered):
-        task = Task((given, flowing), kept=kept)
-        flowing, *_ = await client.works.run(BACKWARD, hop, works, task, None, ahead.get(hop))
+        task = BatchRequest((given, flowing), kept=kept)
+        flowing, *_ = await client.batches.run(BACKWARD, hop, works, task, None, ahead.get(hop))

@@ -14,7 +14,8 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import countersign
 from petalnode.node.client.core import open_client
-from petalnode.node.client.session.server_session import Chunk, SessionSpec
+from petalnode.node.client.request import WireTensor
+from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.client.sharing import auditable
 from petalnode.node.client.swarm_model import SwarmModel, identify_model
 from petalnode.node.errors import NoChainError
@@ -51,8 +52,8 @@ def run(main: Callable[[], object]) -> None:
     trio.run(bounded)
 
 
-def chunk(tokens: int, seed: int) -> Chunk:
-    return Chunk(*encode(torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed)), "none"))
+def chunk(tokens: int, seed: int) -> WireTensor:
+    return WireTensor(*encode(torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed)), "none"))
 
 
 def test_a_client_s_answers_are_recomputed_afterwards(shared_swarm: SharedSwarm) -> None:

@@ -12,8 +12,8 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import Receipt
-from petalnode.node.client.promise import Promise
-from petalnode.node.client.session.server_session import Chunk, ServerSession, SessionSpec
+from petalnode.node.client.request import ServerClaims, WireTensor
+from petalnode.node.client.session.stream import SessionSpec, SessionStream
 from petalnode.node.errors import ServerCheated, ServerFailed
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.routing import Hop
@@ -28,7 +28,7 @@ from tests.unit.test_receipts import RECEIPT
 
 OTHER = Identity.from_seed(bytes(range(32)))
 SPEC = SessionSpec(model_version=b"m" * 32, span=Span(0, 2), batch=1, max_length=16)
-PROMISE = Promise(SPEC.model_version, Span(0, 4), "float32", "none")
+CLAIMS = ServerClaims(SPEC.model_version, Span(0, 4), "float32", "none")
 HONEST_MISTAKES = ("another position", "another sequence", "the answer before, once more")
 """Answers that nobody signed: they are of no use, but say nothing of what the server would sign."""
 Cheat = Callable[[wire.Reply, Receipt, Identity], None]
@@ -156,7 +156,7 @@ def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStrea
     return handle
 
 
-def talk(cheat: Cheat | None, promise: Promise | None = None, log: SessionLog | None = None) -> None:
+def talk(cheat: Cheat | None, claims: ServerClaims | None = None, log: SessionLog | None = None) -> None:
     async def main() -> None:
         identity = Identity.generate()
         with trio.fail_after(40):
@@ -165,11 +165,13 @@ def talk(cheat: Cheat | None, promise: Promise | None = None, log: SessionLog | 
                 config = SwarmConfig(Identity.generate(), peers=tuple(server.addrs), serve_dht=False)
                 async with open_swarm(config) as client:
                     stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=10)
-                    session = ServerSession(
-                        stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id, promise=promise, log=log
+                    session = SessionStream(
+                        stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id, claims=claims, log=log
                     )
                     await session.open(1, None, None)
-                    chunk = Chunk(wire.Tensor(shape=[1, 1, 4], dtype="float32", codec="none", nbytes=16), bytes(16))
+                    chunk = WireTensor(
+                        wire.Tensor(shape=[1, 1, 4], dtype="float32", codec="none", nbytes=16), bytes(16)
+                    )
                     assert (await session.exchange(chunk, 0, (), 1)).payload == bytes(16)
                     if cheat is None:
                         await session.exchange(chunk, 1, (), 1)
@@ -185,7 +187,7 @@ def talk(cheat: Cheat | None, promise: Promise | None = None, log: SessionLog | 
 
 def test_an_honest_server_is_believed_and_its_receipts_kept() -> None:
     log = SessionLog("server", keeps_tensors=True)
-    talk(None, PROMISE, log)
+    talk(None, CLAIMS, log)
     assert log.complete and log.opening is not None and log.granted is not None
     assert [each.receipt.sequence for each in log.entries] == [1, 2]
     assert [each.step and each.step.position for each in log.entries] == [0, 1]
@@ -200,7 +202,7 @@ def test_a_reply_that_comes_again_has_to_be_the_same(signer: bool) -> None:
     """Two answers to one request, signed by the server, are kept as the proof."""
     server = Identity.generate()
     log = SessionLog(server.peer_id)
-    session = ServerSession(None, Hop(server.peer_id, SPEC.span), SPEC, OTHER.peer_id, log=log)  # type: ignore[arg-type]
+    session = SessionStream(None, Hop(server.peer_id, SPEC.span), SPEC, OTHER.peer_id, log=log)  # type: ignore[arg-type]
     first = replace(RECEIPT, sequence=3).signed(server)
     log.answered(3, first, None)
     session._answered = 4
@@ -214,7 +216,7 @@ def test_a_reply_that_comes_again_has_to_be_the_same(signer: bool) -> None:
 @pytest.mark.parametrize("promised", [{"dtype": "bfloat16"}, {"quantisation": "nf4"}])
 def test_a_server_is_held_to_what_it_announced(promised: dict[str, str]) -> None:
     with pytest.raises(ServerCheated, match="announces"):
-        talk(None, replace(PROMISE, **promised))  # type: ignore[arg-type]
+        talk(None, replace(CLAIMS, **promised))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", CHEATS)

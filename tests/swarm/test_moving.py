@@ -19,8 +19,8 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.client.chunks import from_chunks, to_chunks
-from petalnode.node.client.session.server_session import InferenceStream, SessionSpec
 from petalnode.node.client.session.session import ClientSession
+from petalnode.node.client.session.stream import InferenceStream, SessionSpec
 from petalnode.node.errors import NoChainError, ServerFailed
 from petalnode.node.network.host import Host
 from petalnode.node.network.transport.path import Path as Way
@@ -109,7 +109,7 @@ class OneRoute(Ways):
     def receipts(self) -> ReceiptArchive:
         return ReceiptArchive()
 
-    def promised(self, peer_id: str) -> None:
+    def claims_of(self, peer_id: str) -> None:
         pass
 
     def adapter_at(self, hop: Hop, spec: SessionSpec) -> AbstractAsyncContextManager[None]:

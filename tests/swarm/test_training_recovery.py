@@ -14,7 +14,7 @@ import trio
 
 from petalnode import PromptTuning
 from petalnode.node.client import core
-from petalnode.node.client.batch import work_pool
+from petalnode.node.client.batch import batch_client as work_pool
 from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD, FORWARD

@@ -23,7 +23,7 @@ from petalnode import (
     PromptTuning,
     load_adapter,
 )
-from petalnode.node.client.batch import work_pool
+from petalnode.node.client.batch import batch_client as work_pool
 from petalnode.node.errors import BadInput
 from petalnode.node.models.adapters.note import AdapterNote, Method, read_note
 from petalnode.node.tuning.adapter_folder import save_adapter

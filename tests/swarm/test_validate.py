@@ -17,7 +17,8 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.core import open_client
-from petalnode.node.client.session.server_session import Chunk, SessionSpec
+from petalnode.node.client.request import WireTensor
+from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.client.text import Text
 from petalnode.node.models import compute_manifest, resolve
@@ -189,7 +190,7 @@ async def talk(swarm: SuspectSwarm, identity: Identity, auditor: str | None) -> 
             async with client.session(spec) as session:
                 for seed, tokens in enumerate((6, 1, 1)):
                     hidden = torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
-                    await session.step([Chunk(*encode(hidden, "none"))])
+                    await session.step([WireTensor(*encode(hidden, "none"))])
 
 
 def test_the_service_finds_who_is_honest_to_strangers(swarms: dict[str, SuspectSwarm], tmp_path: Path) -> None:

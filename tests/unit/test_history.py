@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.history import REPLAY_TOKENS, History, Input
-from petalnode.node.client.session.server_session import Chunk
 from petalnode.protocols.wire_pb2 import Tensor
 
 HIDDEN = 3
@@ -20,16 +20,16 @@ MAX_LENGTH = 24
 WIDTHS = {("float32", "none"): 4, ("float32", "float16"): 2, ("float32", "bfloat16"): 2}
 
 
-def chunk(tokens: Sequence[Sequence[int]], codec: str = "none") -> Chunk:
+def chunk(tokens: Sequence[Sequence[int]], codec: str = "none") -> WireTensor:
     """Hidden states of [rows, tokens, HIDDEN] in which every byte tells the token."""
     width = WIDTHS[("float32", codec)]
     cells = np.array(tokens, dtype=np.uint8)
     payload = np.repeat(cells, HIDDEN * width, axis=1).tobytes()
     shape = [*cells.shape, HIDDEN]
-    return Chunk(Tensor(shape=shape, dtype="float32", codec=codec, nbytes=len(payload)), payload)
+    return WireTensor(Tensor(shape=shape, dtype="float32", codec=codec, nbytes=len(payload)), payload)
 
 
-def tokens_of(each: Chunk) -> list[list[int]]:
+def tokens_of(each: WireTensor) -> list[list[int]]:
     rows, tokens, hidden = each.tensor.shape
     assert each.tensor.nbytes == len(each.payload)
     cells = np.frombuffer(each.payload, dtype=np.uint8).reshape(rows, tokens, hidden, -1)
@@ -183,7 +183,7 @@ def test_blocks_of_a_codec_that_shares_scales_stay_single() -> None:
     for position in range(5):
         payload = numbers.randbytes(70)
         tensor = Tensor(shape=[1, 1, 64], dtype="float32", codec="int8-block64", nbytes=len(payload))
-        sent.append(Input(position, (), Chunk(tensor, payload)))
+        sent.append(Input(position, (), WireTensor(tensor, payload)))
         history.append(sent[-1])
     assert history.replay(5, 512) == sent
     assert history.replay(3, 512) == sent[:3]

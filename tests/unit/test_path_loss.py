@@ -7,26 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.client.deadlines import patience, push_patience
-from petalnode.node.client.session.path_loss import (
+from petalnode.node.client.session.recovery import (
     LEAST_HEAD_START,
     LONGEST_TIMEOUT,
     MOST_HEAD_START,
     MOST_LOSSES,
     Loss,
-    Plan,
+    LossPlan,
     after_loss,
     attempt_timeout,
 )
 
 
 def test_a_session_that_is_kept_is_waited_for_and_others_are_prepared_a_little_later() -> None:
-    assert after_loss(Loss(kept=15.0)) == Plan(rejoin=True, replace_after=LEAST_HEAD_START)
-    assert after_loss(Loss(kept=15.0, round_trip=0.1)) == Plan(rejoin=True, replace_after=0.8)
-    assert after_loss(Loss(kept=15.0, round_trip=float("inf"))) == Plan(rejoin=True, replace_after=MOST_HEAD_START)
+    assert after_loss(Loss(kept=15.0)) == LossPlan(rejoin=True, replace_after=LEAST_HEAD_START)
+    assert after_loss(Loss(kept=15.0, round_trip=0.1)) == LossPlan(rejoin=True, replace_after=0.8)
+    assert after_loss(Loss(kept=15.0, round_trip=float("inf"))) == LossPlan(rejoin=True, replace_after=MOST_HEAD_START)
 
 
 def test_after_a_failed_attempt_others_are_prepared_at_once() -> None:
-    assert after_loss(Loss(kept=15.0, attempts=1, round_trip=0.2)) == Plan(rejoin=True, replace_after=0.0)
+    assert after_loss(Loss(kept=15.0, attempts=1, round_trip=0.2)) == LossPlan(rejoin=True, replace_after=0.0)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_after_a_failed_attempt_others_are_prepared_at_once() -> None:
     ],
 )
 def test_the_same_server_is_not_waited_for(loss: Loss) -> None:
-    assert after_loss(loss) == Plan(rejoin=False, replace_after=0.0)
+    assert after_loss(loss) == LossPlan(rejoin=False, replace_after=0.0)
 
 
 @given(st.builds(Loss, kept=st.floats(0, 200), round_trip=st.floats(0, 1e9), attempts=st.integers(0, 50)))

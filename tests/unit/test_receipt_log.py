@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from petalnode.crypto.receipts import Receipt
-from petalnode.node.client.promise import Promise, check_time
+from petalnode.node.client.request import ServerClaims, check_time
 from petalnode.node.trust.receipt_log import LAST_SESSIONS, LoggedBatch, ReceiptArchive, SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
@@ -87,7 +87,7 @@ def test_clocks_may_differ_a_little(seconds: float, fine: bool) -> None:
 
 
 def test_a_server_that_has_not_announced_its_dtype_promises_nothing() -> None:
-    promise = Promise(b"m" * 32, Span(0, 4), "", "none")
-    assert promise.broken_by(RECEIPT) is None
-    assert replace(promise, dtype="float32").broken_by(RECEIPT)
-    assert replace(promise, dtype="bfloat16").broken_by(RECEIPT) is None
+    claims = ServerClaims(b"m" * 32, Span(0, 4), "", "none")
+    assert claims.broken_by(RECEIPT) is None
+    assert replace(claims, dtype="float32").broken_by(RECEIPT)
+    assert replace(claims, dtype="bfloat16").broken_by(RECEIPT) is None

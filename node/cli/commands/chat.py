@@ -227,7 +227,7 @@ async def chat_in(
         adapter=adapter,
     ) as client:
         if options.credits is not None:
-            client.purse = Wallet(swarm, swarm.identity, options.credits)
+            client.payments = Wallet(swarm, swarm.identity, options.credits)
         held = await client.adapter()
         conversation = Conversation(
             client, model, max_length=context, stop_tokens=text.stop_tokens, soft_prompt=soft_prompt

@@ -15,9 +15,10 @@ from ....protocols.ids import Span
 from ....protocols.tensors import decode, dtype_name, encode
 from ....protocols.training import PROMPTS, LoraName
 from ...errors import BadInput, SwarmError
-from ..batch.training import BatchPass, MicroBatch, PassSpec
-from ..batch.work_stream import KeptTensors, Packed, WorkSpec
+from ..batch.batch_pass import BatchPass, MicroBatch, PassSpec
+from ..batch.batch_stream import BatchSpec, KeptTensors
 from ..core import SwarmClient
+from ..request import WireTensor
 from .runtime import TrioThread
 
 
@@ -77,9 +78,9 @@ class RemotePass:
         self, hidden: torch.Tensor, kept: Mapping[str, torch.Tensor], gradients: bool
     ) -> tuple[torch.Tensor, BatchPass]:
         """What the blocks make of it, and what a backward pass starts from, if there are to be gradients."""
-        pool = self.runtime.value.works
+        pool = self.runtime.value.batches
         try:
-            works = WorkSpec(self.runtime.value.model.version, self.codec, dtype_name(hidden.dtype))
+            works = BatchSpec(self.runtime.value.model.version, self.codec, dtype_name(hidden.dtype))
             for tensor in kept.values():
                 dtype_name(tensor.dtype)
         except TensorError as error:
@@ -116,7 +117,7 @@ class RemotePass:
             positions = tuple(_of_rows(self.positions, rows, hidden).flatten().tolist())
             if positions == tuple(range(hidden.shape[1])) * (rows.stop - rows.start):
                 positions = ()
-        return MicroBatch(rows, Packed(*encode(hidden[rows], self.codec)), mask, positions)
+        return MicroBatch(rows, WireTensor(*encode(hidden[rows], self.codec)), mask, positions)
 
     def backward(
         self, batch: BatchPass, gradient: torch.Tensor, kept: Mapping[str, torch.Size]
@@ -124,7 +125,7 @@ class RemotePass:
         """Gradients with respect to the hidden states, and to what servers kept, of these shapes."""
         _check_finite(gradient, "the gradients that come from the loss")
         found = self.runtime.call(
-            batch.backward, [Packed(*encode(gradient[part.rows], self.codec)) for part in batch.parts]
+            batch.backward, [WireTensor(*encode(gradient[part.rows], self.codec)) for part in batch.parts]
         )
         hidden = _joined([each.hidden for each in found]).to(gradient.device)
         totals = {name: torch.zeros(shape) for name, shape in kept.items()}
@@ -176,7 +177,7 @@ class Cut:
                 cut[name] = tensor
         if not cut:
             return None
-        return KeptTensors.of(list(cut), [Packed(*encode(tensor, "none")) for tensor in cut.values()])
+        return KeptTensors.of(list(cut), [WireTensor(*encode(tensor, "none")) for tensor in cut.values()])
 
 
 def _of_rows(given: torch.Tensor, rows: slice, hidden: torch.Tensor) -> torch.Tensor:
@@ -192,7 +193,7 @@ def _bits(mask: torch.Tensor) -> bytes:
     return bytes((flat * weights).sum(1).tolist())
 
 
-def _joined(chunks: list[Packed]) -> torch.Tensor:
+def _joined(chunks: list[WireTensor]) -> torch.Tensor:
     try:
         parts = [decode(chunk.tensor, chunk.payload) for chunk in chunks]
     except TensorError as error:

@@ -17,7 +17,7 @@ from ...errors import BadInput, PetalnodeError
 from ..chunks import from_chunks, to_chunks
 from ..core import SwarmClient
 from ..session.compared_session import Session
-from ..session.server_session import SessionSpec
+from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
 from .runtime import TrioThread
 

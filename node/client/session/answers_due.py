@@ -8,7 +8,7 @@ _LOOK_BACK: Final = 16
 """Steps behind the last answer that are remembered; a server holds the replies to four."""
 
 
-class AnswersDue:
+class OutstandingReplies:
     """Counts the ways on which a step comes to a server, and its answers.
 
     A server answers a step that it has done once more when its client sends it again, be it that another server had

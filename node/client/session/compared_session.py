@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
 import trio
@@ -22,15 +22,13 @@ from ...verification.judging import judge_answer
 from ...verification.tolerances import Kind, Tolerance
 from ..chunks import from_chunks
 from ..deadlines import RETRY_INTERVAL
-from ..router import Router
+from ..request import WireTensor
+from ..router import ModelClient, Router
 from .comparing import Agreement, decide, parting, tolerance_between
 from .disjoint import Disagreement, Settled, Weights, plan_chains
 from .links import Link
-from .server_session import Chunk, SessionSpec
 from .session import ClientSession
-
-if TYPE_CHECKING:
-    from ..core import SwarmClient
+from .stream import SessionSpec
 
 REPLACE_RETRY: Final = 30.0
 """Seconds after which another chain is looked for again where there was none."""
@@ -45,7 +43,7 @@ log = logging.getLogger(__name__)
 class _Lane:
     """The client as one of the chains sees it: servers of the other chains, and other weights, are out of bounds."""
 
-    def __init__(self, client: SwarmClient, session: ComparedSession, planned: tuple[Hop, ...] = ()) -> None:
+    def __init__(self, client: ModelClient, session: ComparedSession, planned: tuple[Hop, ...] = ()) -> None:
         self._client = client
         self._session = session
         self._planned = planned
@@ -101,7 +99,7 @@ class _Verdict:
 class ComparedSession:
     """As `ClientSession`, through `count` chains; made by `SwarmClient.session`."""
 
-    def __init__(self, client: SwarmClient, spec: SessionSpec, count: int, wait: bool) -> None:
+    def __init__(self, client: ModelClient, spec: SessionSpec, count: int, wait: bool) -> None:
         # Several sessions to take up again are none: what is kept is the text.
         self.spec = replace(spec, keep=0.0)
         self.choosing = trio.Lock()
@@ -200,7 +198,7 @@ class ComparedSession:
         for chain in chains:
             await chain.session.close()
 
-    async def step(self, chunks: Sequence[Chunk], reorder: Sequence[int] = ()) -> list[Chunk]:
+    async def step(self, chunks: Sequence[WireTensor], reorder: Sequence[int] = ()) -> list[WireTensor]:
         """As `ClientSession.step`, through all chains; returns what they agree on.
 
         Raises:
@@ -212,7 +210,7 @@ class ComparedSession:
         if len(self._chains) < 2 and not self._alone:
             raise SwarmError("there are no two chains left to compare: start more servers, or compare fewer chains")
         before = self.position
-        outputs: dict[int, list[Chunk]] = {}
+        outputs: dict[int, list[WireTensor]] = {}
         self._torn = bool(reorder)
         done = False
         try:
@@ -283,7 +281,7 @@ class ComparedSession:
             max(len(route) for route in routes),
         )
 
-    async def _compare(self, before: int, answers: Sequence[list[Chunk]]) -> list[Chunk]:
+    async def _compare(self, before: int, answers: Sequence[list[WireTensor]]) -> list[WireTensor]:
         """The answer that is believed; the chains with others are gone after it."""
         if len(self._chains) < 2:
             return answers[0]
@@ -332,7 +330,7 @@ class ComparedSession:
         log.warning("%s", told)
         return answers[verdict.kept[0]]
 
-    def _pairs(self, answers: Sequence[list[Chunk]]) -> list[tuple[_Chain, list[Chunk]]]:
+    def _pairs(self, answers: Sequence[list[WireTensor]]) -> list[tuple[_Chain, list[WireTensor]]]:
         return list(zip(self._chains, answers, strict=True))
 
     def _counts(self, before: int, tokens: int) -> torch.Tensor:

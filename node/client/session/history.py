@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ....protocols.wire_pb2 import Tensor
-from .server_session import Chunk
+from ..request import WireTensor
 
 REPLAY_TOKENS: Final = 512
 """Rows times positions of one step of a replay."""
@@ -25,7 +25,7 @@ class Input:
 
     position: int
     reorder: tuple[int, ...]
-    chunk: Chunk
+    chunk: WireTensor
 
     @property
     def end(self) -> int:
@@ -103,7 +103,8 @@ def _cut(step: Input, end: int) -> Input:
     payload = b"".join(step.chunk.payload[start : start + kept_bytes] for start in starts)
     shape = [rows, end - step.position, hidden]
     return replace(
-        step, chunk=Chunk(Tensor(shape=shape, dtype=tensor.dtype, codec=tensor.codec, nbytes=len(payload)), payload)
+        step,
+        chunk=WireTensor(Tensor(shape=shape, dtype=tensor.dtype, codec=tensor.codec, nbytes=len(payload)), payload),
     )
 
 
@@ -140,4 +141,4 @@ def _merge(group: list[Input]) -> Input:
     payload = b"".join(parts)
     tokens = sum(each.chunk.tokens for each in group)
     tensor = Tensor(shape=[rows, tokens, first.shape[2]], dtype=first.dtype, codec=first.codec, nbytes=len(payload))
-    return Input(group[0].position, group[0].reorder, Chunk(tensor, payload))
+    return Input(group[0].position, group[0].reorder, WireTensor(tensor, payload))

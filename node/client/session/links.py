@@ -11,8 +11,8 @@ from ...errors import ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
 from ..router import Router
 from .history import History, Input, merged
-from .server_session import ServerSession, SessionSpec
-from .tether import Tether
+from .reconnector import SessionReconnector
+from .stream import SessionSpec, SessionStream
 
 
 class HistoryLost(SwarmError):
@@ -26,11 +26,11 @@ class Link:
     `usual`: seconds that its last answers took per token, beyond the round trip. `tether`: once it is in the chain.
     """
 
-    server: ServerSession
+    server: SessionStream
     history: History = field(default_factory=History)
     usual: float | None = None
     standby: Standby | None = None
-    tether: Tether | None = None
+    tether: SessionReconnector | None = None
     no_standby_until: float = 0.0
 
     def note(self, tokens: int) -> None:
@@ -102,12 +102,12 @@ async def open_links(
         payment = await router.payment(hop, spec)
         async with router.adapter_at(hop, spec):
             stream = await router.connect(hop)
-            server = ServerSession(
+            server = SessionStream(
                 stream,
                 hop,
                 spec,
                 router.peer_id,
-                promise=router.promised(hop.peer_id),
+                claims=router.claims_of(hop.peer_id),
                 log=router.receipts.session(hop.peer_id),
             )
             opened[hop] = Link(server)

@@ -13,7 +13,7 @@ from ..refusals import is_lost, note_failure, with_refusals
 from ..router import Router
 from .history import History
 from .links import HistoryLost, Link, close_links, open_links, replay, step_limit
-from .server_session import SessionSpec
+from .stream import SessionSpec
 
 
 @dataclass

@@ -13,7 +13,7 @@ from ...swarm.routing import Hop
 from ..router import Router
 from .history import History
 from .links import Link, close_links
-from .server_session import ServerSession, SessionSpec
+from .stream import SessionSpec, SessionStream
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ async def resumed_links(router: Router, spec: SessionSpec, saved: SavedSession) 
 
     async def resume_one(each: SavedLink) -> None:
         hop = Hop(each.peer_id, Span(each.start, each.end))
-        stream, promise = await router.connect(hop), router.promised(hop.peer_id)
-        server = ServerSession(stream, hop, spec, router.peer_id, each.nonce, promise=promise)
+        stream, claims = await router.connect(hop), router.claims_of(hop.peer_id)
+        server = SessionStream(stream, hop, spec, router.peer_id, each.nonce, claims=claims)
         links.append(Link(server))
         positions.append(await server.resume(each.epoch))
 

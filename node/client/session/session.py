@@ -21,14 +21,15 @@ from ...errors import BadInput, ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
 from ..deadlines import PUSH_RETRY, STANDBY_POLL, STANDBY_RETRY, patience, push_patience
 from ..refusals import give_up_on_the_step, note_failure
+from ..request import WireTensor
 from ..router import Router
 from .history import History, Input
 from .links import Link, Standby, catch_up, close_links, leave_links, open_links, step_limit
 from .opening import RouteEpoch, open_chain
-from .path_loss import Loss, after_loss
+from .reconnector import PathChanges, SessionReconnector
+from .recovery import Loss, after_loss
 from .saved_session import SavedSession, resumed_links, saved_session
-from .server_session import Answer, Chunk, HopTiming, SessionSpec, StreamLost
-from .tether import PathChanges, Tether
+from .stream import Answer, HopTiming, SessionSpec, StreamLost
 
 STANDBY_LAG: Final = 2
 """Tokens that a standby may be behind when it is called ready: what the switch costs at most."""
@@ -133,7 +134,7 @@ class ClientSession:
                 await close_links(link.standby.links)
         await (leave_links(links) if self.spec.keep else close_links(links))
 
-    async def step(self, chunks: Sequence[Chunk], reorder: Sequence[int] = ()) -> list[Chunk]:
+    async def step(self, chunks: Sequence[WireTensor], reorder: Sequence[int] = ()) -> list[WireTensor]:
         """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers.
 
         `reorder` says for each row whose cache it continues, before the first chunk. Servers that fail are replaced.
@@ -173,7 +174,7 @@ class ClientSession:
             self._position = position
         return out
 
-    async def _through(self, links: list[Link], step: Input, push: bool) -> Chunk:
+    async def _through(self, links: list[Link], step: Input, push: bool) -> WireTensor:
         """Runs one step through `links`, replacing in that list whichever server fails.
 
         With `push` the first server is told of the others and every server hands its output to the next one itself;
@@ -244,7 +245,7 @@ class ClientSession:
             targets=targets,
         )
 
-    async def _answer(self, link: Link, asked: wire.Step, chunk: Chunk, pushed: bool) -> Answer:
+    async def _answer(self, link: Link, asked: wire.Step, chunk: WireTensor, pushed: bool) -> Answer:
         """Waits for a server's answer; when it is late, sends what may have been lost and prepares a standby.
 
         Raises:
@@ -281,9 +282,9 @@ class ClientSession:
             pair = (self._links[index - 1].server.hop.peer_id, link.server.hop.peer_id)
             self._no_push[pair] = trio.current_time() + PUSH_RETRY
 
-    async def _pipeline(self, inputs: Sequence[Input]) -> list[Chunk]:
+    async def _pipeline(self, inputs: Sequence[Input]) -> list[WireTensor]:
         """Runs many steps at once, each server on another one."""
-        out: list[Chunk] = []
+        out: list[WireTensor] = []
         stages = [[link] for link in self._links]
 
         async def stage(
@@ -316,10 +317,10 @@ class ClientSession:
 
     # --- recovery
 
-    def _tethered(self, link: Link) -> Tether:
+    def _tethered(self, link: Link) -> SessionReconnector:
         """The link's tether, which is made when the link is first used in the chain."""
         if link.tether is None:
-            link.tether = Tether(self._router, link.server, self._between_steps, self.paths)
+            link.tether = SessionReconnector(self._router, link.server, self._between_steps, self.paths)
             self._router.start_soon(link.tether.run)
         return link.tether
 

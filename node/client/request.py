@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +12,32 @@ from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import CLOCK_TOLERANCE, Announcement, pledge_from_wire
 from ...protocols.ids import Span
+from ..errors import ServerFailed
+
+
+@dataclass(frozen=True)
+class WireTensor:
+    """A tensor as it stands on the wire; hidden states are [batch, tokens, hidden]."""
+
+    tensor: wire.Tensor
+    payload: bytes | bytearray
+
+    @property
+    def tokens(self) -> int:
+        return self.tensor.shape[1]
+
+
+class ServerRefused(ServerFailed):
+    """A server answered with an error; `code` is the protocol's."""
+
+    def __init__(self, message: str, peer_id: str, code: wire.ErrorCode.ValueType) -> None:
+        super().__init__(message, peer_id)
+        self.code = code
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
 
 
 def check_time(receipt: Receipt, since_ms: int, now_ms: int) -> str | None:
@@ -73,7 +100,7 @@ def granted_pledge(
 
 
 @dataclass(frozen=True)
-class Promise:
+class ServerClaims:
     """What a server announced. An empty `dtype` or `quantisation` promises nothing."""
 
     model_version: bytes
@@ -83,7 +110,7 @@ class Promise:
     pledge: Pledge | None = None
 
     @classmethod
-    def of(cls, announced: Announcement) -> Promise:
+    def of(cls, announced: Announcement) -> ServerClaims:
         # A server that is still loading does not know its dtype.
         return cls(announced.model_version, announced.span, announced.dtype, announced.quantisation, announced.pledge)
 

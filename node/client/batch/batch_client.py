@@ -5,30 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 import trio
 
 from ....protocols import wire_pb2 as wire
-from ....protocols.framing import PeerError
 from ....protocols.ids import BACKWARD, Span
-from ....protocols.training import MAX_HEADER, PIECE_BYTES
 from ...errors import NoChainError, ServerFailed
 from ...swarm.routing import Candidate, Hop, cheapest_chain
 from ..deadlines import (
-    OPEN_TIMEOUT,
     RECOVERY_TIMEOUT,
     REOPEN_TIMEOUT,
     RETRY_INTERVAL,
     work_patience,
 )
 from ..refusals import is_lost, not_allowed, note_failure, with_refusals
-from ..session.server_session import ServerRefused
+from ..request import ServerRefused, WireTensor
+from ..router import ModelClient
+from .batch_stream import BatchReply, BatchRequest, BatchSpec, BatchStream, PendingBatch, StreamBroken
 from .chains import Chain, apportion, choose_chains, cut, rows_of_micro_batch, seconds_of, stages_of
-from .work_stream import Packed, Reply, Sent, ServerWorks, StreamBroken, Task, WorkSpec
-
-if TYPE_CHECKING:
-    from ..core import SwarmClient
 
 T = TypeVar("T")
 
@@ -41,7 +36,7 @@ BACKWARD_COST: Final = 3.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """For each micro-batch its rows and its chain."""
 
     rows: list[int]
@@ -56,7 +51,7 @@ class _Slot:
     """
 
     lock: trio.Lock = field(default_factory=trio.Lock)
-    works: ServerWorks | None = None
+    works: BatchStream | None = None
     users: int = 0
     used: float = 0.0
     whole_until: float = -inf
@@ -67,11 +62,11 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class Begun:
+class StartedBackward:
     """A work of a backward pass that has gone out without its gradient. `run` finishes it, else `abandon` must."""
 
-    works: ServerWorks
-    sent: Sent
+    works: BatchStream
+    sent: PendingBatch
     slot: _Slot
 
     async def abandon(self) -> None:
@@ -85,19 +80,21 @@ class Begun:
 class _Key:
     protocol: str
     hop: Hop
-    spec: WorkSpec
+    spec: BatchSpec
 
 
-class WorkPool:
+class BatchClient:
     """Runs works at servers over streams that are kept between batches; one per client."""
 
-    def __init__(self, client: SwarmClient) -> None:
+    def __init__(self, client: ModelClient) -> None:
         self._client = client
         self._slots: dict[_Key, _Slot] = {}
         self._no_gradients: dict[str, ServerFailed] = {}
         self._speeds: dict[str, float] = {}  # seconds of a token in a block, by peer
 
-    async def plan(self, span: Span, batch: int, tokens: int, token_bytes: int, *, gradients: bool, wait: bool) -> Plan:
+    async def plan(
+        self, span: Span, batch: int, tokens: int, token_bytes: int, *, gradients: bool, wait: bool
+    ) -> BatchPlan:
         """How a batch of `batch` rows of `tokens` tokens goes through the blocks of `span`.
 
         With `gradients`, servers that give none are left out.
@@ -106,7 +103,7 @@ class WorkPool:
             NoChainError: no chain covers the span; `missing` and the text name the blocks.
         """
 
-        def choose(candidates: Mapping[str, Candidate]) -> Plan:
+        def choose(candidates: Mapping[str, Candidate]) -> BatchPlan:
             chains = choose_chains(
                 list(candidates.values()),
                 span,
@@ -124,7 +121,7 @@ class WorkPool:
                 for each in chains
             ]
             rows = cut(batch, most)
-            return Plan(rows, [chains[number] for number in apportion(len(rows), stages)])
+            return BatchPlan(rows, [chains[number] for number in apportion(len(rows), stages)])
 
         self._forget_idle()
         excluded = self._no_gradients if gradients else {}
@@ -174,7 +171,9 @@ class WorkPool:
             await self._client.refresh()
             fresh = True
 
-    async def begin(self, hop: Hop, spec: WorkSpec, task: Task, timeout: float | None) -> Begun | None:
+    async def begin(
+        self, hop: Hop, spec: BatchSpec, task: BatchRequest, timeout: float | None
+    ) -> StartedBackward | None:
         """Sends a work of a backward pass without its gradient, so that the server computes forward in the meantime.
 
         Of the gradient in `task` only the description is used. None if the server cannot have it so; what is wrong
@@ -189,7 +188,7 @@ class WorkPool:
                 works = slot.works = await self._usable(slot, BACKWARD, hop, spec)
             if works.takes_gradients_later:
                 sent = await works.begin(task, timeout or self._patience(hop, task, BACKWARD))
-                return Begun(works, sent, slot)
+                return StartedBackward(works, sent, slot)
         except (ServerFailed, StreamBroken):
             pass
         except BaseException:
@@ -202,11 +201,11 @@ class WorkPool:
         self,
         protocol: str,
         hop: Hop,
-        spec: WorkSpec,
-        task: Task,
+        spec: BatchSpec,
+        task: BatchRequest,
         timeout: float | None,
-        begun: Begun | None = None,
-    ) -> list[Packed]:
+        begun: StartedBackward | None = None,
+    ) -> list[WireTensor]:
         """One work at the server of `hop`: the checked tensors of its reply. `begun` is that work without its gradient.
 
         Raises:
@@ -239,31 +238,19 @@ class WorkPool:
         finally:
             slot.leave()
 
-    async def _usable(self, slot: _Slot, protocol: str, hop: Hop, spec: WorkSpec) -> ServerWorks:
+    async def _usable(self, slot: _Slot, protocol: str, hop: Hop, spec: BatchSpec) -> BatchStream:
         if slot.works is not None and not slot.works.broken:
             if slot.users > 1 or trio.current_time() < slot.used + IDLE_SECONDS:
                 return slot.works
             await slot.works.close()
-        try:
-            stream = await self._client.swarm.new_stream(
-                hop.peer_id,
-                protocol,
-                wire.WorkFrame,
-                timeout=OPEN_TIMEOUT,
-                max_header=MAX_HEADER,
-                max_payload=PIECE_BYTES,
-            )
-        except PeerError as error:
-            raise ServerFailed(
-                f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}", hop.peer_id
-            ) from error
-        works = ServerWorks(
+        stream = await self._client.batch_stream(hop, protocol)
+        works = BatchStream(
             stream,
             hop,
             spec,
             self._client.peer_id,
             protocol,
-            promise=self._client.promised(hop.peer_id),
+            claims=self._client.claims_of(hop.peer_id),
             archive=self._client.receipts,
         )
         await works.open()
@@ -283,17 +270,17 @@ class WorkPool:
         elif not isinstance(error, ServerRefused) or error.code == wire.ERROR_INTERNAL or not_allowed(error):
             note_failure(self._client, error)
 
-    def _patience(self, hop: Hop, task: Task, protocol: str) -> float:
+    def _patience(self, hop: Hop, task: BatchRequest, protocol: str) -> float:
         cost = BACKWARD_COST if protocol == BACKWARD else 1.0
         return work_patience(self._speeds.get(hop.peer_id, 0.0) * _block_tokens(hop, task) * cost)
 
-    def _learn(self, protocol: str, hop: Hop, reply: Reply, task: Task) -> None:
+    def _learn(self, protocol: str, hop: Hop, reply: BatchReply, task: BatchRequest) -> None:
         if protocol != BACKWARD:
             seconds = reply.compute / _block_tokens(hop, task)
             self._speeds[hop.peer_id] = 0.8 * self._speeds.get(hop.peer_id, seconds) + 0.2 * seconds
 
 
-def _block_tokens(hop: Hop, task: Task) -> int:
+def _block_tokens(hop: Hop, task: BatchRequest) -> int:
     rows, tokens = task.chunks[0].tensor.shape[:2]
     return len(hop.span) * rows * tokens
 

@@ -42,7 +42,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LossPlan:
     """`rejoin`: wait for the same server. `replace_after`: seconds until others are brought to its place beside that,
     or until the first attempt has failed; whichever is ready first goes on."""
 
@@ -50,14 +50,14 @@ class Plan:
     replace_after: float
 
 
-def after_loss(loss: Loss) -> Plan:
+def after_loss(loss: Loss) -> LossPlan:
     """Whether to wait for the same server, and from when on others are prepared meanwhile."""
     if loss.kept <= 0 or loss.gone or loss.standby_ready or loss.losses > MOST_LOSSES:
-        return Plan(rejoin=False, replace_after=0.0)
+        return LossPlan(rejoin=False, replace_after=0.0)
     if loss.attempts:
-        return Plan(rejoin=True, replace_after=0.0)
+        return LossPlan(rejoin=True, replace_after=0.0)
     head_start = min(MOST_HEAD_START, max(LEAST_HEAD_START, ROUND_TRIPS * loss.round_trip))
-    return Plan(rejoin=True, replace_after=head_start)
+    return LossPlan(rejoin=True, replace_after=head_start)
 
 
 def attempt_timeout(attempts: int, round_trip: float) -> float:

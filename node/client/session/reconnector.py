@@ -11,8 +11,8 @@ import trio
 from ...errors import ServerFailed
 from ..deadlines import KEEP_GRACE, MOVE_RETRY, MOVE_TIMEOUT
 from ..router import Router
-from .path_loss import PAUSE, attempt_timeout
-from .server_session import ServerSession, StreamLost
+from .recovery import PAUSE, attempt_timeout
+from .stream import SessionStream, StreamLost
 
 _REFRESH_AFTER: Final = 2
 """Failed attempts after which the swarm is asked where the server is now."""
@@ -26,7 +26,7 @@ class PathChanges:
     moved: int = 0
 
 
-class Tether:
+class SessionReconnector:
     """Keeps one session at one server reachable, in the background; `run` is its task.
 
     A lost stream is replaced by another one to the same server as soon as it can be reached again, whether a step is
@@ -38,7 +38,7 @@ class Tether:
         attempts: of taking the session up that have failed since the stream was lost.
     """
 
-    def __init__(self, router: Router, server: ServerSession, between_steps: trio.Lock, changes: PathChanges) -> None:
+    def __init__(self, router: Router, server: SessionStream, between_steps: trio.Lock, changes: PathChanges) -> None:
         self.gone = False
         self.attempts = 0
         self._router = router

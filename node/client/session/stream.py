@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -32,8 +31,8 @@ from ...errors import ServerCheated, ServerFailed
 from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog
 from ..deadlines import CLOSE_TIMEOUT, PATH_KEEP, SEND_TIMEOUT
-from ..promise import Promise, check_time, granted_pledge
-from .answers_due import AnswersDue
+from ..request import ServerClaims, ServerRefused, WireTensor, check_time, granted_pledge, now_ms
+from .answers_due import OutstandingReplies
 
 if TYPE_CHECKING:
     from ..session_adapter import SessionAdapter
@@ -72,18 +71,6 @@ class SessionSpec:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Hidden states of [batch, tokens, hidden] as they stand on the wire."""
-
-    tensor: wire.Tensor
-    payload: bytes
-
-    @property
-    def tokens(self) -> int:
-        return self.tensor.shape[1]
-
-
-@dataclass(frozen=True)
 class HopTiming:
     """Where the time of one server's last step went, in seconds; `total` is measured at the client, from the moment
     that the server's input was there to its answer."""
@@ -98,24 +85,16 @@ class HopTiming:
 class Answer:
     """A checked reply. `handed_on`: the server has pushed its output to the next one of the chain."""
 
-    chunk: Chunk
+    chunk: WireTensor
     receipt_hash: bytes
     handed_on: bool
-
-
-class ServerRefused(ServerFailed):
-    """A server answered with an error; `code` is the protocol's."""
-
-    def __init__(self, message: str, peer_id: str, code: wire.ErrorCode.ValueType) -> None:
-        super().__init__(message, peer_id)
-        self.code = code
 
 
 class StreamLost(ServerFailed):
     """The stream to a server has ended or nothing comes on it: the server's fault, or that of the way there."""
 
 
-class ServerSession:
+class SessionStream:
     """One granted session at one server, on one stream after another.
 
     Calls may be cancelled: an answer that nobody waits for any more is skipped when the next one is read.
@@ -128,7 +107,7 @@ class ServerSession:
         pushed_steps: how many steps came to it from the server before it.
         bytes_sent, bytes_received: tensor bytes between this client and the server.
 
-    `promise` is what the server has announced, to which it is held; `log` keeps its receipts.
+    `claims` are what the server has announced, to which it is held; `log` keeps its receipts.
     """
 
     def __init__(
@@ -139,7 +118,7 @@ class ServerSession:
         client: str,
         nonce: bytes | None = None,
         *,
-        promise: Promise | None = None,
+        claims: ServerClaims | None = None,
         log: SessionLog | None = None,
     ) -> None:
         self.hop = hop
@@ -159,11 +138,11 @@ class ServerSession:
         self._granted = wire.Granted()
         self._sequence = 0
         self._answered = 0
-        self._due = AnswersDue()
+        self._due = OutstandingReplies()
         self._last_receipt = b""
-        self._promise = promise
+        self._claims = claims
         self._log = log
-        self._opened_ms = _now_ms()
+        self._opened_ms = now_ms()
         self._sent: tuple[int, InferenceStream] | None = None  # the last step that was sent, and on what
         self._attempt = 0
 
@@ -290,14 +269,14 @@ class ServerSession:
             raise self._failed("it answered with something else than Granted")
         if frame.granted.codec != spec.codec or not frame.granted.max_step_tokens:
             raise self._failed(f"it granted codec {frame.granted.codec!r} instead of {spec.codec!r}")
-        if self._promise is not None and (broken := self._promise.broken_by_grant(frame.granted)):
+        if self._claims is not None and (broken := self._claims.broken_by_grant(frame.granted)):
             raise self._cheated(broken)
         self.max_step_tokens = frame.granted.max_step_tokens
         return frame.granted
 
     def _check_pledge(self, granted: wire.Granted) -> Pledge | None:
         try:
-            return granted_pledge(granted, self.hop.peer_id, self._spec.model_version, self.hop.span, _now_ms())
+            return granted_pledge(granted, self.hop.peer_id, self._spec.model_version, self.hop.span, now_ms())
         except ValueError as error:
             raise self._cheated(str(error)) from None
 
@@ -311,7 +290,7 @@ class ServerSession:
         self._sequence += 1
         return self._sequence
 
-    async def exchange(self, chunk: Chunk, position: int, reorder: Sequence[int], route_epoch: int) -> Chunk:
+    async def exchange(self, chunk: WireTensor, position: int, reorder: Sequence[int], route_epoch: int) -> WireTensor:
         """Sends one step, with `position` tokens of a row before it, and returns the checked answer.
 
         Raises:
@@ -324,7 +303,7 @@ class ServerSession:
             raise self.silent(self._spec.step_timeout)
         return answer.chunk
 
-    async def send(self, step: wire.Step, chunk: Chunk) -> None:
+    async def send(self, step: wire.Step, chunk: WireTensor) -> None:
         """
         Raises:
             StreamLost: the server is gone or does not read.
@@ -341,7 +320,7 @@ class ServerSession:
             raise self._lost(error) from error
         self.bytes_sent += len(chunk.payload)
 
-    async def receive(self, step: wire.Step, chunk: Chunk, timeout: float) -> Answer | None:
+    async def receive(self, step: wire.Step, chunk: WireTensor, timeout: float) -> Answer | None:
         """The answer to `step`, which took `chunk`, whoever sent it; None if it did not come within `timeout` seconds.
 
         Raises:
@@ -365,7 +344,7 @@ class ServerSession:
             self._raise_refusal(frame)
             if frame.WhichOneof("body") != "reply" or len(payloads) != 1:
                 raise self._failed("it answered a step with something else than one reply")
-            answer = Chunk(frame.tensors[0], payloads[0])
+            answer = WireTensor(frame.tensors[0], payloads[0])
             self.bytes_received += len(answer.payload)
             due = self._due.answer(frame.reply.sequence)
             if frame.reply.sequence < step.sequence:
@@ -403,7 +382,9 @@ class ServerSession:
             raise self._cheated("what it sends once more is not what it sent before") from None
         raise ServerCheated(f"{self._name} cannot be believed: {what}", self.hop.peer_id, (first, receipt))
 
-    async def _checked(self, reply: wire.Reply, answer: Chunk, step: wire.Step, chunk: Chunk, begun: float) -> Answer:
+    async def _checked(
+        self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor, begun: float
+    ) -> Answer:
         tensor, asked = answer.tensor, chunk.tensor
         if reply.sequence != step.sequence:
             raise self._failed(f"it answered step {reply.sequence}, which nobody has sent")
@@ -426,7 +407,7 @@ class ServerSession:
         self.pushed_steps += reply.pushed
         return Answer(answer, self._last_receipt, reply.handed_on)
 
-    async def _check_receipt(self, reply: wire.Reply, answer: Chunk, step: wire.Step, chunk: Chunk) -> None:
+    async def _check_receipt(self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor) -> None:
         """Checks that the receipt is this server's, and for exactly what was sent and came back.
 
         Raises:
@@ -464,9 +445,9 @@ class ServerSession:
             raise self._cheated("its receipt is for something else than what was sent and came back")
         if not receipt.is_signed_by(self.hop.peer_id):
             raise self._cheated("its receipt is not signed by its key")
-        wrong = check_time(receipt, self._opened_ms, _now_ms())
-        if wrong is None and self._promise is not None:
-            wrong = self._promise.broken_by(receipt)
+        wrong = check_time(receipt, self._opened_ms, now_ms())
+        if wrong is None and self._claims is not None:
+            wrong = self._claims.broken_by(receipt)
         if wrong is not None:
             raise self._cheated(wrong)
         self._last_receipt = receipt.hash()
@@ -514,7 +495,3 @@ class ServerSession:
 
     def _cheated(self, what: str) -> ServerCheated:
         return ServerCheated(f"{self._name} cannot be believed: {what}", self.hop.peer_id)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

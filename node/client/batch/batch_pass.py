@@ -18,10 +18,10 @@ from ....protocols import wire_pb2 as wire
 from ....protocols.ids import BACKWARD, FORWARD, Span
 from ...errors import ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
-from ..session.server_session import ServerRefused
+from ..request import ServerRefused, WireTensor
+from .batch_client import BatchClient, StartedBackward
+from .batch_stream import BatchRequest, BatchSpec, KeptTensors
 from .chains import Chain
-from .work_pool import Begun, WorkPool
-from .work_stream import KeptTensors, Packed, Task, WorkSpec
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class MicroBatch:
     """Some rows of a batch, as they travel. `mask` and `positions` are those of a `Work`."""
 
     rows: slice
-    hidden: Packed
+    hidden: WireTensor
     mask: bytes = b""
     positions: tuple[int, ...] = ()
 
@@ -48,7 +48,7 @@ class PassSpec:
     """
 
     span: Span
-    works: WorkSpec
+    works: BatchSpec
     kept: Callable[[Span, slice], KeptTensors | None] | None = None
     kept_by_row: bool = False
     timeout: float | None = None
@@ -60,15 +60,15 @@ class Junction:
     """A server that a micro-batch went through, and what entered it."""
 
     hop: Hop
-    entered: Packed
+    entered: WireTensor
 
 
 @dataclass(frozen=True)
 class PartGradients:
     """Of one micro-batch: with respect to what entered the first block, and to what servers of some blocks kept."""
 
-    hidden: Packed
-    kept: tuple[tuple[Span, dict[str, Packed]], ...]
+    hidden: WireTensor
+    kept: tuple[tuple[Span, dict[str, WireTensor]], ...]
 
 
 @dataclass
@@ -81,7 +81,7 @@ class BatchPass:
         repeated: parts that were done again on another server.
     """
 
-    pool: WorkPool
+    pool: BatchClient
     spec: PassSpec
     parts: Sequence[MicroBatch]
     chains: Sequence[Chain]
@@ -90,7 +90,7 @@ class BatchPass:
     _kept: dict[tuple[int, int, int, int], KeptTensors | None] = field(default_factory=dict)
     _making: trio.Lock = field(default_factory=trio.Lock)
 
-    async def forward(self) -> list[Packed]:
+    async def forward(self) -> list[WireTensor]:
         """What the blocks make of each micro-batch.
 
         Raises:
@@ -99,12 +99,12 @@ class BatchPass:
         """
         self.junctions = [[] for _ in self.parts]
 
-        async def one(index: int) -> Packed:
+        async def one(index: int) -> WireTensor:
             return await self._along(index, self.chains[index], self.parts[index].hidden, self.junctions[index])
 
         return await _each(len(self.parts), one)
 
-    async def backward(self, gradients: Sequence[Packed]) -> list[PartGradients]:
+    async def backward(self, gradients: Sequence[WireTensor]) -> list[PartGradients]:
         """
         Args:
             gradients: for each micro-batch, with respect to what `forward` returned for it.
@@ -114,7 +114,7 @@ class BatchPass:
         """
 
         async def one(index: int) -> PartGradients:
-            kept: list[tuple[Span, dict[str, Packed]]] = []
+            kept: list[tuple[Span, dict[str, WireTensor]]] = []
             gradient = gradients[index]
             *before, last = self.junctions[index]
             ahead = [_Ahead() for _ in before]
@@ -132,7 +132,7 @@ class BatchPass:
 
         return await _each(len(self.parts), one)
 
-    async def _along(self, index: int, chain: Chain, chunk: Packed, junctions: list[Junction]) -> Packed:
+    async def _along(self, index: int, chain: Chain, chunk: WireTensor, junctions: list[Junction]) -> WireTensor:
         """Takes a micro-batch through `chain`, and others in the place of servers that fail."""
         hops = list(chain)
         failures = _Failures()
@@ -150,7 +150,7 @@ class BatchPass:
             del hops[0]
         return chunk
 
-    async def _begin(self, index: int, junction: Junction) -> Begun | None:
+    async def _begin(self, index: int, junction: Junction) -> StartedBackward | None:
         """Lets the server compute forward again while those behind it go back. A gradient has the form of its input."""
         task = await self._task(junction.hop, index, (junction.entered, junction.entered))
         return await self.pool.begin(junction.hop, self.spec.works, task, self.spec.timeout)
@@ -159,10 +159,10 @@ class BatchPass:
         self,
         index: int,
         junction: Junction,
-        gradient: Packed,
-        kept: list[tuple[Span, dict[str, Packed]]],
-        begun: Begun | None = None,
-    ) -> Packed:
+        gradient: WireTensor,
+        kept: list[tuple[Span, dict[str, WireTensor]]],
+        begun: StartedBackward | None = None,
+    ) -> WireTensor:
         """Takes a gradient back through the blocks of one junction, wherever they are now."""
         hop = junction.hop
         failures = _Failures()
@@ -188,14 +188,19 @@ class BatchPass:
             hop = chain[0]
 
     async def _run(
-        self, protocol: str, hop: Hop, index: int, chunks: tuple[Packed, ...], begun: Begun | None = None
-    ) -> list[Packed]:
+        self,
+        protocol: str,
+        hop: Hop,
+        index: int,
+        chunks: tuple[WireTensor, ...],
+        begun: StartedBackward | None = None,
+    ) -> list[WireTensor]:
         task = await self._task(hop, index, chunks)
         return await self.pool.run(protocol, hop, self.spec.works, task, self.spec.timeout, begun)
 
-    async def _task(self, hop: Hop, index: int, chunks: tuple[Packed, ...]) -> Task:
+    async def _task(self, hop: Hop, index: int, chunks: tuple[WireTensor, ...]) -> BatchRequest:
         part = self.parts[index]
-        return Task(chunks, part.mask, part.positions, await self._kept_for(hop.span, part.rows))
+        return BatchRequest(chunks, part.mask, part.positions, await self._kept_for(hop.span, part.rows))
 
     async def _kept_for(self, span: Span, rows: slice) -> KeptTensors | None:
         if self.spec.kept is None:
@@ -224,13 +229,13 @@ class _Ahead:
 
     def __init__(self) -> None:
         self._settled = trio.Event()
-        self._begun: Begun | None = None
+        self._begun: StartedBackward | None = None
 
-    async def begin(self, begin: Callable[[], Awaitable[Begun | None]]) -> None:
+    async def begin(self, begin: Callable[[], Awaitable[StartedBackward | None]]) -> None:
         self._begun = await begin()
         self._settled.set()
 
-    async def ready(self) -> Begun | None:
+    async def ready(self) -> StartedBackward | None:
         """What has gone out, once that is known."""
         await self._settled.wait()
         return self._begun

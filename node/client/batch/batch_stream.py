@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -31,23 +30,14 @@ from ...errors import ServerCheated, ServerFailed
 from ...swarm.routing import Hop
 from ...trust.receipt_log import LoggedBatch, ReceiptArchive
 from ..deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
-from ..promise import Promise, check_time, granted_pledge
-from ..session.server_session import ServerRefused
+from ..request import ServerClaims, ServerRefused, WireTensor, check_time, granted_pledge, now_ms
 
 MAX_CREDITS: Final = 64
 """No more works are under way at one server, whatever it grants."""
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A tensor as it stands on the wire."""
-
-    tensor: wire.Tensor
-    payload: bytes | bytearray
-
-
-@dataclass(frozen=True)
-class WorkSpec:
+class BatchSpec:
     """What a stream of works is opened for, whoever the server is."""
 
     model_version: bytes
@@ -60,28 +50,28 @@ class KeptTensors:
     """Tensors that a server keeps for several works. `hash` names them."""
 
     names: tuple[str, ...]
-    chunks: tuple[Packed, ...]
+    chunks: tuple[WireTensor, ...]
     hash: bytes
 
     @classmethod
-    def of(cls, names: Sequence[str], chunks: Sequence[Packed]) -> KeptTensors:
+    def of(cls, names: Sequence[str], chunks: Sequence[WireTensor]) -> KeptTensors:
         """Hashes the bytes: off the trio thread."""
         keep = wire.Keep(names=names, tensors=[chunk.tensor for chunk in chunks])
         return cls(tuple(names), tuple(chunks), hash_of_keep(keep, hash_of_payloads(each.payload for each in chunks)))
 
 
 @dataclass(frozen=True)
-class Task:
+class BatchRequest:
     """One work: `chunks` are the hidden states and, for a backward pass, the gradient of what came of them."""
 
-    chunks: tuple[Packed, ...]
+    chunks: tuple[WireTensor, ...]
     mask: bytes = b""
     positions: tuple[int, ...] = ()
     kept: KeptTensors | None = None
 
 
 @dataclass(eq=False)
-class Sent:
+class PendingBatch:
     """A work that has gone out, without its gradient if `begun`. `turn` comes when the next answer is its own."""
 
     message: wire.Work
@@ -90,10 +80,10 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Reply:
+class BatchReply:
     """The checked answer to a work. `compute` is what it took the server, in seconds."""
 
-    tensors: list[Packed]
+    tensors: list[WireTensor]
     compute: float
 
 
@@ -101,7 +91,7 @@ class StreamBroken(Exception):
     """Another work has failed, or was cut off, on this stream; that says nothing of this one."""
 
 
-class ServerWorks:
+class BatchStream:
     """One stream of works of one kind at one server. Several tasks may `run` works on it.
 
     Once a work has failed or was given up on the way the stream is of no use: `broken`.
@@ -111,11 +101,11 @@ class ServerWorks:
         self,
         stream: WorkStream,
         hop: Hop,
-        spec: WorkSpec,
+        spec: BatchSpec,
         client: str,
         protocol: str,
         *,
-        promise: Promise | None = None,
+        claims: ServerClaims | None = None,
         archive: ReceiptArchive | None = None,
     ) -> None:
         self.hop = hop
@@ -124,14 +114,14 @@ class ServerWorks:
         self._stream = stream
         self._spec = spec
         self._client = client
-        self._promise = promise
+        self._claims = claims
         self._archive = archive
-        self._opened_ms = _now_ms()
+        self._opened_ms = now_ms()
         self._nonce = os.urandom(NONCE_BYTES)
         self._granted = wire.WorkGranted()
         self._credits = trio.Semaphore(0)
         self._sending = trio.Lock()
-        self._unanswered: deque[Sent] = deque()
+        self._unanswered: deque[PendingBatch] = deque()
         self._sequence = 0
         self._last_receipt = NO_RECEIPT
         self._kept: OrderedDict[bytes, int] = OrderedDict()
@@ -161,7 +151,7 @@ class ServerWorks:
                 raise self._failed("it answered with something else than WorkGranted")
             if not granted.credits:
                 raise self._failed("it granted no credits")
-            if self._promise is not None and (broken := self._promise.broken_by_grant(granted)):
+            if self._claims is not None and (broken := self._claims.broken_by_grant(granted)):
                 raise self._cheated(broken)
             self._check_pledge(granted)
             self.broken = False
@@ -176,11 +166,11 @@ class ServerWorks:
 
     def _check_pledge(self, granted: wire.WorkGranted) -> None:
         try:
-            granted_pledge(granted, self.hop.peer_id, self._spec.model_version, self.hop.span, _now_ms())
+            granted_pledge(granted, self.hop.peer_id, self._spec.model_version, self.hop.span, now_ms())
         except ValueError as error:
             raise self._cheated(str(error)) from None
 
-    async def run(self, task: Task, timeout: float) -> Reply:
+    async def run(self, task: BatchRequest, timeout: float) -> BatchReply:
         """Sends one work and returns the checked reply.
 
         `timeout` counts from the reply to the work before this one, or from when this one was sent.
@@ -196,7 +186,7 @@ class ServerWorks:
     def takes_gradients_later(self) -> bool:
         return self._granted.gradient_may_follow
 
-    async def begin(self, task: Task, timeout: float) -> Sent:
+    async def begin(self, task: BatchRequest, timeout: float) -> PendingBatch:
         """Sends a work of a backward pass without its gradient, which `finish` must bring, or `abandon` be called.
 
         Of the gradient in `task` only the description is used. Errors as `run`.
@@ -209,7 +199,7 @@ class ServerWorks:
             self._credits.release()
             raise
 
-    async def finish(self, sent: Sent, task: Task, timeout: float) -> Reply:
+    async def finish(self, sent: PendingBatch, task: BatchRequest, timeout: float) -> BatchReply:
         """Sends the gradient of a work that was begun, and returns the checked reply.
 
         Raises:
@@ -234,7 +224,7 @@ class ServerWorks:
         finally:
             self._credits.release()
 
-    async def abandon(self, sent: Sent) -> None:
+    async def abandon(self, sent: PendingBatch) -> None:
         """Gives up a work that was begun, and with it all others of the stream."""
         sent.begun = False
         self._credits.release()
@@ -270,7 +260,7 @@ class ServerWorks:
         if self.broken:
             raise StreamBroken
 
-    async def _send(self, task: Task, timeout: float, *, gradient_follows: bool = False) -> Sent:
+    async def _send(self, task: BatchRequest, timeout: float, *, gradient_follows: bool = False) -> PendingBatch:
         async with self._sending:
             self._check_whole()
             number = 0
@@ -289,13 +279,13 @@ class ServerWorks:
             chunks = task.chunks[:1] if gradient_follows else task.chunks
             payloads = [chunk.payload for chunk in chunks]
             await send_in_pieces(self._stream, frame, payloads, timeout=timeout)
-            sent = Sent(work, gradient_follows)
+            sent = PendingBatch(work, gradient_follows)
             self._unanswered.append(sent)
             if len(self._unanswered) == 1:
                 sent.turn.set()
             return sent
 
-    async def _answered(self, sent: Sent, task: Task, timeout: float) -> Reply:
+    async def _answered(self, sent: PendingBatch, task: BatchRequest, timeout: float) -> BatchReply:
         await sent.turn.wait()
         self._check_whole()
         work = sent.message
@@ -304,11 +294,11 @@ class ServerWorks:
         self._unanswered.popleft()
         if self._unanswered:
             self._unanswered[0].turn.set()
-        chunks = [Packed(tensor, payload) for tensor, payload in zip(reply.tensors, payloads, strict=True)]
+        chunks = [WireTensor(tensor, payload) for tensor, payload in zip(reply.tensors, payloads, strict=True)]
         receipt = await trio.to_thread.run_sync(self._check, reply, work, task, chunks, previous)
         if self._archive is not None and self._archive.shares:
             self._archive.add_batch(self._logged(receipt, work, task, chunks))
-        return Reply(chunks, reply.compute_us / 1e6)
+        return BatchReply(chunks, reply.compute_us / 1e6)
 
     async def _keep(self, kept: KeptTensors, timeout: float) -> int:
         self._kept_number += 1
@@ -321,7 +311,9 @@ class ServerWorks:
             self._kept.popitem(last=False)
         return self._kept_number
 
-    async def _receive(self, work: wire.Work, task: Task, timeout: float) -> tuple[wire.WorkReply, list[bytearray]]:
+    async def _receive(
+        self, work: wire.Work, task: BatchRequest, timeout: float
+    ) -> tuple[wire.WorkReply, list[bytearray]]:
         frame, _ = await self._stream.receive(timeout=timeout)
         self._raise_refusal(frame)
         reply = frame.reply
@@ -335,7 +327,12 @@ class ServerWorks:
         return reply, await receive_pieces(self._stream, [each.nbytes for each in wanted], timeout=timeout)
 
     def _check(
-        self, reply: wire.WorkReply, work: wire.Work, task: Task, answers: Sequence[Packed], previous: bytes
+        self,
+        reply: wire.WorkReply,
+        work: wire.Work,
+        task: BatchRequest,
+        answers: Sequence[WireTensor],
+        previous: bytes,
     ) -> Receipt:
         """Checks that the receipt is this server's, and for exactly what was sent and came back.
 
@@ -373,14 +370,16 @@ class ServerWorks:
             raise self._cheated("its receipt is for something else than what was sent and came back")
         if not receipt.is_signed_by(self.hop.peer_id):
             raise self._cheated("its receipt is not signed by its key")
-        wrong = check_time(receipt, self._opened_ms, _now_ms())
-        if wrong is None and self._promise is not None:
-            wrong = self._promise.broken_by(receipt)
+        wrong = check_time(receipt, self._opened_ms, now_ms())
+        if wrong is None and self._claims is not None:
+            wrong = self._claims.broken_by(receipt)
         if wrong is not None:
             raise self._cheated(wrong)
         return receipt
 
-    def _logged(self, receipt: Receipt, work: wire.Work, task: Task, answers: Sequence[Packed]) -> LoggedBatch:
+    def _logged(
+        self, receipt: Receipt, work: wire.Work, task: BatchRequest, answers: Sequence[WireTensor]
+    ) -> LoggedBatch:
         kept = task.kept
         return LoggedBatch(
             self.hop.peer_id,
@@ -430,7 +429,3 @@ class ServerWorks:
         return ServerCheated(
             f"server {self.hop.peer_id} (blocks {self.hop.span}) cannot be believed: {what}", self.hop.peer_id
         )
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
