@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from petalnode.node.blocks.batch_job import gradient_of
 from petalnode.node.blocks.client_part import ClientModel, load_client
-from petalnode.node.blocks.passes import Batch, Passes
+from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.quantisation.matrix import QuantisedMatrix
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import resolve
@@ -166,14 +166,14 @@ def in_chunks(blocks: BlockSpan, every: Sequence[Case]) -> list[torch.Tensor]:
 
 
 def gradients(blocks: BlockSpan, every: Sequence[Case]) -> list[torch.Tensor]:
-    passes = Passes(blocks, 1 << 40)
+    passes = SpanPasses(blocks, 1 << 40)
     return [run(passes.backward(_batch(blocks.span, case), case.gradient)).hidden for case in every]
 
 
 def gradients_together(blocks: BlockSpan, every: Sequence[Case]) -> list[torch.Tensor]:
     hidden = torch.cat([_batch(blocks.span, case).hidden for case in every])
     together = Batch(blocks.span, hidden)
-    found = run(Passes(blocks, 1 << 40).backward(together, torch.cat([case.gradient for case in every])))
+    found = run(SpanPasses(blocks, 1 << 40).backward(together, torch.cat([case.gradient for case in every])))
     return list(found.hidden.split(1))
 
 
@@ -193,7 +193,7 @@ def kept_gradients(
     blocks: BlockSpan, every: Sequence[Case], kept: Mapping[str, torch.Tensor]
 ) -> list[dict[str, torch.Tensor]]:
     """Of each case, the gradients of what is kept, by its name."""
-    passes = Passes(blocks, 1 << 40)
+    passes = SpanPasses(blocks, 1 << 40)
     answers = []
     for case in every:
         found = run(passes.backward(_batch_with(blocks.span, case, kept), case.gradient))

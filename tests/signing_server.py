@@ -13,7 +13,7 @@ import torch
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.pledge import Pledge
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
-from petalnode.node.blocks.passes import Batch, Passes
+from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.trust.receipt_log import LoggedBatch, SessionLog
 from petalnode.protocols import wire_pb2 as wire
@@ -115,7 +115,7 @@ class SigningServer:
         sent = [encode(each, "none") for each in (hidden, gradient) if each is not None]
         work = wire.Work(sequence=1, tensors=[tensor for tensor, _ in sent])
         inputs = tuple(payload for _, payload in sent)
-        passes = Passes(self.blocks, 1 << 40)
+        passes = SpanPasses(self.blocks, 1 << 40)
         passing = (
             passes.forward(Batch(self.span, hidden))
             if gradient is None

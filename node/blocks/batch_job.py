@@ -23,11 +23,11 @@ from ...protocols.training import (
     hash_of_payloads,
     hash_of_work,
 )
-from .passes import Batch, Gradients, Parked, Passes, Passing
+from .passes import Batch, Gradients, PassGenerator, SavedActivations, SpanPasses
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTensors:
     """Tensors that works of a stream may name, by their names there."""
 
     keep: wire.Keep
@@ -36,18 +36,18 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchJob:
     """A work, ready to be computed. `gradient` is None in a forward pass."""
 
     work: wire.Work
     batch: Batch
     gradient: torch.Tensor | None
-    kept: Kept | None
+    kept: KeptTensors | None
     request_hash: bytes
 
 
 @dataclass(frozen=True)
-class Result:
+class PackedReply:
     """A reply's tensors as they go out."""
 
     tensors: list[wire.Tensor]
@@ -55,7 +55,7 @@ class Result:
     hash: bytes
 
 
-def unpack_keep(keep: wire.Keep, payloads: Sequence[bytearray]) -> Kept:
+def unpack_keep(keep: wire.Keep, payloads: Sequence[bytearray]) -> KeptTensors:
     """
     Raises:
         Refusal: values that are not finite.
@@ -65,12 +65,12 @@ def unpack_keep(keep: wire.Keep, payloads: Sequence[bytearray]) -> Kept:
         name: _finite(tensor, payload, f"the tensor {name!r}")
         for name, tensor, payload in zip(keep.names, keep.tensors, payloads, strict=True)
     }
-    return Kept(keep, tensors, described)
+    return KeptTensors(keep, tensors, described)
 
 
 def unpack_work(
-    protocol: str, terms: WorkTerms, work: wire.Work, payloads: Sequence[bytearray], kept: Kept | None
-) -> Job:
+    protocol: str, terms: WorkTerms, work: wire.Work, payloads: Sequence[bytearray], kept: KeptTensors | None
+) -> BatchJob:
     """A checked work with its bytes, which it takes over.
 
     Raises:
@@ -79,10 +79,10 @@ def unpack_work(
     request = hash_of_work(protocol, work, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
     batch = unpack_batch(terms, work, payloads[0], kept)
     gradient = _finite(work.tensors[1], payloads[1], "the gradient") if len(payloads) > 1 else None
-    return Job(work, batch, gradient, kept, request)
+    return BatchJob(work, batch, gradient, kept, request)
 
 
-def unpack_batch(terms: WorkTerms, work: wire.Work, payload: bytearray, kept: Kept | None) -> Batch:
+def unpack_batch(terms: WorkTerms, work: wire.Work, payload: bytearray, kept: KeptTensors | None) -> Batch:
     """What goes forward through the blocks; `payload` is that of the hidden states.
 
     Raises:
@@ -102,19 +102,21 @@ def unpack_batch(terms: WorkTerms, work: wire.Work, payload: bytearray, kept: Ke
     return Batch(terms.span, hidden, mask, positions, tensors.get(PROMPTS), lora)
 
 
-def passing(job: Job, passes: Passes, parked: Parked | None = None) -> Passing[list[torch.Tensor]]:
+def run_job(
+    job: BatchJob, passes: SpanPasses, saved: SavedActivations | None = None
+) -> PassGenerator[list[torch.Tensor]]:
     """The pass, which ends with the reply's tensors on the CPU, in the dtypes that were asked for.
 
-    With `parked` it is the second half of a backward pass.
+    With `saved` it is the second half of a backward pass.
     """
     described = list(job.work.tensors[:1])
     if job.gradient is None:
         results = [(yield from passes.forward(job.batch))]
     else:
-        if parked is None:
+        if saved is None:
             gradients = yield from passes.backward(job.batch, job.gradient)
         else:
-            gradients = yield from passes.resume(parked, job.gradient)
+            gradients = yield from passes.resume(saved, job.gradient)
         results = [gradients.hidden]
         if job.kept is not None:
             described += job.kept.keep.tensors
@@ -131,12 +133,12 @@ def gradient_of(gradients: Gradients, name: str) -> torch.Tensor:
     return gradients.prompts
 
 
-def pack(job: Job, results: Sequence[torch.Tensor]) -> Result:
+def pack(job: BatchJob, results: Sequence[torch.Tensor]) -> PackedReply:
     """The reply, under the codecs that the work came with."""
     described = [*job.work.tensors[:1], *(job.kept.keep.tensors if job.kept else ())]
     packed = [encode(result, each.codec) for result, each in zip(results, described, strict=False)]
     payloads = [payload for _, payload in packed]
-    return Result([tensor for tensor, _ in packed], payloads, hash_of_payloads(payloads))
+    return PackedReply([tensor for tensor, _ in packed], payloads, hash_of_payloads(payloads))
 
 
 def _finite(header: wire.Tensor, payload: bytearray, what: str) -> torch.Tensor:

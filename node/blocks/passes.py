@@ -21,9 +21,9 @@ from .span import BlockSpan
 from .stack import BlockStack
 
 T = TypeVar("T")
-PARKED_SHARE: Final = 0.5
+SAVED_SHARE: Final = 0.5
 """Of what autograd may keep: what batches that wait for their gradients take at most."""
-Passing = Generator[None, None, T]
+PassGenerator = Generator[None, None, T]
 """Pauses between blocks; ends with what was computed."""
 
 
@@ -80,25 +80,25 @@ class _Inputs:
 
 
 @dataclass(eq=False)
-class Parked:
+class SavedActivations:
     """A batch that was computed forward and waits for its gradient. `graphs`: of all blocks; none if there was no room.
 
     `nbytes` is what autograd keeps for them.
     """
 
     batch: Batch
-    run: _Run
+    run: _BatchRun
     graphs: list[_Graph]
     nbytes: int
 
 
-class Passes:
+class SpanPasses:
     """Runs batches through blocks of `span`. Not thread-safe; whoever owns the span owns this.
 
     Args:
         activation_bytes: what autograd may keep at once, except that one block is always run as a whole. If all
             blocks of a batch do not fit, they are computed twice in a backward pass (segments of as many blocks as
-            fit, after Chen et al. 2016). What is parked takes a part of it.
+            fit, after Chen et al. 2016). What is saved takes a part of it.
     """
 
     def __init__(self, span: BlockSpan, activation_bytes: int) -> None:
@@ -106,11 +106,11 @@ class Passes:
         self._stack: BlockStack = span.stack
         self._activation_bytes = activation_bytes
         self._weights = self._stack.weight_storages()
-        self._parked: weakref.WeakSet[Parked] = weakref.WeakSet()
+        self._saved: weakref.WeakSet[SavedActivations] = weakref.WeakSet()
 
-    def forward(self, batch: Batch) -> Passing[torch.Tensor]:
+    def forward(self, batch: Batch) -> PassGenerator[torch.Tensor]:
         """What the blocks make of `batch.hidden`: the same shape, on the span's device and in its dtype."""
-        run = _Run(self._span, batch)
+        run = _BatchRun(self._span, batch)
         hidden = run.hidden
         for block in range(run.count):
             if block:
@@ -118,17 +118,17 @@ class Passes:
             hidden = run.without_graph(block, hidden)
         return hidden
 
-    def backward(self, batch: Batch, gradient: torch.Tensor) -> Passing[Gradients]:
+    def backward(self, batch: Batch, gradient: torch.Tensor) -> PassGenerator[Gradients]:
         """Computes the forward pass again and goes back through it.
 
         Args:
             gradient: with respect to what `forward` returns, of that shape.
         """
-        run = _Run(self._span, batch)
+        run = _BatchRun(self._span, batch)
         entered = {0: run.hidden}  # what the first block of each segment gets
         graphs, nbytes = self._measured(run)
         yield
-        fitting = max(1, (self._activation_bytes - self._parked_bytes()) // max(nbytes, 1))
+        fitting = max(1, (self._activation_bytes - self._saved_bytes()) // max(nbytes, 1))
         starts = list(range(run.count - fitting, 0, -fitting))
         if starts:
             hidden = graphs.pop().left.detach()
@@ -138,7 +138,7 @@ class Passes:
                 hidden = run.without_graph(block, hidden)
                 yield
             entered[starts[0]] = hidden
-        back = _Back(run, gradient)
+        back = _BackwardPass(run, gradient)
         end = run.count
         for start in [*starts, 0]:
             if not graphs:
@@ -149,36 +149,36 @@ class Passes:
             end = start
         return back.gradients()
 
-    def recompute(self, batch: Batch) -> Passing[Parked]:
+    def recompute(self, batch: Batch) -> PassGenerator[SavedActivations]:
         """The first half of `backward`, before the gradient is there; `resume` is the other.
 
         What autograd keeps is counted for as long as somebody refers to what is returned. If it would take too much
-        together with what is parked already, nothing is kept, and `resume` begins anew.
+        together with what is saved already, nothing is kept, and `resume` begins anew.
         """
-        run = _Run(self._span, batch)
+        run = _BatchRun(self._span, batch)
         graphs, nbytes = self._measured(run)
-        parked = Parked(batch, run, [], nbytes * run.count)
-        if self._parked_bytes() + parked.nbytes > PARKED_SHARE * self._activation_bytes:
-            return Parked(batch, run, [], 0)
-        self._parked.add(parked)
-        parked.graphs += graphs
+        saved = SavedActivations(batch, run, [], nbytes * run.count)
+        if self._saved_bytes() + saved.nbytes > SAVED_SHARE * self._activation_bytes:
+            return SavedActivations(batch, run, [], 0)
+        self._saved.add(saved)
+        saved.graphs += graphs
         if run.count > 1:
             yield
-        yield from run.extend(parked.graphs, range(1, run.count))
-        return parked
+        yield from run.extend(saved.graphs, range(1, run.count))
+        return saved
 
-    def resume(self, parked: Parked, gradient: torch.Tensor) -> Passing[Gradients]:
+    def resume(self, saved: SavedActivations, gradient: torch.Tensor) -> PassGenerator[Gradients]:
         """The second half: goes back through what `recompute` returned, once, and frees it on the way."""
-        if not parked.graphs:
-            return (yield from self.backward(parked.batch, gradient))
-        back = _Back(parked.run, gradient)
-        yield from back.through(parked.graphs, last=True)
+        if not saved.graphs:
+            return (yield from self.backward(saved.batch, gradient))
+        back = _BackwardPass(saved.run, gradient)
+        yield from back.through(saved.graphs, last=True)
         return back.gradients()
 
-    def _parked_bytes(self) -> int:
-        return sum(each.nbytes for each in self._parked)
+    def _saved_bytes(self) -> int:
+        return sum(each.nbytes for each in self._saved)
 
-    def _measured(self, run: _Run) -> tuple[list[_Graph], int]:
+    def _measured(self, run: _BatchRun) -> tuple[list[_Graph], int]:
         """The first block's graph, and the bytes that autograd keeps for it."""
         kept: dict[int, int] = {}
 
@@ -193,7 +193,7 @@ class Passes:
         return [graph], sum(kept.values())
 
 
-class _Run:
+class _BatchRun:
     """One batch on the span's device."""
 
     def __init__(self, span: BlockSpan, batch: Batch) -> None:
@@ -224,7 +224,7 @@ class _Run:
         inputs = self._inputs[block].leaves()
         return _Graph(entered, inputs, self._block(block, entered, inputs))
 
-    def extend(self, graphs: list[_Graph], blocks: range) -> Passing[None]:
+    def extend(self, graphs: list[_Graph], blocks: range) -> PassGenerator[None]:
         """Adds graphs of these blocks, which come behind those that are there. Pauses after each."""
         for block in blocks:
             graphs.append(self.with_graph(block, graphs[-1].left.detach()))
@@ -244,15 +244,15 @@ class _Run:
             return self._stack.run(hidden, None, self._positions, self._mask, part=range(index, index + 1))
 
 
-class _Back:
+class _BackwardPass:
     """A gradient on its way back through the blocks of a run, and what comes off it there."""
 
-    def __init__(self, run: _Run, gradient: torch.Tensor) -> None:
+    def __init__(self, run: _BatchRun, gradient: torch.Tensor) -> None:
         self._flowing = gradient.to(run.hidden.device, run.hidden.dtype)
         self._prompts: list[torch.Tensor] = []
         self._lora: dict[LoraName, torch.Tensor] = {}
 
-    def through(self, graphs: list[_Graph], *, last: bool) -> Passing[None]:
+    def through(self, graphs: list[_Graph], *, last: bool) -> PassGenerator[None]:
         """Takes it through all of them, the last one first, which it takes out. `last`: there are no more to come."""
         while graphs:
             self._through(graphs.pop())

@@ -19,7 +19,7 @@ import torch
 from ...protocols.ids import Span
 from ...protocols.tensors import DTYPES
 from ...protocols.training import LoraName
-from ..blocks.passes import Batch, Gradients, Passes, Passing, T
+from ..blocks.passes import Batch, Gradients, PassGenerator, SpanPasses, T
 from ..blocks.span import PREFILL_CHUNK, BlockSpan, load_span
 from ..blocks.weights import Weights
 from ..models.folder import num_blocks, read_config
@@ -233,7 +233,7 @@ class _Forward:
 
     def go_through(self, blocks: BlockSpan) -> None:
         batch = _part(self.question, blocks.span, self.hidden)
-        self.hidden = _run(Passes(blocks, _ACTIVATION_BYTES).forward(batch))
+        self.hidden = _run(SpanPasses(blocks, _ACTIVATION_BYTES).forward(batch))
 
     def answer(self) -> PassAnswer:
         return PassAnswer(output=self.hidden.to("cpu", self.question.batch.hidden.dtype))
@@ -254,13 +254,13 @@ class _Backward:
         self.entered[blocks.span.start] = self.hidden
         if blocks.span.end < self.question.span.end:  # what leaves the last ones is not needed
             batch = _part(self.question, blocks.span, self.hidden)
-            self.hidden = _run(Passes(blocks, _ACTIVATION_BYTES).forward(batch))
+            self.hidden = _run(SpanPasses(blocks, _ACTIVATION_BYTES).forward(batch))
 
     def go_back(self, blocks: BlockSpan) -> None:
         flowing = self.question.gradient if self.flowing is None else self.flowing
         assert flowing is not None
         batch = _part(self.question, blocks.span, self.entered.pop(blocks.span.start))
-        found = _run(Passes(blocks, _ACTIVATION_BYTES).backward(batch, flowing))
+        found = _run(SpanPasses(blocks, _ACTIVATION_BYTES).backward(batch, flowing))
         self.flowing = found.hidden
         self.lora.update(found.lora)
         if found.prompts is not None:
@@ -290,7 +290,7 @@ def _part(question: PassQuestion, blocks: Span, hidden: torch.Tensor) -> Batch:
     )
 
 
-def _run(passing: Passing[T]) -> T:
+def _run(passing: PassGenerator[T]) -> T:
     steps: Iterator[None] = passing
     while True:
         try:

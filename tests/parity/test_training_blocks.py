@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from petalnode.node.blocks.lora import linear_shapes
-from petalnode.node.blocks.passes import Batch, Gradients, Passes, Passing
+from petalnode.node.blocks.passes import Batch, Gradients, PassGenerator, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import LoraName
@@ -35,7 +35,7 @@ MASKS: dict[str, torch.Tensor | None] = {
 PLENTY = 1 << 40
 
 
-def drive(passing: Passing[Any]) -> tuple[Any, int]:
+def drive(passing: PassGenerator[Any]) -> tuple[Any, int]:
     """What a pass ends with, and how often it paused."""
     pauses = 0
     while True:
@@ -91,11 +91,11 @@ def through(spans: Sequence[BlockSpan], batch: Batch, gradient: torch.Tensor, me
     for span, part in zip(spans, PARTS, strict=True):
         prompts = None if batch.prompts is None else batch.prompts[part.start : part.end]
         parts.append(replace(batch, part=part, hidden=hidden, prompts=prompts))
-        hidden, pauses = drive(Passes(span, memory).forward(parts[-1]))
+        hidden, pauses = drive(SpanPasses(span, memory).forward(parts[-1]))
         assert pauses == len(part) - 1
     found = []
     for span, each in zip(reversed(spans), reversed(parts), strict=True):
-        gradients, pauses = drive(Passes(span, memory).backward(each, gradient))
+        gradients, pauses = drive(SpanPasses(span, memory).backward(each, gradient))
         assert pauses >= 2 * len(each.part) - 1  # at least between any two blocks, both ways
         gradient = gradients.hidden
         found.append(gradients.prompts)
@@ -130,7 +130,7 @@ def test_gradients_that_come_later_are_the_same(memory: int, kept: list[int], ti
     hidden = [torch.randn(2, TOKENS, HIDDEN, generator=generator) for _ in kept]
     batches = [Batch(Span(0, 6), each, None, None, prompts) for each in hidden]
     gradients = [torch.randn(2, TOKENS, HIDDEN, generator=generator) for _ in kept]
-    passes = Passes(span, memory)
+    passes = SpanPasses(span, memory)
     parked = []
     for batch in batches:
         each, pauses = drive(passes.recompute(batch))
@@ -138,7 +138,7 @@ def test_gradients_that_come_later_are_the_same(memory: int, kept: list[int], ti
         assert pauses >= (len(each.graphs) == 6)  # never more than a block behind a step
     assert [len(each.graphs) for each in parked] == kept
     for batch, each, gradient in reversed(list(zip(batches, parked, gradients, strict=True))):
-        expected, _ = drive(Passes(span, PLENTY).backward(batch, gradient))
+        expected, _ = drive(SpanPasses(span, PLENTY).backward(batch, gradient))
         found, pauses = drive(passes.resume(each, gradient))
         assert pauses >= 5
         assert torch.equal(found.hidden, expected.hidden) and torch.equal(found.prompts, expected.prompts)
@@ -155,8 +155,8 @@ def test_gradients_are_the_same_where_memory_is_short(memory: int, architecture:
     hidden, gradient = torch.randn(2, 2, TOKENS, HIDDEN, generator=generator)
     prompts = torch.randn(NUM_BLOCKS, 2, PREFIX, HIDDEN, generator=generator)
     batch = Batch(Span(0, 6), hidden, None, None, prompts)
-    expected, fewest = drive(Passes(span, PLENTY).backward(batch, gradient))
-    found, pauses = drive(Passes(span, memory).backward(batch, gradient))
+    expected, fewest = drive(SpanPasses(span, PLENTY).backward(batch, gradient))
+    found, pauses = drive(SpanPasses(span, memory).backward(batch, gradient))
     assert pauses > fewest  # some blocks were computed twice
     assert torch.equal(found.hidden, expected.hidden) and torch.equal(found.prompts, expected.prompts)
 
@@ -165,17 +165,17 @@ def test_positions_may_be_given(tiny: Tiny) -> None:
     span = load_span(tiny("llama"), Span(1, 3))
     hidden = torch.randn(1, 6, HIDDEN)
     usual = Batch(Span(1, 3), hidden)
-    expected, _ = drive(Passes(span, PLENTY).forward(usual))
+    expected, _ = drive(SpanPasses(span, PLENTY).forward(usual))
     moved = replace(usual, positions=torch.arange(5, 11).unsqueeze(0))
-    close(drive(Passes(span, PLENTY).forward(moved))[0], expected)  # rotary positions are relative
+    close(drive(SpanPasses(span, PLENTY).forward(moved))[0], expected)  # rotary positions are relative
     spread = replace(usual, positions=torch.tensor([[0, 2, 4, 6, 8, 10]]), mask=torch.ones(1, 6, dtype=torch.bool))
-    assert (drive(Passes(span, PLENTY).forward(spread))[0] - expected).abs().max() > 1e-2
+    assert (drive(SpanPasses(span, PLENTY).forward(spread))[0] - expected).abs().max() > 1e-2
 
 
 def test_weights_never_get_gradients(tiny: Tiny) -> None:
     span = load_span(tiny("llama"), Span(0, 2))
     hidden = torch.randn(1, 6, HIDDEN)
-    drive(Passes(span, PLENTY).backward(Batch(Span(0, 2), hidden), torch.randn(1, 6, HIDDEN)))
+    drive(SpanPasses(span, PLENTY).backward(Batch(Span(0, 2), hidden), torch.randn(1, 6, HIDDEN)))
     weights = [weight for block in span.stack.blocks for weight in block.parameters()]
     assert weights and all(weight.grad is None and not weight.requires_grad for weight in weights)
 
@@ -203,11 +203,11 @@ def test_low_rank_changes_are_those_of_the_weights(architecture: str, tiny: Tiny
                 layer.weight += (b @ a).T if transposed[name] else b @ a
     assert len(lora) >= 8
     plain, changed = Batch(part, hidden), Batch(part, hidden, lora=lora)
-    expected, _ = drive(Passes(merged, PLENTY).forward(plain))
-    close(drive(Passes(span, PLENTY).forward(changed))[0], expected, tolerance)
-    assert (drive(Passes(span, PLENTY).forward(plain))[0] - expected).abs().max() > 1e-2
-    expected, _ = drive(Passes(merged, PLENTY).backward(plain, gradient))
-    found, _ = drive(Passes(span, PLENTY).backward(changed, gradient))
+    expected, _ = drive(SpanPasses(merged, PLENTY).forward(plain))
+    close(drive(SpanPasses(span, PLENTY).forward(changed))[0], expected, tolerance)
+    assert (drive(SpanPasses(span, PLENTY).forward(plain))[0] - expected).abs().max() > 1e-2
+    expected, _ = drive(SpanPasses(merged, PLENTY).backward(plain, gradient))
+    found, _ = drive(SpanPasses(span, PLENTY).backward(changed, gradient))
     close(found.hidden, expected.hidden, tolerance)
     assert found.lora.keys() == lora.keys()
     # The gradient of W + B A with respect to A is B's transpose times that of the weight, and the other way round.

@@ -17,9 +17,9 @@ import torch
 
 from petalnode.node.blocks import span as span_module
 from petalnode.node.blocks.cache import SpanCache
-from petalnode.node.blocks.passes import Gradients, Passes
+from petalnode.node.blocks.passes import Gradients, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.server.session.session import session as session_module
+from petalnode.node.server.requests import session as session_module
 from petalnode.protocols.ids import Span
 
 FALSE: Final = {
@@ -57,20 +57,22 @@ def install(control: Path) -> None:
         opening(self, service, client, terms, compute, *rest)
 
     session_module.ServerSession.__init__ = opened  # type: ignore[method-assign,assignment]
-    forward, backward = Passes.forward, Passes.backward
+    forward, backward = SpanPasses.forward, SpanPasses.backward
 
-    def passing_forward(self: Passes, batch: Any) -> Any:
+    def passing_forward(self: SpanPasses, batch: Any) -> Any:
         blocks = self._span
         name, amount = blocks.ordered() if isinstance(blocks, _FalseBlocks) else ("", 0.0)
         other = blocks.instead(name) if isinstance(blocks, _FalseBlocks) else None
-        output = yield from forward(self if other is None else Passes(other, self._activation_bytes), batch)
+        output = yield from forward(self if other is None else SpanPasses(other, self._activation_bytes), batch)
         return _noisy(output, name, amount)
 
-    def passing_backward(self: Passes, batch: Any, gradient: torch.Tensor) -> Any:
+    def passing_backward(self: SpanPasses, batch: Any, gradient: torch.Tensor) -> Any:
         blocks = self._span
         name, amount = blocks.ordered() if isinstance(blocks, _FalseBlocks) else ("", 0.0)
         other = blocks.instead(name) if isinstance(blocks, _FalseBlocks) else None
-        found = yield from backward(self if other is None else Passes(other, self._activation_bytes), batch, gradient)
+        found = yield from backward(
+            self if other is None else SpanPasses(other, self._activation_bytes), batch, gradient
+        )
         if name == "gradients":
             return Gradients(gradient.to(found.hidden.dtype), found.prompts, found.lora)
         prompts, lora = found.prompts, found.lora
@@ -80,12 +82,12 @@ def install(control: Path) -> None:
             lora = {which: 1.1 * each for which, each in lora.items()}
         return Gradients(_noisy(found.hidden, name, amount), prompts, lora)
 
-    def passing_resume(self: Passes, parked: Any, gradient: torch.Tensor) -> Any:
+    def passing_resume(self: SpanPasses, parked: Any, gradient: torch.Tensor) -> Any:
         return (yield from passing_backward(self, parked.batch, gradient))
 
-    Passes.resume = passing_resume  # type: ignore[method-assign]
-    Passes.forward = passing_forward  # type: ignore[method-assign]
-    Passes.backward = passing_backward  # type: ignore[method-assign]
+    SpanPasses.resume = passing_resume  # type: ignore[method-assign]
+    SpanPasses.forward = passing_forward  # type: ignore[method-assign]
+    SpanPasses.backward = passing_backward  # type: ignore[method-assign]
 
 
 class _FalseCache(SpanCache):

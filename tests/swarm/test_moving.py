@@ -25,12 +25,12 @@ from petalnode.node.errors import NoChainError, ServerFailed
 from petalnode.node.network.host import Host
 from petalnode.node.network.transport.path import Path as Way
 from petalnode.node.network.transport.stream_bytes import StreamBytes
-from petalnode.node.server.adapter_store import Adapters
-from petalnode.node.server.admission import Hosted
-from petalnode.node.server.compute.cache_budget import CacheBudget
-from petalnode.node.server.compute.thread import ComputeThread
-from petalnode.node.server.session.pushes import PushStream
-from petalnode.node.server.session.service import InferenceService
+from petalnode.node.server.budget import CacheBudget
+from petalnode.node.server.compute_thread import ComputeThread
+from petalnode.node.server.requests.adapters import Adapters
+from petalnode.node.server.requests.admission import Hosted
+from petalnode.node.server.requests.pushes import PushStream
+from petalnode.node.server.requests.service import InferenceService
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.trust.receipt_log import ReceiptArchive
 from petalnode.protocols import wire_pb2 as wire

@@ -21,7 +21,7 @@ NEW_TOKENS = 20
 # A server whose neighbours' pushes go wrong: in this process only, before the real program runs.
 _DEAF = """
 import sys
-from petalnode.node.server.session.service import InferenceService
+from petalnode.node.server.requests.service import InferenceService
 
 async def swallow(self, stream):
     while True:

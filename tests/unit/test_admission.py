@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.server.admission import STEP_TOKENS, Hosted, check_step, check_terms, step_tokens
+from petalnode.node.server.requests.admission import STEP_TOKENS, Hosted, check_step, check_terms, step_tokens
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal, SessionTerms

@@ -3,7 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.server.compute.batching import MAX_DECODE_ROWS, PREFILL_CHUNK, Turn, Waiting, next_turn
+from petalnode.node.blocks.span import PREFILL_CHUNK
+from petalnode.node.server.turns import MAX_DECODE_ROWS, Turn, Waiting, next_turn
 
 waiting = st.lists(
     st.one_of(

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from petalnode.node.server.compute.cache_budget import CacheBudget, CacheFull
+from petalnode.node.server.budget import CacheBudget, CacheFull
 
 
 def run(main: Callable[[], object]) -> None:

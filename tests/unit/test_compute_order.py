@@ -11,9 +11,9 @@ import torch
 import trio
 import trio.testing
 
-from petalnode.node.blocks.passes import Batch, Passes, Passing
+from petalnode.node.blocks.passes import Batch, PassGenerator, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.server.compute.thread import ComputeSession, ComputeThread, Passed, StepInput
+from petalnode.node.server.compute_thread import ComputeSession, ComputeThread, PassResult, StepInput
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal
@@ -33,13 +33,13 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
 class Watched:
     """A pass that notes when it pauses, and lets the trio thread do something at some of its pauses."""
 
-    def __init__(self, log: list[str], passing: Passing[Any], name: str = "pass") -> None:
+    def __init__(self, log: list[str], passing: PassGenerator[Any], name: str = "pass") -> None:
         self._log = log
         self._passing = passing
         self._name = name
         self.at_pause: dict[int, Any] = {}
 
-    def run(self) -> Passing[Any]:
+    def run(self) -> PassGenerator[Any]:
         pauses = 0
         try:
             while True:
@@ -65,9 +65,9 @@ class Watched:
         return self
 
 
-def backward(blocks: BlockSpan) -> Passing[Any]:
+def backward(blocks: BlockSpan) -> PassGenerator[Any]:
     hidden, gradient = torch.randn(2, 2, 20, HIDDEN, generator=torch.Generator().manual_seed(0))
-    return Passes(blocks, 1 << 40).backward(Batch(ALL, hidden), gradient)
+    return SpanPasses(blocks, 1 << 40).backward(Batch(ALL, hidden), gradient)
 
 
 def step(position: int, tokens: int = 1) -> StepInput:
@@ -162,7 +162,7 @@ def test_a_pass_that_nobody_waits_for_ends_at_its_next_pause(blocks: BlockSpan) 
             watched.at_pause = {2: scope.cancel}
             await compute.run_pass(watched.run())
         await compute.call(lambda: log.append("call"))
-        passed: Passed[Any] = await compute.run_pass(backward(blocks))
+        passed: PassResult[Any] = await compute.run_pass(backward(blocks))
         assert passed.value.hidden.shape == (2, 20, HIDDEN) and passed.compute_seconds > 0
         assert compute.depth == 0
 
@@ -171,11 +171,11 @@ def test_a_pass_that_nobody_waits_for_ends_at_its_next_pause(blocks: BlockSpan) 
 
 
 def test_a_pass_that_fails_is_refused_and_the_next_one_runs(blocks: BlockSpan) -> None:
-    def failing() -> Passing[None]:
+    def failing() -> PassGenerator[None]:
         yield
         raise RuntimeError("no such thing")
 
-    def too_large() -> Passing[None]:
+    def too_large() -> PassGenerator[None]:
         yield
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from petalnode.node.server.speed.live_speed import LiveSpeed
-from petalnode.node.server.speed.speed_record import BlockSpeed, SpeedKey, cpu_name, keep, recall
+from petalnode.node.server.lifecycle.live_speed import LiveSpeed
+from petalnode.node.server.lifecycle.speed import BlockSpeed, SpeedKey, cpu_name, keep, recall
 from petalnode.node.swarm.cost import LOAD_PER_WAITING
 
 KEY = SpeedKey(b"v" * 32, "auto", "none", "some processor", 4)

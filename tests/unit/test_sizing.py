@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from petalnode.node.blocks.sizes import largest_block
 from petalnode.node.errors import MachineError
 from petalnode.node.models import Checkpoint
-from petalnode.node.server.lifecycle.sizing import (
+from petalnode.node.server.lifecycle.memory import (
     MAX_CACHE_TOKENS,
     MIN_CACHE_TOKENS,
     Memory,

@@ -12,8 +12,8 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.server.admission import Hosted
-from petalnode.node.server.batch.checks import check_keep, check_work, check_work_terms, work_bytes
+from petalnode.node.server.requests.admission import Hosted
+from petalnode.node.server.requests.batch_checks import check_keep, check_work, check_work_terms, work_bytes
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from petalnode.node.blocks.passes import Batch, Passes
+from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import load_span
 from petalnode.node.verification.recomputation import (
     PassAnswer,
@@ -82,7 +82,7 @@ def test_a_pass_and_its_gradients(folder: Path, group_bytes: int) -> None:
     mask[0, :3] = False
     batch = Batch(SPAN, hidden(2, 8), mask, None, prompts, lora)
     gradient = hidden(2, 8, seed=2)
-    passes = Passes(load_span(folder, SPAN), 1 << 40)
+    passes = SpanPasses(load_span(folder, SPAN), 1 << 40)
 
     def run(passing):  # type: ignore[no-untyped-def]
         while True:

@@ -19,7 +19,7 @@ from ...errors import SwarmError
 from ...swarm.swarm import Swarm
 
 if TYPE_CHECKING:
-    from ..session.pushes import PushStream
+    from ..requests.pushes import PushStream
 
 _REFRESH_TIMEOUT: Final = 5.0
 _PUSH_OPEN_TIMEOUT: Final = 5.0
@@ -59,9 +59,9 @@ async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], on_
     while True:
         servers = swarm.view.servers(own.model_version, now=time.time())
         following = [
-            each.peer_id
-            for each in servers
-            if each.peer_id != swarm.peer_id and each.span.start <= own.span.end < each.span.end
+            server.peer_id
+            for server in servers
+            if server.peer_id != swarm.peer_id and server.span.start <= own.span.end < server.span.end
         ]
         for gone in rtts.keys() - set(following):
             del rtts[gone]

@@ -76,7 +76,7 @@ class Placing:
         for _ in range(_PROBE_ROUNDS):
             gone = len(self._dead)
             holders = self.seen().holders
-            near = {each.peer_id for each in holders if self._swarm.is_connected(each.peer_id)}
+            near = {holder.peer_id for holder in holders if self._swarm.is_connected(holder.peer_id)}
             self._reached |= near
             # What we know as gone makes others the only holders of their blocks.
             chosen = worth_asking(holders, self.peer_id, near | asked, self.num_blocks, self._chance)
@@ -102,7 +102,7 @@ class Placing:
 
     def missed(self) -> bool:
         """Whether the connection to a server that still counts has ended since the last time."""
-        servers = {each.peer_id for each in self._announcements()}
+        servers = {announcement.peer_id for announcement in self._announcements()}
         near = {peer_id for peer_id in servers if self._swarm.is_connected(peer_id)}
         missed = bool((self._near - near) & servers)
         self._near = near
@@ -176,7 +176,9 @@ class Placing:
             return None
         holders = seen.holders
         if by_itself:
-            holders = tuple(replace(each, movable=each.movable and each.peer_id == self.peer_id) for each in holders)
+            holders = tuple(
+                replace(holder, movable=holder.movable and holder.peer_id == self.peer_id) for holder in holders
+            )
             plan = await self._make_plan(holders, rate)
         else:
             # A plan that was begun is carried out to its end: half of it is no situation of its own.

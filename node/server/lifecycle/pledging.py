@@ -14,7 +14,7 @@ from ....crypto.identity import Identity
 from ....crypto.pledge import Pledge
 from ...credits.wallet import Wallet
 from ...errors import SwarmError
-from ..admission import Hosted
+from ..requests.admission import Hosted
 
 log = logging.getLogger(__name__)
 

@@ -22,16 +22,16 @@ from ...models.disk_limit import in_use, keep_within, note_use
 from ...models.progress import Progress
 from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
-from ..speed.network_speed import serve_transfers
-from ..speed.speed_record import SpeedKey, cpu_name, recall
-from .device_memory import claim, device_memory, has_accelerator
-from .hosting import Post, host_span
+from .memory import USUAL_CACHE_TOKENS, Sizing, blocks_that_fit, cache_bytes_per_block, size
+from .memory_device import claim, device_memory, has_accelerator
 from .mover import join_where_needed
+from .network_speed import serve_transfers
 from .options import OnEvent, ServerOptions, check_blocks
 from .owned_adapters import read_owned
 from .placing import Placing
-from .sizing import USUAL_CACHE_TOKENS, Sizing, blocks_that_fit, cache_bytes_per_block, size
 from .source import ModelSource, find_folder, find_source, in_thread
+from .span_server import Post, host_span
+from .speed import SpeedKey, cpu_name, recall
 
 if TYPE_CHECKING:
     from ...blocks.span import BlockSpan
@@ -268,7 +268,7 @@ def _import_blocks() -> None:
 
     with collector_paused():
         from ...blocks import span  # noqa: F401
-        from ..session import service  # noqa: F401
+        from ..requests import service  # noqa: F401
 
 
 class _Background:

@@ -10,13 +10,13 @@ import pytest
 import torch
 import trio
 
-from petalnode.node.blocks.batch_job import Job, passing
-from petalnode.node.blocks.passes import Batch, Passes
+from petalnode.node.blocks.batch_job import BatchJob, run_job
+from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.server.batch import late_work
-from petalnode.node.server.batch.late_work import LateWork
-from petalnode.node.server.compute.cache_budget import CacheBudget, CacheFull
-from petalnode.node.server.compute.thread import ComputeThread
+from petalnode.node.server.budget import CacheBudget, CacheFull
+from petalnode.node.server.compute_thread import ComputeThread
+from petalnode.node.server.requests import deferred_backward as late_work
+from petalnode.node.server.requests.deferred_backward import DeferredBackward
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal
@@ -28,7 +28,7 @@ HIDDEN_STATES, GRADIENT = torch.randn(2, 2, 20, HIDDEN, generator=torch.Generato
 TENSOR, PAYLOAD = encode(HIDDEN_STATES, "none")
 BATCH = Batch(ALL, HIDDEN_STATES)
 WORK = wire.Work(sequence=1, tensors=[TENSOR, TENSOR], gradient_follows=True)
-JOB = Job(WORK, BATCH, GRADIENT, None, b"")
+JOB = BatchJob(WORK, BATCH, GRADIENT, None, b"")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
     return load_span(save_tiny("llama", folder), ALL)
 
 
-def run(blocks: BlockSpan, main: Callable[[ComputeThread, Passes, LateWork, CacheBudget], Any]) -> None:
+def run(blocks: BlockSpan, main: Callable[[ComputeThread, SpanPasses, DeferredBackward, CacheBudget], Any]) -> None:
     async def bounded() -> None:
         compute = ComputeThread(blocks)
         compute.start()
@@ -45,7 +45,12 @@ def run(blocks: BlockSpan, main: Callable[[ComputeThread, Passes, LateWork, Cach
         try:
             with trio.fail_after(60):
                 await budget.acquire(60, 1)
-                await main(compute, Passes(blocks, 1 << 40), LateWork(WORK, bytearray(PAYLOAD), None, BATCH), budget)
+                await main(
+                    compute,
+                    SpanPasses(blocks, 1 << 40),
+                    DeferredBackward(WORK, bytearray(PAYLOAD), None, BATCH),
+                    budget,
+                )
         finally:
             await compute.stop()
 
@@ -53,7 +58,7 @@ def run(blocks: BlockSpan, main: Callable[[ComputeThread, Passes, LateWork, Cach
 
 
 def test_a_gradient_that_comes_in_time(blocks: BlockSpan) -> None:
-    async def main(compute: ComputeThread, passes: Passes, late: LateWork, budget: CacheBudget) -> None:
+    async def main(compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: CacheBudget) -> None:
         late.lend(budget, 60, lambda: pytest.fail("nobody needed it"))
         await late.recompute(compute, passes)
         late.settle(JOB)
@@ -62,15 +67,15 @@ def test_a_gradient_that_comes_in_time(blocks: BlockSpan) -> None:
         with pytest.raises(CacheFull):  # it is no longer offered to others
             await budget.acquire(60, 0.01)
         assert job is JOB and len(first.value.graphs) == NUM_BLOCKS
-        second = await compute.run_pass(passing(job, passes, first.value), resumed=True)
-        [expected] = (await compute.run_pass(passing(JOB, passes))).value
+        second = await compute.run_pass(run_job(job, passes, first.value), resumed=True)
+        [expected] = (await compute.run_pass(run_job(JOB, passes))).value
         assert torch.equal(second.value[0], expected)
 
     run(blocks, main)
 
 
 def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
-    async def main(compute: ComputeThread, passes: Passes, late: LateWork, budget: CacheBudget) -> None:
+    async def main(compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: CacheBudget) -> None:
         taken: list[bool] = []
         late.lend(budget, 60, lambda: taken.append(True))
         await late.recompute(compute, passes)
@@ -89,7 +94,7 @@ def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
 def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_work, "GRADIENT_TIMEOUT", 0.05)
 
-    async def main(compute: ComputeThread, passes: Passes, late: LateWork, budget: CacheBudget) -> None:
+    async def main(compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: CacheBudget) -> None:
         with pytest.raises(Refusal, match="did not come") as caught:
             await late.ready()
         assert caught.value.code == wire.ERROR_BUSY
@@ -101,7 +106,7 @@ def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pytest.Mo
 
 
 def test_a_first_half_that_fails(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(compute: ComputeThread, passes: Passes, late: LateWork, budget: CacheBudget) -> None:
+    async def main(compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: CacheBudget) -> None:
         def too_large(batch: Batch) -> Any:
             yield
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -29,9 +29,9 @@ from ....protocols.inference import (
     receipt_to_wire,
     sha256,
 )
-from ..admission import check_step, step_tokens
-from ..compute.cache_budget import Loan
-from ..compute.thread import ComputeSession, StepInput, StepOutput
+from ..budget import Loan
+from ..compute_thread import ComputeSession, StepInput, StepOutput
+from .admission import check_step, step_tokens
 from .pushes import Pushes
 
 if TYPE_CHECKING:

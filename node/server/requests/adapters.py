@@ -11,19 +11,19 @@ import psutil
 import torch
 import trio
 
-from ...protocols import wire_pb2 as wire
-from ...protocols.adapter import AnnouncedAdapter, digests_match
-from ...protocols.framing import PeerError, TensorError
-from ...protocols.ids import Span
-from ...protocols.inference import Refusal, bad_request
-from ...protocols.tensors import decode
-from ...protocols.training import WorkStream, receive_pieces
-from ..blocks.span_adapter import SpanAdapter
-from ..models.adapters.peft_adapter import Adapter, digests_of
+from ....protocols import wire_pb2 as wire
+from ....protocols.adapter import AnnouncedAdapter, digests_match
+from ....protocols.framing import PeerError, TensorError
+from ....protocols.ids import Span
+from ....protocols.inference import Refusal, bad_request
+from ....protocols.tensors import decode
+from ....protocols.training import WorkStream, receive_pieces
+from ...blocks.span_adapter import SpanAdapter
+from ...models.adapters.peft_adapter import Adapter, digests_of
+from ..budget import CacheBudget, CacheFull
+from ..compute_thread import ComputeThread
 from .adapter_checks import check_adapter
 from .admission import Hosted, check_client
-from .compute.cache_budget import CacheBudget, CacheFull
-from .compute.thread import ComputeThread
 
 MAX_STREAMS: Final = 64
 BROUGHT_SHARE: Final = 0.05
@@ -83,7 +83,7 @@ class Adapters:
     @property
     def announced(self) -> tuple[str, ...]:
         """The owner's adapters, as an announcement names them."""
-        return tuple(str(each) for each in self._names)
+        return tuple(str(name) for name in self._names)
 
     def borrow(self, adapter: bytes, client: str, span: Span) -> Borrowed | None:
         """The adapter of this hash for a session of `client` through the blocks of `span`; None for no hash.
@@ -115,7 +115,7 @@ class Adapters:
         candidates = [*self._brought.get((client, adapter), ())]
         if adapter in self._loaded:
             candidates.append(self._loaded[adapter])
-        return next((each for each in candidates if each.span.covers(span)), None)
+        return next((candidate for candidate in candidates if candidate.span.covers(span)), None)
 
     async def handle(self, stream: WorkStream) -> None:
         """One stream on which a client brings an adapter. Never raises for anything that the client did."""
@@ -154,7 +154,7 @@ class Adapters:
             found = self.borrow(offer.hash, stream.peer_id, span)
             assert found is not None
             return found
-        nbytes = sum(math.prod(each.shape) for each in offer.tensors) * 4
+        nbytes = sum(math.prod(tensor.shape) for tensor in offer.tensors) * 4
         try:
             await self.budget.acquire(nbytes, MEMORY_WAIT)
         except CacheFull:
@@ -177,7 +177,7 @@ class Adapters:
     async def _receive(self, stream: WorkStream, offer: wire.Adapter) -> SpanAdapter:
         payloads: list[bytearray] | None = None
         with trio.move_on_after(BRING_TIMEOUT):
-            payloads = await receive_pieces(stream, [each.nbytes for each in offer.tensors], timeout=PIECE_TIMEOUT)
+            payloads = await receive_pieces(stream, [tensor.nbytes for tensor in offer.tensors], timeout=PIECE_TIMEOUT)
         if payloads is None:
             raise Refusal(wire.ERROR_BUSY, f"the adapter did not come within {BRING_TIMEOUT:.0f} s")
         tensors = await trio.to_thread.run_sync(_unpack, offer, payloads)

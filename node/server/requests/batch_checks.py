@@ -19,7 +19,7 @@ from ....protocols.training import (
     mask_bytes,
     raw_bytes,
 )
-from ..admission import Hosted, check_hosted
+from .admission import Hosted, check_hosted
 
 
 def check_work_terms(terms: WorkTerms, hosted: Hosted) -> None:

@@ -15,13 +15,13 @@ from ....protocols.framing import PeerError
 from ....protocols.ids import BACKWARD, FORWARD
 from ....protocols.inference import Refusal, bad_request
 from ....protocols.training import MICRO_BATCH_TOKENS, WorkStream, work_terms_of
-from ...blocks.passes import Passes
-from ..admission import Hosted, check_client
-from ..compute.cache_budget import CacheBudget
-from ..compute.thread import ComputeThread
+from ...blocks.passes import SpanPasses
+from ..budget import CacheBudget
+from ..compute_thread import ComputeThread
 from ..lifecycle.pledging import Pledger
-from .checks import check_work_terms
-from .stream import TrainingStream
+from .admission import Hosted, check_client
+from .batch_checks import check_work_terms
+from .batch_stream import TrainingStream
 
 OPEN_TIMEOUT: Final = 10.0
 SEND_TIMEOUT: Final = 30.0
@@ -65,7 +65,7 @@ class TrainingService:
         largest = 4 * MICRO_BATCH_TOKENS * hosted.hidden_size * 4  # a backward pass and its reply, in float32
         self.budget = CacheBudget(max(int(WORK_SHARE * memory), 2 * largest))
         self.kept_budget = CacheBudget(int(KEPT_SHARE * memory))
-        self.passes = Passes(compute.blocks, int(ACTIVATION_SHARE * _free_memory(compute.blocks.device, memory)))
+        self.passes = SpanPasses(compute.blocks, int(ACTIVATION_SHARE * _free_memory(compute.blocks.device, memory)))
         self.pledger = pledger
         self.draining = False
         self._refuses_backward = refuses_backward

@@ -22,24 +22,24 @@ from ...credits.wallet import Wallet
 from ...models import ModelFolder
 from ...placement.plan import Move
 from ...swarm.swarm import Swarm
-from ..speed import speed_record
-from ..speed.live_speed import LiveSpeed
-from ..speed.network_speed import keep_measured, measure_network
-from ..speed.speed_record import BlockSpeed, SpeedKey
-from .device_memory import claim, device_memory, unused
+from . import speed as speed_record
+from .live_speed import LiveSpeed
+from .memory import cache_tokens_that_fit
+from .memory_device import claim, device_memory, unused
 from .mover import next_move
 from .neighbours import Neighbours, keep_rtts
+from .network_speed import keep_measured, measure_network
 from .options import OnEvent, ServerOptions
 from .placing import Placing
 from .pledging import Pledging
-from .sizing import cache_tokens_that_fit
+from .speed import BlockSpeed, SpeedKey
 
 if TYPE_CHECKING:
     from ...blocks.span import BlockSpan
     from ...models.adapters.peft_adapter import Adapter
-    from ..batch.service import TrainingService
-    from ..compute.thread import ComputeThread
-    from ..session.service import InferenceService
+    from ..compute_thread import ComputeThread
+    from ..requests.batch_service import TrainingService
+    from ..requests.service import InferenceService
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ async def host_span(
     `load_seconds` is what loading a block took. `on_ready` gets the fields of the ready event. When this returns all
     sessions have left or had the time to, and nothing here holds the blocks any more.
     """
-    from ..compute.thread import ComputeThread
+    from ..compute_thread import ComputeThread
 
     compute = ComputeThread(blocks)
     compute.start()
@@ -113,12 +113,12 @@ class _Hosting:
 
     async def run(self, on_ready: Callable[[dict[str, object]], None], stop: trio.Event) -> Move | None:
         from ...credits.payments import PaymentVerifier
-        from ..adapter_store import Adapters
-        from ..admission import Hosted
-        from ..batch.service import TrainingService
-        from ..compute.cache_budget import CacheBudget
-        from ..session.service import InferenceService
-        from .memory import return_memory
+        from ..budget import CacheBudget
+        from ..requests.adapters import Adapters
+        from ..requests.admission import Hosted
+        from ..requests.batch_service import TrainingService
+        from ..requests.service import InferenceService
+        from .memory_return import return_memory
 
         post, options, blocks = self._post, self._post.options, self._compute.blocks
         speed = await self._speed()
@@ -227,7 +227,7 @@ class _Hosting:
 
     async def _speed(self) -> BlockSpeed:
         """What was measured in an earlier run, else now."""
-        from ..speed.measure import measure_speed
+        from .measure import measure_speed
 
         blocks, key = self._compute.blocks, self._post.speed_key
         known = await trio.to_thread.run_sync(speed_record.recall, key)
@@ -326,7 +326,7 @@ class _Hosting:
             "device": str(self._compute.blocks.device),
             "cache_tokens": self._tokens,
             "throughput": round(1 / self._live.step_seconds, 2),
-            "adapters": [each.name for each in self._post.adapters],
+            "adapters": [adapter.name for adapter in self._post.adapters],
         }
 
     def _on_change(self) -> None:
@@ -351,7 +351,7 @@ class _Hosting:
                 await self._keep_speed()
 
     async def _measure_when_idle(self) -> None:
-        from ..speed.measure import measure_speed
+        from .measure import measure_speed
 
         pause = _FIRST_IDLE
         while True:

@@ -12,11 +12,11 @@ from ....protocols import wire_pb2 as wire
 from ....protocols.framing import PeerError, StreamClosed
 from ....protocols.inference import Refusal, SessionTerms, bad_request, terms_of
 from ...credits.payments import PaymentVerifier
-from ..adapter_store import Adapters, Borrowed
-from ..admission import Hosted, check_client, check_terms
-from ..compute.cache_budget import CacheBudget, CacheFull
-from ..compute.thread import ComputeThread
+from ..budget import CacheBudget, CacheFull
+from ..compute_thread import ComputeThread
 from ..lifecycle.pledging import Pledger
+from .adapters import Adapters, Borrowed
+from .admission import Hosted, check_client, check_terms
 from .pushes import Neighbours, PushStream
 from .session import IDLE_TIMEOUT, SEND_TIMEOUT, InferenceStream, ServerSession, not_held
 

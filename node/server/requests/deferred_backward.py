@@ -9,29 +9,29 @@ import trio
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.inference import Refusal
-from ...blocks.batch_job import Job, Kept
-from ...blocks.passes import Batch, Parked, Passes
-from ..compute.cache_budget import CacheBudget
-from ..compute.thread import ComputeThread, Passed
+from ...blocks.batch_job import BatchJob, KeptTensors
+from ...blocks.passes import Batch, SavedActivations, SpanPasses
+from ..budget import CacheBudget
+from ..compute_thread import ComputeThread, PassResult
 
 GRADIENT_TIMEOUT: Final = 60.0
 """How long a work whose turn it is waits for its gradient."""
 
 
-class LateWork:
-    """Waits for a gradient with what `Passes.recompute` has kept.
+class DeferredBackward:
+    """Waits for a gradient with what `SpanPasses.recompute` has kept.
 
     It may be given up at any time until the gradient is there: the memory that it takes is lent, so whoever has need of
     it takes it. The client then sends the whole work.
     """
 
-    def __init__(self, work: wire.Work, payload: bytearray, kept: Kept | None, batch: Batch) -> None:
+    def __init__(self, work: wire.Work, payload: bytearray, kept: KeptTensors | None, batch: Batch) -> None:
         self.work = work
         self.payload = payload
         self.kept = kept
         self._batch: Batch | None = batch
-        self._job: Job | None = None
-        self._recomputed: Passed[Parked] | None = None
+        self._job: BatchJob | None = None
+        self._recomputed: PassResult[SavedActivations] | None = None
         self._refusal: Refusal | None = None
         self._settled = trio.Event()
         self._done = trio.Event()
@@ -64,13 +64,13 @@ class LateWork:
         if self._refusal is not None:
             raise self._refusal
 
-    def settle(self, job: Job) -> None:
+    def settle(self, job: BatchJob) -> None:
         """The gradient is there. Does nothing if it was given up."""
         if self._recall() and not self._settled.is_set():
             self._job = job
             self._settled.set()
 
-    async def recompute(self, compute: ComputeThread, passes: Passes) -> None:
+    async def recompute(self, compute: ComputeThread, passes: SpanPasses) -> None:
         """Runs the first half of the pass. Raises nothing; `ready` does."""
         try:
             with self._scope:
@@ -80,7 +80,7 @@ class LateWork:
             self._refusal = refusal
         self._done.set()
 
-    async def ready(self) -> tuple[Job, Passed[Parked]]:
+    async def ready(self) -> tuple[BatchJob, PassResult[SavedActivations]]:
         """The whole work and its first half, once both are there.
 
         Raises:

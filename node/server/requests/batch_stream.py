@@ -27,15 +27,24 @@ from ....protocols.training import (
     receive_pieces,
     send_in_pieces,
 )
-from ...blocks.batch_job import Job, Kept, Result, pack, passing, unpack_batch, unpack_keep, unpack_work
+from ...blocks.batch_job import (
+    BatchJob,
+    KeptTensors,
+    PackedReply,
+    pack,
+    run_job,
+    unpack_batch,
+    unpack_keep,
+    unpack_work,
+)
 from ...errors import unwrapped
-from ..compute.cache_budget import CacheBudget, CacheFull
-from ..compute.thread import Passed
-from .checks import check_keep, check_work, work_bytes
-from .late_work import LateWork
+from ..budget import CacheBudget, CacheFull
+from ..compute_thread import PassResult
+from .batch_checks import check_keep, check_work, work_bytes
+from .deferred_backward import DeferredBackward
 
 if TYPE_CHECKING:
-    from .service import TrainingService
+    from .batch_service import TrainingService
 
 CREDITS: Final = 4
 IDLE_TIMEOUT: Final = 60.0
@@ -49,14 +58,14 @@ MEMORY_WAIT: Final = 20.0
 class _Item:
     """A work on its way to be computed."""
 
-    work: Job | LateWork
+    work: BatchJob | DeferredBackward
     nbytes: int
 
 
 @dataclass(frozen=True)
 class _Done:
-    job: Job
-    passed: Passed[list[torch.Tensor]]
+    job: BatchJob
+    passed: PassResult[list[torch.Tensor]]
     nbytes: int
 
 
@@ -73,13 +82,13 @@ class TrainingStream:
         self._terms = terms
         self._protocol = protocol
         self._epoch = os.urandom(EPOCH_BYTES)
-        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self._kept: OrderedDict[int, KeptTensors] = OrderedDict()
         self._kept_number = 0
         self._sequence = 0
         self._under_way = 0  # works that count against the credits
         self._unanswered = 0
         self._last_receipt = NO_RECEIPT
-        self._late: dict[int, LateWork] = {}  # by their numbers, those whose gradients have not come
+        self._late: dict[int, DeferredBackward] = {}  # by their numbers, those whose gradients have not come
         self._held: dict[CacheBudget, int] = {service.budget: 0, service.kept_budget: 0}
 
     async def run(self) -> None:
@@ -146,7 +155,7 @@ class TrainingStream:
                         await self._keep(frame.keep)
                     elif body == "work":
                         item = await self._work(frame.work)
-                        if isinstance(item.work, LateWork):
+                        if isinstance(item.work, DeferredBackward):
                             nursery.start_soon(item.work.recompute, self._service.compute, self._service.passes)
                         await works.send(item)
                     else:
@@ -167,7 +176,7 @@ class TrainingStream:
             _, oldest = self._kept.popitem(last=False)
             self._give_back(self._service.kept_budget, raw_bytes(oldest.keep.tensors))
         await self._take(self._service.kept_budget, raw_bytes(keep.tensors))
-        payloads = await receive_pieces(self._stream, [each.nbytes for each in keep.tensors], timeout=PIECE_TIMEOUT)
+        payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in keep.tensors], timeout=PIECE_TIMEOUT)
         self._kept_number = keep.number
         self._kept[keep.number] = await trio.to_thread.run_sync(unpack_keep, keep, payloads)
 
@@ -194,7 +203,7 @@ class TrainingStream:
         if not work.gradient_follows:
             return _Item(await self._unpack(work, payloads, kept), nbytes)
         batch = await trio.to_thread.run_sync(unpack_batch, self._terms, work, payloads[0], kept)
-        late = self._late[work.sequence] = LateWork(work, payloads[0], kept, batch)
+        late = self._late[work.sequence] = DeferredBackward(work, payloads[0], kept, batch)
         budget = self._service.budget
 
         def taken() -> None:
@@ -214,7 +223,7 @@ class TrainingStream:
         late.settle(job)
         self._late.pop(gradient.sequence, None)
 
-    async def _unpack(self, work: wire.Work, payloads: Sequence[bytearray], kept: Kept | None) -> Job:
+    async def _unpack(self, work: wire.Work, payloads: Sequence[bytearray], kept: KeptTensors | None) -> BatchJob:
         return await trio.to_thread.run_sync(unpack_work, self._protocol, self._terms, work, payloads, kept)
 
     async def _take(self, budget: CacheBudget, nbytes: int) -> None:
@@ -250,12 +259,12 @@ class TrainingStream:
                     return
                 await answers.send(_Done(job, passed, item.nbytes))
 
-    async def _pass(self, work: Job | LateWork) -> tuple[Job, Passed[list[torch.Tensor]]]:
+    async def _pass(self, work: BatchJob | DeferredBackward) -> tuple[BatchJob, PassResult[list[torch.Tensor]]]:
         run, passes = self._service.compute.run_pass, self._service.passes
-        if isinstance(work, Job):
-            return work, await run(passing(work, passes))
+        if isinstance(work, BatchJob):
+            return work, await run(run_job(work, passes))
         job, first = await work.ready()
-        second = await run(passing(job, passes, first.value), resumed=True)
+        second = await run(run_job(job, passes, first.value), resumed=True)
         return job, replace(second, compute_seconds=first.compute_seconds + second.compute_seconds)
 
     async def _answer(self, answers: trio.MemoryReceiveChannel[_Done | Refusal]) -> None:
@@ -278,7 +287,7 @@ class TrainingStream:
             self._unanswered -= 1
             self._service.note(-1)
 
-    def _receipt(self, job: Job, result: Result) -> Receipt:
+    def _receipt(self, job: BatchJob, result: PackedReply) -> Receipt:
         hosted = self._service.hosted
         receipt = Receipt(
             protocol_version=PROTOCOL_VERSION,

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from ...protocols import wire_pb2 as wire
-from ...protocols.framing import CODECS, ITEM_BYTES, TensorError, wire_nbytes
-from ...protocols.ids import Span
-from ...protocols.inference import MAX_STEP_BYTES, Refusal, SessionTerms, bad_request
+from ....protocols import wire_pb2 as wire
+from ....protocols.framing import CODECS, ITEM_BYTES, TensorError, wire_nbytes
+from ....protocols.ids import Span
+from ....protocols.inference import MAX_STEP_BYTES, Refusal, SessionTerms, bad_request
 
 STEP_TOKENS: Final = 2048
 """Rows times positions of one step."""

@@ -4,7 +4,7 @@ Bytes in, bytes out: steps arrive from the trio thread as they stood on the wire
 the trio thread never computes and the thread may one day become a process. What runs next is decided by
 `batching.next_turn`. The queue is bounded by its callers: a session has at most one step in it.
 
-Passes of whole batches (training) run one after the other when no step waits, and pause after each block: so a step
+SpanPasses of whole batches (training) run one after the other when no step waits, and pause after each block: so a step
 waits for one block of one batch at most, and a pass for as long as there are steps.
 """
 
@@ -22,17 +22,17 @@ from typing import Any, Generic, TypeVar
 import torch
 import trio
 
-from ....protocols import wire_pb2 as wire
-from ....protocols.framing import TensorError
-from ....protocols.ids import Span
-from ....protocols.inference import Refusal, bad_request, sha256
-from ....protocols.tensors import decode, dtype_name, encode
-from ...blocks.cache import SpanCache
-from ...blocks.passes import Passing
-from ...blocks.span import BlockSpan
-from ...blocks.span_adapter import SpanAdapter
-from ..speed.measure import synchronise
-from .batching import Waiting, next_turn
+from ...protocols import wire_pb2 as wire
+from ...protocols.framing import TensorError
+from ...protocols.ids import Span
+from ...protocols.inference import Refusal, bad_request, sha256
+from ...protocols.tensors import decode, dtype_name, encode
+from ..blocks.cache import SpanCache
+from ..blocks.passes import PassGenerator
+from ..blocks.span import BlockSpan
+from ..blocks.span_adapter import SpanAdapter
+from .lifecycle.measure import synchronise
+from .turns import Waiting, next_turn
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -106,15 +106,15 @@ class _Call(_Pending):
 
 
 @dataclass
-class _Pass(_Pending):
-    passing: Passing[Any] = field(kw_only=True)
+class PassRequest(_Pending):
+    passing: PassGenerator[Any] = field(kw_only=True)
     resumed: bool = False
     abandoned: bool = False
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Passed(Generic[T]):
+class PassResult(Generic[T]):
     """What a pass ended with. `queue_seconds` includes the time it gave way to steps."""
 
     value: T
@@ -133,9 +133,9 @@ class ComputeThread:
 
     def __init__(self, blocks: BlockSpan) -> None:
         self.blocks = blocks
-        self._queue: SimpleQueue[_Step | _Call | _Pass | None] = SimpleQueue()
-        self._passes: deque[_Pass] = deque()
-        self._resumed: deque[_Pass] = deque()
+        self._queue: SimpleQueue[_Step | _Call | PassRequest | None] = SimpleQueue()
+        self._passes: deque[PassRequest] = deque()
+        self._resumed: deque[PassRequest] = deque()
         self._token: trio.lowlevel.TrioToken | None = None
         self._thread = threading.Thread(target=self._run, name="petalnode-compute", daemon=True)
         self._depth = 0
@@ -203,7 +203,7 @@ class ComputeThread:
         assert isinstance(pending.value, StepOutput)
         return pending.value
 
-    async def run_pass(self, passing: Passing[T], *, resumed: bool = False) -> Passed[T]:
+    async def run_pass(self, passing: PassGenerator[T], *, resumed: bool = False) -> PassResult[T]:
         """Runs `passing` to its end, whenever no step waits. If cancelled, it ends at its next pause.
 
         `resumed`: it is the second half of a pass, which frees memory and for which others wait; so it goes before all
@@ -212,7 +212,7 @@ class ComputeThread:
         Raises:
             Refusal: ERROR_BUSY if memory runs out, ERROR_INTERNAL if the blocks fail.
         """
-        pending = _Pass(passing=passing, resumed=resumed)
+        pending = PassRequest(passing=passing, resumed=resumed)
         try:
             await self._submit(pending)
         except trio.Cancelled:
@@ -220,8 +220,8 @@ class ComputeThread:
             raise
         return pending.value  # type: ignore[return-value]
 
-    async def _submit(self, pending: _Step | _Call | _Pass) -> None:
-        self._depth += not isinstance(pending, _Pass)
+    async def _submit(self, pending: _Step | _Call | PassRequest) -> None:
+        self._depth += not isinstance(pending, PassRequest)
         self._queue.put(pending)
         await pending.done.wait()
         if pending.error is not None:
@@ -234,7 +234,7 @@ class ComputeThread:
         assert self._token is not None
 
         def wake() -> None:
-            self._depth -= not isinstance(pending, _Pass)
+            self._depth -= not isinstance(pending, PassRequest)
             pending.done.set()
 
         try:
@@ -252,7 +252,7 @@ class ComputeThread:
                         return
                     if isinstance(item, _Call):
                         self._run_call(item)
-                    elif isinstance(item, _Pass):
+                    elif isinstance(item, PassRequest):
                         (self._resumed if item.resumed else self._passes).append(item)
                     elif not self._ended(item) and self._unpack(item):
                         steps.append(item)
@@ -271,14 +271,14 @@ class ComputeThread:
         except Exception as error:
             self._finish(call, None, error)
 
-    def _continue_pass(self, passes: deque[_Pass]) -> None:
+    def _continue_pass(self, passes: deque[PassRequest]) -> None:
         """Runs the first pass that somebody still wants to its next pause, or ends it."""
         running = passes[0]
         if running.abandoned:
             passes.popleft().passing.close()
             return
         begun = time.perf_counter()
-        done: Passed[Any] | None = None
+        done: PassResult[Any] | None = None
         refusal: Refusal | None = None
         try:
             next(running.passing)
@@ -288,7 +288,7 @@ class ComputeThread:
         except StopIteration as end:
             now = time.perf_counter()
             seconds = running.seconds + now - begun
-            done = Passed(end.value, now - running.arrived - seconds, seconds)
+            done = PassResult(end.value, now - running.arrived - seconds, seconds)
         except (torch.OutOfMemoryError, MemoryError):
             refusal = Refusal(wire.ERROR_BUSY, "the server's memory does not hold this pass; send fewer tokens at once")
         except Exception:

@@ -13,7 +13,7 @@ from typing import Final
 import psutil
 
 from ...models.cache_dir import cache_dir
-from .sizing import Memory
+from .memory import Memory
 
 _CLAIMS: Final = "claims"
 _UNLIMITED: Final = 1 << 60
@@ -65,12 +65,12 @@ def container_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
     path = folder / groups.get("memory", groups.get("", ""))
     found = []
     # Any group above may be the one that is limited; in a container only what is its own can be seen.
-    for each in (path, *path.parents):
-        if each.is_relative_to(folder):
+    for parent in (path, *path.parents):
+        if parent.is_relative_to(folder):
             with suppress(OSError, ValueError):
-                limit = int((each / names[0]).read_text())
-                used = int((each / names[1]).read_text())
-                for line in (each / "memory.stat").read_text().splitlines():
+                limit = int((parent / names[0]).read_text())
+                used = int((parent / names[1]).read_text())
+                for line in (parent / "memory.stat").read_text().splitlines():
                     if line.startswith(f"{names[2]} "):
                         used -= int(line.split()[1])
                 if limit < _UNLIMITED:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from ..priority import next_in_line, now_overtaken
+from .priority import next_in_line, now_overtaken
 
 
 class CacheFull(Exception):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...protocols import wire_pb2 as wire
-from ...protocols.adapter import (
+from ....protocols import wire_pb2 as wire
+from ....protocols.adapter import (
     MAX_ADAPTER_BYTES,
     MAX_ADAPTER_TENSORS,
     Linears,
@@ -11,10 +11,10 @@ from ...protocols.adapter import (
     check_tensors,
     hash_of_adapter,
 )
-from ...protocols.ids import PROTOCOL_VERSION, Span
-from ...protocols.inference import Refusal, bad_request
+from ....protocols.ids import PROTOCOL_VERSION, Span
+from ....protocols.inference import Refusal, bad_request
 from .admission import Hosted, check_hosted
-from .batch.checks import check_bytes
+from .batch_checks import check_bytes
 
 
 def check_adapter(offer: wire.Adapter, hosted: Hosted, linears: Linears) -> Span:
@@ -30,20 +30,20 @@ def check_adapter(offer: wire.Adapter, hosted: Hosted, linears: Linears) -> Span
     except ValueError as error:
         raise bad_request(str(error)) from None
     check_hosted(offer.model_version, span, "none", "float32", hosted)
-    blocks = [(each.block, each.hash) for each in offer.blocks]
+    blocks = [(block.block, block.hash) for block in offer.blocks]
     if len({block for block, _ in blocks}) != len(blocks) or hash_of_adapter(blocks) != offer.hash:
         raise bad_request("the adapter's hash is not that of its blocks")
     if len(offer.names) != len(offer.tensors) or len(set(offer.names)) != len(offer.names):
         raise bad_request("an adapter takes a name of its own for each tensor")
-    nbytes = sum(each.nbytes for each in offer.tensors)
+    nbytes = sum(tensor.nbytes for tensor in offer.tensors)
     if len(offer.tensors) > MAX_ADAPTER_TENSORS or nbytes > MAX_ADAPTER_BYTES:
         raise Refusal(
             wire.ERROR_TOO_LONG,
             f"an adapter of {len(offer.tensors)} tensors and {nbytes >> 20} MiB; {MAX_ADAPTER_TENSORS} and "
             f"{MAX_ADAPTER_BYTES >> 20} MiB are allowed",
         )
-    for each in offer.tensors:
-        check_bytes(each)
+    for tensor in offer.tensors:
+        check_bytes(tensor)
     shapes = {name: tuple(each.shape) for name, each in zip(offer.names, offer.tensors, strict=True)}
     try:
         check_tensors(shapes, span, linears, hosted.hidden_size)

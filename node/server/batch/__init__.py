@@ -1,1 +1,0 @@
-"""The server's side of `/petalnode/forward/1` and `/petalnode/backward/1`."""
