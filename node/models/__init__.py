@@ -1,6 +1,6 @@
 """Models on this machine: finding and fetching them, reading their weights' layout, and the model version.
 
-Nothing here imports torch or transformers, except while a GGUF file is imported.
+Nothing here imports torch or transformers, except while a GGUF file is imported. May use `errors`.
 """
 
 from __future__ import annotations

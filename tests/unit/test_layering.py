@@ -1,17 +1,31 @@
-"""node -> protocols -> crypto, never back; and what must not be imported where."""
+"""node -> protocols -> crypto, never back; the order of the rooms in node/; and what must not be imported where."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.import_graph import (
+    ROOM_ORDER,
+    ROOT,
+    SIDE_BY_SIDE,
+    TREES,
+    circles,
+    import_graph,
+    module_files,
+    room,
+    source_files,
+)
+
 ROOMS = ("petalnode", "node", "protocols", "crypto")
 LOWER = {"node": {"node", "protocols", "crypto"}, "protocols": {"protocols", "crypto"}, "crypto": {"crypto"}}
 
@@ -26,7 +40,7 @@ class Import:
 
 
 def sources(room: str) -> list[Path]:
-    found = [path for path in sorted((ROOT / room).rglob("*.py")) if not path.name.endswith("_pb2.py")]
+    found = source_files(room)
     assert found, room
     return found
 
@@ -55,11 +69,11 @@ def imports(path: Path) -> Iterator[Import]:
 @pytest.mark.parametrize("room", LOWER)
 def test_rooms_depend_one_way(room: str) -> None:
     wrong = [
-        each
+        imported
         for path in sources(room)
-        for each in imports(path)
+        for imported in imports(path)
         # The package's version is the one thing that a room may ask of the face.
-        if each.ours and each.module.split(".")[0] not in {*LOWER[room], "__version__"}
+        if imported.ours and imported.module.split(".")[0] not in {*LOWER[room], "__version__"}
     ]
     assert not wrong
 
@@ -67,10 +81,10 @@ def test_rooms_depend_one_way(room: str) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_inside_the_package_imports_are_relative(room: str) -> None:
     wrong = [
-        each
+        imported
         for path in sources(room)
-        for each in imports(path)
-        if not each.ours and each.module.split(".")[0] in ("petalnode", "node", "protocols", "crypto", "tests")
+        for imported in imports(path)
+        if not imported.ours and imported.module.split(".")[0] in ("petalnode", "node", "protocols", "crypto", "tests")
     ]
     assert not wrong
 
@@ -87,13 +101,13 @@ FORBIDDEN = {
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_a_room_knows_nothing_of(folder: str) -> None:
     wrong = [
-        each
+        imported
         for path in sources(folder)
-        for each in imports(path)
-        if not each.ours
-        and each.module.split(".")[0] in FORBIDDEN[folder]
+        for imported in imports(path)
+        if not imported.ours
+        and imported.module.split(".")[0] in FORBIDDEN[folder]
         # A type of a key or address is no stream.
-        and not (folder == "crypto" and each.module.startswith("libp2p.crypto"))
+        and not (folder == "crypto" and imported.module.startswith("libp2p.crypto"))
     ]
     assert not wrong
 
@@ -102,55 +116,175 @@ def test_torch_enters_the_protocols_by_the_tensors_only() -> None:
     having = {
         path.name
         for path in sources("protocols")
-        for each in imports(path)
-        if each.module.split(".")[0] == "torch" or each.module == "protocols.tensors"
+        for imported in imports(path)
+        if imported.module.split(".")[0] == "torch" or imported.module == "protocols.tensors"
     }
     assert having <= {"tensors.py"}
 
 
 def test_raw_streams_are_touched_by_the_framing_and_the_swarm_only() -> None:
     outside = [
-        each
+        imported
         for room in ROOMS
         for path in sources(room)
         if path.relative_to(ROOT).parts[:2] not in (("node", "network"), ("node", "swarm"))
-        for each in imports(path)
-        if each.module.split(".")[0] == "libp2p"
+        for imported in imports(path)
+        if imported.module.split(".")[0] == "libp2p"
         and path.relative_to(ROOT).as_posix() not in ("protocols/framing.py", "crypto/identity.py")
     ]
     assert not outside
-    for room in ("node/server", "node/client", "node/cli", "node/blocks", "node/models", "protocols"):
-        for path in sources(room):
+    for folder in ("node/server", "node/client", "node/cli", "node/blocks", "node/models", "protocols"):
+        for path in sources(folder):
             if path.name == "framing.py":
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
                 assert not (isinstance(node, ast.Attribute) and node.attr in ("_raw", "RawStream")), path
 
 
-def loaded_after(module: str) -> set[str]:
-    """The top-level packages in a fresh interpreter that has imported `module`."""
-    code = f"import sys, {module}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+MODULES = import_graph()
+
+# What is being put in order. Nothing may be added here.
+KNOWN_IMPORTS_UP: set[tuple[str, str]] = {
+    ("petalnode.node.client.core", "petalnode.node.credits.wallet"),
+    ("petalnode.node.network.nat.manager", "petalnode.node.swarm.directory"),
+    ("petalnode.node.server.lifecycle.hosting", "petalnode.node.credits.payments"),
+    ("petalnode.node.server.lifecycle.hosting", "petalnode.node.credits.wallet"),
+    ("petalnode.node.server.lifecycle.pledging", "petalnode.node.credits.wallet"),
+    ("petalnode.node.server.session.service", "petalnode.node.credits.payments"),
+    ("petalnode.node.swarm.cost", "petalnode.node.placement.planning.cycle"),
+    ("petalnode.node.validator.service", "petalnode.node.credits.rewards"),
+    ("petalnode.node.verification.recomputation", "petalnode.node.server.compute.batching"),
+}
+KNOWN_CIRCLES: list[set[str]] = [
+    {"petalnode.node.blocks.ragged", "petalnode.node.blocks.span"},
+    {"petalnode.node.tuning.sharing.git_place", "petalnode.node.tuning.sharing.place"},
+    {
+        "petalnode.node.network.transport.muxed_stream",
+        "petalnode.node.network.transport.noise",
+        "petalnode.node.network.transport.psk",
+        "petalnode.node.network.transport.raw_connection",
+        "petalnode.node.network.transport.stream_bytes",
+        "petalnode.node.network.transport.yamux",
+    },
+    {"petalnode.node.client.session.server_session", "petalnode.node.client.session_adapter"},
+    {
+        "petalnode.node.client.batch.work_pool",
+        "petalnode.node.client.core",
+        "petalnode.node.client.session.compared_session",
+    },
+    {"petalnode.node.server.batch.service", "petalnode.node.server.batch.stream"},
+    {"petalnode.node.server.session.service", "petalnode.node.server.session.session"},
+    {"petalnode.node.client.api.model", "petalnode.node.client.api.tuning"},
+]
+KNOWN_LARGE: set[str] = {
+    "node/blocks",
+    "node/network/nat",
+    "node/client/core.py",
+    "node/client/session/compared_session.py",
+    "node/client/session/server_session.py",
+    "node/client/session/session.py",
+    "node/swarm/directory.py",
+    "node/swarm/swarm.py",
+}
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Whether a room of node/ may import another one."""
+    lower = ROOM_ORDER.index(imported) < ROOM_ORDER.index(importer)
+    return importer == imported or (lower and (importer, imported) not in SIDE_BY_SIDE)
+
+
+def test_rooms_of_a_node_import_the_rooms_before_them_only() -> None:
+    up = {
+        (importer, module)
+        for importer, imported in MODULES.items()
+        for module in imported
+        if room(importer) in ROOM_ORDER and room(module) in ROOM_ORDER
+        if not may_import(room(importer), room(module))
+    }
+    assert up <= KNOWN_IMPORTS_UP, sorted(up - KNOWN_IMPORTS_UP)
+
+
+def test_every_room_of_a_node_has_its_place_in_the_order() -> None:
+    entries = [path for path in (ROOT / "node").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert {path.stem for path in entries} - {"__init__"} == set(ROOM_ORDER)
+    text = ast.get_docstring(ast.parse((ROOT / "node/__init__.py").read_text())) or ""
+    assert tuple(re.findall(r"`(\w+)`", text.partition(":\n")[2])) == ROOM_ORDER
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    new = [circle for circle in circles(MODULES) if not any(set(circle) <= known for known in KNOWN_CIRCLES)]
+    assert not new
+
+
+def test_files_and_folders_can_be_read_in_one_go() -> None:
+    folders = Counter(path.parent for path in module_files().values())
+    large = {f"{folder.relative_to(ROOT)}: {count} files" for folder, count in folders.items() if count > 16}
+    for path in module_files().values():
+        lines = len(path.read_text().splitlines())
+        if lines > 450:
+            large.add(f"{path.relative_to(ROOT)}: {lines} lines")
+    assert {name.partition(":")[0] for name in large} <= KNOWN_LARGE, sorted(large)
+
+
+@pytest.mark.parametrize("name", [name for name in ROOM_ORDER if (ROOT / "node" / name).is_dir()])
+def test_a_room_says_which_rooms_it_may_use(name: str) -> None:
+    text = ast.get_docstring(ast.parse((ROOT / "node" / name / "__init__.py").read_text())) or ""
+    stated = re.search(r"May use (.*)", text, re.DOTALL)
+    assert stated, f"node/{name}/__init__.py"
+    named = [word for word in re.findall(r"`(\w+)`", stated[1].partition("but not")[0]) if word in ROOM_ORDER]
+    assert named
+    assert all(may_import(name, other) for other in named)
+    if "before" in stated[1]:
+        named = list(ROOM_ORDER[: max(map(ROOM_ORDER.index, named)) + 1])
+    used = {
+        room(module)
+        for importer, imported in MODULES.items()
+        for module in imported
+        if room(importer) == name and (importer, module) not in KNOWN_IMPORTS_UP
+    }
+    assert used & set(ROOM_ORDER) <= {*named, name, "errors", "version"}
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for tree in TREES for path in source_files(tree)}), ids=str)
+def test_every_folder_says_what_it_is_for(folder: Path) -> None:
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+
+
+@cache
+def loaded_after() -> dict[str, set[str]]:
+    """The top-level packages that a fresh interpreter has loaded after each of these imports, one behind the other.
+
+    What nothing has loaded by then was loaded by none of those before either, and one process tells it all.
+    """
+    code = "import sys\n" + "".join(
+        f"import {modules}\nprint({modules!r}, *sorted({{name.partition('.')[0] for name in sys.modules}}), sep=';')\n"
+        for modules in IN_TURN
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
-    return set(done.stdout.split())
+    return {line.split(";")[0]: set(line.split(";")[1:]) for line in done.stdout.splitlines()}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "petalnode.node.cli.app, petalnode.node.cli.commands.serve, petalnode.node.cli.commands.status",
-        "petalnode.node.cli.commands.bootstrap",
-        "petalnode.node.cli.commands.chat, petalnode.node.cli.commands.demo",
-        "petalnode.node.server.lifecycle.server, petalnode.node.models",
-        "petalnode.node.swarm.swarm, petalnode.protocols.inference, petalnode.protocols.announcement",
-    ],
+THE_FACE = "petalnode"
+PROOFS = "petalnode.crypto.receipts"
+STARTS = (
+    "petalnode.node.cli.app, petalnode.node.cli.commands.serve, petalnode.node.cli.commands.status",
+    "petalnode.node.cli.commands.bootstrap",
+    "petalnode.node.cli.commands.chat, petalnode.node.cli.commands.demo",
+    "petalnode.node.server.lifecycle.server, petalnode.node.models",
+    "petalnode.node.swarm.swarm, petalnode.protocols.inference, petalnode.protocols.announcement",
 )
-def test_starts_without_torch(module: str) -> None:
-    assert not loaded_after(module) & {"torch", "transformers"}
+IN_TURN = (THE_FACE, PROOFS, *STARTS)
+
+
+@pytest.mark.parametrize("modules", STARTS)
+def test_starts_without_torch(modules: str) -> None:
+    assert not loaded_after()[modules] & {"torch", "transformers"}
 
 
 def test_the_face_alone_imports_nothing_heavy() -> None:
-    assert not loaded_after("petalnode") & {"torch", "transformers", "trio", "libp2p"}
+    assert not loaded_after()[THE_FACE] & {"torch", "transformers", "trio", "libp2p"}
 
 
 def test_what_a_node_can_prove_needs_no_network() -> None:
-    assert not loaded_after("petalnode.crypto.receipts") & {"torch", "trio", "google"}
+    assert not loaded_after()[PROOFS] & {"torch", "trio", "google"}
