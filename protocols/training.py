@@ -1,37 +1,37 @@
 """`/petalnode/forward/1` and `/petalnode/backward/1`: batches through a span, without a cache.
 
     client                                        server
-    WorkOpen (model version, span, size) ->
-                                               <- WorkGranted (credits) | Error
+    BatchOpen (model version, span, size) ->
+                                               <- BatchGranted (credits) | Error
     Keep (deep prompts), pieces ->                                               (no answer)
-    Work (sequence, mask), pieces ->
-                                               <- WorkReply (receipt), pieces | Error
-    Work (gradient_follows), pieces ->           (a backward pass, while the gradient is made elsewhere)
+    BatchRequest (sequence, mask), pieces ->
+                                               <- BatchReply (receipt), pieces | Error
+    BatchRequest (gradient_follows), pieces ->   (a backward pass, while the gradient is made elsewhere)
     Gradient (sequence), pieces ->
-                                               <- WorkReply (receipt), pieces | Error
+                                               <- BatchReply (receipt), pieces | Error
     ...
     Close ->
 
-One stream carries works of one kind, one behind the other, for as long as its client likes; the server may end one
-that asks for nothing. Fine-tuning as in Petals (NeurIPS 2023, section 3.4): servers treat whatever the client learns
-as inputs, and keep nothing of it past the stream.
+One stream carries batch requests of one kind, one behind the other, as long as its client likes; the server may end a
+stream that asks for nothing. Fine-tuning as in Petals (NeurIPS 2023, section 3.4): servers treat whatever the client
+learns as inputs, and keep nothing of it past the stream.
 
-- A **work** is hidden states of [rows, tokens, hidden]; for a backward pass also the gradient with respect to what the
-  span makes of them. The server answers what the span makes of them; or the gradient with respect to the hidden states
-  and then to each tensor that it keeps for this work, in the order of their names. It has at most
-  `MICRO_BATCH_TOKENS` tokens, unless it is a single row.
-- The gradient of a work **may follow** later, where the grant says so: the server computes forward in the meantime and
-  keeps what it needs for the way back. It may give such a work up, for others or when the gradient does not come, with
-  ERROR_BUSY; the client then sends the whole work on a new stream. Receipts are the same either way.
-- **Kept tensors** travel once for the works that name their number. "prompts" are deep prompts [blocks of the span,
+- A **batch request** is hidden states of [rows, tokens, hidden]; for a backward pass also the gradient with respect to
+  the span's output. The server answers the span's output; or the gradient with respect to the hidden states and then to
+  each tensor that it keeps for this request, in the order of their names. It has at most `MICRO_BATCH_TOKENS` tokens,
+  unless it is a single row.
+- **Deferred backward**: the gradient may follow later, where the grant says so. The server computes forward in the
+  meantime and keeps what the backward pass needs. It may drop such a request, for others or when the gradient does not
+  come, with ERROR_BUSY; the client then sends all of it on a new stream. Receipts are the same either way.
+- **Kept tensors** travel once for the requests that name their number. "prompts" are deep prompts [blocks of the span,
   1 or rows, prefix, hidden]: those of a block are added to the first `prefix` positions of what enters it.
   "3.self_attn.q_proj.lora_A" [rank, in] and "3.self_attn.q_proj.lora_B" [out, rank] change a linear layer of block 3,
   which then returns B A x more than its own.
 - Tensors travel in **pieces** of at most `PIECE_BYTES` of their bytes, one behind the other, so that neither side ever
-  holds more than a piece that it has no room for. A server begins to read the pieces of a work when it has memory for
-  all of it and its reply: until then the stream's window stops the client. At most `WorkGranted.credits` works may be
-  under way, that is sent and not answered.
-- `sequence` counts from 1. After an Error, which answers the first work that has no reply yet, the stream is over.
+  holds more than a piece that it has no room for. A server begins to read the pieces of a request when it has memory
+  for the request and its reply: until then the stream's window stops the client. At most `BatchGranted.credits`
+  requests may be sent and not answered.
+- `sequence` counts from 1. After an Error, which answers the first request that has no reply yet, the stream is over.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .ids import Span
 from .inference import HASH_BYTES, MAX_BATCH, NONCE_BYTES, Refusal, bad_request
 
 MICRO_BATCH_TOKENS: Final = 1024
-"""Rows times positions of one work (Petals, NeurIPS 2023, section 4.2, footnote 9)."""
+"""Rows times positions of one batch request (Petals, NeurIPS 2023, section 4.2, footnote 9)."""
 PIECE_BYTES: Final = 1 << 20
 MAX_HEADER: Final = 256 * 1024
 """Of a frame: the names of an adapter's weights take the most."""
@@ -58,11 +58,11 @@ KEPT_SETS: Final = 4
 MAX_KEPT_TENSORS: Final = 4096
 PROMPTS: Final = "prompts"
 LORA_PARTS: Final = ("lora_A", "lora_B")
-WORK_DOMAIN: Final = "petalnode/work/1"
+BATCH_DOMAIN: Final = "petalnode/work/1"
 KEEP_DOMAIN: Final = "petalnode/keep/1"
 NOTHING_KEPT: Final = bytes(HASH_BYTES)
 
-WorkStream = MessageStream[wire.WorkFrame]
+BatchFrames = MessageStream[wire.BatchFrame]
 Buffer = bytes | bytearray | memoryview
 
 
@@ -88,8 +88,8 @@ class LoraName:
 
 
 @dataclass(frozen=True)
-class WorkTerms:
-    """What a stream of works was opened for."""
+class BatchTerms:
+    """What a stream of batch requests was opened for."""
 
     model_version: bytes
     span: Span
@@ -98,8 +98,8 @@ class WorkTerms:
     nonce: bytes
 
 
-def work_terms_of(message: wire.WorkOpen) -> WorkTerms:
-    """Checks the fields of a WorkOpen that need no knowledge of the server.
+def batch_terms_of(message: wire.BatchOpen) -> BatchTerms:
+    """Checks the fields of a BatchOpen that need no knowledge of the server.
 
     Raises:
         Refusal: ERROR_BAD_REQUEST or ERROR_UNSUPPORTED, naming the field.
@@ -112,7 +112,7 @@ def work_terms_of(message: wire.WorkOpen) -> WorkTerms:
         span = Span(message.span.start, message.span.end)
     except ValueError as error:
         raise bad_request(str(error)) from None
-    return WorkTerms(
+    return BatchTerms(
         model_version=message.model_version,
         span=span,
         codec=message.codec,
@@ -121,19 +121,19 @@ def work_terms_of(message: wire.WorkOpen) -> WorkTerms:
     )
 
 
-def hash_of_work(protocol: str, work: wire.Work, payload_hash: bytes, kept_hash: bytes) -> bytes:
+def hash_of_batch(protocol: str, request: wire.BatchRequest, payload_hash: bytes, kept_hash: bytes) -> bytes:
     """The request hash that both sides compute, and that the receipt carries.
 
-    `protocol` is the stream's id; `payload_hash` the SHA-256 of the work's bytes as they stood on the wire, one tensor
-    behind the other; `kept_hash` is `hash_of_keep` of what it uses, `NOTHING_KEPT` for nothing.
+    `protocol` is the stream's id; `payload_hash` the SHA-256 of the tensors as they stood on the wire; `kept_hash` is
+    `hash_of_keep` of what it uses, `NOTHING_KEPT` for nothing.
     """
     return digest(
-        WORK_DOMAIN,
+        BATCH_DOMAIN,
         protocol,
-        work.sequence,
-        _described(work.tensors),
-        work.mask,
-        tuple(work.positions),
+        request.sequence,
+        _described(request.tensors),
+        request.mask,
+        tuple(request.positions),
         payload_hash,
         kept_hash,
     )
@@ -171,12 +171,12 @@ def raw_bytes(tensors: Iterable[wire.Tensor]) -> int:
 
 
 def mask_bytes(shape: Sequence[int]) -> int:
-    """Bytes that the mask of a work of [rows, tokens, ...] takes."""
+    """Bytes that the mask of a request of [rows, tokens, ...] takes."""
     return math.ceil(shape[0] * shape[1] / 8)
 
 
 async def send_in_pieces(
-    stream: WorkStream, head: wire.WorkFrame, payloads: Sequence[Buffer], *, timeout: float
+    stream: BatchFrames, head: wire.BatchFrame, payloads: Sequence[Buffer], *, timeout: float
 ) -> None:
     """Sends `head` and behind it the bytes of its tensors; `timeout` is for each piece. One caller at a time.
 
@@ -187,10 +187,10 @@ async def send_in_pieces(
     await send_pieces(stream, payloads, timeout=timeout)
 
 
-async def send_pieces(stream: WorkStream, payloads: Sequence[Buffer], *, timeout: float) -> None:
+async def send_pieces(stream: BatchFrames, payloads: Sequence[Buffer], *, timeout: float) -> None:
     """Sends the bytes of tensors that the other side has heard of; as `send_in_pieces`."""
     for views in _pieces(payloads):
-        piece = wire.WorkFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=view.nbytes) for view in views])
+        piece = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=view.nbytes) for view in views])
         await stream.send(piece, views, timeout=timeout)
 
 
@@ -212,7 +212,7 @@ def _pieces(payloads: Sequence[Buffer]) -> Iterator[list[memoryview]]:
         yield gathered
 
 
-async def receive_pieces(stream: WorkStream, sizes: Sequence[int], *, timeout: float) -> list[bytearray]:
+async def receive_pieces(stream: BatchFrames, sizes: Sequence[int], *, timeout: float) -> list[bytearray]:
     """The bytes of tensors of these sizes, of which the sender has spoken; `timeout` is for each piece.
 
     Raises:

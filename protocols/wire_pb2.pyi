@@ -1112,7 +1112,7 @@ class PushFrame(google.protobuf.message.Message):
 Global___PushFrame: typing_extensions.TypeAlias = PushFrame
 
 @typing.final
-class WorkOpen(google.protobuf.message.Message):
+class BatchOpen(google.protobuf.message.Message):
     """--- /petalnode/forward/1 and /petalnode/backward/1: batches without a cache --------------------------------------
 
     The first message of a stream, which then carries works one after the other.
@@ -1151,10 +1151,10 @@ class WorkOpen(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["span", b"span"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["activation_dtype", b"activation_dtype", "codec", b"codec", "model_version", b"model_version", "nonce", b"nonce", "protocol_version", b"protocol_version", "span", b"span"]) -> None: ...
 
-Global___WorkOpen: typing_extensions.TypeAlias = WorkOpen
+Global___WorkOpen: typing_extensions.TypeAlias = BatchOpen
 
 @typing.final
-class WorkGranted(google.protobuf.message.Message):
+class BatchGranted(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_EPOCH_FIELD_NUMBER: builtins.int
@@ -1187,7 +1187,7 @@ class WorkGranted(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["pledge", b"pledge"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["credits", b"credits", "dtype", b"dtype", "gradient_may_follow", b"gradient_may_follow", "pledge", b"pledge", "quantisation", b"quantisation", "session_epoch", b"session_epoch"]) -> None: ...
 
-Global___WorkGranted: typing_extensions.TypeAlias = WorkGranted
+Global___WorkGranted: typing_extensions.TypeAlias = BatchGranted
 
 @typing.final
 class Keep(google.protobuf.message.Message):
@@ -1220,7 +1220,7 @@ class Keep(google.protobuf.message.Message):
 Global___Keep: typing_extensions.TypeAlias = Keep
 
 @typing.final
-class Work(google.protobuf.message.Message):
+class BatchRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
@@ -1257,7 +1257,7 @@ class Work(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["gradient_follows", b"gradient_follows", "kept", b"kept", "mask", b"mask", "positions", b"positions", "sequence", b"sequence", "tensors", b"tensors"]) -> None: ...
 
-Global___Work: typing_extensions.TypeAlias = Work
+Global___Work: typing_extensions.TypeAlias = BatchRequest
 
 @typing.final
 class Gradient(google.protobuf.message.Message):
@@ -1277,7 +1277,7 @@ class Gradient(google.protobuf.message.Message):
 Global___Gradient: typing_extensions.TypeAlias = Gradient
 
 @typing.final
-class WorkReply(google.protobuf.message.Message):
+class BatchReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
@@ -1307,11 +1307,11 @@ class WorkReply(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["compute_us", b"compute_us", "queue_us", b"queue_us", "receipt", b"receipt", "sequence", b"sequence", "tensors", b"tensors"]) -> None: ...
 
-Global___WorkReply: typing_extensions.TypeAlias = WorkReply
+Global___WorkReply: typing_extensions.TypeAlias = BatchReply
 
 @typing.final
 class Piece(google.protobuf.message.Message):
-    """The next bytes of the tensors that the last Keep, Work, Gradient, WorkReply or Adapter named, one behind the other; raw behind
+    """The next bytes of the tensors that the last Keep, BatchRequest, Gradient, BatchReply or Adapter named, one behind the other; raw behind
     the frame.
     """
 
@@ -1408,7 +1408,7 @@ class AdapterState(google.protobuf.message.Message):
 Global___AdapterState: typing_extensions.TypeAlias = AdapterState
 
 @typing.final
-class WorkFrame(google.protobuf.message.Message):
+class BatchFrame(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OPEN_FIELD_NUMBER: builtins.int
@@ -1467,7 +1467,7 @@ class WorkFrame(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_state", b"adapter_state", "body", b"body", "close", b"close", "error", b"error", "gradient", b"gradient", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "tensors", b"tensors", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "granted", "keep", "work", "reply", "piece", "error", "close", "adapter", "adapter_state", "gradient"] | None: ...
 
-Global___WorkFrame: typing_extensions.TypeAlias = WorkFrame
+Global___WorkFrame: typing_extensions.TypeAlias = BatchFrame
 
 @typing.final
 class EvidenceStep(google.protobuf.message.Message):
@@ -1500,7 +1500,7 @@ class EvidenceStep(google.protobuf.message.Message):
 Global___EvidenceStep: typing_extensions.TypeAlias = EvidenceStep
 
 @typing.final
-class EvidenceWork(google.protobuf.message.Message):
+class EvidenceBatch(google.protobuf.message.Message):
     """One work. In the bundle: "input.N", "kept.N", "output.N", in the order of the tensors of work, keep and reply. The reply
     has the form of the work's first tensor and, for a backward pass, of what was kept.
     """
@@ -1531,7 +1531,7 @@ class EvidenceWork(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["keep", b"keep", "receipt", b"receipt", "work", b"work"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["keep", b"keep", "protocol", b"protocol", "receipt", b"receipt", "work", b"work"]) -> None: ...
 
-Global___EvidenceWork: typing_extensions.TypeAlias = EvidenceWork
+Global___EvidenceWork: typing_extensions.TypeAlias = EvidenceBatch
 
 @typing.final
 class Evidence(google.protobuf.message.Message):

@@ -21,7 +21,7 @@ from petalnode.protocols.announcement import pledge_to_wire
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span
 from petalnode.protocols.inference import hash_of_step, root_of, sha256
 from petalnode.protocols.tensors import decode, encode
-from petalnode.protocols.training import NOTHING_KEPT, hash_of_payloads, hash_of_work
+from petalnode.protocols.training import NOTHING_KEPT, hash_of_batch, hash_of_payloads
 
 Spoil = Callable[[torch.Tensor], torch.Tensor]
 
@@ -113,7 +113,7 @@ class SigningServer:
         """The client's log of one pass."""
         protocol = FORWARD if gradient is None else BACKWARD
         sent = [encode(each, "none") for each in (hidden, gradient) if each is not None]
-        work = wire.Work(sequence=1, tensors=[tensor for tensor, _ in sent])
+        work = wire.BatchRequest(sequence=1, tensors=[tensor for tensor, _ in sent])
         inputs = tuple(payload for _, payload in sent)
         passes = SpanPasses(self.blocks, 1 << 40)
         passing = (
@@ -132,7 +132,7 @@ class SigningServer:
             nonce=os.urandom(16),
             session_epoch=os.urandom(16),
             sequence=1,
-            request_hash=hash_of_work(protocol, work, hash_of_payloads(inputs), NOTHING_KEPT),
+            request_hash=hash_of_batch(protocol, work, hash_of_payloads(inputs), NOTHING_KEPT),
             reply_hash=hash_of_payloads([answer]),
             previous_receipt=NO_RECEIPT,
         )

@@ -17,11 +17,11 @@ from ...protocols.tensors import DTYPES, decode, encode
 from ...protocols.training import (
     NOTHING_KEPT,
     PROMPTS,
+    BatchTerms,
     LoraName,
-    WorkTerms,
+    hash_of_batch,
     hash_of_keep,
     hash_of_payloads,
-    hash_of_work,
 )
 from .passes import Batch, Gradients, PassGenerator, SavedActivations, SpanPasses
 
@@ -39,7 +39,7 @@ class KeptTensors:
 class BatchJob:
     """A work, ready to be computed. `gradient` is None in a forward pass."""
 
-    work: wire.Work
+    work: wire.BatchRequest
     batch: Batch
     gradient: torch.Tensor | None
     kept: KeptTensors | None
@@ -69,20 +69,20 @@ def unpack_keep(keep: wire.Keep, payloads: Sequence[bytearray]) -> KeptTensors:
 
 
 def unpack_work(
-    protocol: str, terms: WorkTerms, work: wire.Work, payloads: Sequence[bytearray], kept: KeptTensors | None
+    protocol: str, terms: BatchTerms, work: wire.BatchRequest, payloads: Sequence[bytearray], kept: KeptTensors | None
 ) -> BatchJob:
     """A checked work with its bytes, which it takes over.
 
     Raises:
         Refusal: values that are not finite.
     """
-    request = hash_of_work(protocol, work, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
+    request = hash_of_batch(protocol, work, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
     batch = unpack_batch(terms, work, payloads[0], kept)
     gradient = _finite(work.tensors[1], payloads[1], "the gradient") if len(payloads) > 1 else None
     return BatchJob(work, batch, gradient, kept, request)
 
 
-def unpack_batch(terms: WorkTerms, work: wire.Work, payload: bytearray, kept: KeptTensors | None) -> Batch:
+def unpack_batch(terms: BatchTerms, work: wire.BatchRequest, payload: bytearray, kept: KeptTensors | None) -> Batch:
     """What goes forward through the blocks; `payload` is that of the hidden states.
 
     Raises:

@@ -19,7 +19,7 @@ from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import F, MessageStream, PeerError
 from ...protocols.ids import ADAPTER, INFERENCE
 from ...protocols.training import MAX_HEADER as MAX_BATCH_HEADER
-from ...protocols.training import PIECE_BYTES, WorkStream
+from ...protocols.training import PIECE_BYTES, BatchFrames
 from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
 from ..swarm.routing import Candidate, Hop, cheapest_chain, second_best
 from ..swarm.swarm import Swarm
@@ -356,13 +356,13 @@ class SwarmClient:
         """
         return await self._stream(hop, INFERENCE, wire.InferenceFrame, direct=direct)
 
-    async def batch_stream(self, hop: Hop, protocol: str) -> WorkStream:
+    async def batch_stream(self, hop: Hop, protocol: str) -> BatchFrames:
         """A stream for batches to the server of `hop`; `protocol` says of which kind.
 
         Raises:
             ServerFailed: it cannot be reached.
         """
-        return await self._stream(hop, protocol, wire.WorkFrame, max_header=MAX_BATCH_HEADER, max_payload=PIECE_BYTES)
+        return await self._stream(hop, protocol, wire.BatchFrame, max_header=MAX_BATCH_HEADER, max_payload=PIECE_BYTES)
 
     async def _stream(self, hop: Hop, protocol: str, frame: type[F], **options: Any) -> MessageStream[F]:
         try:
@@ -385,7 +385,7 @@ class SwarmClient:
             yield
             return
         stream = await self._stream(
-            hop, ADAPTER, wire.WorkFrame, max_header=MAX_ADAPTER_HEADER, max_payload=PIECE_BYTES
+            hop, ADAPTER, wire.BatchFrame, max_header=MAX_ADAPTER_HEADER, max_payload=PIECE_BYTES
         )
         try:
             await bring(stream, adapter, hop, self.model.version)

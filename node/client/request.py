@@ -75,7 +75,7 @@ def _is_signed(pledge: Pledge) -> bool:
 
 
 def granted_pledge(
-    granted: wire.Granted | wire.WorkGranted, peer_id: str, model_version: bytes, span: Span, now_ms: int
+    granted: wire.Granted | wire.BatchGranted, peer_id: str, model_version: bytes, span: Span, now_ms: int
 ) -> Pledge | None:
     """The checked pledge under which `peer_id` grants these blocks; None for none.
 
@@ -114,7 +114,7 @@ class ServerClaims:
         # A server that is still loading does not know its dtype.
         return cls(announced.model_version, announced.span, announced.dtype, announced.quantisation, announced.pledge)
 
-    def broken_by_grant(self, granted: wire.Granted | wire.WorkGranted) -> str | None:
+    def broken_by_grant(self, granted: wire.Granted | wire.BatchGranted) -> str | None:
         """What is wrong with a grant; None if nothing is."""
         if self.dtype and (granted.dtype, granted.quantisation) != (self.dtype, self.quantisation):
             return (

@@ -11,7 +11,7 @@ import trio
 from ...crypto.credits import Clearing
 from ...crypto.receipts import Receipt
 from ...protocols.announcement import Announcement
-from ...protocols.training import WorkStream
+from ...protocols.training import BatchFrames
 from ..errors import NoChainError
 from ..swarm.routing import Candidate, Hop
 from ..trust.receipt_log import ReceiptArchive
@@ -115,5 +115,5 @@ class ModelClient(Router, Protocol):
     def explained(self, error: NoChainError, any_server: bool) -> NoChainError:
         """The error with what is known of servers that are not used."""
 
-    async def batch_stream(self, hop: Hop, protocol: str) -> WorkStream:
+    async def batch_stream(self, hop: Hop, protocol: str) -> BatchFrames:
         """A stream for batches to the server of `hop`. Raises ServerFailed."""

@@ -15,7 +15,7 @@ from ...protocols.announcement import Announcement
 from ...protocols.framing import PeerError
 from ...protocols.ids import PROTOCOL_VERSION, Span
 from ...protocols.inference import Refusal
-from ...protocols.training import WorkStream, send_pieces
+from ...protocols.training import BatchFrames, send_pieces
 from ..errors import BadInput, ServerFailed
 from ..swarm.routing import Hop
 from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
@@ -138,7 +138,7 @@ def names_held(servers: Collection[Announcement]) -> list[str]:
     return sorted({each.name for server in servers for each in announced(server)})
 
 
-async def bring(stream: WorkStream, adapter: SessionAdapter, hop: Hop, model_version: bytes) -> None:
+async def bring(stream: BatchFrames, adapter: SessionAdapter, hop: Hop, model_version: bytes) -> None:
     """Has the server of `hop` hold the adapter for sessions of this client, at least while `stream` is open.
 
     Raises:
@@ -150,7 +150,7 @@ async def bring(stream: WorkStream, adapter: SessionAdapter, hop: Hop, model_ver
     message.CopyFrom(offer)
     message.model_version = model_version
     try:
-        await stream.send(wire.WorkFrame(adapter=message), timeout=SEND_TIMEOUT)
+        await stream.send(wire.BatchFrame(adapter=message), timeout=SEND_TIMEOUT)
         if not await _is_held(stream, hop):
             await send_pieces(stream, payloads, timeout=SEND_TIMEOUT)
             if not await _is_held(stream, hop):
@@ -159,7 +159,7 @@ async def bring(stream: WorkStream, adapter: SessionAdapter, hop: Hop, model_ver
         raise _failed(hop, str(error)) from error
 
 
-async def _is_held(stream: WorkStream, hop: Hop) -> bool:
+async def _is_held(stream: BatchFrames, hop: Hop) -> bool:
     frame, _ = await stream.receive(timeout=ADAPTER_WAIT)
     body = frame.WhichOneof("body")
     if body == "error":
@@ -174,11 +174,11 @@ async def _is_held(stream: WorkStream, hop: Hop) -> bool:
     return bool(frame.adapter_state.held)
 
 
-async def close_stream(stream: WorkStream) -> None:
+async def close_stream(stream: BatchFrames) -> None:
     """Ends the stream: the session holds the adapter by now. Never raises."""
     with trio.CancelScope(shield=True):
         try:
-            await stream.send(wire.WorkFrame(close=wire.Close()), timeout=CLOSE_TIMEOUT)
+            await stream.send(wire.BatchFrame(close=wire.Close()), timeout=CLOSE_TIMEOUT)
             await stream.close()
         except PeerError:
             await stream.reset()

@@ -214,7 +214,7 @@ def batch_bundle(accuser: Identity, batch: LoggedBatch, found: Found | None = No
     evidence = _evidence("answer", batch.peer_id, found)
     receipt = receipt_to_wire(batch.receipt)
     evidence.work.CopyFrom(
-        wire.EvidenceWork(protocol=batch.protocol, receipt=receipt, work=batch.request, keep=batch.keep)
+        wire.EvidenceBatch(protocol=batch.protocol, receipt=receipt, work=batch.request, keep=batch.keep)
     )
     if batch.pledge is not None:
         evidence.pledge.CopyFrom(batch.pledge)

@@ -46,7 +46,7 @@ class LoggedBatch:
     peer_id: str
     protocol: str
     receipt: Receipt
-    request: wire.Work
+    request: wire.BatchRequest
     inputs: tuple[bytes | bytearray, ...]
     keep: wire.Keep | None
     kept: tuple[bytes | bytearray, ...]

@@ -23,7 +23,7 @@ from ...protocols.inference import (
     sha256,
     terms_of,
 )
-from ...protocols.training import NOTHING_KEPT, hash_of_keep, hash_of_payloads, hash_of_work
+from ...protocols.training import NOTHING_KEPT, hash_of_batch, hash_of_keep, hash_of_payloads
 from .bundle import Bundle, needed
 
 
@@ -53,7 +53,7 @@ class BatchClaim:
 
     receipt: Receipt
     protocol: str
-    request: wire.Work
+    request: wire.BatchRequest
     inputs: tuple[bytes, ...]
     keep: wire.Keep | None
     kept: tuple[bytes, ...]
@@ -155,7 +155,7 @@ def _work(bundle: Bundle) -> BatchClaim:
     inputs = tuple(_payload(bundle, f"input.{number}") for number in range(count))
     kept = tuple(_payload(bundle, f"kept.{number}") for number in range(len(keep.tensors) if keep else 0))
     kept_hash = NOTHING_KEPT if keep is None else hash_of_keep(keep, hash_of_payloads(kept))
-    if hash_of_work(evidence.protocol, work, hash_of_payloads(inputs), kept_hash) != receipt.request_hash:
+    if hash_of_batch(evidence.protocol, work, hash_of_payloads(inputs), kept_hash) != receipt.request_hash:
         raise NotProven("the work is not what the server's receipt says that it was asked")
     answers = 1 + (len(kept) if evidence.protocol == BACKWARD else 0)
     outputs = tuple(_payload(bundle, f"output.{number}") for number in range(answers))

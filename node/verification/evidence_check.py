@@ -15,7 +15,7 @@ from ...protocols.framing import TensorError
 from ...protocols.ids import BACKWARD, Span
 from ...protocols.inference import Refusal
 from ...protocols.tensors import decode
-from ...protocols.training import WorkTerms
+from ...protocols.training import BatchTerms
 from ..blocks.batch_job import gradient_of, unpack_keep, unpack_work
 from ..errors import BadInput
 from ..models import ModelFolder, compute_manifest
@@ -130,7 +130,7 @@ def _judge_work(claim: BatchClaim, folder: ModelFolder, device: str, progress: P
         kept = unpack_keep(claim.keep, [bytearray(each) for each in claim.kept])
         described += claim.keep.tensors
     tensor = described[0]
-    terms = WorkTerms(claim.receipt.model_version, Span(*claim.receipt.span), tensor.codec, tensor.dtype, b"")
+    terms = BatchTerms(claim.receipt.model_version, Span(*claim.receipt.span), tensor.codec, tensor.dtype, b"")
     job = unpack_work(claim.protocol, terms, claim.request, [bytearray(each) for each in claim.inputs], kept)
     (answer,) = _truth(claim, folder, device, progress).answer([PassQuestion(job.batch, job.gradient)])
     assert isinstance(answer, PassAnswer)

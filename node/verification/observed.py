@@ -9,7 +9,7 @@ import torch
 
 from ...protocols.ids import Span
 from ...protocols.tensors import decode
-from ...protocols.training import WorkTerms
+from ...protocols.training import BatchTerms
 from ..blocks.batch_job import unpack_keep, unpack_work
 from ..trust.receipt_log import LoggedBatch, SessionLog
 from .recomputation import PassQuestion, Question, SessionQuestion, Step
@@ -98,7 +98,7 @@ def observed_batch(logged: LoggedBatch, device: str = "") -> Observed:
     receipt = logged.receipt
     span = Span(*receipt.span)
     wire = logged.request.tensors[0]
-    terms = WorkTerms(receipt.model_version, span, wire.codec, wire.dtype, receipt.nonce)
+    terms = BatchTerms(receipt.model_version, span, wire.codec, wire.dtype, receipt.nonce)
     kept = None if logged.keep is None else unpack_keep(logged.keep, [bytearray(each) for each in logged.kept])
     job = unpack_work(logged.protocol, terms, logged.request, [bytearray(each) for each in logged.inputs], kept)
     gradients = {}

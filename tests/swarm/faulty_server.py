@@ -189,24 +189,24 @@ class _SpoiledWorks:
 
     gives_gradients = False
 
-    def __init__(self, stream: MessageStream[wire.WorkFrame], fault: str, at: int, identity: Identity) -> None:
+    def __init__(self, stream: MessageStream[wire.BatchFrame], fault: str, at: int, identity: Identity) -> None:
         self._stream = stream
         self._fault = fault
         self._at = at
         self._identity = identity
         self._replies = 0
-        self._held: wire.WorkFrame | None = None  # a reply, until its bytes are here too
+        self._held: wire.BatchFrame | None = None  # a reply, until its bytes are here too
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    async def send(self, frame: wire.WorkFrame, payloads: Sequence[Any] = (), *, timeout: float) -> None:
+    async def send(self, frame: wire.BatchFrame, payloads: Sequence[Any] = (), *, timeout: float) -> None:
         if self._fault == "no gradients" and self.gives_gradients and frame.WhichOneof("body") != "error":
             raise Refusal(wire.ERROR_UNSUPPORTED, "no gradients from this server: it is a test")
         if frame.WhichOneof("body") == "reply":
             self._replies += 1
             if self._fault and self._replies == self._at:
-                self._held = wire.WorkFrame()
+                self._held = wire.BatchFrame()
                 self._held.CopyFrom(frame)
                 return
         if self._held is None:
@@ -222,7 +222,7 @@ class _SpoiledWorks:
                 raise StreamClosed("the test reset the stream", self._stream.peer_id)
             case "error":
                 refusal = wire.Error(code=wire.ERROR_INTERNAL, message="out of luck")
-                await self._stream.send(wire.WorkFrame(error=refusal), timeout=timeout)
+                await self._stream.send(wire.BatchFrame(error=refusal), timeout=timeout)
                 return
             case "shape":
                 rows, tokens, hidden = head.reply.tensors[0].shape

@@ -16,7 +16,7 @@ from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import ADAPTER
 from petalnode.protocols.inference import receipt_from_wire
 from petalnode.protocols.tensors import encode
-from petalnode.protocols.training import WorkStream, send_pieces
+from petalnode.protocols.training import BatchFrames, send_pieces
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Node
 from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, Run, raw_client, values
@@ -59,22 +59,22 @@ def offer(content: Adapter, ready: dict[str, Any], **fields: Any) -> tuple[wire.
     return wire.Adapter(**usual | fields), [payload for _, payload in tensors.values()]
 
 
-async def opened(swarm: Swarm, ready: dict[str, Any]) -> WorkStream:
+async def opened(swarm: Swarm, ready: dict[str, Any]) -> BatchFrames:
     return await swarm.new_stream(
-        ready["peer_id"], ADAPTER, wire.WorkFrame, addrs=tuple(ready["addrs"]), timeout=TIMEOUT, max_header=1 << 20
+        ready["peer_id"], ADAPTER, wire.BatchFrame, addrs=tuple(ready["addrs"]), timeout=TIMEOUT, max_header=1 << 20
     )
 
 
-async def answer(stream: WorkStream) -> wire.WorkFrame:
+async def answer(stream: BatchFrames) -> wire.BatchFrame:
     frame, _ = await stream.receive(timeout=TIMEOUT)
     return frame
 
 
-async def bring(swarm: Swarm, ready: dict[str, Any], content: Adapter, **fields: Any) -> tuple[WorkStream, Any]:
+async def bring(swarm: Swarm, ready: dict[str, Any], content: Adapter, **fields: Any) -> tuple[BatchFrames, Any]:
     """The stream, and the last answer on it."""
     stream = await opened(swarm, ready)
     message, payloads = offer(content, ready, **fields)
-    await stream.send(wire.WorkFrame(adapter=message), timeout=TIMEOUT)
+    await stream.send(wire.BatchFrame(adapter=message), timeout=TIMEOUT)
     said = await answer(stream)
     if said.WhichOneof("body") == "adapter_state" and not said.adapter_state.held:
         await send_pieces(stream, payloads, timeout=TIMEOUT)
@@ -153,7 +153,7 @@ def test_it_is_held_as_long_as_the_stream_and_its_sessions(server: Node, run: Ru
         assert said.adapter_state.held
         session = await RawSession.opened(swarm, server.ready, adapter=mine.hash)
         for each in (stream, again):
-            await each.send(wire.WorkFrame(close=wire.Close()), timeout=TIMEOUT)
+            await each.send(wire.BatchFrame(close=wire.Close()), timeout=TIMEOUT)
             await each.close()
         plain = await RawSession.opened(swarm, server.ready)
         frame, (changed,) = await session.step(1, 0, values(3))

@@ -97,11 +97,11 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    async def send(self, frame: wire.WorkFrame, *payloads: Any, **options: Any) -> None:
+    async def send(self, frame: wire.BatchFrame, *payloads: Any, **options: Any) -> None:
         self._works.late_gradients[self._stream.peer_id] += frame.WhichOneof("body") == "gradient"
         await self._stream.send(frame, *payloads, **options)
 
-    async def receive(self, **options: Any) -> tuple[wire.WorkFrame, list[bytes]]:
+    async def receive(self, **options: Any) -> tuple[wire.BatchFrame, list[bytes]]:
         frame, payloads = await self._stream.receive(**options)
         if frame.WhichOneof("body") == "reply":
             self._works.note(self._protocol, self._stream.peer_id)

@@ -18,10 +18,10 @@ from petalnode.protocols.ids import BACKWARD, FORWARD
 from petalnode.protocols.inference import Refusal, receipt_from_wire
 from petalnode.protocols.training import (
     NOTHING_KEPT,
-    WorkStream,
+    BatchFrames,
+    hash_of_batch,
     hash_of_keep,
     hash_of_payloads,
-    hash_of_work,
     receive_pieces,
     send_in_pieces,
 )
@@ -47,16 +47,16 @@ def run(server: Node) -> Iterator[Run]:
 class RawWorks:
     """One stream of works to the server that `ready` speaks of."""
 
-    def __init__(self, stream: WorkStream, ready: dict[str, Any]) -> None:
+    def __init__(self, stream: BatchFrames, ready: dict[str, Any]) -> None:
         self.stream = stream
         self.nonce = os.urandom(16)
-        self.granted = wire.WorkGranted()
+        self.granted = wire.BatchGranted()
         self._ready = ready
 
     @classmethod
     async def opened(cls, swarm: Swarm, ready: dict[str, Any], protocol: str, **fields: Any) -> RawWorks:
         stream = await swarm.new_stream(
-            ready["peer_id"], protocol, wire.WorkFrame, addrs=tuple(ready["addrs"]), timeout=TIMEOUT
+            ready["peer_id"], protocol, wire.BatchFrame, addrs=tuple(ready["addrs"]), timeout=TIMEOUT
         )
         works = cls(stream, ready)
         await works.open(**fields)
@@ -72,21 +72,21 @@ class RawWorks:
             "activation_dtype": "float32",
             "nonce": self.nonce,
         }
-        await self.send(wire.WorkFrame(open=wire.WorkOpen(**usual | fields)))
+        await self.send(wire.BatchFrame(open=wire.BatchOpen(**usual | fields)))
         frame, _ = await self.stream.receive(timeout=TIMEOUT)
         _raise(frame)
         self.granted = frame.granted
 
-    async def send(self, frame: wire.WorkFrame, payloads: Sequence[bytes] = ()) -> None:
+    async def send(self, frame: wire.BatchFrame, payloads: Sequence[bytes] = ()) -> None:
         await send_in_pieces(self.stream, frame, payloads, timeout=TIMEOUT)
 
     async def keep(self, payload: bytes, shape: Sequence[int], number: int = 1, name: str = "prompts") -> wire.Keep:
         tensor = wire.Tensor(shape=shape, dtype="float32", codec="none", nbytes=len(payload))
         keep = wire.Keep(number=number, names=[name], tensors=[tensor])
-        await self.send(wire.WorkFrame(keep=keep), [payload])
+        await self.send(wire.BatchFrame(keep=keep), [payload])
         return keep
 
-    async def work(self, *payloads: bytes, sequence: int = 1, **fields: Any) -> wire.Work:
+    async def work(self, *payloads: bytes, sequence: int = 1, **fields: Any) -> wire.BatchRequest:
         shape = fields.pop("shape", None)
         tensors = [
             wire.Tensor(
@@ -97,27 +97,27 @@ class RawWorks:
             )
             for payload in payloads
         ]
-        work = wire.Work(sequence=sequence, tensors=tensors, **fields)
-        await self.send(wire.WorkFrame(work=work), payloads)
+        work = wire.BatchRequest(sequence=sequence, tensors=tensors, **fields)
+        await self.send(wire.BatchFrame(work=work), payloads)
         return work
 
-    async def begin(self, hidden: bytes, sequence: int = 1) -> wire.Work:
+    async def begin(self, hidden: bytes, sequence: int = 1) -> wire.BatchRequest:
         """Sends a work without its gradient."""
         tensor = wire.Tensor(
             shape=[1, len(hidden) // (4 * HIDDEN), HIDDEN], dtype="float32", codec="none", nbytes=len(hidden)
         )
-        work = wire.Work(sequence=sequence, tensors=[tensor, tensor], gradient_follows=True)
-        await self.send(wire.WorkFrame(work=work), [hidden])
+        work = wire.BatchRequest(sequence=sequence, tensors=[tensor, tensor], gradient_follows=True)
+        await self.send(wire.BatchFrame(work=work), [hidden])
         return work
 
-    async def reply(self) -> tuple[wire.WorkReply, list[bytearray]]:
+    async def reply(self) -> tuple[wire.BatchReply, list[bytearray]]:
         frame, _ = await self.stream.receive(timeout=TIMEOUT)
         _raise(frame)
         sizes = [each.nbytes for each in frame.reply.tensors]
         return frame.reply, await receive_pieces(self.stream, sizes, timeout=TIMEOUT)
 
 
-def _raise(frame: wire.WorkFrame) -> None:
+def _raise(frame: wire.BatchFrame) -> None:
     if frame.WhichOneof("body") == "error":
         raise Refusal.from_wire(frame.error)
 
@@ -132,7 +132,7 @@ def _the_server_lives_on(server: Node, run: Run) -> Iterator[None]:
         await works.work(values(3), values(3, seed=1))
         _, payloads = await works.reply()
         _right_answers.append(payloads)
-        await works.send(wire.WorkFrame(close=wire.Close()))
+        await works.send(wire.BatchFrame(close=wire.Close()))
 
     run(main)
     assert server.process.poll() is None
@@ -278,7 +278,7 @@ def test_receipts_are_for_what_was_asked_and_answered(server: Node, run: Run) ->
             work = await works.work(hidden, gradient, sequence=sequence, kept=number)
             reply, payloads = await works.reply()
             receipt = receipt_from_wire(reply.receipt)
-            expected = hash_of_work(
+            expected = hash_of_batch(
                 BACKWARD, work, hash_of_payloads([hidden, gradient]), kept if number else NOTHING_KEPT
             )
             assert receipt.is_signed_by(server.peer_id) and receipt.client == swarm.peer_id
@@ -305,14 +305,14 @@ def test_gradients_may_come_later_and_in_any_order(server: Node, run: Run) -> No
         works = await RawWorks.opened(swarm, server.ready, BACKWARD)
         sent = [await works.begin(hidden, sequence=sequence) for sequence in (1, 2)]
         for sequence in (2, 1):
-            frame = wire.WorkFrame(gradient=wire.Gradient(sequence=sequence))
+            frame = wire.BatchFrame(gradient=wire.Gradient(sequence=sequence))
             await works.send(frame, [gradients[sequence - 1]])
         for work, gradient, (_, right) in zip(sent, gradients, expected, strict=True):
             reply, payloads = await works.reply()
             assert payloads == right and reply.sequence == work.sequence
             receipt = receipt_from_wire(reply.receipt)
             assert receipt.is_signed_by(server.peer_id)
-            assert receipt.request_hash == hash_of_work(
+            assert receipt.request_hash == hash_of_batch(
                 BACKWARD, work, hash_of_payloads([hidden, gradient]), NOTHING_KEPT
             )
 
@@ -329,7 +329,7 @@ def test_gradients_that_are_refused(server: Node, run: Run) -> None:
         for sequence, gradient, says in ((2, values(3), "no work 2"), (1, NAN, "the gradient")):
             works = await RawWorks.opened(swarm, server.ready, BACKWARD)
             await works.begin(values(3))
-            await works.send(wire.WorkFrame(gradient=wire.Gradient(sequence=sequence)), [gradient])
+            await works.send(wire.BatchFrame(gradient=wire.Gradient(sequence=sequence)), [gradient])
             with pytest.raises(Refusal) as caught:
                 await works.reply()
             assert says in caught.value.message or "given up" in caught.value.message
@@ -359,9 +359,11 @@ def test_a_client_that_leaves_in_the_middle_of_a_work_costs_nothing(server: Node
             works = await RawWorks.opened(swarm, server.ready, FORWARD)
             payload = values(5)
             tensor = wire.Tensor(shape=[1, 5, HIDDEN], dtype="float32", codec="none", nbytes=len(payload))
-            await works.stream.send(wire.WorkFrame(work=wire.Work(sequence=1, tensors=[tensor])), timeout=TIMEOUT)
+            await works.stream.send(
+                wire.BatchFrame(work=wire.BatchRequest(sequence=1, tensors=[tensor])), timeout=TIMEOUT
+            )
             for _ in range(pieces):
-                piece = wire.WorkFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=100)])
+                piece = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=100)])
                 await works.stream.send(piece, [payload[:100]], timeout=TIMEOUT)
             await works.stream.reset()
 

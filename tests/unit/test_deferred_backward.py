@@ -27,7 +27,7 @@ ALL = Span(0, NUM_BLOCKS)
 HIDDEN_STATES, GRADIENT = torch.randn(2, 2, 20, HIDDEN, generator=torch.Generator().manual_seed(0))
 TENSOR, PAYLOAD = encode(HIDDEN_STATES, "none")
 BATCH = Batch(ALL, HIDDEN_STATES)
-WORK = wire.Work(sequence=1, tensors=[TENSOR, TENSOR], gradient_follows=True)
+WORK = wire.BatchRequest(sequence=1, tensors=[TENSOR, TENSOR], gradient_follows=True)
 JOB = BatchJob(WORK, BATCH, GRADIENT, None, b"")
 
 

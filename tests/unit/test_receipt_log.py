@@ -69,7 +69,7 @@ def test_the_archive_is_bounded() -> None:
         archive.session("server")
     assert len(archive.sessions) == LAST_SESSIONS
     assert first.nbytes == 0
-    work = LoggedBatch("server", "/x", RECEIPT, wire.Work(), (bytes(100),), None, (), (bytes(100),))
+    work = LoggedBatch("server", "/x", RECEIPT, wire.BatchRequest(), (bytes(100),), None, (), (bytes(100),))
     for _ in range(20):
         archive.add_batch(work)
     assert sum(each.nbytes for each in archive.batches) <= 1000

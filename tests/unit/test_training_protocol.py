@@ -23,28 +23,28 @@ from petalnode.protocols.training import (
     MAX_KEPT_TENSORS,
     NOTHING_KEPT,
     PIECE_BYTES,
+    BatchFrames,
+    BatchTerms,
     LoraName,
-    WorkStream,
-    WorkTerms,
+    batch_terms_of,
+    hash_of_batch,
     hash_of_keep,
     hash_of_payloads,
-    hash_of_work,
     receive_pieces,
     send_in_pieces,
-    work_terms_of,
 )
 from tests.unit.test_framing import PEER, ends
 
 HOSTED = Hosted(b"m" * 32, "tiny", 8, Span(2, 6), 64, "float32", "none", 128)
-TERMS = WorkTerms(b"m" * 32, Span(2, 5), "none", "float32", b"n" * 16)
+TERMS = BatchTerms(b"m" * 32, Span(2, 5), "none", "float32", b"n" * 16)
 BAD, LONG, UNSUPPORTED = wire.ERROR_BAD_REQUEST, wire.ERROR_TOO_LONG, wire.ERROR_UNSUPPORTED
 
 
-def streams() -> tuple[WorkStream, WorkStream]:
+def streams() -> tuple[BatchFrames, BatchFrames]:
     first, second = ends()
     return (
-        MessageStream(first, wire.WorkFrame, PEER, max_payload=PIECE_BYTES),
-        MessageStream(second, wire.WorkFrame, PEER, max_payload=PIECE_BYTES),
+        MessageStream(first, wire.BatchFrame, PEER, max_payload=PIECE_BYTES),
+        MessageStream(second, wire.BatchFrame, PEER, max_payload=PIECE_BYTES),
     )
 
 
@@ -61,7 +61,7 @@ async def _sent_and_received(payloads: list[bytes]) -> list[bytearray]:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(receive)
-        head = wire.WorkFrame(work=wire.Work(tensors=[wire.Tensor(nbytes=len(each)) for each in payloads]))
+        head = wire.BatchFrame(work=wire.BatchRequest(tensors=[wire.Tensor(nbytes=len(each)) for each in payloads]))
         await send_in_pieces(sender, head, payloads, timeout=5)
     return received
 
@@ -85,16 +85,16 @@ def test_tensors_arrive_as_they_were_sent(sizes: list[int]) -> None:
     assert trio.run(_sent_and_received, payloads) == payloads
 
 
-async def _received_of(*frames: tuple[wire.WorkFrame, list[bytes]]) -> list[bytearray]:
+async def _received_of(*frames: tuple[wire.BatchFrame, list[bytes]]) -> list[bytearray]:
     sender, receiver = streams()
     for frame, payloads in frames:
         await sender.send(frame, payloads, timeout=5)
     return await receive_pieces(receiver, [3, 2], timeout=5)
 
 
-def piece(*payloads: bytes) -> tuple[wire.WorkFrame, list[bytes]]:
+def piece(*payloads: bytes) -> tuple[wire.BatchFrame, list[bytes]]:
     tensors = [wire.Tensor(nbytes=len(each)) for each in payloads]
-    return wire.WorkFrame(piece=wire.Piece(), tensors=tensors), list(payloads)
+    return wire.BatchFrame(piece=wire.Piece(), tensors=tensors), list(payloads)
 
 
 def test_cuts_may_be_anywhere() -> None:
@@ -113,20 +113,20 @@ def test_pieces_without_bytes_are_refused() -> None:
 
 def test_something_else_between_pieces_is_refused() -> None:
     with pytest.raises(Refusal, match="pieces"):
-        trio.run(_received_of, piece(b"abc"), (wire.WorkFrame(close=wire.Close()), []))
+        trio.run(_received_of, piece(b"abc"), (wire.BatchFrame(close=wire.Close()), []))
 
 
 def test_an_error_between_pieces_is_the_peers() -> None:
     error = wire.Error(code=wire.ERROR_BUSY, message="too much to do")
     with pytest.raises(Refusal, match="too much to do") as caught:
-        trio.run(_received_of, piece(b"abc"), (wire.WorkFrame(error=error), []))
+        trio.run(_received_of, piece(b"abc"), (wire.BatchFrame(error=error), []))
     assert caught.value.code == wire.ERROR_BUSY
 
 
 # --- opening
 
 
-def opening(**fields: Any) -> wire.WorkOpen:
+def opening(**fields: Any) -> wire.BatchOpen:
     usual = {
         "protocol_version": 1,
         "model_version": b"m" * 32,
@@ -135,11 +135,11 @@ def opening(**fields: Any) -> wire.WorkOpen:
         "activation_dtype": "float32",
         "nonce": b"n" * 16,
     }
-    return wire.WorkOpen(**usual | fields)
+    return wire.BatchOpen(**usual | fields)
 
 
 def test_an_opening_is_read() -> None:
-    assert work_terms_of(opening()) == TERMS
+    assert batch_terms_of(opening()) == TERMS
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_an_opening_is_read() -> None:
 )
 def test_an_opening_that_cannot_be(fields: dict[str, Any], code: int) -> None:
     with pytest.raises(Refusal) as caught:
-        work_terms_of(opening(**fields))
+        batch_terms_of(opening(**fields))
     assert caught.value.code == code
 
 
@@ -166,7 +166,7 @@ def test_an_opening_that_cannot_be(fields: dict[str, Any], code: int) -> None:
         (replace(TERMS, dtype="float64"), UNSUPPORTED),
     ],
 )
-def test_what_is_not_hosted(terms: WorkTerms, code: int) -> None:
+def test_what_is_not_hosted(terms: BatchTerms, code: int) -> None:
     check_work_terms(TERMS, HOSTED)
     with pytest.raises(Refusal) as caught:
         check_work_terms(terms, HOSTED)
@@ -181,8 +181,8 @@ def tensor(*shape: int, nbytes: int | None = None, **fields: Any) -> wire.Tensor
     return wire.Tensor(**usual | fields, nbytes=4 * math.prod(shape) if nbytes is None else nbytes)
 
 
-def work(*tensors: wire.Tensor, **fields: Any) -> wire.Work:
-    return wire.Work(**{"sequence": 4} | fields, tensors=tensors)
+def work(*tensors: wire.Tensor, **fields: Any) -> wire.BatchRequest:
+    return wire.BatchRequest(**{"sequence": 4} | fields, tensors=tensors)
 
 
 PROMPTS = wire.Keep(number=7, names=["prompts"], tensors=[tensor(3, 1, 5, 64)])
@@ -190,7 +190,7 @@ OF_ROWS = wire.Keep(number=8, names=["prompts"], tensors=[tensor(3, 2, 5, 64)])
 HIDDEN = tensor(2, 9, 64)
 
 
-def check(message: wire.Work, backward: bool = False) -> None:
+def check(message: wire.BatchRequest, backward: bool = False) -> None:
     kept = {7: PROMPTS, 8: OF_ROWS}
     check_work(message, TERMS, HOSTED, kept, backward=backward, last=3)
 
@@ -207,7 +207,7 @@ def check(message: wire.Work, backward: bool = False) -> None:
         (work(tensor(8, 128, 64)), False),
     ],
 )
-def test_right_works_pass(message: wire.Work, backward: bool) -> None:
+def test_right_works_pass(message: wire.BatchRequest, backward: bool) -> None:
     check(message, backward)
 
 
@@ -237,7 +237,7 @@ def test_right_works_pass(message: wire.Work, backward: bool) -> None:
         (work(tensor(2, 4, 64), kept=7), False, BAD, "prompts"),
     ],
 )
-def test_wrong_works_are_refused(message: wire.Work, backward: bool, code: int, says: str) -> None:
+def test_wrong_works_are_refused(message: wire.BatchRequest, backward: bool, code: int, says: str) -> None:
     with pytest.raises(Refusal, match=says) as caught:
         check(message, backward)
     assert caught.value.code == code
@@ -342,16 +342,16 @@ def test_everything_that_changes_the_answer_changes_the_hash() -> None:
     usual = work(HIDDEN)
     payload, other = hash_of_payloads([b"a", b"b"]), hash_of_payloads([b"ac"])
     hashes = [
-        hash_of_work(FORWARD, usual, payload, NOTHING_KEPT),
-        hash_of_work(BACKWARD, usual, payload, NOTHING_KEPT),
-        hash_of_work(FORWARD, usual, other, NOTHING_KEPT),
-        hash_of_work(FORWARD, usual, payload, hash_of_keep(PROMPTS, payload)),
-        hash_of_work(FORWARD, usual, payload, hash_of_keep(PROMPTS, other)),
-        hash_of_work(FORWARD, usual, payload, hash_of_keep(OF_ROWS, payload)),
-        hash_of_work(FORWARD, work(HIDDEN, sequence=5), payload, NOTHING_KEPT),
-        hash_of_work(FORWARD, work(HIDDEN, mask=b"123"), payload, NOTHING_KEPT),
-        hash_of_work(FORWARD, work(HIDDEN, positions=[1, 2]), payload, NOTHING_KEPT),
-        hash_of_work(FORWARD, work(tensor(3, 6, 64)), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD, usual, payload, NOTHING_KEPT),
+        hash_of_batch(BACKWARD, usual, payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD, usual, other, NOTHING_KEPT),
+        hash_of_batch(FORWARD, usual, payload, hash_of_keep(PROMPTS, payload)),
+        hash_of_batch(FORWARD, usual, payload, hash_of_keep(PROMPTS, other)),
+        hash_of_batch(FORWARD, usual, payload, hash_of_keep(OF_ROWS, payload)),
+        hash_of_batch(FORWARD, work(HIDDEN, sequence=5), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD, work(HIDDEN, mask=b"123"), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD, work(HIDDEN, positions=[1, 2]), payload, NOTHING_KEPT),
+        hash_of_batch(FORWARD, work(tensor(3, 6, 64)), payload, NOTHING_KEPT),
     ]
     assert len(set(hashes)) == len(hashes)
 

@@ -16,7 +16,7 @@ from petalnode.crypto.receipts import Receipt, countersign, request_hash, sessio
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD
 from petalnode.protocols.inference import sha256
-from petalnode.protocols.training import hash_of_keep, hash_of_payloads, hash_of_work
+from petalnode.protocols.training import hash_of_batch, hash_of_keep, hash_of_payloads
 from tests.statements import pledge_of, terms_of
 
 FILE = Path(__file__).parents[2] / "docs" / "receipt-vectors.json"
@@ -60,7 +60,7 @@ def vectors() -> dict[str, Any]:
     tensor = wire.Tensor(shape=[2, 1, 8], dtype="float32", codec="none", nbytes=64)
     keep = wire.Keep(number=1, names=["prompts"], tensors=[tensor])
     kept = hash_of_keep(keep, hash_of_payloads([payload]))
-    work = wire.Work(sequence=2, tensors=[tensor, tensor], mask=b"\xc0", positions=[0, 1], kept=1)
+    work = wire.BatchRequest(sequence=2, tensors=[tensor, tensor], mask=b"\xc0", positions=[0, 1], kept=1)
     return {
         "note": "bytes are in hexadecimal; what they mean is in docs/protocol.md and crypto/",
         "keys": [{"seed": each.seed, "peer_id": each.peer_id} for each in (SERVER, CLIENT, VALIDATOR)],
@@ -87,7 +87,7 @@ def vectors() -> dict[str, Any]:
             "mask": b"\xc0",
             "positions": [0, 1],
             "sequence": 2,
-            "hash": hash_of_work(BACKWARD, work, hash_of_payloads([payload, answer]), kept),
+            "hash": hash_of_batch(BACKWARD, work, hash_of_payloads([payload, answer]), kept),
         },
     }
 

@@ -19,10 +19,10 @@ from ....protocols.inference import EPOCH_BYTES, NONCE_BYTES, Refusal, receipt_f
 from ....protocols.training import (
     KEPT_SETS,
     NOTHING_KEPT,
-    WorkStream,
+    BatchFrames,
+    hash_of_batch,
     hash_of_keep,
     hash_of_payloads,
-    hash_of_work,
     receive_pieces,
     send_in_pieces,
 )
@@ -74,7 +74,7 @@ class BatchRequest:
 class PendingBatch:
     """A work that has gone out, without its gradient if `begun`. `turn` comes when the next answer is its own."""
 
-    message: wire.Work
+    message: wire.BatchRequest
     begun: bool = False
     turn: trio.Event = field(default_factory=trio.Event)
 
@@ -99,7 +99,7 @@ class BatchStream:
 
     def __init__(
         self,
-        stream: WorkStream,
+        stream: BatchFrames,
         hop: Hop,
         spec: BatchSpec,
         client: str,
@@ -118,7 +118,7 @@ class BatchStream:
         self._archive = archive
         self._opened_ms = now_ms()
         self._nonce = os.urandom(NONCE_BYTES)
-        self._granted = wire.WorkGranted()
+        self._granted = wire.BatchGranted()
         self._credits = trio.Semaphore(0)
         self._sending = trio.Lock()
         self._unanswered: deque[PendingBatch] = deque()
@@ -133,7 +133,7 @@ class BatchStream:
             ServerRefused: the server will not, and says why.
             ServerFailed: it does not answer, or answers nonsense.
         """
-        message = wire.WorkOpen(
+        message = wire.BatchOpen(
             protocol_version=PROTOCOL_VERSION,
             model_version=self._spec.model_version,
             span=wire.Span(start=self.hop.span.start, end=self.hop.span.end),
@@ -143,12 +143,12 @@ class BatchStream:
         )
         self.broken = True
         try:
-            await self._stream.send(wire.WorkFrame(open=message), timeout=SEND_TIMEOUT)
+            await self._stream.send(wire.BatchFrame(open=message), timeout=SEND_TIMEOUT)
             frame, _ = await self._stream.receive(timeout=SEND_TIMEOUT)
             self._raise_refusal(frame)
             granted = frame.granted
             if frame.WhichOneof("body") != "granted" or len(granted.session_epoch) != EPOCH_BYTES:
-                raise self._failed("it answered with something else than WorkGranted")
+                raise self._failed("it answered with something else than BatchGranted")
             if not granted.credits:
                 raise self._failed("it granted no credits")
             if self._claims is not None and (broken := self._claims.broken_by_grant(granted)):
@@ -164,7 +164,7 @@ class BatchStream:
         self._granted = granted
         self._credits = trio.Semaphore(min(granted.credits, MAX_CREDITS))
 
-    def _check_pledge(self, granted: wire.WorkGranted) -> None:
+    def _check_pledge(self, granted: wire.BatchGranted) -> None:
         try:
             granted_pledge(granted, self.hop.peer_id, self._spec.model_version, self.hop.span, now_ms())
         except ValueError as error:
@@ -211,7 +211,7 @@ class BatchStream:
             async with self._whole():
                 async with self._sending:
                     self._check_whole()
-                    frame = wire.WorkFrame(gradient=wire.Gradient(sequence=sent.message.sequence))
+                    frame = wire.BatchFrame(gradient=wire.Gradient(sequence=sent.message.sequence))
                     try:
                         await send_in_pieces(self._stream, frame, [task.chunks[1].payload], timeout=timeout)
                     except PeerError:
@@ -267,14 +267,14 @@ class BatchStream:
             if task.kept is not None:
                 number = self._kept.get(task.kept.hash) or await self._keep(task.kept, timeout)
             self._sequence += 1
-            work = wire.Work(
+            work = wire.BatchRequest(
                 sequence=self._sequence,
                 tensors=[chunk.tensor for chunk in task.chunks],
                 mask=task.mask,
                 positions=task.positions,
                 kept=number,
             )
-            frame = wire.WorkFrame(work=work)
+            frame = wire.BatchFrame(work=work)
             frame.work.gradient_follows = gradient_follows
             chunks = task.chunks[:1] if gradient_follows else task.chunks
             payloads = [chunk.payload for chunk in chunks]
@@ -304,7 +304,7 @@ class BatchStream:
         self._kept_number += 1
         keep = wire.Keep(number=self._kept_number, names=kept.names, tensors=[chunk.tensor for chunk in kept.chunks])
         await send_in_pieces(
-            self._stream, wire.WorkFrame(keep=keep), [chunk.payload for chunk in kept.chunks], timeout=timeout
+            self._stream, wire.BatchFrame(keep=keep), [chunk.payload for chunk in kept.chunks], timeout=timeout
         )
         self._kept[kept.hash] = self._kept_number
         if len(self._kept) > KEPT_SETS:
@@ -312,8 +312,8 @@ class BatchStream:
         return self._kept_number
 
     async def _receive(
-        self, work: wire.Work, task: BatchRequest, timeout: float
-    ) -> tuple[wire.WorkReply, list[bytearray]]:
+        self, work: wire.BatchRequest, task: BatchRequest, timeout: float
+    ) -> tuple[wire.BatchReply, list[bytearray]]:
         frame, _ = await self._stream.receive(timeout=timeout)
         self._raise_refusal(frame)
         reply = frame.reply
@@ -328,8 +328,8 @@ class BatchStream:
 
     def _check(
         self,
-        reply: wire.WorkReply,
-        work: wire.Work,
+        reply: wire.BatchReply,
+        work: wire.BatchRequest,
         task: BatchRequest,
         answers: Sequence[WireTensor],
         previous: bytes,
@@ -355,7 +355,7 @@ class BatchStream:
             nonce=self._nonce,
             session_epoch=self._granted.session_epoch,
             sequence=work.sequence,
-            request_hash=hash_of_work(
+            request_hash=hash_of_batch(
                 self.protocol,
                 work,
                 hash_of_payloads(chunk.payload for chunk in task.chunks),
@@ -378,7 +378,7 @@ class BatchStream:
         return receipt
 
     def _logged(
-        self, receipt: Receipt, work: wire.Work, task: BatchRequest, answers: Sequence[WireTensor]
+        self, receipt: Receipt, work: wire.BatchRequest, task: BatchRequest, answers: Sequence[WireTensor]
     ) -> LoggedBatch:
         kept = task.kept
         return LoggedBatch(
@@ -393,7 +393,7 @@ class BatchStream:
             self._granted.pledge if self._granted.HasField("pledge") else None,
         )
 
-    def _hash_of_receipt(self, reply: wire.WorkReply) -> bytes:
+    def _hash_of_receipt(self, reply: wire.BatchReply) -> bytes:
         try:
             return receipt_from_wire(reply.receipt).hash()
         except ValueError as error:
@@ -406,12 +406,12 @@ class BatchStream:
                 return
             self.broken = True
             try:
-                await self._stream.send(wire.WorkFrame(close=wire.Close()), timeout=CLOSE_TIMEOUT)
+                await self._stream.send(wire.BatchFrame(close=wire.Close()), timeout=CLOSE_TIMEOUT)
                 await self._stream.close()
             except PeerError:
                 await self._stream.reset()
 
-    def _raise_refusal(self, frame: wire.WorkFrame) -> None:
+    def _raise_refusal(self, frame: wire.BatchFrame) -> None:
         if frame.WhichOneof("body") == "error":
             raise self._refused(Refusal.from_wire(frame.error))
 

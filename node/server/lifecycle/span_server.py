@@ -264,7 +264,7 @@ class _Hosting:
             (BACKWARD, training.handle_backward, MAX_WORK_HEADER),
             (ADAPTER, self._adapters.handle, MAX_ADAPTER_HEADER),
         ):
-            swarm.set_handler(protocol, wire.WorkFrame, handler, max_header=max_header, max_payload=PIECE_BYTES)
+            swarm.set_handler(protocol, wire.BatchFrame, handler, max_header=max_header, max_payload=PIECE_BYTES)
 
     def refuse(self) -> None:
         """From now on says that nobody is served; the services, and what they hold, can be forgotten."""
@@ -278,12 +278,12 @@ class _Hosting:
             await stream.send(wire.PushFrame(error=refusal), timeout=_REFUSE_TIMEOUT)  # type: ignore[attr-defined]
 
         async def work(stream: object) -> None:
-            await stream.send(wire.WorkFrame(error=refusal), timeout=_REFUSE_TIMEOUT)  # type: ignore[attr-defined]
+            await stream.send(wire.BatchFrame(error=refusal), timeout=_REFUSE_TIMEOUT)  # type: ignore[attr-defined]
 
         swarm.set_handler(INFERENCE, wire.InferenceFrame, inference)
         swarm.set_handler(PUSH, wire.PushFrame, push)
         for protocol in (FORWARD, BACKWARD, ADAPTER):
-            swarm.set_handler(protocol, wire.WorkFrame, work)
+            swarm.set_handler(protocol, wire.BatchFrame, work)
 
     # --- what is announced
 

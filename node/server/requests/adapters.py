@@ -17,7 +17,7 @@ from ....protocols.framing import PeerError, TensorError
 from ....protocols.ids import Span
 from ....protocols.inference import Refusal, bad_request
 from ....protocols.tensors import decode
-from ....protocols.training import WorkStream, receive_pieces
+from ....protocols.training import BatchFrames, receive_pieces
 from ...blocks.span_adapter import SpanAdapter
 from ...models.adapters.peft_adapter import Adapter, digests_of
 from ..budget import CacheBudget, CacheFull
@@ -117,7 +117,7 @@ class Adapters:
             candidates.append(self._loaded[adapter])
         return next((candidate for candidate in candidates if candidate.span.covers(span)), None)
 
-    async def handle(self, stream: WorkStream) -> None:
+    async def handle(self, stream: BatchFrames) -> None:
         """One stream on which a client brings an adapter. Never raises for anything that the client did."""
         self._streams += 1
         borrowed: Borrowed | None = None
@@ -130,7 +130,7 @@ class Adapters:
                 with trio.move_on_after(HOLD_TIMEOUT):
                     await stream.receive(timeout=None)
             except Refusal as refusal:
-                await stream.send(wire.WorkFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
+                await stream.send(wire.BatchFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
             await stream.close()
         except PeerError:
             await stream.reset()
@@ -138,7 +138,7 @@ class Adapters:
             self.give_back(borrowed)
             self._streams -= 1
 
-    async def _take(self, stream: WorkStream, frame: wire.WorkFrame) -> Borrowed:
+    async def _take(self, stream: BatchFrames, frame: wire.BatchFrame) -> Borrowed:
         """
         Raises:
             Refusal: it cannot be taken.
@@ -174,7 +174,7 @@ class Adapters:
         self._brought.setdefault(key, []).append(borrowed)
         return borrowed
 
-    async def _receive(self, stream: WorkStream, offer: wire.Adapter) -> SpanAdapter:
+    async def _receive(self, stream: BatchFrames, offer: wire.Adapter) -> SpanAdapter:
         payloads: list[bytearray] | None = None
         with trio.move_on_after(BRING_TIMEOUT):
             payloads = await receive_pieces(stream, [tensor.nbytes for tensor in offer.tensors], timeout=PIECE_TIMEOUT)
@@ -184,8 +184,8 @@ class Adapters:
         return await self._compute.call(lambda: self._compute.blocks.make_adapter(tensors))
 
 
-async def _say(stream: WorkStream, *, held: bool) -> None:
-    await stream.send(wire.WorkFrame(adapter_state=wire.AdapterState(held=held)), timeout=SEND_TIMEOUT)
+async def _say(stream: BatchFrames, *, held: bool) -> None:
+    await stream.send(wire.BatchFrame(adapter_state=wire.AdapterState(held=held)), timeout=SEND_TIMEOUT)
 
 
 def _unpack(offer: wire.Adapter, payloads: Sequence[bytearray]) -> dict[str, torch.Tensor]:

@@ -13,8 +13,8 @@ from ....protocols.training import (
     MAX_KEPT_TENSORS,
     MICRO_BATCH_TOKENS,
     PROMPTS,
+    BatchTerms,
     LoraName,
-    WorkTerms,
     check_shape,
     mask_bytes,
     raw_bytes,
@@ -22,7 +22,7 @@ from ....protocols.training import (
 from .admission import Hosted, check_hosted
 
 
-def check_work_terms(terms: WorkTerms, hosted: Hosted) -> None:
+def check_work_terms(terms: BatchTerms, hosted: Hosted) -> None:
     """Whether such works can be done here at all.
 
     Raises:
@@ -31,7 +31,7 @@ def check_work_terms(terms: WorkTerms, hosted: Hosted) -> None:
     check_hosted(terms.model_version, terms.span, terms.codec, terms.dtype, hosted)
 
 
-def check_keep(keep: wire.Keep, terms: WorkTerms, hosted: Hosted, linears: Linears, *, last: int) -> None:
+def check_keep(keep: wire.Keep, terms: BatchTerms, hosted: Hosted, linears: Linears, *, last: int) -> None:
     """Whether tensors can be kept, before any byte of them is read.
 
     `linears` are the linear layers of the hosted blocks, `last` is the number of the newest set.
@@ -62,8 +62,8 @@ def check_keep(keep: wire.Keep, terms: WorkTerms, hosted: Hosted, linears: Linea
 
 
 def check_work(
-    work: wire.Work,
-    terms: WorkTerms,
+    work: wire.BatchRequest,
+    terms: BatchTerms,
     hosted: Hosted,
     kept: Mapping[int, wire.Keep],
     *,
@@ -109,7 +109,7 @@ def check_work(
                 raise bad_request(f"prompts of {tuple(tensor.shape)} do not fit hidden states of {shape}")
 
 
-def work_bytes(work: wire.Work, keep: wire.Keep | None) -> int:
+def work_bytes(work: wire.BatchRequest, keep: wire.Keep | None) -> int:
     """What a checked work and its reply take, which has gradients of `keep` in a backward pass: raw values."""
     reply = raw_bytes(work.tensors[:1])
     if keep is not None and len(work.tensors) > 1:

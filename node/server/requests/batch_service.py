@@ -14,7 +14,7 @@ from ....protocols import wire_pb2 as wire
 from ....protocols.framing import PeerError
 from ....protocols.ids import BACKWARD, FORWARD
 from ....protocols.inference import Refusal, bad_request
-from ....protocols.training import MICRO_BATCH_TOKENS, WorkStream, work_terms_of
+from ....protocols.training import MICRO_BATCH_TOKENS, BatchFrames, batch_terms_of
 from ...blocks.passes import SpanPasses
 from ..budget import CacheBudget
 from ..compute_thread import ComputeThread
@@ -86,22 +86,22 @@ class TrainingService:
         while self._works:
             await self._idle.wait()
 
-    async def handle_forward(self, stream: WorkStream) -> None:
+    async def handle_forward(self, stream: BatchFrames) -> None:
         """One stream of forward passes. Never raises for anything that the client did."""
         await self._handle(stream, FORWARD)
 
-    async def handle_backward(self, stream: WorkStream) -> None:
+    async def handle_backward(self, stream: BatchFrames) -> None:
         """One stream of backward passes. Never raises for anything that the client did."""
         await self._handle(stream, BACKWARD)
 
-    async def _handle(self, stream: WorkStream, protocol: str) -> None:
+    async def _handle(self, stream: BatchFrames, protocol: str) -> None:
         self._streams += 1
         try:
             frame, _ = await stream.receive(timeout=OPEN_TIMEOUT)
             try:
                 await self._serve(stream, frame, protocol)
             except Refusal as refusal:
-                await stream.send(wire.WorkFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
+                await stream.send(wire.BatchFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
             await stream.close()
         except PeerError:
             # The client is gone, silent or speaks nonsense; what it held has been given back on the way here.
@@ -109,11 +109,11 @@ class TrainingService:
         finally:
             self._streams -= 1
 
-    async def _serve(self, stream: WorkStream, frame: wire.WorkFrame, protocol: str) -> None:
+    async def _serve(self, stream: BatchFrames, frame: wire.BatchFrame, protocol: str) -> None:
         if frame.WhichOneof("body") != "open":
-            raise bad_request("a stream of works begins with WorkOpen")
+            raise bad_request("a stream of works begins with BatchOpen")
         check_client(stream.peer_id, self._allowed_clients)
-        terms = work_terms_of(frame.open)
+        terms = batch_terms_of(frame.open)
         check_work_terms(terms, self.hosted)
         if protocol == BACKWARD and self._refuses_backward is not None:
             raise Refusal(wire.ERROR_UNSUPPORTED, f"no gradients from this server: {self._refuses_backward}")

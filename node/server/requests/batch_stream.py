@@ -21,8 +21,8 @@ from ....protocols.ids import BACKWARD, PROTOCOL_VERSION
 from ....protocols.inference import EPOCH_BYTES, Refusal, bad_request, receipt_to_wire
 from ....protocols.training import (
     KEPT_SETS,
-    WorkStream,
-    WorkTerms,
+    BatchFrames,
+    BatchTerms,
     raw_bytes,
     receive_pieces,
     send_in_pieces,
@@ -76,7 +76,7 @@ class TrainingStream:
     way, so that the answers before it are not lost.
     """
 
-    def __init__(self, service: TrainingService, stream: WorkStream, terms: WorkTerms, protocol: str) -> None:
+    def __init__(self, service: TrainingService, stream: BatchFrames, terms: BatchTerms, protocol: str) -> None:
         self._service = service
         self._stream = stream
         self._terms = terms
@@ -98,7 +98,7 @@ class TrainingStream:
             PeerError: the client is gone.
         """
         hosted, pledge = self._service.hosted, self._service.pledger()
-        granted = wire.WorkGranted(
+        granted = wire.BatchGranted(
             session_epoch=self._epoch,
             dtype=hosted.dtype,
             quantisation=hosted.quantisation,
@@ -106,7 +106,7 @@ class TrainingStream:
             pledge=pledge_to_wire(pledge) if pledge is not None else None,
             gradient_may_follow=self._protocol == BACKWARD,
         )
-        await self._stream.send(wire.WorkFrame(granted=granted), timeout=PIECE_TIMEOUT)
+        await self._stream.send(wire.BatchFrame(granted=granted), timeout=PIECE_TIMEOUT)
         try:
             with unwrapped(PeerError):
                 async with trio.open_nursery() as nursery:
@@ -180,7 +180,7 @@ class TrainingStream:
         self._kept_number = keep.number
         self._kept[keep.number] = await trio.to_thread.run_sync(unpack_keep, keep, payloads)
 
-    async def _work(self, work: wire.Work) -> _Item:
+    async def _work(self, work: wire.BatchRequest) -> _Item:
         check_work(
             work,
             self._terms,
@@ -223,7 +223,9 @@ class TrainingStream:
         late.settle(job)
         self._late.pop(gradient.sequence, None)
 
-    async def _unpack(self, work: wire.Work, payloads: Sequence[bytearray], kept: KeptTensors | None) -> BatchJob:
+    async def _unpack(
+        self, work: wire.BatchRequest, payloads: Sequence[bytearray], kept: KeptTensors | None
+    ) -> BatchJob:
         return await trio.to_thread.run_sync(unpack_work, self._protocol, self._terms, work, payloads, kept)
 
     async def _take(self, budget: CacheBudget, nbytes: int) -> None:
@@ -270,10 +272,10 @@ class TrainingStream:
     async def _answer(self, answers: trio.MemoryReceiveChannel[_Done | Refusal]) -> None:
         async for done in answers:
             if isinstance(done, Refusal):
-                await self._stream.send(wire.WorkFrame(error=done.to_wire()), timeout=PIECE_TIMEOUT)
+                await self._stream.send(wire.BatchFrame(error=done.to_wire()), timeout=PIECE_TIMEOUT)
                 return
             result = await trio.to_thread.run_sync(pack, done.job, done.passed.value)
-            reply = wire.WorkReply(
+            reply = wire.BatchReply(
                 sequence=done.job.work.sequence,
                 receipt=receipt_to_wire(self._receipt(done.job, result)),
                 tensors=result.tensors,
@@ -282,7 +284,7 @@ class TrainingStream:
             )
             # Before the last byte is out, because the client may send the next work at once.
             self._under_way -= 1
-            await send_in_pieces(self._stream, wire.WorkFrame(reply=reply), result.payloads, timeout=PIECE_TIMEOUT)
+            await send_in_pieces(self._stream, wire.BatchFrame(reply=reply), result.payloads, timeout=PIECE_TIMEOUT)
             self._give_back(self._service.budget, done.nbytes)
             self._unanswered -= 1
             self._service.note(-1)

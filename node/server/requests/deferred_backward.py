@@ -25,7 +25,7 @@ class DeferredBackward:
     it takes it. The client then sends the whole work.
     """
 
-    def __init__(self, work: wire.Work, payload: bytearray, kept: KeptTensors | None, batch: Batch) -> None:
+    def __init__(self, work: wire.BatchRequest, payload: bytearray, kept: KeptTensors | None, batch: Batch) -> None:
         self.work = work
         self.payload = payload
         self.kept = kept
