@@ -1,4 +1,4 @@
-"""Options that all commands which join a swarm share, and the joining itself."""
+"""The options shared by all commands that join a swarm, and joining it with them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _HOW_TO_JOIN = (
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """How a command takes part in the swarm."""
+    """The options shared by all commands that join a swarm."""
 
     peer: Annotated[
         list[str] | None,
@@ -52,79 +52,107 @@ class JoinOptions:
             "--peer",
             "-p",
             metavar="MULTIADDR",
-            help=f"A node to join through, /ip4/../tcp/../p2p/..; repeatable. Also {PEERS_VARIABLE}, comma-separated.",
+            help=f"Address of a node of the swarm, /ip4/../tcp/../p2p/..; repeatable. Also {PEERS_VARIABLE}, "
+            "comma-separated.",
         ),
     ] = None
     new_swarm: Annotated[
-        bool, typer.Option("--new-swarm", help="Join nobody, whoever is remembered or near: start a swarm of your own.")
+        bool,
+        typer.Option(
+            "--new-swarm", help="Start a new swarm: do not look for peers of earlier runs or on the local network."
+        ),
     ] = False
     swarm_key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The key of a private swarm (`petalnode swarm-key` makes one)."),
+        typer.Option(metavar="FILE", help="Join the private swarm of this key file (`petalnode swarm-key` makes one)."),
     ] = None
     identity: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="This node's key; made if missing. Default: one per role.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File of this node's private key; created if missing. Default: one file per command."
+        ),
     ] = None
     listen: Annotated[
         list[str] | None,
-        typer.Option(metavar="MULTIADDR", help="Listen here; repeatable. Default: all interfaces, always one port."),
+        typer.Option(
+            metavar="MULTIADDR",
+            help="Address to listen at; repeatable. Default: all interfaces, on a port that stays the same.",
+        ),
     ] = None
     announce: Annotated[
         list[str] | None,
-        typer.Option(metavar="MULTIADDR", help="Tell others to dial this (a forwarded port); repeatable."),
+        typer.Option(
+            metavar="MULTIADDR",
+            help="Announce this address to other nodes, such as that of a forwarded port; repeatable.",
+        ),
     ] = None
     relay: Annotated[
         str,
         typer.Option(
             metavar="auto|off|MULTIADDR",
-            help="Through whom others reach this node if they cannot dial it. Off: nobody, and it relays for nobody.",
+            help="Relay for incoming connections if this node cannot be dialed directly. off: no relay, and relay for none.",
         ),
     ] = "auto"
     mdns: Annotated[
-        bool, typer.Option("--mdns/--no-mdns", envvar=MDNS_VARIABLE, help="Find nodes of this local network.")
+        bool,
+        typer.Option(
+            "--mdns/--no-mdns", envvar=MDNS_VARIABLE, help="Discover nodes on the local network by multicast DNS."
+        ),
     ] = True
     remember: Annotated[
         bool,
         typer.Option(
             "--remember/--no-remember",
             envvar=REMEMBER_VARIABLE,
-            help="Find peers of earlier runs, and avoid those that cheated.",
+            help="Remember peers and servers' faults from run to run.",
         ),
     ] = True
     max_upload: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Send no more than this per second, such as 10MB.")
+        str | None, typer.Option(metavar="RATE", help="Limit of bytes sent per second, such as 10MB.")
     ] = None
     max_download: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Receive no more than this per second, such as 10MB.")
+        str | None, typer.Option(metavar="RATE", help="Limit of bytes received per second, such as 10MB.")
     ] = None
     gossip: Annotated[
         bool,
-        typer.Option("--gossip/--no-gossip", envvar=GOSSIP_VARIABLE, help="Hear of servers' faults, and pass them on."),
+        typer.Option(
+            "--gossip/--no-gossip",
+            envvar=GOSSIP_VARIABLE,
+            help="Receive evidence of servers' faults from other nodes, check it, and forward it.",
+        ),
     ] = False
     trust_validator: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PEER[=OWNER]",
-            help="Believe this validator, owned by OWNER, when others agree (--trust-quorum), and take its points; "
-            "repeatable.",
+            help="Trust the verdicts of this validator, which OWNER runs, once --trust-quorum owners agree, and accept "
+            "the points it issues; repeatable.",
         ),
     ] = None
     trust_quorum: Annotated[
-        int, typer.Option(min=1, metavar="K", help="Owners of trusted validators that have to agree on a fault.")
+        int,
+        typer.Option(
+            min=1, metavar="K", help="How many owners of trusted validators have to agree before a server is banned."
+        ),
     ] = 2
-    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "warning"
-    json: Annotated[bool, typer.Option("--json", help="One JSON object per line on standard output.")] = False
+    log_level: Annotated[
+        str, typer.Option(metavar="LEVEL", help="Log messages to print: debug, info, warning or error.")
+    ] = "warning"
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object per line to standard output, and text to standard error."),
+    ] = False
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """The nodes to join through: options first, then the environment.
+        """Multiaddrs of the nodes to join through: from --peer, else from the environment.
 
         Raises:
             BadInput: --peer together with --new-swarm.
         """
         if self.new_swarm:
             if self.peer:
-                raise BadInput("--new-swarm joins nobody, --peer joins somebody: give one of them")
+                raise BadInput("--new-swarm starts a swarm and --peer joins one: give one of them")
             return ()
         given = self.peer or os.environ.get(PEERS_VARIABLE, "").split(",")
         return tuple(address.strip() for address in given if address.strip())
@@ -143,7 +171,7 @@ class JoinOptions:
 
     @property
     def trusted(self) -> Trusted:
-        """The validators that are believed.
+        """The validators whose verdicts count.
 
         Raises:
             BadInput: a peer id is malformed.
@@ -160,15 +188,15 @@ class JoinOptions:
 
     @property
     def places(self) -> str:
-        """Where that is looked for, for a person."""
+        """Where a swarm is looked for without --peer, in words."""
         ways = {"peers of earlier runs": self.remember, "nodes on this network": self.mdns}
         return " and ".join(way for way, open_ in ways.items() if open_)
 
     def config(self, identity: Identity, *, listens: bool, data_dir: Path, relay_limits: RelayLimits) -> SwarmConfig:
-        """What the options say, for a node with this identity, which listens or is a client.
+        """The configuration of a node with this identity; a client does not listen.
 
         Raises:
-            BadInput: an option makes no sense.
+            BadInput: an option is invalid, or no way is left to find a swarm.
         """
         peers, psk = self.peers, self.psk
         if not listens and not peers and not self.searches:
@@ -183,7 +211,7 @@ class JoinOptions:
             serve_dht=listens,
             relay=self.relay,
             relay_limits=relay_limits,
-            # A client that is told of a peer needs no other.
+            # A client that was given a peer needs no discovery.
             mdns=self.mdns and not self.new_swarm and (listens or not peers),
             remembered=memory_file(data_dir, psk) if self.remember and not self.new_swarm else None,
             max_upload=parse_rate(self.max_upload, "--max-upload"),
@@ -244,9 +272,11 @@ def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
         group = groups.get(parameter.name)
         types = hints if group is None else typing.get_type_hints(group, include_extras=True)
         expanded = [parameter] if group is None else inspect.signature(group).parameters.values()
-        parameters += [
-            option.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[option.name]) for option in expanded
-        ]
+        for option in expanded:
+            annotation = types[option.name]
+            if group is JoinOptions:
+                annotation.__metadata__[0].rich_help_panel = "Options for joining a swarm"
+            parameters.append(option.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
 
     @functools.wraps(command)
     def wrapper(**arguments: Any) -> None:
@@ -278,9 +308,9 @@ async def joined(
     identity: Identity | None = None,
     relay_limits: RelayLimits | None = None,
 ) -> AsyncIterator[tuple[Swarm, Identity]]:
-    """The node on its swarm, with the identity of its role (for roles that do not listen: the one given, or a new one).
+    """Opens a node in its swarm, with the identity of its role; leaves the swarm at the end of the block.
 
-    A node that does not listen is of no use alone, so for it somebody has to answer.
+    A node that does not listen takes `identity`, or a new one, and needs a peer that answers.
 
     Raises:
         BadInput, SwarmError, MachineError: an address is wrong, nobody answers, the port or the identity is taken.
@@ -308,7 +338,7 @@ async def joined(
 
 @asynccontextmanager
 async def _opened(config: SwarmConfig, *, fallback: bool) -> AsyncIterator[Swarm]:
-    """Opens the swarm; where a port that nobody asked for is taken, on any free one."""
+    """Opens the swarm. With `fallback`, on any free port if the one of the configuration is taken."""
     opened = False
     try:
         async with open_swarm(config) as swarm:
@@ -323,15 +353,15 @@ async def _opened(config: SwarmConfig, *, fallback: bool) -> AsyncIterator[Swarm
 
 
 def kept_port(identity: Identity) -> int:
-    """A port that follows from the key, so that a node keeps its address from run to run."""
+    """A port derived from the public key, so that a node keeps its address from run to run."""
     return _FIRST_PORT + int.from_bytes(digest("petalnode/port/1", identity.public_key)[:4], "big") % _PORTS
 
 
 def parse_rate(text: str | None, option: str) -> int | None:
-    """Bytes per second; None for no limit. `option` is named in errors.
+    """Parses a rate such as 10MB into bytes per second; None for no limit. `option` is named in errors.
 
     Raises:
-        BadInput: the text is no speed, one in bits, or too little to take part.
+        BadInput: not a rate, a rate in bits, or less than a node needs.
     """
     if text is None:
         return None

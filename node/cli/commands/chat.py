@@ -40,105 +40,84 @@ _HELP = "/new starts over, /route shows the servers, /quit (or Ctrl-D) leaves; C
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What the options of the command say."""
+    """The options of `petalnode chat`."""
 
-    prompt: str | None = None
-    system: str | None = None
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    show_route: bool = False
-    allow: tuple[str, ...] = ()
-    deny: tuple[str, ...] = ()
-    session: Path | None = None
-    adapter: str | None = None
-    share_receipts: tuple[str, ...] = ()
-    require_pledge: int | None = None
-    credits: str | None = None
-    compare_chains: int = 1
+    prompt: Annotated[
+        str | None, typer.Option(help="Ask this one question, print the answer and exit. Also read from a pipe.")
+    ] = None
+    system: Annotated[str | None, typer.Option(help="System prompt: instructions before the conversation.")] = None
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512
+    temperature: Annotated[
+        float, typer.Option(min=0, max=99, help="Sampling temperature; 0 is greedy, 0.7 is usual.")
+    ] = 0.0
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Sample from the most likely tokens of this total probability.")
+    ] = 1.0
+    seed: Annotated[int | None, typer.Option(help="Random seed, to make sampling repeatable.")] = None
+    show_route: Annotated[bool, typer.Option(help="Print which servers answered, and the tokens per second.")] = False
+    allow: Annotated[
+        list[str] | None, typer.Option(metavar="PEER", help="Use only this server (a peer id); repeatable.")
+    ] = None
+    deny: Annotated[
+        list[str] | None, typer.Option(metavar="PEER", help="Never use this server (a peer id); repeatable.")
+    ] = None
+    session: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Save the conversation in this file; if the file exists, continue it."),
+    ] = None
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="PATH|NAME", help="A folder with a peft adapter, or the name of one that servers hold."),
+    ] = None
+    share_receipts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MULTIADDR",
+            help="Send receipts and hidden states to this auditor (a `petalnode validate`), which can infer the text "
+            "from them; repeatable.",
+        ),
+    ] = None
+    require_pledge: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="POINTS", help="Use only servers that pledge at least this many points."),
+    ] = None
+    credits: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MULTIADDR",
+            help="Pay busy servers for priority with the points of --identity; MULTIADDR is the validator that "
+            "issued them.",
+        ),
+    ] = None
+    compare_chains: Annotated[
+        int | None,
+        typer.Option(
+            min=2, metavar="N", help="Run every step on N chains that share no server, and compare their outputs."
+        ),
+    ] = None
 
 
 @joins_swarm
 def chat(
     model: Annotated[
-        str | None, typer.Argument(help="Folder, .gguf file, hub id or alias. Default: what the swarm serves.")
-    ] = None,
-    prompt: Annotated[str | None, typer.Option(help="One question, one answer. Also from a pipe.")] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[
-        float, typer.Option(min=0, max=99, help="0 always takes the likeliest token; 0.7 is usual.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Sample from the likeliest tokens of this total probability.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    show_route: Annotated[bool, typer.Option(help="Say which servers answered, and how fast.")] = False,
-    allow: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Use these servers only.")] = None,
-    deny: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Do not use this server.")] = None,
-    session: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Keep the conversation in this file, and go on with what it holds."),
-    ] = None,
-    adapter: Annotated[
         str | None,
-        typer.Option(metavar="PATH|NAME", help="A folder with a peft adapter, or the name of one that servers hold."),
-    ] = None,
-    share_receipts: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MULTIADDR",
-            help="Show this auditor (a `petalnode validate`) what servers answered. It can read along; repeatable.",
-        ),
-    ] = None,
-    require_pledge: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="POINTS", help="Use only servers that pledge at least so many points."),
-    ] = None,
-    credits: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MULTIADDR", help="Pay busy servers for priority, with the points of --identity at this validator."
-        ),
-    ] = None,
-    compare_chains: Annotated[
-        int | None,
-        typer.Option(min=2, metavar="N", help="Ask so many chains that share no server, and compare what they answer."),
+        typer.Argument(help="Folder, .gguf file, hub id or alias. Default: the model of the swarm."),
     ] = None,
     *,
+    options: ChatOptions,
     join: JoinOptions,
 ) -> None:
-    """Talk to the model that a swarm serves."""
-    options = ChatOptions(
-        prompt=prompt,
-        system=system,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        show_route=show_route,
-        allow=tuple(allow or ()),
-        deny=tuple(deny or ()),
-        session=session,
-        adapter=adapter,
-        share_receipts=tuple(share_receipts or ()),
-        require_pledge=require_pledge,
-        credits=credits,
-        compare_chains=compare_chains or 1,
-    )
-    for auditor in options.share_receipts:
-        parse_peer(auditor)
-    if credits is not None:
-        parse_peer(credits)
-        if join.identity is None:
-            raise BadInput("--credits spends the points of a key: say which with --identity FILE")
-    if session is None:
+    """Chat with the model that a swarm serves."""
+    for address in (*(options.share_receipts or ()), *([options.credits] if options.credits else ())):
+        parse_peer(address)
+    if options.credits and join.identity is None:
+        raise BadInput("--credits spends the points of a key: give its file with --identity FILE")
+    if options.session is None:
         trio.run(_chat, model, options, join, None)
         return
     if join.identity is not None:
-        raise BadInput("--session keeps the key of its conversation in its file: leave --identity out")
-    with held_chat(session) as saved:
+        raise BadInput("--session FILE contains a key of its own: leave --identity out")
+    with held_chat(options.session) as saved:
         trio.run(_chat, model, options, join, saved)
 
 
@@ -219,11 +198,11 @@ async def chat_in(
     async with open_client(
         swarm,
         identified[0],
-        allowed=options.allow,
-        blocked=options.deny,
-        share_receipts=options.share_receipts,
+        allowed=options.allow or (),
+        blocked=options.deny or (),
+        share_receipts=options.share_receipts or (),
         require_pledge=options.require_pledge,
-        compare_chains=options.compare_chains,
+        compare_chains=options.compare_chains or 1,
         adapter=adapter,
     ) as client:
         if options.credits is not None:
@@ -333,7 +312,7 @@ class _Chatter:
                 ],
                 recoveries=recoveries,
                 reused=self._conversation.reused,
-                disagreements=[each.fields() for each in self._disagreements[disagreed:]],
+                disagreements=[disagreement.fields() for disagreement in self._disagreements[disagreed:]],
             )
         else:
             self._write("\n")

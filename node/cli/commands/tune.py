@@ -5,14 +5,16 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import trio
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ...client.core import SwarmClient, open_client
 from ...client.swarm_model import identify_model
@@ -20,12 +22,12 @@ from ...errors import BadInput, ExitCode, PetalnodeError
 from ...models import resolve
 from ...models.adapters.note import METHODS, NOTE, AdapterNote, Method
 from ...tuning.early_stop import EarlyStop
+from ...tuning.events import Evaluated, Event, StepDone, StoppedEarly, Waiting
 from ...tuning.example import Dataset, Example, read_dataset, split
 from ...tuning.schedule import SHAPES, Shape, steps_of_epoch
 from ..join import JoinOptions, joined, joins_swarm
 from ..output import Output, ProgressBars
 from ..served import served_model
-from .tune_report import Report
 
 if TYPE_CHECKING:
     from ...client.api.model import DistributedModel
@@ -34,145 +36,134 @@ if TYPE_CHECKING:
 LEARNING_RATES: dict[Method, float] = {"prompt": 1e-2, "deep-prompt": 1e-2, "lora": 1e-3}
 DEFAULT_EPOCHS = 3
 WARMUP_SHARE = 0.05
+_REPORTED_STEPS: Final = 20
+"""How many steps are printed where there is no terminal to draw a progress bar on."""
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise typer.BadParameter(f"{text}: use {', '.join(choices)}")
+        return text
+
+    return parse
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What the options of the command say."""
+    """The options of `petalnode tune`."""
 
-    method: Method
-    epochs: int | None
-    steps: int | None
-    batch_size: int
-    max_length: int
-    learning_rate: float
-    warmup: int | None
-    schedule: Shape
-    virtual_tokens: int
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...]
-    eval_every: int | None
-    patience: int | None
-    seed: int
-    out: Path
-    resume: bool
-    checkpoint_every: int
-    chat_template: bool | None
-    device: str
-    tags: tuple[str, ...]
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Training data, JSONL: each line {"text"}, {"prompt","completion"}, or {"text","label"} to classify.',
+        ),
+    ] = None
+    method: Annotated[
+        Method,
+        typer.Option(
+            parser=_one_of(METHODS),
+            metavar="|".join(METHODS),
+            help="Train a soft prompt, prompts at every block, or LoRA.",
+        ),
+    ] = "prompt"
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help=f"Passes over the training data. Default: {DEFAULT_EPOCHS}.")
+    ] = None
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps, instead of --epochs.")] = None
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 8
+    max_length: Annotated[int, typer.Option(min=2, help="Maximum tokens per example.")] = 256
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, help="Peak learning rate. Default: 0.01 for prompts, 0.001 for LoRA.")
+    ] = None
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Steps of linear warm-up to the peak. Default: 5% of all steps.")
+    ] = None
+    schedule: Annotated[
+        Shape,
+        typer.Option(parser=_one_of(SHAPES), metavar="|".join(SHAPES), help="Learning rate decay after warm-up."),
+    ] = "cosine"
+    virtual_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt (methods prompt, deep-prompt).")] = 16
+    rank: Annotated[int, typer.Option(min=1, help="Rank of LoRA.")] = 8
+    alpha: Annotated[float, typer.Option(min=0, help="Scale of LoRA: its output is multiplied by alpha / rank.")] = 16.0
+    target_modules: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Linear layers that LoRA changes. Default: the usual attention layers of the model."
+        ),
+    ] = None
+    eval_split: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Fraction of the data to hold out for evaluation.")
+    ] = 0.0
+    eval_data: Annotated[Path | None, typer.Option(metavar="FILE", help="Evaluate on this JSONL file.")] = None
+    eval_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations. Default: one epoch.")] = None
+    patience: Annotated[
+        int | None, typer.Option(min=1, help="Stop early after this many evaluations without improvement.")
+    ] = None
+    seed: Annotated[int, typer.Option(help="Random seed of the initial weights, the data order and the split.")] = 0
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for the result. Default: named after --data and --method."),
+    ] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50
+    chat_template: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat-template/--no-chat-template",
+            help="Format prompts and completions as turns of a chat. Default: if the model has a chat template.",
+        ),
+    ] = None
+    device: Annotated[
+        str, typer.Option(help="Device of embeddings and head, which run here: auto, cpu, cuda, cuda:N or mps.")
+    ] = "auto"
+    tag: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Tag in the model card; repeatable.")] = None
+
+    def read_examples(self) -> tuple[Dataset, tuple[Example, ...], tuple[Example, ...]]:
+        """The training data as it was read, and its examples to train on and to evaluate on.
+
+        Raises:
+            BadInput: options that contradict each other, or a file that cannot be used.
+        """
+        if self.data is None:
+            raise BadInput("what to learn from? Give --data FILE, a JSONL file of examples")
+        if self.epochs is not None and self.steps is not None:
+            raise BadInput("--epochs and --steps both say how long: give one of them")
+        if self.eval_data is not None and self.eval_split:
+            raise BadInput("--eval-split and --eval-data both say what to evaluate on: give one of them")
+        if self.patience is not None and self.eval_data is None and not self.eval_split:
+            raise BadInput("--patience needs evaluations: give --eval-split (such as 0.1) or --eval-data too")
+        dataset = read_dataset(self.data)
+        train, held_out = split(dataset.examples, self.eval_split, self.seed)
+        if not train:
+            raise BadInput(f"{self.data} has too few examples to hold some out: give more, or leave --eval-split out")
+        if self.eval_data is None:
+            return dataset, train, held_out
+        evaluated = read_dataset(self.eval_data)
+        if bool(evaluated.labels) != bool(dataset.labels):
+            raise BadInput(f"{self.data} and {self.eval_data} are of different kinds: only one of them has labels")
+        if strange := set(evaluated.labels) - set(dataset.labels):
+            raise BadInput(f"{self.eval_data} has labels that {self.data} has not: {', '.join(sorted(strange))}")
+        return dataset, train, evaluated.examples
 
 
 @joins_swarm
 def tune(
     model: Annotated[
-        str | None, typer.Argument(help="Folder, .gguf file, hub id or alias. Default: what the swarm serves.")
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='JSONL, each line {"text"}, {"prompt","completion"} or {"text","label"} to classify.',
-        ),
-    ] = None,
-    method: Annotated[str, typer.Option(metavar="|".join(METHODS), help="What is trained.")] = "prompt",
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help=f"Times through the data. Default: {DEFAULT_EPOCHS}.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of --epochs.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a row at most.")] = 256,
-    learning_rate: Annotated[
-        float | None, typer.Option(min=0, help="The highest. Default: 0.01 for prompts, 0.001 for LoRA.")
-    ] = None,
-    warmup: Annotated[
-        int | None, typer.Option(min=0, help="Steps until the highest learning rate. Default: 5 % of all.")
-    ] = None,
-    schedule: Annotated[
-        str, typer.Option(metavar="|".join(SHAPES), help="How the learning rate falls after that.")
-    ] = "cosine",
-    virtual_tokens: Annotated[int, typer.Option(min=1, help="Of prompts.")] = 16,
-    rank: Annotated[int, typer.Option(min=1, help="Of LoRA.")] = 8,
-    alpha: Annotated[float, typer.Option(min=0, help="Of LoRA: the change is scaled by alpha / rank.")] = 16.0,
-    target_modules: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Layers that LoRA changes. Default: what is usual for the architecture."),
+        typer.Argument(help="Folder, .gguf file, hub id or alias. Default: the model of the swarm."),
     ] = None,
-    eval_split: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Hold out this part of the data to evaluate on.")
-    ] = 0.0,
-    eval_data: Annotated[Path | None, typer.Option(metavar="FILE", help="Evaluate on this JSONL file.")] = None,
-    eval_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations. Default: an epoch.")] = None,
-    patience: Annotated[
-        int | None, typer.Option(min=1, help="Stop after so many evaluations that are no better than the best.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the start, the order and the split.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the result goes. Default: named after data and method.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --out.")] = False,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
-    chat_template: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat-template/--no-chat-template",
-            help="Prompts and completions are turns of a chat. Default: if the model has a template.",
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Of the client's part: auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    tag: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="For the model card; repeatable.")] = None,
     *,
+    options: TuneOptions,
     join: JoinOptions,
 ) -> None:
     """Fine-tune a model over the swarm that serves it."""
-    if data is None:
-        raise BadInput("what to learn from? Give --data FILE, a JSONL file")
-    if method not in METHODS:
-        raise BadInput(f"--method {method}: use {', '.join(METHODS)}")
-    if schedule not in SHAPES:
-        raise BadInput(f"--schedule {schedule}: use {', '.join(SHAPES)}")
-    if epochs is not None and steps is not None:
-        raise BadInput("--epochs and --steps both say how long: give one of them")
-    if eval_data is not None and eval_split:
-        raise BadInput("--eval-split and --eval-data both say what to evaluate on: give one of them")
-    if patience is not None and eval_data is None and not eval_split:
-        raise BadInput("--patience looks at evaluations: give --eval-split (such as 0.1) or --eval-data too")
-    options = TuneOptions(
-        method=method,
-        epochs=epochs,
-        steps=steps,
-        batch_size=batch_size,
-        max_length=max_length,
-        learning_rate=LEARNING_RATES[method] if learning_rate is None else learning_rate,
-        warmup=warmup,
-        schedule=schedule,
-        virtual_tokens=virtual_tokens,
-        rank=rank,
-        alpha=alpha,
-        target_modules=tuple(each.strip() for each in (target_modules or "").split(",") if each.strip()),
-        eval_every=eval_every,
-        patience=patience,
-        seed=seed,
-        out=out or Path(f"{data.stem}-{method}"),
-        resume=resume,
-        checkpoint_every=checkpoint_every,
-        chat_template=chat_template,
-        device=device,
-        tags=tuple(tag or ()),
-    )
-    dataset = read_dataset(data)
-    evaluated = None if eval_data is None else read_dataset(eval_data)
-    if evaluated is not None and bool(evaluated.labels) != bool(dataset.labels):
-        raise BadInput(f"{data} and {eval_data} are of different kinds: one has labels and one has none")
-    if evaluated is not None and (strange := set(evaluated.labels) - set(dataset.labels)):
-        raise BadInput(f"{eval_data} has labels that {data} has not: {', '.join(sorted(strange))}")
-    _check_out(options.out, resume=resume, overwrite=overwrite)
-    train, held_out = split(dataset.examples, eval_split, seed)
-    if not train:
-        raise BadInput(f"{data} has too few examples to hold some out: give more, or leave --eval-split out")
-    output = Output(join.json)
-    _Run(options, dataset, train, evaluated.examples if evaluated is not None else held_out, output).run(model, join)
+    dataset, train, held_out = options.read_examples()
+    out = options.out or Path(f"{Path(dataset.name).stem}-{options.method}")
+    _check_out(out, resume=options.resume, overwrite=options.overwrite)
+    _Run(options, out, dataset, train, held_out, Output(join.json)).run(model, join)
 
 
 def _check_out(out: Path, *, resume: bool, overwrite: bool) -> None:
@@ -192,18 +183,83 @@ def _check_out(out: Path, *, resume: bool, overwrite: bool) -> None:
         raise BadInput(f"{out} holds an adapter already: give another --out, or --overwrite")
 
 
+class _Report:
+    """Prints the events of a training: a progress bar on a terminal, else lines, or JSON. A context manager."""
+
+    def __init__(self, output: Output, steps: int) -> None:
+        self._output = output
+        self._every = max(1, steps // _REPORTED_STEPS)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=output.console,
+            disable=not output.console.is_terminal,
+        )
+        self._task = self._bar.add_task("steps", total=steps, figures="")
+        self._waiting = False
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def on_event(self, event: Event) -> None:
+        if not isinstance(event, Waiting):
+            self._waiting = False
+        match event:
+            case StepDone():
+                self._step(event)
+            case Evaluated():
+                figures = {} if event.accuracy is None else {"accuracy": round(event.accuracy, 6)}
+                self._output.emit(event="evaluation", step=event.step, loss=event.loss, best=event.improved, **figures)
+                accuracy = "" if event.accuracy is None else f", {event.accuracy:.1%} right"
+                best = " (the best)" if event.improved else ""
+                self._output.say(f"step {event.step}: loss {event.loss:.4f} on held-out data{accuracy}{best}")
+            case StoppedEarly():
+                self._output.emit(event="stopped-early", step=event.step)
+                self._output.say(f"stopping early: {event.evaluations} evaluations were no better than the best")
+            case Waiting():
+                if not self._waiting:  # once for each time that servers are missing
+                    self._output.emit(event="waiting", reason=event.reason)
+                    self._output.say(f"waiting for servers: {event.reason}")
+                self._waiting = True
+
+    def _step(self, event: StepDone) -> None:
+        self._output.emit(
+            event="step",
+            step=event.step,
+            steps=event.steps,
+            loss=event.loss,
+            learning_rate=event.learning_rate,
+            tokens_per_second=round(event.tokens_per_second, 1),
+        )
+        figures = f"loss {event.loss:.4f}, {event.tokens_per_second:.0f} tokens/s"
+        self._bar.update(self._task, completed=event.step, figures=figures)
+        if self._bar.disable and (event.step % self._every == 0 or event.step in (1, event.steps)):
+            self._output.say(f"step {event.step} of {event.steps}: {figures}")
+
+
 class _Run:
     """One training from the command line."""
 
     def __init__(
         self,
         options: TuneOptions,
+        out: Path,
         dataset: Dataset,
         train: tuple[Example, ...],
         held_out: tuple[Example, ...],
         output: Output,
     ) -> None:
         self._options = options
+        self._out = out
         self._dataset = dataset
         self._train = train
         self._held_out = held_out
@@ -215,11 +271,10 @@ class _Run:
         with ExitStack() as stack:
             model, tokenizer = self._open(name, join, stack)
             training = self._training(model, tokenizer)
-            with Report(self._output, training.recipe.steps) as report:
+            with _Report(self._output, training.recipe.steps) as report:
                 try:
                     self._loop(training, report)
                 except (KeyboardInterrupt, PetalnodeError) as error:
-                    report.close()
                     self._keep(training, interrupted=isinstance(error, KeyboardInterrupt))
                     if isinstance(error, PetalnodeError):
                         raise
@@ -286,19 +341,18 @@ class _Run:
             raise BadInput(f"nothing to evaluate on is left within {options.max_length} tokens: raise --max-length")
         epoch = steps_of_epoch(len(train), options.batch_size)
         steps = options.steps or (options.epochs or DEFAULT_EPOCHS) * epoch
+        targets = tuple(name.strip() for name in (options.target_modules or "").split(",") if name.strip())
         recipe = Recipe(
             steps=steps,
             batch_size=options.batch_size,
-            peak=options.learning_rate,
+            peak=LEARNING_RATES[options.method] if options.learning_rate is None else options.learning_rate,
             warmup=round(WARMUP_SHARE * steps) if options.warmup is None else options.warmup,
             shape=options.schedule,
             evaluate_every=options.eval_every or epoch,
             checkpoint_every=options.checkpoint_every,
             patience=options.patience,
             seed=options.seed,
-            method=MethodOptions(
-                options.method, options.virtual_tokens, options.rank, options.alpha, options.target_modules
-            ),
+            method=MethodOptions(options.method, options.virtual_tokens, options.rank, options.alpha, targets),
         )
         tuned = Tuned.of(model, recipe.method, options.seed)
         about = {
@@ -311,21 +365,20 @@ class _Run:
         }
         training = Training(tuned, recipe, train, held_out, about=about, padding=_padding(tokenizer))
         if options.resume:
-            training.resume(load_checkpoint(options.out))
-        weights = sum(each.numel() for each in tuned.weights.values())
+            training.resume(load_checkpoint(self._out))
+        weights = sum(weight.numel() for weight in tuned.weights.values())
         told = f"{options.method}: {weights:,} weights to train on {len(train):,} rows of {self._dataset.name}"
         told += f", {len(held_out):,} held out" if held_out else ""
         self._output.say(told + (f"; going on at step {training.step + 1}" if training.step else ""))
         return training
 
-    def _loop(self, training: Training, report: Report) -> None:
+    def _loop(self, training: Training, report: _Report) -> None:
         from ...tuning.checkpoint import save_checkpoint
-        from ...tuning.events import StepDone
 
         for event in training.run():
-            report.tell(event)
+            report.on_event(event)
             if isinstance(event, StepDone) and event.step % training.recipe.checkpoint_every == 0:
-                save_checkpoint(self._options.out, training.checkpoint())
+                save_checkpoint(self._out, training.checkpoint())
 
     def _keep(self, training: Training, *, interrupted: bool) -> None:
         """Saves a checkpoint and says how to go on."""
@@ -333,8 +386,8 @@ class _Run:
 
         if not training.step:
             return
-        path = save_checkpoint(self._options.out, training.checkpoint())
-        given = [each for each in sys.argv[1:] if each not in ("--resume", "--overwrite")]
+        path = save_checkpoint(self._out, training.checkpoint())
+        given = [argument for argument in sys.argv[1:] if argument not in ("--resume", "--overwrite")]
         self._output.say(f"{'Interrupted' if interrupted else 'Stopped'} after step {training.step}. Go on with")
         self._output.say(f"  petalnode {shlex.join([*given, '--resume'])}")
         if interrupted:
@@ -345,7 +398,7 @@ class _Run:
         from ...tuning.card import card_of
         from ...tuning.checkpoint import CHECKPOINT
 
-        options, out = self._options, self._options.out
+        options, out = self._options, self._out
         training.take_best()
         labels = self._dataset.labels
         results: dict[str, Any] = {
@@ -363,7 +416,7 @@ class _Run:
             model_version=training.tuned.model.version.hex(),
             task="classification" if labels else "language",
             labels=labels,
-            tags=options.tags,
+            tags=tuple(options.tag or ()),
             results=results,
         )
         save_adapter(out, training.tuned, note, card_of(note))
