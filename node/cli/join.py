@@ -90,7 +90,7 @@ class JoinOptions:
         str,
         typer.Option(
             metavar="auto|off|MULTIADDR",
-            help="Relay for incoming connections if this node cannot be dialed directly. off: no relay, and relay for none.",
+            help="Relay for incoming connections if this node cannot be dialed directly; off: neither use nor be one.",
         ),
     ] = "auto"
     mdns: Annotated[
