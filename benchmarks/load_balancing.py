@@ -40,14 +40,11 @@ from load_balancing_greedy import best_span, descent
 from rich.console import Console
 from rich.table import Table
 
-from petalnode.node.placement.holder import Holder, swarm_throughput, upper_bound
-from petalnode.node.placement.joining import span_for_newcomer
-from petalnode.node.placement.leaving import may_leave
-from petalnode.node.placement.petals import joining_span, moves_to
-from petalnode.node.placement.plan import Plan, Policy, make_plan
+from petalnode.node.placement.coverage import PlacedServer, swarm_throughput, upper_bound
+from petalnode.node.placement.joining import joining_span, moves_to, span_for_newcomer
+from petalnode.node.placement.observed import USUAL_LOAD, Change, recent, turnover
+from petalnode.node.placement.plan import PlacementPlan, Policy, make_plan, may_leave
 from petalnode.node.placement.search import Search, Terms
-from petalnode.node.placement.seen import USUAL_LOAD
-from petalnode.node.placement.turnover import Change, recent, turnover
 from petalnode.protocols.ids import Span
 
 SERVERS, BLOCKS, DAY = 206, 70, 1440
@@ -78,7 +75,7 @@ class World:
 
     chance: np.random.Generator
     seconds_per_block: float
-    holders: dict[str, Holder] = field(default_factory=dict)
+    holders: dict[str, PlacedServer] = field(default_factory=dict)
     ready_at: dict[str, int] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
     minute: int = 0
@@ -87,7 +84,7 @@ class World:
     new_blocks: int = 0
 
     def place(self, name: str, span: Span, throughput: float) -> None:
-        self.holders[name] = Holder(name, span, throughput)
+        self.holders[name] = PlacedServer(name, span, throughput)
         self.ready_at[name] = self.minute + math.ceil(len(span) * self.seconds_per_block / 60)
 
     def move(self, name: str, target: Span) -> None:
@@ -107,14 +104,14 @@ class World:
         """Whether some server has just loaded."""
         return any(ready == self.minute for ready in self.ready_at.values())
 
-    def serving(self) -> list[Holder]:
+    def serving(self) -> list[PlacedServer]:
         return [holder for name, holder in self.holders.items() if self.ready_at[name] <= self.minute]
 
-    def view(self) -> list[Holder]:
+    def view(self) -> list[PlacedServer]:
         """As servers announce themselves: those that load are where they will be, and stay there till then."""
-        toll = 1 + self.seconds_per_block / USUAL_LOAD
+        reload_weight = 1 + self.seconds_per_block / USUAL_LOAD
         return [
-            replace(holder, movable=self.ready_at[name] <= self.minute, toll=toll)
+            replace(holder, movable=self.ready_at[name] <= self.minute, reload_weight=reload_weight)
             for name, holder in self.holders.items()
         ]
 
@@ -193,7 +190,7 @@ class Band(Nothing):
 
     def joining(self, world: World, machine: Machine) -> Span:
         holders = world.view()
-        own = Holder(machine.name, Span(0, machine.blocks), machine.throughput)
+        own = PlacedServer(machine.name, Span(0, machine.blocks), machine.throughput)
         wanted = upper_bound([*holders, own], BLOCKS)
         return best_span(holders, BLOCKS, machine.throughput, machine.blocks, wanted)
 
@@ -218,7 +215,7 @@ class Full:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._plan: Plan | None = None
+        self._plan: PlacementPlan | None = None
 
     def joining(self, world: World, machine: Machine) -> Span:
         return span_for_newcomer(
@@ -254,7 +251,7 @@ class FullViews(Full):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, PlacementPlan] = {}
         self._errors: dict[tuple[str, str], float] = {}
 
     def minute(self, world: World, changed: bool) -> None:
@@ -402,7 +399,7 @@ def one_decision(servers: int, blocks: int) -> dict[str, float]:
     chance = np.random.default_rng(0)
     times = {}
     for kind in ("placed", "random"):
-        holders: list[Holder] = []
+        holders: list[PlacedServer] = []
         load = np.zeros(blocks)
         for number in range(servers):
             length, speed = int(chance.integers(1, 11)), max(SLOWEST, float(chance.uniform(0, 100)))
@@ -411,7 +408,7 @@ def one_decision(servers: int, blocks: int) -> dict[str, float]:
                 sums = np.convolve(load, np.ones(length), "valid")
                 start = int(sums.argmin())
             load[start : start + length] += speed
-            holders.append(Holder(f"server {number:05}", Span(start, start + length), speed))
+            holders.append(PlacedServer(f"server {number:05}", Span(start, start + length), speed))
         begun = time.process_time()
         make_plan(holders, blocks)
         times[kind] = round(time.process_time() - begun, 3)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from petalnode.node.placement.holder import Holder, coverage, swarm_throughput
+from petalnode.node.placement.coverage import PlacedServer, coverage, swarm_throughput
 from petalnode.protocols.ids import Span
 
 MOST_STEPS = 60
@@ -28,14 +28,14 @@ def costs(load: NDArray[np.float64], speeds: NDArray[np.float64], lengths: NDArr
     return np.where(ends <= blocks, before.sum(axis=1, keepdims=True) + sums, np.inf)
 
 
-def best_span(holders: Sequence[Holder], num_blocks: int, speed: float, count: int, wanted: float) -> Span:
+def best_span(holders: Sequence[PlacedServer], num_blocks: int, speed: float, count: int, wanted: float) -> Span:
     """Where a newcomer leaves the least squared deficit."""
     load = coverage(holders, num_blocks) if holders else np.zeros(num_blocks)
     start = int(costs(load[None], np.array([speed]), np.array([count], np.intp), wanted).argmin())
     return Span(start, start + count)
 
 
-def descent(holders: Sequence[Holder], num_blocks: int, wanted: float) -> Iterator[tuple[str, Span, float]]:
+def descent(holders: Sequence[PlacedServer], num_blocks: int, wanted: float) -> Iterator[tuple[str, Span, float]]:
     """One move after the other: peer id, new span, the swarm's throughput then. The deficit falls most per block."""
     now = list(holders)
     able = np.array([holder.movable for holder in now])

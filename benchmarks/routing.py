@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from petalnode.node.swarm.cost import LOAD_PER_WAITING
-from petalnode.node.swarm.routing import Candidate, Hop, cheapest_chain, second_best
+from petalnode.node.swarm.routing import Hop, RouteCandidate, cheapest_chain, second_best
 from petalnode.protocols.ids import Span
 
 CROSSING = 0.1  # seconds
@@ -40,7 +40,7 @@ def round_trip(one: Place, other: Place) -> float:
 
 def made_up_swarm(
     servers: int, blocks: int, longest: int, measured: int, seed: int
-) -> tuple[list[Candidate], dict[str, Place]]:
+) -> tuple[list[RouteCandidate], dict[str, Place]]:
     """The servers, and where they are; the client is "client"."""
     chance = random.Random(seed)
     client = (chance.random(), chance.random())
@@ -60,7 +60,7 @@ def made_up_swarm(
         likely = following[span.end] if span.end < blocks else following[span.start]
         nearest = sorted(likely, key=lambda other: math.dist(places[number], places[other]))[:measured]
         found.append(
-            Candidate(
+            RouteCandidate(
                 f"peer-{number:06}",
                 span,
                 rtt=round_trip(client, places[number]),
@@ -79,7 +79,7 @@ def made_up_swarm(
 
 
 def true_step_seconds(
-    chain: Sequence[Hop], swarm: Sequence[Candidate], places: dict[str, Place], pushed: bool
+    chain: Sequence[Hop], swarm: Sequence[RouteCandidate], places: dict[str, Place], pushed: bool
 ) -> float:
     by_peer = {each.peer_id: each for each in swarm}
     stops = ["client"]
@@ -119,12 +119,12 @@ def main() -> None:
     for pushed, measured in [(False, 0), (True, 0), (True, 4), (True, 16), (True, 64)]:
         swarm, places = made_up_swarm(options.servers, options.blocks, options.longest, measured, options.seed)
 
-        def route(swarm: list[Candidate] = swarm, pushed: bool = pushed) -> tuple:
+        def route(swarm: list[RouteCandidate] = swarm, pushed: bool = pushed) -> tuple:
             return cheapest_chain(swarm, wanted, cache_tokens=2048, token_bytes=TOKEN_BYTES, pushed=pushed)
 
         chain = route()
 
-        def standby(swarm: list[Candidate] = swarm, pushed: bool = pushed, chain: tuple = chain) -> None:
+        def standby(swarm: list[RouteCandidate] = swarm, pushed: bool = pushed, chain: tuple = chain) -> None:
             for index in range(len(chain)):
                 second_best(chain, index, swarm, cache_tokens=2048, token_bytes=TOKEN_BYTES, pushed=pushed)
 

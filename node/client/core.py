@@ -21,7 +21,7 @@ from ...protocols.ids import ADAPTER, INFERENCE
 from ...protocols.training import MAX_HEADER as MAX_BATCH_HEADER
 from ...protocols.training import PIECE_BYTES, BatchFrames
 from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
-from ..swarm.routing import Candidate, Hop, cheapest_chain, second_best
+from ..swarm.routing import Hop, RouteCandidate, cheapest_chain, second_best
 from ..swarm.swarm import Swarm
 from ..trust.bundle import equivocation_bundle
 from ..trust.receipt_log import SHARED_BYTES, ReceiptArchive
@@ -179,7 +179,7 @@ class SwarmClient:
 
     async def candidates(
         self, excluded: Collection[str] = (), adapter: SessionAdapter | None = None
-    ) -> tuple[Candidate, ...]:
+    ) -> tuple[RouteCandidate, ...]:
         """The servers that answer soon, each with its round trip. Those that failed lately come with a penalty.
 
         If `adapter` cannot be brought to servers, only those that hold it.
@@ -198,7 +198,7 @@ class SwarmClient:
             if rtt is not None:
                 suspect = self._suspects.get(server.peer_id, 0.0) > now
                 found.append(
-                    Candidate(
+                    RouteCandidate(
                         server.peer_id,
                         server.span,
                         rtt=rtt,

@@ -13,7 +13,7 @@ from ...crypto.receipts import Receipt
 from ...protocols.announcement import Announcement
 from ...protocols.training import BatchFrames
 from ..errors import NoChainError
-from ..swarm.routing import Candidate, Hop
+from ..swarm.routing import Hop, RouteCandidate
 from ..trust.receipt_log import ReceiptArchive
 from .deadlines import SUSPECT_SECONDS
 from .request import ServerClaims
@@ -106,7 +106,7 @@ class ModelClient(Router, Protocol):
 
     async def candidates(
         self, excluded: Collection[str] = (), adapter: SessionAdapter | None = None
-    ) -> tuple[Candidate, ...]:
+    ) -> tuple[RouteCandidate, ...]:
         """Those that answer soon, each with its round trip."""
 
     def demand(self, spec: SessionSpec) -> Mapping[str, Any]:

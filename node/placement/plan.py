@@ -13,10 +13,9 @@ from typing import Final
 import numpy as np
 
 from ...protocols.ids import Span
-from .holder import Holder, swarm_throughput, upper_bound
-from .order import better, in_order
-from .search import Search, Terms
-from .tiling import tiled
+from ..swarm.cost import Ints
+from .coverage import PlacedServer, describe_spans, gaps, swarm_throughput, upper_bound
+from .search import Search, State, Terms
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,11 @@ DEFAULT: Final = Policy()
 _GAIN_FOR: Final = 2 / 3
 _SAME: Final = 1.25
 """A plan stands while no server is so many times as fast or slow as it was: no two measurements are alike."""
+_MANY: Final = 100
+"""More moves are taken as they come, because weighing each against each takes too long."""
+_EQUAL: Final = 1e-9
+NOTABLE: Final = 1.005
+"""A throughput that is not so many times another is not worth a word."""
 
 
 @dataclass(frozen=True, order=True)
@@ -51,7 +55,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacementPlan:
     """`moves` in the order in which they can be carried out; throughputs in decode steps a second before and after
     them; `closes` how many blocks that nobody holds have a server afterwards. `made_for` are all servers that the plan
     was made for, with the spans and throughputs that they had."""
@@ -65,27 +69,27 @@ class Plan:
     def of(self, peer_id: str) -> Move | None:
         return next((move for move in self.moves if move.peer_id == peer_id), None)
 
-    def rest(self, holders: Sequence[Holder]) -> Plan | None:
+    def rest(self, servers: Sequence[PlacedServer]) -> PlacementPlan | None:
         """What is left of the plan now that the servers are these; None if a new plan is due.
 
         The plan stands as long as the servers are those that it was made for, at about the throughput that they had,
         each where it was or, if the plan moves it, where the plan sends it. So a plan is carried out to its end, by
         everybody who made it, and half of a swap is not taken for a new situation. One that is done is no plan.
         """
-        now = {holder.peer_id: holder for holder in holders}
+        now = {server.peer_id: server for server in servers}
         if len(now) != len(self.made_for):
             return None
         targets = {move.peer_id: move.target for move in self.moves}
         left = set()
         for peer_id, span, throughput in self.made_for:
-            holder = now.get(peer_id)
-            if holder is None or not throughput / _SAME < holder.throughput < throughput * _SAME:
+            server = now.get(peer_id)
+            if server is None or not throughput / _SAME < server.throughput < throughput * _SAME:
                 return None
-            if holder.span == span and peer_id in targets:
-                if not holder.movable:
+            if server.span == span and peer_id in targets:
+                if not server.movable:
                     return None
                 left.add(peer_id)
-            elif holder.span != targets.get(peer_id, span):
+            elif server.span != targets.get(peer_id, span):
                 return None
         if self.moves and not left:
             return None
@@ -93,32 +97,32 @@ class Plan:
 
 
 def make_plan(
-    holders: Sequence[Holder],
+    servers: Sequence[PlacedServer],
     num_blocks: int,
     *,
     turnover: float = 1.0,
     newcomers: Collection[str] = (),
     policy: Policy = DEFAULT,
-) -> Plan:
+) -> PlacementPlan:
     """The moves that pay, together; none if none do.
 
     Blocks that nobody holds come before everything, then what the policy weighs. A plan never leaves more of them, nor
     less throughput, than there was, and its moves, one after the other, open no gap. `newcomers` have loaded nothing
     yet: where they go costs nothing, and they are given a place even if nobody else moves. `turnover` is 1 in a swarm
-    that changes as usual. Servers of a high `toll` are moved last.
+    that changes as usual. Servers of a high `reload_weight` are moved last.
     """
-    ordered = sorted(holders, key=lambda holder: holder.peer_id)
-    if not any(holder.movable for holder in ordered):
+    ordered = sorted(servers, key=lambda server: server.peer_id)
+    if not any(server.movable for server in ordered):
         throughput = swarm_throughput(ordered, num_blocks)
-        return Plan((), throughput, throughput)
-    speeds = np.array([holder.throughput for holder in ordered], float)
-    lengths = np.array([len(holder.span) for holder in ordered], np.intp)
-    origin = np.array([holder.span.start for holder in ordered], np.intp)
-    new = np.array([holder.peer_id in newcomers for holder in ordered])
-    movable = np.flatnonzero([holder.movable for holder in ordered])
+        return PlacementPlan((), throughput, throughput)
+    speeds = np.array([server.throughput for server in ordered], float)
+    lengths = np.array([len(server.span) for server in ordered], np.intp)
+    origin = np.array([server.span.start for server in ordered], np.intp)
+    new = np.array([server.peer_id in newcomers for server in ordered])
+    movable = np.flatnonzero([server.movable for server in ordered])
     scale = upper_bound(ordered, num_blocks) or float(speeds @ lengths) / num_blocks
     charge = policy.gain * turnover / (_GAIN_FOR * num_blocks)
-    reloads = np.where(new, 0.0, lengths * np.array([holder.toll for holder in ordered], float))
+    reloads = np.where(new, 0.0, lengths * np.array([server.reload_weight for server in ordered], float))
     most = charge * float(reloads.sum()) + 1.0 + policy.evenness * policy.level**2 * num_blocks
     terms = Terms(scale, policy.level * scale, policy.evenness, charge, 1.0 + most)
 
@@ -140,11 +144,82 @@ def make_plan(
         for index in [*np.flatnonzero(new & (after.starts != origin)), *order]
         for at in [after.starts[index]]
     )
-    made_for = tuple((holder.peer_id, holder.span, holder.throughput) for holder in ordered)
-    return Plan(moves, start.throughput, after.throughput, start.empty - after.empty, made_for)
+    made_for = tuple((server.peer_id, server.span, server.throughput) for server in ordered)
+    return PlacementPlan(moves, start.throughput, after.throughput, start.empty - after.empty, made_for)
 
 
-def carried_out(holders: Sequence[Holder], plan: Plan) -> list[Holder]:
-    """The holders after all moves of a plan."""
-    targets = {move.peer_id: move.target for move in plan.moves}
-    return [replace(holder, span=targets.get(holder.peer_id, holder.span)) for holder in holders]
+def in_order(search: Search, start: State, target: Ints) -> tuple[list[int], State]:
+    """The servers that go from `start` to `target` (int [N]), one after the other, and the state when they have.
+
+    Next is always the one after which the placement costs least, among those that are not the only holder of a block
+    (with a gap open, among all). Those at the end that make it dearer stay, as do those that cannot leave: what is
+    returned can be carried out as it is, and its throughput is not below that of `start` unless it closes gaps.
+    """
+    starts = start.starts.copy()
+    waiting = np.flatnonzero(starts != target)
+    weighed = len(waiting) <= _MANY
+    order: list[int] = []
+    best, length = start, 0
+    while len(able := waiting[search.may_leave(starts, waiting)]):
+        chosen = able[search.costs_after(starts, able, target[able]).argmin()] if weighed else able[0]
+        starts[chosen] = target[chosen]
+        order.append(int(chosen))
+        waiting = waiting[waiting != chosen]
+        found = search.state(starts.copy())
+        worse = found.empty == start.empty and found.throughput < start.throughput * (1 - _EQUAL)
+        if not worse and better(found, best):
+            best, length = found, len(order)
+    return order[:length], best
+
+
+def better(one: State, other: State, by: float = 0.0) -> bool:
+    """Whether one placement leaves fewer gaps than another, or as many and costs less, by more than `by`."""
+    if one.empty != other.empty:
+        return one.empty < other.empty
+    return one.cost < other.cost - by
+
+
+def tiled(starts: Ints, lengths: Ints, movable: Ints, num_blocks: int) -> Ints:
+    """Starts with as few gaps as this finds: the movable servers, from the left, fill what the others leave open.
+
+    If nobody is fixed and there are enough blocks in all, no gap is left.
+    """
+    held = np.zeros(num_blocks, bool)
+    fixed = np.setdiff1d(np.arange(len(starts)), movable)
+    for index in fixed:
+        held[starts[index] : starts[index] + lengths[index]] = True
+    found = starts.copy()
+    waiting = sorted(movable.tolist(), key=lambda index: (starts[index], index))
+    while waiting and not held.all():
+        first = int(np.argmin(held))
+        open_run = int(np.argmax(held[first:])) if held[first:].any() else num_blocks - first
+        # Of those that fit into the opening whole the first, else the smallest that closes it.
+        fitting = [index for index in waiting if lengths[index] <= open_run]
+        chosen = fitting[0] if fitting else min(waiting, key=lambda index: lengths[index])
+        waiting.remove(chosen)
+        found[chosen] = min(first, num_blocks - int(lengths[chosen]))
+        held[found[chosen] : found[chosen] + lengths[chosen]] = True
+    return found
+
+
+def may_leave(move: Move, serving: Sequence[PlacedServer], num_blocks: int) -> bool:
+    """Whether the model still has a server for every block while this one moves, or has none anyhow.
+
+    `serving` are the servers that take sessions now, where they are now, the one that moves among them or not; one that
+    has said that it will move does not count.
+    """
+    others = [server for server in serving if server.peer_id != move.peer_id]
+    # With a gap no chain works as it is, and it closes soonest if all that the plan moves do so at once.
+    open_now = gaps([*others, PlacedServer(move.peer_id, move.source, 1.0)], num_blocks)
+    return bool(open_now) or not gaps(others, num_blocks)
+
+
+def why_move(plan: PlacementPlan, servers: Sequence[PlacedServer], num_blocks: int) -> str:
+    """What `plan`, made for `servers`, is for."""
+    missing = gaps(servers, num_blocks)
+    if plan.closes > 0 and missing:  # else others of the plan have closed it already
+        return f"nobody holds {describe_spans(missing)}"
+    if plan.after > plan.before * NOTABLE:
+        most = upper_bound(servers, num_blocks)
+        return f"the swarm then does {plan.after:.3g} steps/s instead of {plan.before:.3g}, of {most:.3g} at most"
+    return f"fewer blocks are then near the least, {plan.after:.3g} steps/s"

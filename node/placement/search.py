@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .holder import Floats, Ints
+from ..swarm.cost import Floats, Ints, block_throughput
 
 _MOST_TURNS, _LEAST_TURNS = 300, 80
 _TURNS_EACH: Final = 4
@@ -131,12 +131,7 @@ class Search:
 
     def _cover(self, starts: Ints) -> tuple[Floats, Ints]:
         """Throughput and number of servers of every block."""
-        steps, counts = np.zeros(self._blocks + 1), np.zeros(self._blocks + 1, np.intp)
-        np.add.at(steps, starts, self._speeds)
-        np.subtract.at(steps, starts + self._lengths, self._speeds)
-        np.add.at(counts, starts, 1)
-        np.subtract.at(counts, starts + self._lengths, 1)
-        return np.cumsum(steps[:-1]), np.cumsum(counts[:-1])
+        return block_throughput(starts, starts + self._lengths, self._speeds, self._blocks)
 
     def _unevenness(self, load: Floats) -> Floats:
         missing = np.maximum(self._terms.level - load, 0.0) / self._terms.scale

@@ -1,7 +1,8 @@
-"""What a request costs on a server and on the way between two: one model for routes, plans and placement.
+"""What a request costs on a server and on the way between two, and what blocks held by several servers yield.
 
-Times in seconds, arrays over servers. Others announce what they like, so every time is bounded here: a liar can make
-itself attractive, but no sum of such times breaks anything.
+The one cost model of routes (client), placement (server) and plans for a fleet. Times in seconds, arrays over servers.
+Servers announce what they like, so every time is bounded here: a liar can make itself attractive, but no sum of such
+times breaks anything.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..placement.planning.cycle import Floats
+Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
+Bools = NDArray[np.bool_]
 
 MAX_SECONDS: Final = 600.0
 """No single time is taken for longer (NaN neither), nor for less than zero."""
@@ -69,3 +73,31 @@ def transfer_seconds(tokens: int, token_bytes: int, seconds_per_byte: Sequence[f
 def steps_per_second(step_seconds: float) -> float:
     """A server's throughput, in decode steps of its whole span; one a second where nothing was measured."""
     return 1 / max(float(bounded([step_seconds])[0]), MIN_BLOCK_SECONDS) if step_seconds else 1.0
+
+
+def block_throughput(starts: Ints, ends: Ints, throughputs: Floats, num_blocks: int) -> tuple[Floats, Ints]:
+    """Of every block, float and int [num_blocks]: the sum of the throughputs of the servers that hold it, and how many
+    they are. Server n holds the blocks starts[n] .. ends[n] - 1; rounding may leave a rest where nobody is."""
+    steps, counts = np.zeros(num_blocks + 1), np.zeros(num_blocks + 1, np.intp)
+    np.add.at(steps, starts, throughputs)
+    np.subtract.at(steps, ends, throughputs)
+    np.add.at(counts, starts, 1)
+    np.subtract.at(counts, ends, 1)
+    return np.cumsum(steps[:-1]), np.cumsum(counts[:-1])
+
+
+def throughput_bound(capacity: Ints, block_seconds: Floats, num_blocks: int) -> float:
+    """The largest z with sum over machines of min(1 / s, z capacity) >= z blocks: what no placement exceeds.
+
+    A machine does at most 1 / s blocks a second, and of what it does beyond z for a block nobody has anything.
+    """
+    speed = np.where(capacity > 0, 1 / np.maximum(block_seconds, 1e-12), 0.0)
+    low, high = 0.0, float(speed.sum()) / num_blocks
+    for _ in range(100):
+        middle = (low + high) / 2
+        # Machines of just enough room in all are no rounding error short of it.
+        if np.minimum(speed, middle * capacity).sum() >= middle * num_blocks * (1 - 1e-12):
+            low = middle
+        else:
+            high = middle
+    return low if low < high else high

@@ -32,22 +32,18 @@ from itertools import pairwise, repeat
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...protocols.ids import Span
 from ..errors import NoChainError
 from . import cost
-from .cost import bounded, one_way
+from .cost import Floats, Ints, bounded, one_way
 
-NO_ROOM_SECONDS: Final = 1e7
+NO_CACHE_SECONDS: Final = 1e7
 """Penalty of a server without cache: more than any chain of 4,096 blocks costs with the bounds above."""
-
-_Floats = NDArray[np.float64]
-_Ints = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RouteCandidate:
     """A server that could take part; one per peer. Times in seconds.
 
     `rtt` is between client and server, `rtts` from this server to those that may follow it, by peer id, as it
@@ -80,7 +76,7 @@ class Hop:
 
 
 def cheapest_chain(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[RouteCandidate],
     wanted: Span,
     *,
     cache_tokens: int = 0,
@@ -112,7 +108,7 @@ def cheapest_chain(
 def second_best(
     chain: Sequence[Hop],
     hop_index: int,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[RouteCandidate],
     *,
     cache_tokens: int = 0,
     max_length: int = 0,
@@ -126,26 +122,26 @@ def second_best(
     stand by too (in a session of its own), if it holds the blocks. Arguments as for `cheapest_chain`.
     """
     wanted = chain[hop_index].span
-    others = [each for each in candidates if each.peer_id != chain[hop_index].peer_id]
+    others = [candidate for candidate in candidates if candidate.peer_id != chain[hop_index].peer_id]
     servers = _usable(others, wanted, max_length)
     graph = _graph(servers, wanted, cache_tokens, tokens, token_bytes)
     if not pushed:
         return _shortest(servers, wanted, graph, None, graph.half, graph.half)
-    by_peer = {each.peer_id: each for each in candidates}
+    by_peer = {candidate.peer_id: candidate for candidate in candidates}
     arriving = leaving = graph.half
     # The neighbour's own half of a way is the same for all, so it is left out.
     if hop_index > 0 and (before := by_peer.get(chain[hop_index - 1].peer_id)):
-        measured = one_way([_measured(before, each) for each in servers])
+        measured = one_way([_measured(before, server) for server in servers])
         arriving = np.minimum(graph.half, measured - bounded([before.rtt]) / 2)
     if hop_index + 1 < len(chain) and (after := by_peer.get(chain[hop_index + 1].peer_id)):
-        measured = one_way([_measured(each, after) for each in servers])
+        measured = one_way([_measured(server, after) for server in servers])
         leaving = np.minimum(graph.half, measured - bounded([after.rtt]) / 2)
     return _shortest(servers, wanted, graph, _measured_pairs(servers, graph), arriving, leaving)
 
 
 def chain_seconds(
     chain: Sequence[Hop],
-    candidates: Sequence[Candidate],
+    candidates: Sequence[RouteCandidate],
     *,
     cache_tokens: int = 0,
     tokens: int = 1,
@@ -153,7 +149,7 @@ def chain_seconds(
     pushed: bool = False,
 ) -> float:
     """What a request over `chain` is expected to take, as `cheapest_chain` reckons; all of its peers are candidates."""
-    by_peer = {each.peer_id: each for each in candidates}
+    by_peer = {candidate.peer_id: candidate for candidate in candidates}
     servers = [by_peer[hop.peer_id] for hop in chain]
     graph = _graph(servers, Span(chain[0].span.start, chain[-1].span.end), cache_tokens, tokens, token_bytes)
     ways = graph.half[:-1] + graph.half[1:]
@@ -167,47 +163,48 @@ def chain_seconds(
 class _Graph:
     """Arrays over the usable servers, in order of peer id."""
 
-    start: _Ints  # first block
-    end: _Ints  # block after the last
-    half: _Floats  # half the round trip to the client
-    hop: _Floats  # what a hop costs there beside its blocks and ways: handling, bytes, penalties
-    block: _Floats  # seconds per block
+    start: Ints  # first block
+    end: Ints  # block after the last
+    half: Floats  # half the round trip to the client
+    hop: Floats  # what a hop costs there beside its blocks and ways: handling, bytes, penalties
+    block: Floats  # seconds per block
 
 
-def _usable(candidates: Sequence[Candidate], wanted: Span, max_length: int) -> list[Candidate]:
+def _usable(candidates: Sequence[RouteCandidate], wanted: Span, max_length: int) -> list[RouteCandidate]:
     """Those that hold a wanted block and take sessions so long, in order of peer id."""
     return sorted(
         (
-            each
-            for each in candidates
-            if each.span.overlaps(wanted) and (each.max_session_length is None or each.max_session_length >= max_length)
+            candidate
+            for candidate in candidates
+            if candidate.span.overlaps(wanted)
+            and (candidate.max_session_length is None or candidate.max_session_length >= max_length)
         ),
-        key=lambda each: each.peer_id,
+        key=lambda candidate: candidate.peer_id,
     )
 
 
-def _graph(servers: Sequence[Candidate], wanted: Span, cache_tokens: int, tokens: int, token_bytes: int) -> _Graph:
+def _graph(servers: Sequence[RouteCandidate], wanted: Span, cache_tokens: int, tokens: int, token_bytes: int) -> _Graph:
     computing = cost.span_seconds(
-        [each.step_seconds for each in servers],
-        [each.forward_tokens_per_second for each in servers],
-        [each.queue_depth for each in servers],
+        [server.step_seconds for server in servers],
+        [server.forward_tokens_per_second for server in servers],
+        [server.queue_depth for server in servers],
         tokens,
     )
-    in_and_out = cost.transfer_seconds(tokens, token_bytes, [each.seconds_per_byte for each in servers])
-    full = np.array([each.cache_tokens_free < cache_tokens for each in servers], float)
+    in_and_out = cost.transfer_seconds(tokens, token_bytes, [server.seconds_per_byte for server in servers])
+    full = np.array([server.cache_tokens_free < cache_tokens for server in servers], float)
     return _Graph(
-        start=np.array([max(each.span.start, wanted.start) for each in servers], np.intp),
-        end=np.array([min(each.span.end, wanted.end) for each in servers], np.intp),
-        half=bounded([each.rtt for each in servers]) / 2,
+        start=np.array([max(server.span.start, wanted.start) for server in servers], np.intp),
+        end=np.array([min(server.span.end, wanted.end) for server in servers], np.intp),
+        half=bounded([server.rtt for server in servers]) / 2,
         hop=cost.HANDLING_SECONDS
         + in_and_out
-        + bounded([each.penalty_seconds for each in servers])
-        + NO_ROOM_SECONDS * full,
-        block=cost.block_seconds(computing, [len(each.span) for each in servers]),
+        + bounded([server.penalty_seconds for server in servers])
+        + NO_CACHE_SECONDS * full,
+        block=cost.block_seconds(computing, [len(server.span) for server in servers]),
     )
 
 
-def _measured(sender: Candidate, receiver: Candidate) -> float:
+def _measured(sender: RouteCandidate, receiver: RouteCandidate) -> float:
     """Their round trip, NaN if it is not known. Nobody pushes to itself."""
     return math.nan if sender.peer_id == receiver.peer_id else sender.rtts.get(receiver.peer_id, math.nan)
 
@@ -220,24 +217,24 @@ class _Pairs:
     `half` and either this or the sender's `half`, and the two compare without the receiver.
     """
 
-    sender: _Ints
-    receiver: _Ints
-    seconds: _Floats
-    first: _Ints  # per server: where its pairs begin
-    count: _Ints  # per server: how many
-    least: _Floats  # per server: the least of its `seconds`
+    sender: Ints
+    receiver: Ints
+    seconds: Floats
+    first: Ints  # per server: where its pairs begin
+    count: Ints  # per server: how many
+    least: Floats  # per server: the least of its `seconds`
 
 
-def _measured_pairs(servers: Sequence[Candidate], graph: _Graph) -> _Pairs | None:
+def _measured_pairs(servers: Sequence[RouteCandidate], graph: _Graph) -> _Pairs | None:
     """The pairs that can matter: measured, quicker than through the client, and the one can follow the other."""
-    measured = [len(each.rtts) for each in servers]
+    measured = [len(server.rtts) for server in servers]
     total = sum(measured)
     if not total:
         return None
-    index = {each.peer_id: number for number, each in enumerate(servers)}
-    names = chained.from_iterable(each.rtts for each in servers)
+    index = {server.peer_id: number for number, server in enumerate(servers)}
+    names = chained.from_iterable(server.rtts for server in servers)
     receiver = np.fromiter(map(index.get, names, repeat(-1)), np.intp, total)  # -1: not usable
-    seconds = one_way(np.fromiter(chained.from_iterable(each.rtts.values() for each in servers), float, total))
+    seconds = one_way(np.fromiter(chained.from_iterable(server.rtts.values() for server in servers), float, total))
     seconds -= graph.half[receiver]
     sender = np.repeat(np.arange(len(servers)), measured)
     earliest = np.maximum(graph.start[sender] + 1, graph.start[receiver])
@@ -252,12 +249,12 @@ def _measured_pairs(servers: Sequence[Candidate], graph: _Graph) -> _Pairs | Non
 
 
 def _shortest(
-    servers: Sequence[Candidate],
+    servers: Sequence[RouteCandidate],
     wanted: Span,
     graph: _Graph,
     pairs: _Pairs | None,
-    arriving: _Floats,
-    leaving: _Floats,
+    arriving: Floats,
+    leaving: Floats,
 ) -> tuple[Hop, ...] | None:
     """The algorithm of the module's docstring; `arriving` and `leaving` are the ways before and after the chain."""
     if not servers:
@@ -294,7 +291,7 @@ def _shortest(
     return tuple(reversed(hops))
 
 
-def _through_pairs(at: _Floats, through_client: float, pairs: _Pairs) -> _Floats:
+def _through_pairs(at: Floats, through_client: float, pairs: _Pairs) -> Floats:
     """Per receiver, when the blocks done so far are there at the earliest, less its `half`."""
     arrival = np.full(len(at), through_client)
     senders = np.flatnonzero(at + pairs.least < through_client)
@@ -307,13 +304,18 @@ def _through_pairs(at: _Floats, through_client: float, pairs: _Pairs) -> _Floats
 
 
 def _no_chain(
-    candidates: Sequence[Candidate], usable: Sequence[Candidate], wanted: Span, max_length: int, model_name: str
+    candidates: Sequence[RouteCandidate],
+    usable: Sequence[RouteCandidate],
+    wanted: Span,
+    max_length: int,
+    model_name: str,
 ) -> NoChainError:
-    missing = missing_blocks([each.span for each in usable], wanted)
-    held_at_all = missing_blocks([each.span for each in candidates], wanted)
+    missing = missing_blocks([server.span for server in usable], wanted)
+    held_at_all = missing_blocks([candidate.span for candidate in candidates], wanted)
     if not held_at_all:
         longest = min(
-            max(each.max_session_length or 0 for each in candidates if block in each.span) for block in missing
+            max(candidate.max_session_length or 0 for candidate in candidates if block in candidate.span)
+            for block in missing
         )
         return NoChainError(
             f"the servers that hold {describe_blocks(missing)} of {model_name} take sessions of at most {longest} "

@@ -256,7 +256,7 @@ def test_an_announcement_that_cannot_be_is_told_once_and_ignored(caplog: pytest.
                             with pytest.raises(PeerError):
                                 await stream.receive(timeout=DEADLINE)
                 seen = usual.placing.seen()
-                assert [holder.peer_id for holder in seen.holders] == [usual.swarm.peer_id]
+                assert [holder.peer_id for holder in seen.servers] == [usual.swarm.peer_id]
                 texts = [record.getMessage() for record in caplog.records]
                 assert sum(liar.swarm.peer_id in text and "cannot be" in text for text in texts) == 1
 

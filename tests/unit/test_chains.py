@@ -21,18 +21,18 @@ from petalnode.node.client.batch.chains import (
     stages_of,
 )
 from petalnode.node.errors import NoChainError
-from petalnode.node.swarm.routing import Candidate, Hop
+from petalnode.node.swarm.routing import Hop, RouteCandidate
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import MICRO_BATCH_TOKENS
 
 ALL = Span(0, 6)
 
 
-def server(name: str, start: int, end: int, speed: float = 100.0, **fields: float) -> Candidate:
-    return Candidate(name, Span(start, end), 0.01, 0.01, 1000, forward_tokens_per_second=speed, **fields)  # type: ignore[arg-type]
+def server(name: str, start: int, end: int, speed: float = 100.0, **fields: float) -> RouteCandidate:
+    return RouteCandidate(name, Span(start, end), 0.01, 0.01, 1000, forward_tokens_per_second=speed, **fields)  # type: ignore[arg-type]
 
 
-def chosen(*candidates: Candidate) -> list[Chain]:
+def chosen(*candidates: RouteCandidate) -> list[Chain]:
     return choose_chains(candidates, ALL, tokens=256, token_bytes=256, length=64, model_name="tiny")
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from petalnode.node.client.session.comparing import decide, parting, tolerance_between
 from petalnode.node.client.session.disjoint import Weights, disjoint_chains, held_least, partition, plan_chains
 from petalnode.node.errors import NoChainError
-from petalnode.node.swarm.routing import Candidate
+from petalnode.node.swarm.routing import RouteCandidate
 from petalnode.node.verification.tolerances import Tolerance
 from petalnode.protocols.ids import Span
 
@@ -19,8 +19,8 @@ FLOAT = Weights("float32", "none")
 LIMITS = Tolerance(ok_worst=2e-3, ok_mean=1e-3, faulty_worst=4e-3, faulty_mean=2e-3)
 
 
-def server(name: str, start: int, end: int, rtt: float = 0.01, longest: int | None = None) -> Candidate:
-    return Candidate(
+def server(name: str, start: int, end: int, rtt: float = 0.01, longest: int | None = None) -> RouteCandidate:
+    return RouteCandidate(
         name, Span(start, end), rtt=rtt, step_seconds=0.01, cache_tokens_free=100, max_session_length=longest
     )
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.placement.holder import Holder
+from petalnode.node.placement.coverage import PlacedServer
 from petalnode.node.placement.joining import Choice, choice_of_newcomer, span_for_newcomer
-from petalnode.node.placement.seen import swarm_seen
+from petalnode.node.placement.observed import observe_servers
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
 
@@ -28,8 +28,10 @@ SPEEDS = [0.5, 1.0, 2.0, 7.0, 30.0]
 def test_newcomers_that_see_one_another_reckon_the_same(
     there: list[tuple[int, int, float]], joining: list[tuple[float, int]]
 ) -> None:
-    holders = [Holder(f"peer {n}", Span(at, at + count), speed, False) for n, (at, count, speed) in enumerate(there)]
-    newcomers = [Holder(f"z {n}", Span(0, count), speed, False) for n, (speed, count) in enumerate(joining)]
+    holders = [
+        PlacedServer(f"peer {n}", Span(at, at + count), speed, False) for n, (at, count, speed) in enumerate(there)
+    ]
+    newcomers = [PlacedServer(f"z {n}", Span(0, count), speed, False) for n, (speed, count) in enumerate(joining)]
 
     def choices() -> list[Choice]:
         return [
@@ -86,8 +88,8 @@ class Node:
         self.view[self.peer_id] = replace(said, sequence=1 + (held.sequence if held else 0))
 
     def choose(self) -> Choice:
-        seen = swarm_seen(list(self.view.values()), BLOCKS, self.peer_id)
-        return choice_of_newcomer(seen.holders, seen.newcomers, self.peer_id, 5.0, COUNT, BLOCKS)
+        seen = observe_servers(list(self.view.values()), BLOCKS, self.peer_id)
+        return choice_of_newcomer(seen.servers, seen.newcomers, self.peer_id, 5.0, COUNT, BLOCKS)
 
 
 def simulated(count: int, late: Callable[[], float], chance: random.Random) -> list[Span]:

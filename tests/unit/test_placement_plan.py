@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.placement.holder import Holder, coverage, gaps, swarm_throughput, upper_bound
-from petalnode.node.placement.joining import span_for_newcomer
-from petalnode.node.placement.leaving import may_leave
-from petalnode.node.placement.petals import joining_span, moves_to
-from petalnode.node.placement.plan import Move, Policy, carried_out, make_plan
+from petalnode.node.placement.coverage import PlacedServer, coverage, gaps, swarm_throughput, upper_bound
+from petalnode.node.placement.joining import joining_span, moves_to, span_for_newcomer
+from petalnode.node.placement.plan import Move, Policy, make_plan, may_leave
 from petalnode.protocols.ids import Span
 
 SPEEDS = [0.5, 1.0, 2.0, 7.0, 30.0]
@@ -25,7 +23,9 @@ def swarms(draw, most=9, fixed=True):
         length = draw(st.integers(1, blocks))
         start = draw(st.integers(0, blocks - length))
         movable = draw(st.booleans()) if fixed else True
-        found.append(Holder(f"peer {number}", Span(start, start + length), draw(st.sampled_from(SPEEDS)), movable))
+        found.append(
+            PlacedServer(f"peer {number}", Span(start, start + length), draw(st.sampled_from(SPEEDS)), movable)
+        )
     return found, blocks
 
 
@@ -37,6 +37,11 @@ def places(holders, blocks):
     ]
     for spans in itertools.product(*choices):
         yield [replace(each, span=span) for each, span in zip(holders, spans, strict=True)]
+
+
+def carried_out(holders, plan):
+    targets = {move.peer_id: move.target for move in plan.moves}
+    return [replace(holder, span=targets.get(holder.peer_id, holder.span)) for holder in holders]
 
 
 def uncovered(holders, blocks):
@@ -132,18 +137,18 @@ def test_whoever_of_a_plan_goes_first_the_swarm_comes_to_rest(swarm, chance):
 
 def test_a_plan_stands_until_the_swarm_is_another():
     holders = [
-        Holder("a", Span(0, 8), 10.0),
-        Holder("b", Span(0, 4), 10.0),
-        Holder("c", Span(0, 4), 10.0),
-        Holder("d", Span(0, 4), 10.0),
-        Holder("e", Span(0, 4), 10.0),
+        PlacedServer("a", Span(0, 8), 10.0),
+        PlacedServer("b", Span(0, 4), 10.0),
+        PlacedServer("c", Span(0, 4), 10.0),
+        PlacedServer("d", Span(0, 4), 10.0),
+        PlacedServer("e", Span(0, 4), 10.0),
     ]
     plan = make_plan(holders, 8)
     assert len(plan.moves) == 2
     assert plan.rest(holders) == plan
     assert plan.rest(holders[:-1]) is None
-    assert plan.rest([*holders, Holder("f", Span(0, 4), 1.0)]) is None
-    assert plan.rest([replace(holders[0], throughput=11.0, toll=2.0), *holders[1:]]) == plan
+    assert plan.rest([*holders, PlacedServer("f", Span(0, 4), 1.0)]) is None
+    assert plan.rest([replace(holders[0], throughput=11.0, reload_weight=2.0), *holders[1:]]) == plan
     assert plan.rest([replace(holders[0], throughput=20.0), *holders[1:]]) is None
     gone = carried_out(holders, replace(plan, moves=plan.moves[:1]))
     under_way = [replace(each, movable=each.peer_id != plan.moves[0].peer_id) for each in gone]
@@ -161,13 +166,17 @@ def test_a_newcomer_closes_as_many_gaps_as_it_can(swarm, count, speed):
     assert len(span) == count and Span(0, blocks).covers(span)
 
     def left(at):
-        return uncovered([*holders, Holder("newcomer", at, speed)], blocks)
+        return uncovered([*holders, PlacedServer("newcomer", at, speed)], blocks)
 
     assert left(span) == min(left(Span(start, start + count)) for start in range(blocks - count + 1))
 
 
 def test_a_gain_that_is_too_small_moves_nobody():
-    even = [Holder("a", Span(0, 4), 10.0), Holder("b", Span(4, 8), 10.0), Holder("c", Span(0, 4), 0.5)]
+    even = [
+        PlacedServer("a", Span(0, 4), 10.0),
+        PlacedServer("b", Span(4, 8), 10.0),
+        PlacedServer("c", Span(0, 4), 0.5),
+    ]
     assert make_plan(even, 8).moves == ()
     assert make_plan(even, 8, policy=Policy(gain=0.0, least_gain=0.0, evenness=4.0)).moves == ()
 
@@ -175,10 +184,10 @@ def test_a_gain_that_is_too_small_moves_nobody():
 def test_the_fewest_blocks_that_do_are_moved():
     # Block 7 is slow. Two servers could help it: the one with one block does.
     holders = [
-        Holder("a", Span(0, 8), 10.0),
-        Holder("big", Span(0, 6), 10.0),
-        Holder("small", Span(0, 1), 10.0),
-        Holder("c", Span(1, 7), 10.0),
+        PlacedServer("a", Span(0, 8), 10.0),
+        PlacedServer("big", Span(0, 6), 10.0),
+        PlacedServer("small", Span(0, 1), 10.0),
+        PlacedServer("c", Span(1, 7), 10.0),
     ]
     plan = make_plan(holders, 8)
     assert [move.peer_id for move in plan.moves] == ["small"]
@@ -187,39 +196,53 @@ def test_the_fewest_blocks_that_do_are_moved():
 
 def test_who_pays_a_high_toll_moves_last():
     holders = [
-        Holder("a", Span(0, 8), 10.0),
-        Holder("b", Span(0, 4), 10.0),
-        Holder("c", Span(0, 4), 10.0, toll=3.0),
+        PlacedServer("a", Span(0, 8), 10.0),
+        PlacedServer("b", Span(0, 4), 10.0),
+        PlacedServer("c", Span(0, 4), 10.0, reload_weight=3.0),
     ]
     assert [move.peer_id for move in make_plan(holders, 8).moves] == ["b"]
-    holders = [replace(each, toll=4.0 - each.toll) for each in holders]
+    holders = [replace(each, reload_weight=4.0 - each.reload_weight) for each in holders]
     assert [move.peer_id for move in make_plan(holders, 8).moves] == ["c"]
 
 
 def test_what_is_dear_has_to_gain_more():
-    holders = [Holder("a", Span(0, 8), 10.0), Holder("b", Span(0, 4), 2.0), Holder("c", Span(0, 4), 2.0)]
+    holders = [
+        PlacedServer("a", Span(0, 8), 10.0),
+        PlacedServer("b", Span(0, 4), 2.0),
+        PlacedServer("c", Span(0, 4), 2.0),
+    ]
     assert make_plan(holders, 8).moves
     assert not make_plan(holders, 8, turnover=10.0).moves
 
 
 def test_the_only_holder_stays_until_another_has_come():
-    holders = [Holder("a", Span(0, 4), 1.0), Holder("b", Span(4, 8), 1.0), Holder("c", Span(4, 8), 1.0)]
+    holders = [
+        PlacedServer("a", Span(0, 4), 1.0),
+        PlacedServer("b", Span(4, 8), 1.0),
+        PlacedServer("c", Span(4, 8), 1.0),
+    ]
     to_b = Move("a", Span(0, 4), Span(4, 8))
     assert not may_leave(to_b, holders, 8)
     assert may_leave(Move("c", Span(4, 8), Span(0, 4)), holders, 8)
-    assert may_leave(to_b, [*holders, Holder("d", Span(0, 4), 1.0)], 8)
+    assert may_leave(to_b, [*holders, PlacedServer("d", Span(0, 4), 1.0)], 8)
     # No chain works while nobody holds 0:4, so whoever closes that may leave anything.
     assert may_leave(Move("b", Span(4, 8), Span(0, 4)), holders[1:2], 8)
 
 
 def test_petals_own_rule_moves_to_the_weakest_blocks_if_that_gains_enough():
-    holders = [Holder("a", Span(0, 2), 5.0), Holder("b", Span(0, 2), 5.0), Holder("c", Span(2, 4), 2.0)]
+    holders = [
+        PlacedServer("a", Span(0, 2), 5.0),
+        PlacedServer("b", Span(0, 2), 5.0),
+        PlacedServer("c", Span(2, 4), 2.0),
+    ]
     assert moves_to(holders, 1, 4, 0.2, [0, 1, 2]) == Span(2, 4)
     assert moves_to(holders, 1, 4, 5.0, [0, 1, 2]) is None
     assert joining_span(holders, 4, 2) == Span(2, 4)
 
 
 def test_the_bound_is_where_no_server_counts_for_more_than_the_swarm():
-    assert upper_bound([Holder("a", Span(0, 4), 3.0), Holder("b", Span(0, 2), 100.0)], 4) == pytest.approx(6.0)
-    assert upper_bound([Holder("a", Span(0, 3), 3.0)], 4) == 0.0
-    assert coverage([Holder("a", Span(1, 3), 3.0)], 4).tolist() == [0.0, 3.0, 3.0, 0.0]
+    assert upper_bound([PlacedServer("a", Span(0, 4), 3.0), PlacedServer("b", Span(0, 2), 100.0)], 4) == pytest.approx(
+        6.0
+    )
+    assert upper_bound([PlacedServer("a", Span(0, 3), 3.0)], 4) == 0.0
+    assert coverage([PlacedServer("a", Span(1, 3), 3.0)], 4).tolist() == [0.0, 3.0, 3.0, 0.0]

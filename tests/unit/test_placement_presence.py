@@ -5,14 +5,14 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.placement.holder import Holder, gaps
-from petalnode.node.placement.presence import ASKERS, AT_ONCE, is_overdue, worth_asking
+from petalnode.node.placement.coverage import PlacedServer, gaps
+from petalnode.node.placement.observed import ASKERS, AT_ONCE, is_overdue, worth_asking
 from petalnode.protocols.ids import Span
 
 BLOCKS = 12
 holders = st.lists(
     st.builds(
-        lambda number, start, length: Holder(f"peer {number}", Span(start, min(BLOCKS, start + length)), 1.0),
+        lambda number, start, length: PlacedServer(f"peer {number}", Span(start, min(BLOCKS, start + length)), 1.0),
         st.integers(0, 40),
         st.integers(0, BLOCKS - 1),
         st.integers(1, BLOCKS),
@@ -40,7 +40,9 @@ def test_only_holders_are_asked_first_and_nobody_twice(found, sure, seed) -> Non
 
 
 def test_in_a_large_swarm_a_lonely_server_is_asked_by_some() -> None:
-    swarm = [Holder(f"peer {number}", Span(0, 6), 1.0) for number in range(1000)] + [Holder("alone", Span(6, 12), 1.0)]
+    swarm = [PlacedServer(f"peer {number}", Span(0, 6), 1.0) for number in range(1000)] + [
+        PlacedServer("alone", Span(6, 12), 1.0)
+    ]
     chance = random.Random(1)
     askers = sum("alone" in worth_asking(swarm, f"peer {each}", (), BLOCKS, chance) for each in range(1000))
     assert ASKERS / 2 < askers < 2 * ASKERS

@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.placement.seen import MOST_OF_MEDIAN, swarm_seen
-from petalnode.node.placement.turnover import LEAST, MOST, USUAL_PER_HOUR, WINDOW, Change, turnover
+from petalnode.node.placement.observed import (
+    LEAST,
+    MOST,
+    MOST_OF_MEDIAN,
+    USUAL_PER_HOUR,
+    WINDOW,
+    Change,
+    observe_servers,
+    turnover,
+)
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
 
@@ -31,7 +39,7 @@ def said(peer_id: str, start: int = 0, end: int = 4, state: ServerState = ONLINE
 
 
 def test_who_counts_where() -> None:
-    seen = swarm_seen(
+    seen = observe_servers(
         [
             said("online"),
             said("fixed", fixed=True),
@@ -43,7 +51,7 @@ def test_who_counts_where() -> None:
         ],
         BLOCKS,
     )
-    assert {each.peer_id: (each.span, each.movable) for each in seen.holders} == {
+    assert {each.peer_id: (each.span, each.movable) for each in seen.servers} == {
         "online": (Span(0, 4), True),
         "fixed": (Span(0, 4), False),
         "joining": (Span(4, 8), False),
@@ -57,46 +65,51 @@ def test_who_counts_where() -> None:
 
 def test_of_two_that_mean_to_move_the_smaller_peer_id_goes_first() -> None:
     swarm = [said("a", next_span=Span(8, 12)), said("b", next_span=Span(8, 12)), said("c", 4, 8)]
-    first, second = swarm_seen(swarm, BLOCKS, "a", contested=True), swarm_seen(swarm, BLOCKS, "b", contested=True)
-    assert [(each.peer_id, each.span.start) for each in first.holders] == [("a", 0), ("b", 0), ("c", 4)]
-    assert [(each.peer_id, each.span.start) for each in second.holders] == [("a", 8), ("b", 0), ("c", 4)]
+    first, second = (
+        observe_servers(swarm, BLOCKS, "a", contested=True),
+        observe_servers(swarm, BLOCKS, "b", contested=True),
+    )
+    assert [(each.peer_id, each.span.start) for each in first.servers] == [("a", 0), ("b", 0), ("c", 4)]
+    assert [(each.peer_id, each.span.start) for each in second.servers] == [("a", 8), ("b", 0), ("c", 4)]
     assert [each.peer_id for each in second.serving] == ["b", "c"]
 
 
 def test_who_has_begun_to_leave_goes_whatever_its_peer_id_is() -> None:
     swarm = [said("a"), said("b", state=DRAINING, next_span=Span(8, 12)), said("c", 4, 8)]
-    seen = swarm_seen(swarm, BLOCKS, "a", contested=True)
-    assert [(each.peer_id, each.span.start) for each in seen.holders] == [("a", 0), ("b", 8), ("c", 4)]
+    seen = observe_servers(swarm, BLOCKS, "a", contested=True)
+    assert [(each.peer_id, each.span.start) for each in seen.servers] == [("a", 0), ("b", 8), ("c", 4)]
     assert [each.peer_id for each in seen.serving] == ["a", "c"]
 
 
 def test_of_two_newcomers_the_smaller_peer_id_chooses_first() -> None:
     choosing = [said(peer, 4, 8, JOINING, next_span=Span(4, 8)) for peer in "ab"]
-    assert not swarm_seen(choosing, BLOCKS, "a", contested=True).holders
-    assert [each.peer_id for each in swarm_seen(choosing, BLOCKS, "b", contested=True).holders] == ["a"]
+    assert not observe_servers(choosing, BLOCKS, "a", contested=True).servers
+    assert [each.peer_id for each in observe_servers(choosing, BLOCKS, "b", contested=True).servers] == ["a"]
     loading = [choosing[0], replace(choosing[1], next_span=None)]
-    assert [each.peer_id for each in swarm_seen(loading, BLOCKS, "a", contested=True).holders] == ["b"]
+    assert [each.peer_id for each in observe_servers(loading, BLOCKS, "a", contested=True).servers] == ["b"]
 
 
 def test_the_slower_of_computing_and_network_counts() -> None:
-    holders = swarm_seen([said("a", network_seconds=0.5), said("b", network_seconds=0.01), said("c")], BLOCKS).holders
+    holders = observe_servers(
+        [said("a", network_seconds=0.5), said("b", network_seconds=0.01), said("c")], BLOCKS
+    ).servers
     assert [each.throughput for each in holders] == [2.0, 10.0, 10.0]
 
 
 def test_who_has_not_measured_yet_is_taken_for_average() -> None:
-    holders = swarm_seen([said("a", step_seconds=0.5), said("b", state=JOINING, step_seconds=0)], BLOCKS).holders
+    holders = observe_servers([said("a", step_seconds=0.5), said("b", state=JOINING, step_seconds=0)], BLOCKS).servers
     assert [each.throughput for each in holders] == [2.0, 2.0]
-    assert swarm_seen([said("b", state=JOINING, step_seconds=0)], BLOCKS).holders[0].throughput == 1.0
+    assert observe_servers([said("b", state=JOINING, step_seconds=0)], BLOCKS).servers[0].throughput == 1.0
 
 
 def test_loading_and_caches_make_a_move_dearer() -> None:
     swarm = [said("a"), said("b", load_seconds=20.0), said("c", cache_tokens=100, cache_tokens_free=50)]
-    assert [each.toll for each in swarm_seen(swarm, BLOCKS).holders] == [1.0, 2.0, 1.5]
+    assert [each.reload_weight for each in observe_servers(swarm, BLOCKS).servers] == [1.0, 2.0, 1.5]
 
 
 def test_absurd_announcements_are_corrected_or_left_out_and_named() -> None:
     usual = [said(f"usual {number}") for number in range(5)]
-    seen = swarm_seen(
+    seen = observe_servers(
         [
             *usual,
             said("liar", step_seconds=1e-6),
@@ -106,7 +119,7 @@ def test_absurd_announcements_are_corrected_or_left_out_and_named() -> None:
         ],
         BLOCKS,
     )
-    speeds = {each.peer_id: each.throughput for each in seen.holders}
+    speeds = {each.peer_id: each.throughput for each in seen.servers}
     assert speeds["liar"] == MOST_OF_MEDIAN * 10.0
     assert 0 < speeds["endless"] < 1
     assert "another size" not in speeds and "too far" not in speeds
@@ -134,10 +147,10 @@ def test_absurd_announcements_are_corrected_or_left_out_and_named() -> None:
     st.booleans(),
 )
 def test_whatever_is_announced_makes_usable_holders(announcements, contested) -> None:
-    seen = swarm_seen(announcements, BLOCKS, "c", contested=contested)
-    for holder in seen.holders:
+    seen = observe_servers(announcements, BLOCKS, "c", contested=contested)
+    for holder in seen.servers:
         assert holder.span.end <= BLOCKS
-        assert 0 < holder.throughput < float("inf") and 1 <= holder.toll <= 20
+        assert 0 < holder.throughput < float("inf") and 1 <= holder.reload_weight <= 20
 
 
 def test_turnover_is_one_where_servers_come_and_go_as_usual() -> None:

@@ -12,11 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.errors import NoChainError
+from petalnode.node.placement.planning.cycle import PlacedMachine
 from petalnode.node.placement.planning.fastest import fastest_cycle
-from petalnode.node.placement.planning.fleet import Fleet, Machine
-from petalnode.node.placement.planning.labels import MAX_MACHINES
-from petalnode.node.placement.planning.live import fleet_of_servers
-from petalnode.node.placement.planning.plans import Placed, busiest_plan, expected, fastest_plan, present_plan
+from petalnode.node.placement.planning.fleet import Fleet, Machine, fleet_of_servers
+from petalnode.node.placement.planning.label_search import MAX_MACHINES
+from petalnode.node.placement.planning.plans import busiest_plan, expected, fastest_plan, present_plan
 from petalnode.node.swarm.cost import HANDLING_SECONDS
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
@@ -45,14 +45,14 @@ def fleet_of(seed: int, *, client: bool, known: float = 1.0) -> Fleet:
     return Fleet(tuple(machines), rtts, chance.random(size) if client else None, 0.01)
 
 
-def some_placement(fleet: Fleet, seed: int) -> list[Placed]:
+def some_placement(fleet: Fleet, seed: int) -> list[PlacedMachine]:
     """All machines, each with as many blocks as it can hold or fewer, anywhere."""
     chance = np.random.default_rng(seed)
     placed = []
     for number, machine in enumerate(fleet.machines):
         count = int(chance.integers(1, min(machine.blocks, BLOCKS) + 1))
         start = int(chance.integers(0, BLOCKS - count + 1))
-        placed.append(Placed(number, Span(start, start + count)))
+        placed.append(PlacedMachine(number, Span(start, start + count)))
     return placed
 
 
@@ -101,17 +101,19 @@ def fleet_with_a_fast_machine_behind_a_slow_one(others: int) -> Fleet:
 
 def test_a_route_comes_back_to_a_machine_where_that_is_faster() -> None:
     plan = fastest_plan(fleet_with_a_fast_machine_behind_a_slow_one(others=3), 6)
-    assert plan.placed == (Placed(0, Span(0, 6)), Placed(1, Span(1, 5)))
-    assert plan.route == (Placed(0, Span(0, 1)), Placed(1, Span(1, 5)), Placed(0, Span(5, 6)))
+    assert plan.placed == (PlacedMachine(0, Span(0, 6)), PlacedMachine(1, Span(1, 5)))
+    assert plan.route == (PlacedMachine(0, Span(0, 1)), PlacedMachine(1, Span(1, 5)), PlacedMachine(0, Span(5, 6)))
     assert plan.proved and plan.seconds == pytest.approx(1.04 + 0.2 + 3 * HANDLING_SECONDS)
 
 
 def test_a_plan_that_is_known_is_taken_if_its_route_is_faster() -> None:
     fleet = fleet_with_a_fast_machine_behind_a_slow_one(others=MAX_MACHINES)  # too many for the search of walks
-    whole = expected(fleet, [Placed(0, Span(0, 6)), Placed(2, Span(0, 1)), Placed(1, Span(1, 5))], 6)
+    whole = expected(
+        fleet, [PlacedMachine(0, Span(0, 6)), PlacedMachine(2, Span(0, 1)), PlacedMachine(1, Span(1, 5))], 6
+    )
     assert whole.seconds < fastest_plan(fleet, 6).seconds
     plan = fastest_plan(fleet, 6, known=[whole])
-    assert plan.seconds == whole.seconds and plan.placed == (Placed(0, Span(0, 6)), Placed(1, Span(1, 5)))
+    assert plan.seconds == whole.seconds and plan.placed == (PlacedMachine(0, Span(0, 6)), PlacedMachine(1, Span(1, 5)))
     assert not plan.proved
 
 
@@ -122,13 +124,13 @@ def test_what_is_expected_counts_computing_ways_and_the_client() -> None:
         np.array([0.02, 0.08]),
         0.5,
     )
-    found = expected(fleet, [Placed(0, Span(0, 3)), Placed(1, Span(3, 4))], 4)
+    found = expected(fleet, [PlacedMachine(0, Span(0, 3)), PlacedMachine(1, Span(3, 4))], 4)
     assert found.seconds == pytest.approx(0.01 + 0.3 + 0.03 + 0.2 + 0.04 + 0.5 + 2 * HANDLING_SECONDS)
     assert found.tokens_per_second == pytest.approx(1 / 0.3)
     with pytest.raises(NoChainError, match="3 of"):
-        expected(fleet, [Placed(0, Span(0, 3))], 4)
+        expected(fleet, [PlacedMachine(0, Span(0, 3))], 4)
     with pytest.raises(NoChainError, match="0 of"):
-        expected(replace(fleet, client_rtts=None), [Placed(0, Span(1, 4))], 4)
+        expected(replace(fleet, client_rtts=None), [PlacedMachine(0, Span(1, 4))], 4)
 
 
 def announcement(name: str, start: int, end: int, step: float, rtts: dict[str, float]) -> Announcement:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from petalnode.node.errors import NoChainError
 from petalnode.node.swarm.cost import HANDLING_SECONDS, LOAD_PER_WAITING, MAX_SECONDS, MIN_BLOCK_SECONDS
 from petalnode.node.swarm.routing import (
-    NO_ROOM_SECONDS,
-    Candidate,
+    NO_CACHE_SECONDS,
     Hop,
+    RouteCandidate,
     chain_seconds,
     cheapest_chain,
     describe_blocks,
@@ -28,8 +28,8 @@ BLOCKS = 6
 ALL = Span(0, BLOCKS)
 
 
-def server(name: str, start: int, end: int, *, rtt: float = 0.0, step: float = 1.0, free: int = 1000) -> Candidate:
-    return Candidate(name, Span(start, end), rtt, step, free)
+def server(name: str, start: int, end: int, *, rtt: float = 0.0, step: float = 1.0, free: int = 1000) -> RouteCandidate:
+    return RouteCandidate(name, Span(start, end), rtt, step, free)
 
 
 # --- the cost of a chain, and the best of all chains, written plainly
@@ -48,7 +48,7 @@ class Ask:
         return dict(vars(self))
 
 
-def way(one: Candidate | None, other: Candidate | None, pushed: bool) -> float:
+def way(one: RouteCandidate | None, other: RouteCandidate | None, pushed: bool) -> float:
     """Seconds that a message takes; None is the client."""
     through_client = sum(each.rtt / 2 for each in (one, other) if each is not None)
     if one is None or other is None or one is other or not pushed:
@@ -56,14 +56,14 @@ def way(one: Candidate | None, other: Candidate | None, pushed: bool) -> float:
     return min(through_client, one.rtts.get(other.peer_id, math.inf) / 2)
 
 
-def work(each: Candidate, blocks: int, ask: Ask) -> float:
+def work(each: RouteCandidate, blocks: int, ask: Ask) -> float:
     prefill = (
         ask.tokens / each.forward_tokens_per_second
         if each.forward_tokens_per_second
         else ask.tokens * each.step_seconds
     )
     compute = max(each.step_seconds, prefill) * (1 + LOAD_PER_WAITING * each.queue_depth) * blocks / len(each.span)
-    no_room = NO_ROOM_SECONDS if each.cache_tokens_free < ask.cache_tokens else 0
+    no_room = NO_CACHE_SECONDS if each.cache_tokens_free < ask.cache_tokens else 0
     return (
         HANDLING_SECONDS
         + compute
@@ -75,10 +75,10 @@ def work(each: Candidate, blocks: int, ask: Ask) -> float:
 
 def cost(
     chain: Sequence[Hop],
-    candidates: Sequence[Candidate],
+    candidates: Sequence[RouteCandidate],
     ask: Ask = Ask(),
-    before: Candidate | None = None,
-    after: Candidate | None = None,
+    before: RouteCandidate | None = None,
+    after: RouteCandidate | None = None,
 ) -> float:
     by_peer = {each.peer_id: each for each in candidates}
     on_the_way = [before, *(by_peer[hop.peer_id] for hop in chain), after]
@@ -86,7 +86,7 @@ def cost(
     return ways + sum(work(by_peer[hop.peer_id], len(hop.span), ask) for hop in chain)
 
 
-def all_chains(candidates: Sequence[Candidate], wanted: Span) -> list[tuple[Hop, ...]]:
+def all_chains(candidates: Sequence[RouteCandidate], wanted: Span) -> list[tuple[Hop, ...]]:
     """Every chain with no two hops in a row on one server."""
     found: list[tuple[Hop, ...]] = []
 
@@ -103,7 +103,7 @@ def all_chains(candidates: Sequence[Candidate], wanted: Span) -> list[tuple[Hop,
     return found
 
 
-def check_shape(chain: Sequence[Hop], candidates: Sequence[Candidate], wanted: Span) -> None:
+def check_shape(chain: Sequence[Hop], candidates: Sequence[RouteCandidate], wanted: Span) -> None:
     edges = [wanted.start, *(hop.span.end for hop in chain)]
     assert [hop.span.start for hop in chain] == edges[:-1] and edges[-1] == wanted.end
     by_peer = {each.peer_id: each for each in candidates}
@@ -117,10 +117,10 @@ costs = st.floats(0.001, 2.0)
 
 
 @st.composite
-def swarms(draw: st.DrawFn) -> list[Candidate]:
+def swarms(draw: st.DrawFn) -> list[RouteCandidate]:
     names = NAMES[: draw(st.integers(0, len(NAMES)))]
     return [
-        Candidate(
+        RouteCandidate(
             name,
             Span(*draw(spans)),
             rtt=draw(costs),
@@ -149,7 +149,7 @@ asks = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(swarms(), spans, asks)
 def test_no_chain_is_cheaper_and_what_is_missing_is_named(
-    candidates: list[Candidate], pair: tuple[int, int], ask: Ask
+    candidates: list[RouteCandidate], pair: tuple[int, int], ask: Ask
 ) -> None:
     wanted = Span(*pair)
     held = {block for each in candidates for block in range(each.span.start, each.span.end)}
@@ -169,7 +169,7 @@ def test_no_chain_is_cheaper_and_what_is_missing_is_named(
 
 @settings(max_examples=200, deadline=None)
 @given(swarms(), asks, st.data())
-def test_no_standby_is_cheaper(candidates: list[Candidate], ask: Ask, data: st.DataObject) -> None:
+def test_no_standby_is_cheaper(candidates: list[RouteCandidate], ask: Ask, data: st.DataObject) -> None:
     candidates = [*candidates, server("whole", 0, BLOCKS, rtt=0.1)]
     chain = data.draw(st.sampled_from(all_chains(candidates, ALL)))
     index = data.draw(st.integers(0, len(chain) - 1))
@@ -188,7 +188,7 @@ def test_no_standby_is_cheaper(candidates: list[Candidate], ask: Ask, data: st.D
     assert cost(found, others, ask, before, after) == pytest.approx(least, rel=1e-12, abs=1e-9)
 
 
-def least_of_all_pairs(candidates: Sequence[Candidate], wanted: Span, ask: Ask) -> float:
+def least_of_all_pairs(candidates: Sequence[RouteCandidate], wanted: Span, ask: Ask) -> float:
     """What the cheapest chain costs, by looking at every pair of servers at every block."""
     by_peer = {each.peer_id: each for each in candidates}
     reached: dict[str, float] = {}
@@ -240,7 +240,7 @@ def test_swarms_whose_servers_are_nearer_to_each_other_than_to_the_client(
 
 @settings(deadline=None)
 @given(swarms(), asks, st.randoms())
-def test_equal_views_give_equal_routes(candidates: list[Candidate], ask: Ask, order: random.Random) -> None:
+def test_equal_views_give_equal_routes(candidates: list[RouteCandidate], ask: Ask, order: random.Random) -> None:
     whole = [*candidates, server("everything", 0, BLOCKS, rtt=0.5), server("everything too", 0, BLOCKS, rtt=0.5)]
     shuffled = []
     for each in whole:
@@ -331,7 +331,7 @@ def test_a_full_server_is_the_last_resort() -> None:
 
 
 def test_nothing_that_is_announced_is_worse_than_a_full_server() -> None:
-    awful = Candidate("awful", ALL, math.inf, math.inf, 0, 1e-300, 10**9, math.inf, {}, math.inf)
+    awful = RouteCandidate("awful", ALL, math.inf, math.inf, 0, 1e-300, 10**9, math.inf, {}, math.inf)
     full = server("full", 0, 6, free=-1)
     assert cheapest_chain([awful, full], ALL, tokens=10**6, token_bytes=10**6) == (Hop("awful", ALL),)
 
@@ -388,7 +388,7 @@ absurd = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 5e-324, 1e-9
 @given(st.data(), st.booleans())
 def test_absurd_announcements_do_no_harm(data: st.DataObject, pushed: bool) -> None:
     candidates = [
-        Candidate(
+        RouteCandidate(
             name,
             Span(*data.draw(spans)),
             rtt=data.draw(absurd),

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.errors import SwarmError
-from petalnode.node.placement.planning.throughput import most_throughput, throughput_bound
+from petalnode.node.placement.planning.throughput import most_throughput
+from petalnode.node.swarm.cost import throughput_bound
 
 
 def slowest_block(spans: list[tuple[int, int]], seconds: np.ndarray, blocks: int) -> float:

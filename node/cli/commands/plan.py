@@ -15,10 +15,9 @@ from ....protocols.framing import PeerError
 from ...client.deadlines import REFRESH_TIMEOUT, RTT_TIMEOUT
 from ...errors import BadInput, ModelError, NoChainError, SwarmError
 from ...models import Checkpoint, ModelFolder, resolve
-from ...placement.planning.fleet import Fleet
-from ...placement.planning.live import fleet_of_servers
+from ...placement.planning.fleet import Fleet, fleet_of_servers
 from ...placement.planning.machines_file import MAX_BLOCKS, MachinesFile, fleet_of, read_machines
-from ...placement.planning.plans import Plan, busiest_plan, fastest_plan, present_plan
+from ...placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, present_plan
 from ..join import JoinOptions, joined, joins_swarm
 from ..output import Output, ProgressBars
 
@@ -162,21 +161,21 @@ def _print(
         output.say("embeddings and head, which the client computes, come on top")
 
 
-def _present(fleet: Fleet, num_blocks: int) -> Plan | None:
+def _present(fleet: Fleet, num_blocks: int) -> FleetPlan | None:
     try:
         return present_plan(fleet, num_blocks)
     except NoChainError:
         return None
 
 
-def _expectation(plan: Plan) -> str:
+def _expectation(plan: FleetPlan) -> str:
     return (
         f"{1000 * plan.seconds:.1f} ms per token for one client ({1 / plan.seconds:.2f} tokens/s), "
         f"{plan.tokens_per_second:.1f} tokens/s for many together"
     )
 
 
-def _how_good(plan: Plan) -> str:
+def _how_good(plan: FleetPlan) -> str:
     if plan.proved:
         return "there is no faster chain of these machines"
     if not plan.least_seconds:
@@ -186,7 +185,7 @@ def _how_good(plan: Plan) -> str:
     )
 
 
-def _table(plan: Plan, fleet: Fleet) -> Table:
+def _table(plan: FleetPlan, fleet: Fleet) -> Table:
     table = Table()
     table.add_column("blocks", justify="right")
     table.add_column("machine", no_wrap=True)
@@ -204,7 +203,7 @@ def _table(plan: Plan, fleet: Fleet) -> Table:
     return table
 
 
-def _as_json(plan: Plan, fleet: Fleet, peers: list[str] | None) -> dict[str, Any]:
+def _as_json(plan: FleetPlan, fleet: Fleet, peers: list[str] | None) -> dict[str, Any]:
     def described(machine: int, start: int, end: int) -> dict[str, Any]:
         who = {} if peers is None else {"peer_id": peers[machine]}
         return {"name": fleet.machines[machine].name, **who, "blocks": [start, end]}

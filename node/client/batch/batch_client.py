@@ -12,7 +12,7 @@ import trio
 from ....protocols import wire_pb2 as wire
 from ....protocols.ids import BACKWARD, Span
 from ...errors import NoChainError, ServerFailed
-from ...swarm.routing import Candidate, Hop, cheapest_chain
+from ...swarm.routing import Hop, RouteCandidate, cheapest_chain
 from ..deadlines import (
     RECOVERY_TIMEOUT,
     REOPEN_TIMEOUT,
@@ -103,7 +103,7 @@ class BatchClient:
             NoChainError: no chain covers the span; `missing` and the text name the blocks.
         """
 
-        def choose(candidates: Mapping[str, Candidate]) -> BatchPlan:
+        def choose(candidates: Mapping[str, RouteCandidate]) -> BatchPlan:
             chains = choose_chains(
                 list(candidates.values()),
                 span,
@@ -136,7 +136,7 @@ class BatchClient:
             NoChainError: nobody else holds these blocks; the text says who failed how.
         """
 
-        def choose(candidates: Mapping[str, Candidate]) -> Chain:
+        def choose(candidates: Mapping[str, RouteCandidate]) -> Chain:
             return cheapest_chain(list(candidates.values()), span, model_name=self._client.model.name)
 
         excluded = {**self._no_gradients, **failures} if backward else failures
@@ -144,7 +144,7 @@ class BatchClient:
 
     async def _found(
         self,
-        choose: Callable[[Mapping[str, Candidate]], T],
+        choose: Callable[[Mapping[str, RouteCandidate]], T],
         excluded: Mapping[str, ServerFailed],
         until: float,
         wait: bool,

@@ -13,7 +13,7 @@ from typing import Final
 from ....protocols.ids import Span
 from ....protocols.training import MICRO_BATCH_TOKENS
 from ...swarm.cost import LOAD_PER_WAITING
-from ...swarm.routing import Candidate, Hop, cheapest_chain
+from ...swarm.routing import Hop, RouteCandidate, cheapest_chain
 
 MAX_CHAINS: Final = 8
 PER_STAGE: Final = 4
@@ -38,7 +38,7 @@ class Stage:
 
 
 def choose_chains(
-    candidates: Sequence[Candidate], wanted: Span, *, tokens: int, token_bytes: int, length: int, model_name: str
+    candidates: Sequence[RouteCandidate], wanted: Span, *, tokens: int, token_bytes: int, length: int, model_name: str
 ) -> list[Chain]:
     """Chains that cover `wanted`, the best first, each with a server that the ones before it do not use.
 
@@ -65,7 +65,7 @@ def choose_chains(
     return chains
 
 
-def seconds_of(server: Candidate) -> float:
+def seconds_of(server: RouteCandidate) -> float:
     """What a token takes in one block there, by the server's own measurement of a prefill."""
     speed = server.forward_tokens_per_second
     return (1 / speed if speed > 0 else server.step_seconds) / len(server.span)
@@ -73,7 +73,7 @@ def seconds_of(server: Candidate) -> float:
 
 def stages_of(
     chain: Chain,
-    candidates: Mapping[str, Candidate],
+    candidates: Mapping[str, RouteCandidate],
     seconds: Mapping[str, float],
     *,
     tokens: int,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ....protocols.ids import Span
 from ...errors import NoChainError
-from ...swarm.routing import Candidate, Hop, chain_seconds, cheapest_chain, describe_blocks
+from ...swarm.routing import Hop, RouteCandidate, chain_seconds, cheapest_chain, describe_blocks
 
 Settled = Literal["majority", "weights", "no"]
 
@@ -65,10 +65,10 @@ def held_least(spans: Sequence[Span], wanted: Span) -> int:
     return min(sum(block in span for span in spans) for block in range(wanted.start, wanted.end))
 
 
-def partition(candidates: Sequence[Candidate], wanted: Span, count: int) -> list[list[Candidate]]:
+def partition(candidates: Sequence[RouteCandidate], wanted: Span, count: int) -> list[list[RouteCandidate]]:
     """`count` groups that each cover `wanted`, as the module's docstring says; `held_least` must be as many."""
     left = sorted(candidates, key=lambda each: (-each.span.end, each.peer_id))
-    groups: list[list[Candidate]] = [[] for _ in range(count)]
+    groups: list[list[RouteCandidate]] = [[] for _ in range(count)]
     reached = [wanted.start] * count
     while min(reached) < wanted.end:
         chain = reached.index(min(reached))
@@ -80,7 +80,7 @@ def partition(candidates: Sequence[Candidate], wanted: Span, count: int) -> list
 
 
 def disjoint_chains(
-    candidates: Sequence[Candidate], wanted: Span, count: int, **demand: Any
+    candidates: Sequence[RouteCandidate], wanted: Span, count: int, **demand: Any
 ) -> list[tuple[Hop, ...]] | None:
     """`count` chains that share no server, None if there are not so many; `demand` as for `cheapest_chain`.
 
@@ -114,7 +114,7 @@ class Weights:
 
 
 def plan_chains(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[RouteCandidate],
     weights: Mapping[str, Weights],
     wanted: Span,
     count: int,

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ....protocols.ids import Span
 from ...errors import BadInput
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.intp]
-Bools = NDArray[np.bool_]
+from ...swarm.cost import Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,14 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class PlacedMachine:
+    """A machine by its number, and the blocks that it serves, or computes on one visit of a route."""
+
+    machine: int
+    span: Span
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Machines in the order in which a token passes them, each with the number of blocks that it computes.
 
@@ -78,7 +83,7 @@ def split_blocks(problem: Problem, machines: Sequence[int]) -> tuple[int, ...]:
     """
     taken = {machine: int(machine != problem.home) for machine in machines}
     left = problem.num_blocks - sum(taken.values())
-    for machine in sorted(taken, key=lambda each: (problem.block_seconds[each], each)):
+    for machine in sorted(taken, key=lambda machine: (problem.block_seconds[machine], machine)):
         more = max(0, min(left, int(problem.capacity[machine]) - taken[machine]))
         taken[machine] += more
         left -= more

@@ -3,27 +3,27 @@
 The problem is that of Ren, "Task Scheduling for Decentralized LLM Serving in Heterogeneous Networks" (UC Berkeley,
 EECS-2024-111, section 3). The answer here is an optimum where there is time to prove it, and it seldom takes much.
 
-Every machine is the root of the cycles of which it is the fastest. A first cycle and a first bound (opening.py) leave
-few roots; a tighter bound (relaxation.py) leaves fewer, and guides a search for better cycles (labels.py), each of
-which is polished (local.py). The bound is sharpened and the search widened by turns, until no root is left or the time
-is over.
+Every machine is the root of the cycles of which it is the fastest. A first cycle and a first bound (heuristics.py)
+leave few roots; a tighter bound (relaxation.py) leaves fewer, and guides a search for better cycles (label_search.py),
+each of which is polished by local search. The bound is sharpened and the search widened by turns, until no root is left
+or the time is over.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from ...errors import SwarmError
-from .cycle import Ints, Problem, Schedule, cycle_seconds, split_blocks
-from .group import Group
-from .labels import MAX_MACHINES, TOLERANCE, Found
-from .local import improved
-from .opening import first_bound, first_cycle, machines_of, roots_of
-from .relaxation import Machines
+from ...swarm.cost import Bools, Ints
+from .cycle import Problem, Schedule, cycle_seconds, split_blocks
+from .heuristics import first_bound, first_cycle, improved, machines_of, roots_of
+from .label_search import MAX_MACHINES, TOLERANCE, Cycle, search
+from .relaxation import Bound, Machines, Roots, bound
 
 _WIDTHS: Final = (400, 3_200, 25_600, 204_800)
 _PAIRS_AT_ONCE: Final = 12_000
@@ -31,6 +31,8 @@ _PAIRS_AT_ONCE: Final = 12_000
 _MANY_ROOTS: Final = 4
 """With fewer than these, even a wide search takes less than sharpening the bound before."""
 _CENTRES: Final = 3
+_SHORTER: Final = 0.9
+"""How much shorter every step is of the subgradient method than the one before."""
 _SHARE: Final = 0.9
 """Part of the time after which no further step begins: the last one takes some, too."""
 
@@ -63,10 +65,10 @@ def fastest_cycle(problem: Problem, *, seconds: float = 1.0, clock: Callable[[],
     return Schedule(chosen, blocks, spent, spent if least >= best.seconds - TOLERANCE else least)
 
 
-def _search(machines: Machines, home: int | None, is_over: Callable[[], bool]) -> tuple[Found, float]:
+def _search(machines: Machines, home: int | None, is_over: Callable[[], bool]) -> tuple[Cycle, float]:
     """The best cycle that was found, and what none goes below."""
 
-    def searched(group: Group, width: int) -> Found:
+    def searched(group: Group, width: int) -> Cycle:
         found = group.search(best, width, is_over)
         return found if found is best else improved(machines, found, home)
 
@@ -117,3 +119,71 @@ def _promising(problem: Problem, order: Ints) -> Ints:
 def _home(problem: Problem, order: Ints) -> int | None:
     """Where the home stands in `order`."""
     return None if problem.home is None else int(np.flatnonzero(order == problem.home)[0])
+
+
+class Group:
+    """The roots of which it is not known yet that no better cycle goes through them, with the best bound of each."""
+
+    def __init__(self, machines: Machines, roots: Roots) -> None:
+        self._machines = machines
+        self._best = self._latest = bound(machines, roots)
+        self._step = 1.0
+        self._done = False
+
+    def __len__(self) -> int:
+        return len(self._best.roots)
+
+    @property
+    def least(self) -> float:
+        """Seconds; no cycle through these roots takes less."""
+        return float(self._best.least.min())
+
+    def is_open(self, found: Cycle) -> bool:
+        """Whether there may be a better cycle than `found`. Forgets the roots where there is none."""
+        kept = np.flatnonzero(self._best.least < found.seconds - TOLERANCE)
+        if len(kept) < len(self._best.roots):
+            self._best, self._latest = _chosen(self._best, kept), _chosen(self._latest, kept)
+        return len(self) > 0 and not self._done
+
+    def search(self, found: Cycle, width: int, is_over: Callable[[], bool]) -> Cycle:
+        """The best cycle through one of these roots, or `found`; see `labels.search`."""
+        found, self._done = search(self._machines, self._best, found, width, is_over)
+        return found
+
+    def sharpen(self, found: Cycle) -> None:
+        """Changes the prices (a step of the subgradient method, of Polyak's length) and keeps what bounds better."""
+        roots = self._latest.roots
+        excess = np.where(roots.allowed, self._latest.visits - 1.0, 0.0)
+        excess[(roots.prices <= 0) & (excess < 0)] = 0.0
+        gap = np.maximum(found.seconds - self._latest.least, 0.0)
+        length = self._step * gap / np.maximum((excess**2).sum(1), 1.0)
+        prices = np.maximum(roots.prices + length[:, None] * excess, 0.0)
+        self._step *= _SHORTER
+        self._latest = bound(self._machines, replace(roots, prices=prices))
+        self._best = _merged(self._best, self._latest, self._latest.least > self._best.least)
+
+
+def _chosen(bound: Bound, which: Ints) -> Bound:
+    return Bound(
+        bound.roots.chosen(which),
+        bound.least[which],
+        bound.visits[which],
+        bound.on[:, :, which],
+        bound.following[:, :, which],
+        bound.otherwise[:, :, which],
+    )
+
+
+def _merged(old: Bound, new: Bound, better: Bools) -> Bound:
+    """The bounds of the roots from `new` where it is `better`, bool [R]."""
+    if better.all():
+        return new
+    row = table = better[:, None]
+    return Bound(
+        replace(old.roots, prices=np.where(row, new.roots.prices, old.roots.prices)),
+        np.where(better, new.least, old.least),
+        np.where(row, new.visits, old.visits),
+        np.where(table, new.on, old.on),
+        np.where(table, new.following, old.following),
+        np.where(table, new.otherwise, old.otherwise),
+    )

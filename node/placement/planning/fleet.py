@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ....protocols.announcement import Announcement
 from ....protocols.ids import Span
 from ...swarm import cost
-from .cycle import Floats, Problem
+from ...swarm.cost import Floats
+from .cycle import Problem
 from .walk import shortest_ways
 
 
@@ -74,3 +78,23 @@ class Fleet:
     def block_seconds(self) -> Floats:
         """Of each machine, not below what a server is believed."""
         return np.maximum(cost.bounded([machine.block_seconds for machine in self.machines]), cost.MIN_BLOCK_SECONDS)
+
+
+def fleet_of_servers(servers: Sequence[Announcement], client_rtts: Mapping[str, float]) -> Fleet:
+    """Servers of one model as machines that could hold as many blocks as they do now, any of them.
+
+    `client_rtts` are seconds from this client by peer id, of all `servers`; between two servers counts what the one
+    that sends announced.
+    """
+    spans = [len(server.span) for server in servers]
+    seconds = cost.block_seconds(
+        cost.span_seconds([server.step_seconds for server in servers], [0.0] * len(servers), [0.0] * len(servers)),
+        spans,
+    )
+    machines = [
+        Machine(server.public_name or "…" + server.peer_id[-8:], len(server.span), float(block_seconds), server.span)
+        for server, block_seconds in zip(servers, seconds, strict=True)
+    ]
+    rtts = np.array([[one.rtts.get(other.peer_id, math.nan) for other in servers] for one in servers], float)
+    np.fill_diagonal(rtts, 0.0)
+    return Fleet(tuple(machines), rtts, np.array([client_rtts[server.peer_id] for server in servers]))

@@ -8,15 +8,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from ...errors import BadInput
-from .devices import DEVICES, MEMORY_SHARE
 from .fleet import Fleet, Machine
-from .regions import region_rtts
 
 MAX_MACHINES: Final = 1000
 MAX_BLOCKS: Final = 512
@@ -29,6 +28,54 @@ _TEXTS: Final = ("name", "device", "region")
 _KEYS: Final = (*_TEXTS, *_NUMBERS, "rtt_ms")
 _CLIENT_KEYS: Final = ("region", "rtt_ms", "ms_per_token")
 CLIENT: Final = "client"
+MEMORY_SHARE: Final = 0.8
+"""Part of a device's memory that blocks may take; caches and activations need the rest."""
+BANDWIDTH_SHARE: Final = 0.75
+"""Part of the memory's bandwidth that a decode step reaches, which reads every weight once and does little else. Of
+the devices in table 2 of the Berkeley report (EECS-2024-111): A100 0.70, RTX 3090 0.84, A10G 0.76."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """`memory` in bytes, None where it differs from one to another; `bandwidth` of it in bytes per second."""
+
+    memory: float | None
+    bandwidth: float
+
+    def block_seconds(self, block_bytes: float) -> float:
+        """One block of a decode step."""
+        return block_bytes / (self.bandwidth * BANDWIDTH_SHARE)
+
+
+def _gigabytes(memory: float | None, bandwidth: float) -> Device:
+    return Device(None if memory is None else memory * 1e9, bandwidth * 1e9)
+
+
+DEVICES: Final = {
+    "a100-40": _gigabytes(40, 1555),
+    "a100-80": _gigabytes(80, 2039),
+    "a10g": _gigabytes(24, 600),
+    "h100": _gigabytes(80, 3350),
+    "h200": _gigabytes(141, 4800),
+    "l4": _gigabytes(24, 300),
+    "l40s": _gigabytes(48, 864),
+    "rtx3060": _gigabytes(12, 360),
+    "rtx3090": _gigabytes(24, 936),
+    "rtx4060": _gigabytes(8, 272),
+    "rtx4090": _gigabytes(24, 1008),
+    "rtx5090": _gigabytes(32, 1792),
+    "t4": _gigabytes(16, 320),
+    "v100": _gigabytes(16, 900),
+    "m1": _gigabytes(None, 68),
+    "m2": _gigabytes(None, 100),
+    "m3": _gigabytes(None, 100),
+    "m4": _gigabytes(None, 120),
+    "cpu": _gigabytes(None, 40),
+}
+"""By the makers' data sheets; a laptop's processor with two channels of memory for `cpu`."""
+
+
+_TABLE = Path(__file__).with_name("regions.csv")
 
 
 @dataclass(frozen=True)
@@ -292,3 +339,16 @@ def _count(what: str, said: Mapping[str, Any], key: str, *, least: int) -> int |
     if number != int(number) or not least <= number <= MAX_BLOCKS:
         raise BadInput(f"{what}: {key} is a whole number from {least} to {MAX_BLOCKS}, not {said[key]!r:.60}")
     return int(number)
+
+
+@cache
+def region_rtts() -> Mapping[tuple[str, str], float]:
+    """Seconds of a round trip by pair of regions, in both orders, one with itself too; regions.csv has the source."""
+    with _TABLE.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(line for line in file if not line.startswith("#")))
+    names = rows[0][1:]
+    found = {
+        (row[0], name): float(value) / 1000 for row in rows[1:] for name, value in zip(names, row[1:], strict=True)
+    }
+    # Measured from either side: the mean of both.
+    return {(one, other): (found[one, other] + found[other, one]) / 2 for one, other in found}

@@ -8,8 +8,8 @@ bound tight (both are known from routing vehicles: Christofides, Mingozzi and To
 - A machine that the best walk visits more than once becomes dearer (a Lagrange multiplier). Each price is taken off the
   bound once, since a cycle pays it once at most.
 
-A label (a path from the root, see labels.py) fills every machine that it visits. What it takes too much is given back
-at the rate of its slowest machine, of which there are few kinds: `Bound` holds the ways on for each kind.
+A label (a path from the root, see label_search.py) fills every machine that it visits. What it takes too much is given
+back at the rate of its slowest machine, of which there are few kinds: `Bound` holds the ways on for each kind.
 
 R roots are computed side by side, each with its own machines and prices; N machines, K blocks.
 """
@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from .cycle import Bools, Floats, Ints
+from ...swarm.cost import Bools, Floats, Ints
 
 MAX_RATES: Final = 4
 """Kinds of slowest machines; with more speeds than that, a machine counts for the next slower kind."""
@@ -103,7 +103,9 @@ def bound(machines: Machines, roots: Roots) -> Bound:
     whole[spare < 0] = np.inf
     best = whole.argmin(0)
     least = whole[best, number] - roots.prices.sum(1)
-    visits = np.stack([_visits(ways, each, int(roots.root[each]), int(best[each])) for each in range(len(roots))])
+    visits = np.stack(
+        [_visits(ways, number, int(roots.root[number]), int(best[number])) for number in range(len(roots))]
+    )
     return Bound(roots, least, visits, *_given_back(machines, ways))
 
 
@@ -162,7 +164,7 @@ def _given_back(machines: Machines, ways: _Ways) -> tuple[Floats, Ints, Floats]:
     shape = (len(machines.give_back), *ways.first.shape)
     on, following, otherwise = np.empty(shape), np.empty(shape, np.intp), np.empty(shape)
     value, name, other = (
-        np.broadcast_to(each[-1], (shape[0], *shape[2:])) for each in (ways.first, ways.first_next, ways.second)
+        np.broadcast_to(ways_on[-1], (shape[0], *shape[2:])) for ways_on in (ways.first, ways.first_next, ways.second)
     )
     on[:, -1], following[:, -1], otherwise[:, -1] = value, name, other
     for to_do in range(machines.blocks - 1, -1, -1):

@@ -14,7 +14,7 @@ import numpy as np
 
 from ....protocols.ids import Span
 from ...errors import SwarmError
-from .cycle import Floats, Ints
+from ...swarm.cost import Floats, Ints, throughput_bound
 
 _KICKS_EACH: Final = 15
 """Times that some machines are placed anew in search of something better, for each of them. A fixed number, so equal
@@ -25,13 +25,12 @@ _MAX_SIZES: Final = 64
 """Lengths of span that are tried for one machine."""
 _MAX_WORK: Final = 80_000_000
 """Spans looked at in all of these together: about a second."""
-_ROUNDING: Final = 1e-12
 _LEAST_WORK: Final = 4_000
 """Spans that could be looked at in the time that placing a machine takes in any case."""
 
 
 @dataclass(frozen=True)
-class Coverage:
+class Spread:
     """A span per machine, None where it can hold no block; `tokens_per_second` of the slowest block, and `bound`, which
     no placement exceeds."""
 
@@ -40,7 +39,7 @@ class Coverage:
     bound: float
 
 
-def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int) -> Coverage:
+def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int) -> Spread:
     """Places machines by local search. `capacity` int [N] in blocks, `block_seconds` float [N], above 0.
 
     Raises:
@@ -73,24 +72,7 @@ def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int) -> C
         elif chance.random() < 0.7:
             search.restore(best)
     spans = tuple(Span(int(start), int(end)) if start < end else None for start, end in best)
-    return Coverage(spans, best_score[0], search.target)
-
-
-def throughput_bound(capacity: Ints, block_seconds: Floats, num_blocks: int) -> float:
-    """The largest z with sum over machines of min(1 / s, z capacity) >= z blocks: what no placement exceeds.
-
-    A machine does at most 1 / s blocks a second, and of what it does beyond z for a block nobody has anything.
-    """
-    speed = np.where(capacity > 0, 1 / np.maximum(block_seconds, 1e-12), 0.0)
-    low, high = 0.0, float(speed.sum()) / num_blocks
-    for _ in range(100):
-        middle = (low + high) / 2
-        # Machines of just enough room in all are no rounding error short of it.
-        if np.minimum(speed, middle * capacity).sum() >= middle * num_blocks * (1 - _ROUNDING):
-            low = middle
-        else:
-            high = middle
-    return low if low < high else high
+    return Spread(spans, best_score[0], search.target)
 
 
 class _Search:

@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from ....protocols.ids import Span
-from .cycle import Floats, Problem
-from .labels import TOLERANCE
+from ...swarm.cost import Floats
+from .cycle import PlacedMachine, Problem
+from .label_search import TOLERANCE
 
 _LOOK: Final = 1000
 """Walks that are looked at before it is asked again whether the time is over."""
-
-
-@dataclass(frozen=True)
-class Visit:
-    """A machine by its number, and the blocks that it computes then."""
-
-    machine: int
-    span: Span
 
 
 def shortest_ways(way: Floats) -> Floats:
@@ -43,7 +35,9 @@ def shortest_ways(way: Floats) -> Floats:
     return np.where(shortest < way - TOLERANCE, shortest, way)
 
 
-def fastest_walk(problem: Problem, below: float, is_over: Callable[[], bool]) -> tuple[tuple[Visit, ...] | None, bool]:
+def fastest_walk(
+    problem: Problem, below: float, is_over: Callable[[], bool]
+) -> tuple[tuple[PlacedMachine, ...] | None, bool]:
     """The walk of least time from `home` through machines and back, if it takes less than `below` seconds.
 
     A machine may be visited several times; what it computes in all of them, and the blocks between, are one span of no
@@ -54,7 +48,7 @@ def fastest_walk(problem: Problem, below: float, is_over: Callable[[], bool]) ->
     assert problem.home is not None
     home, blocks, way, seconds = problem.home, problem.num_blocks, problem.way, problem.block_seconds
     to_go = _left(problem)
-    waiting: list[tuple[float, int, float, int, int, tuple[Visit, ...]]] = [(0.0, 0, 0.0, 0, home, ())]
+    waiting: list[tuple[float, int, float, int, int, tuple[PlacedMachine, ...]]] = [(0.0, 0, 0.0, 0, home, ())]
     best: dict[tuple[int, int, frozenset[tuple[int, int]]], float] = {}
     made = looked = 0
     while waiting:
@@ -81,7 +75,9 @@ def fastest_walk(problem: Problem, below: float, is_over: Callable[[], bool]) ->
                 if end == blocks:
                     below = least
                 made += 1
-                heapq.heappush(waiting, (least, made, cost, end, machine, (*visits, Visit(machine, Span(done, end)))))
+                heapq.heappush(
+                    waiting, (least, made, cost, end, machine, (*visits, PlacedMachine(machine, Span(done, end))))
+                )
     return None, True
 
 
@@ -103,7 +99,7 @@ def _left(problem: Problem) -> Floats:
     return left
 
 
-def spans_of(walk: tuple[Visit, ...]) -> dict[int, Span]:
+def spans_of(walk: tuple[PlacedMachine, ...]) -> dict[int, Span]:
     """What each machine of a walk has to hold."""
     spans: dict[int, Span] = {}
     for visit in walk:

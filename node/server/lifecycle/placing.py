@@ -16,14 +16,10 @@ from ....protocols.announcement import Announcement
 from ....protocols.framing import PeerError
 from ....protocols.ids import Span
 from ...errors import SwarmError
-from ...placement.holder import Holder, gaps
-from ...placement.joining import Choice, choice_of_newcomer
-from ...placement.leaving import may_leave
-from ...placement.plan import DEFAULT, Move, Plan, Policy, make_plan
-from ...placement.presence import is_overdue, worth_asking
-from ...placement.reason import why_join, why_move
-from ...placement.seen import Seen, swarm_seen
-from ...placement.turnover import Change, recent, turnover
+from ...placement.coverage import PlacedServer, gaps
+from ...placement.joining import Choice, choice_of_newcomer, why_join
+from ...placement.observed import Change, ObservedServers, is_overdue, observe_servers, recent, turnover, worth_asking
+from ...placement.plan import DEFAULT, Move, PlacementPlan, Policy, make_plan, may_leave, why_move
 from ...swarm.swarm import Swarm
 
 log = logging.getLogger(__name__)
@@ -51,7 +47,7 @@ class Placing:
         self._changes: tuple[Change, ...] = ()
         self._there: frozenset[str] | None = None
         self._told: set[str] = set()
-        self._planned: Plan | None = None
+        self._planned: PlacementPlan | None = None
         self._planned_at = 0.0
         self._dead: dict[str, float] = {}
         self._reached: set[str] = set()
@@ -75,7 +71,7 @@ class Placing:
         asked: set[str] = set()
         for _ in range(_PROBE_ROUNDS):
             gone = len(self._dead)
-            holders = self.seen().holders
+            holders = self.seen().servers
             near = {holder.peer_id for holder in holders if self._swarm.is_connected(holder.peer_id)}
             self._reached |= near
             # What we know as gone makes others the only holders of their blocks.
@@ -121,9 +117,9 @@ class Placing:
             self._changes = (*recent(self._changes, now), *joined, *left)
         self._there = there
 
-    def seen(self, *, contested: bool = False) -> Seen:
+    def seen(self, *, contested: bool = False) -> ObservedServers:
         """Who holds what, as far as it is believed; says once what is not."""
-        seen = swarm_seen(self._announcements(), self.num_blocks, self.peer_id, contested=contested)
+        seen = observe_servers(self._announcements(), self.num_blocks, self.peer_id, contested=contested)
         for peer_id, doubt in seen.doubts.items():
             if peer_id not in self._told and len(self._told) < _TOLD:
                 self._told.add(peer_id)
@@ -132,7 +128,7 @@ class Placing:
 
     def gaps(self) -> tuple[Span, ...]:
         """The blocks that nobody holds or is about to hold."""
-        return gaps(self.seen().holders, self.num_blocks)
+        return gaps(self.seen().servers, self.num_blocks)
 
     async def exchange(self, peers: Collection[str]) -> frozenset[str]:
         """Makes sure that these know what this server has announced, and learns what they know; who answered."""
@@ -149,14 +145,14 @@ class Placing:
             seen, rate = self.seen(), self._turnover()
             choice = await trio.to_thread.run_sync(self._choice, seen, rate, count, throughput)
             now = self.seen()
-            if (now.holders, now.newcomers) == (seen.holders, seen.newcomers):
+            if (now.servers, now.newcomers) == (seen.servers, seen.newcomers):
                 break
         self.reason = why_join(choice.others, choice.span, self.num_blocks)
         return choice
 
-    def _choice(self, seen: Seen, rate: float, count: int, throughput: float | None) -> Choice:
+    def _choice(self, seen: ObservedServers, rate: float, count: int, throughput: float | None) -> Choice:
         return choice_of_newcomer(
-            seen.holders,
+            seen.servers,
             seen.newcomers,
             self.peer_id,
             throughput,
@@ -174,7 +170,7 @@ class Placing:
         seen, rate = self.seen(contested=contested), self._turnover()
         if not any(holder.peer_id == self.peer_id for holder in seen.serving):
             return None
-        holders = seen.holders
+        holders = seen.servers
         if by_itself:
             holders = tuple(
                 replace(holder, movable=holder.movable and holder.peer_id == self.peer_id) for holder in holders
@@ -193,7 +189,7 @@ class Placing:
         self.reason = why_move(plan, holders, self.num_blocks)
         return move
 
-    async def _make_plan(self, holders: tuple[Holder, ...], rate: float) -> Plan:
+    async def _make_plan(self, holders: tuple[PlacedServer, ...], rate: float) -> PlacementPlan:
         return await trio.to_thread.run_sync(
             lambda: make_plan(holders, self.num_blocks, turnover=rate, policy=self._policy)
         )

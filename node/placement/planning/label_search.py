@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .cycle import Floats, Ints
+from ...swarm.cost import Floats, Ints
 from .relaxation import Bound, Machines
 
 MAX_MACHINES: Final = 64
@@ -30,7 +30,7 @@ _Words = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Found:
+class Cycle:
     """The cheapest cycle found so far, its machines in order; `seconds` infinite if there is none."""
 
     machines: tuple[int, ...]
@@ -64,8 +64,8 @@ def _joined(parts: Sequence[_Labels]) -> _Labels:
 
 
 def search(
-    machines: Machines, bound: Bound, best: Found, width: int, is_over: Callable[[], bool]
-) -> tuple[Found, bool]:
+    machines: Machines, bound: Bound, best: Cycle, width: int, is_over: Callable[[], bool]
+) -> tuple[Cycle, bool]:
     """The best cycle that was found through one of the roots of `bound`, or `best`; and whether nothing was cut.
 
     If nothing was, no cycle of these roots is better.
@@ -80,7 +80,7 @@ def search(
             if is_over():
                 return best, False
             parts.append(_extended(machines, bound, labels.chosen(rows), best))
-        labels, least = _joined([part for part, _ in parts]), np.concatenate([each for _, each in parts])
+        labels, least = _joined([part for part, _ in parts]), np.concatenate([costs for _, costs in parts])
         kept = np.flatnonzero(~_redundant(machines, labels))
         labels, least = labels.chosen(kept), least[kept]
         best, least = _closed(machines, bound, labels, least, best)
@@ -108,7 +108,7 @@ def _from_roots(machines: Machines, bound: Bound) -> _Labels:
     )
 
 
-def _extended(machines: Machines, bound: Bound, labels: _Labels, best: Found) -> tuple[_Labels, Floats]:
+def _extended(machines: Machines, bound: Bound, labels: _Labels, best: Cycle) -> tuple[_Labels, Floats]:
     """Every label by every machine that may still bring a better cycle, and the least that such a cycle costs."""
     bits = np.uint64(1) << np.arange(len(machines.capacity), dtype=np.uint64)
     free = bound.roots.allowed[labels.root] & ((labels.passed[:, None] & bits) == 0)
@@ -147,7 +147,7 @@ def _way_on(bound: Bound, rate: Ints, to_do: Ints | int, root: Ints, here: Ints,
     return on
 
 
-def _closed(machines: Machines, bound: Bound, labels: _Labels, least: Floats, best: Found) -> tuple[Found, Floats]:
+def _closed(machines: Machines, bound: Bound, labels: _Labels, least: Floats, best: Cycle) -> tuple[Cycle, Floats]:
     """The best of these labels as cycles, or `best`; and `least`, higher for those that have room for all blocks."""
     full = np.flatnonzero(labels.room >= machines.blocks)
     if not full.size:
@@ -159,7 +159,7 @@ def _closed(machines: Machines, bound: Bound, labels: _Labels, least: Floats, be
     whole = spent + machines.way[last, labels.path[full, 0]]
     at = int(whole.argmin())
     if whole[at] < best.seconds - TOLERANCE:
-        best = Found(tuple(labels.path[full[at]].tolist()), float(whole[at]))
+        best = Cycle(tuple(labels.path[full[at]].tolist()), float(whole[at]))
     # What others compute instead is taken off the slowest machine that has more than one block.
     slowest = len(machines.capacity) - 1 - (blocks > 1)[:, ::-1].argmax(1)
     before = labels.path[full, -2] if labels.path.shape[1] > 1 else last

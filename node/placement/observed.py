@@ -1,0 +1,178 @@
+"""What placement reads out of announcements: where servers are, how fast, whether they are still there. Pure.
+
+Announcements are not trusted: throughputs are bounded, and what contradicts the model is left out.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ...protocols.announcement import Announcement, ServerState
+from ..swarm.cost import steps_per_second
+from .coverage import PlacedServer
+
+MOST_OF_MEDIAN: Final = 100.0
+"""No server is taken for faster than so many times the middle one: a liar must not keep everybody else from a block."""
+_LEAST: Final = 1e-3
+USUAL_LOAD: Final = 20.0
+"""Seconds to load a block after which a move counts twice as dear as one that loads at once."""
+_DIGITS: Final = 2
+WINDOW: Final = 45 * 60.0
+_PRIOR: Final = 5 * 60.0
+"""So much time at the usual turnover is counted besides, because a window with nothing in it proves little."""
+USUAL_PER_HOUR: Final = 0.113
+"""Changes per server and hour that count as usual: those of the swarm of Petals' appendix E over a day."""
+LEAST, MOST = 0.5, 2.0
+_LEFT, _JOINED = 4 / 3, 2 / 3
+"""What the throughput has gained is lost when servers leave, much less so when they join."""
+AT_ONCE: Final = 16
+"""Servers that are asked together."""
+ASKERS: Final = 64
+"""About so many servers ask after the only holder of a block at each check, however large the swarm is."""
+
+
+@dataclass(frozen=True)
+class ObservedServers:
+    """The servers of one model.
+
+    `servers` are where each is, or where it goes if it has said so; `serving` those that take sessions, where they are.
+    `newcomers` are those that have not begun to load, this one too, where they mean to go; the others of them are among
+    the servers, too. `doubts` are sentences about announcements that were corrected or left out, by peer id.
+    """
+
+    servers: tuple[PlacedServer, ...]
+    serving: tuple[PlacedServer, ...]
+    doubts: dict[str, str]
+    newcomers: tuple[PlacedServer, ...] = ()
+
+    def of(self, peer_id: str) -> PlacedServer | None:
+        return next((server for server in self.servers if server.peer_id == peer_id), None)
+
+
+def observe_servers(
+    announcements: Sequence[Announcement], num_blocks: int, own: str = "", *, contested: bool = False
+) -> ObservedServers:
+    """The servers that count for placement, this one (`own`, a peer id) among them, where it is, if it is there.
+
+    `contested` settles what several do at once, without a word between them: the smaller peer id goes first, and does
+    not see where the larger ones mean to go. A newcomer that has not begun to load announces its span as its next one,
+    too.
+    """
+    doubts: dict[str, str] = {}
+    believed = []
+    for said in announcements:
+        last = max(said.span.end, said.next_span.end if said.next_span is not None else 0)
+        if said.num_blocks != num_blocks or last > num_blocks:
+            doubts[said.peer_id] = (
+                f"{said.peer_id} announces blocks {said.span} of {said.num_blocks} of a model that has {num_blocks}: "
+                "left out"
+            )
+        else:
+            believed.append(said)
+    speeds = _believable(believed, doubts)
+    servers, serving, newcomers = [], [], []
+    for said in believed:
+        speed, next_span = speeds[said.peer_id], said.next_span
+        if said.state is ServerState.JOINING and next_span is not None:
+            newcomers.append(PlacedServer(said.peer_id, next_span, speed, False))
+        # Who drains goes, whatever others mean to do.
+        undecided = said.state is not ServerState.DRAINING
+        if undecided and (said.peer_id == own or (contested and said.peer_id > own)):
+            if said.state is ServerState.JOINING and next_span is not None:
+                continue
+            next_span = None
+        if said.state is ServerState.ONLINE and next_span is None:
+            servers.append(PlacedServer(said.peer_id, said.span, speed, not said.fixed, _reload_weight(said)))
+            serving.append(servers[-1])
+        elif said.state is ServerState.JOINING or next_span is not None:
+            servers.append(PlacedServer(said.peer_id, next_span or said.span, speed, False))
+    return ObservedServers(tuple(servers), tuple(serving), doubts, tuple(newcomers))
+
+
+def _reload_weight(said: Announcement) -> float:
+    """Loading takes time, and the caches of the sessions there are rebuilt elsewhere."""
+    used = 1 - said.cache_tokens_free / said.cache_tokens if said.cache_tokens else 0.0
+    return (1 + min(said.load_seconds / USUAL_LOAD, 9.0)) * (1 + used)
+
+
+def _believable(announcements: Sequence[Announcement], doubts: dict[str, str]) -> dict[str, float]:
+    """Throughputs by peer id: of computing and network the slower, in few digits, none absurdly high."""
+    said = {
+        announcement.peer_id: min(
+            steps_per_second(announcement.step_seconds), steps_per_second(announcement.network_seconds)
+        )
+        if announcement.network_seconds
+        else steps_per_second(announcement.step_seconds)
+        for announcement in announcements
+    }
+    measured = [said[announcement.peer_id] for announcement in announcements if announcement.step_seconds]
+    middle = statistics.median_low(measured) if measured else 1.0
+    believed = {}
+    for announcement in announcements:
+        # Who has not measured yet is taken for average.
+        speed = said[announcement.peer_id] if announcement.step_seconds else middle
+        most = MOST_OF_MEDIAN * middle
+        if speed > most:
+            doubts[announcement.peer_id] = (
+                f"{announcement.peer_id} announces {speed:.0f} steps/s, {speed / middle:.0f} times the middle of the "
+                f"swarm: taken for {most:.0f}"
+            )
+        believed[announcement.peer_id] = float(f"{max(_LEAST, min(speed, most)):.{_DIGITS}g}")
+    return believed
+
+
+@dataclass(frozen=True)
+class Change:
+    """A server joined, or left, at this time."""
+
+    at: float
+    joined: bool
+
+
+def recent(changes: Sequence[Change], now: float) -> tuple[Change, ...]:
+    """Those that still count."""
+    return tuple(change for change in changes if now - WINDOW < change.at <= now)
+
+
+def turnover(changes: Sequence[Change], servers: int, now: float) -> float:
+    """How fast `servers` servers come and go by what was seen of late: 1 is usual, within LEAST .. MOST."""
+    usual = USUAL_PER_HOUR / 3600 * max(servers, 1)
+    weighed = sum(_JOINED if change.joined else _LEFT for change in recent(changes, now))
+    return min(max((weighed + _PRIOR * usual) / ((WINDOW + _PRIOR) * usual), LEAST), MOST)
+
+
+def worth_asking(
+    servers: Sequence[PlacedServer], own: str, sure: Collection[str], num_blocks: int, chance: random.Random
+) -> tuple[str, ...]:
+    """The peer ids of those that should be asked whether they are still there: the only holders of a block first, then
+    any, at random, so that each server is asked about as often as it asks.
+
+    Not those that are `sure` to be there, because there is a connection to them or they have just been asked.
+    """
+    counts = np.zeros(num_blocks, np.intp)
+    for server in servers:
+        counts[server.span.start : server.span.end] += 1
+    alone: list[str] = []
+    others: list[str] = []
+    for server in servers:
+        if server.peer_id != own and server.peer_id not in sure:
+            lonely = counts[server.span.start : server.span.end].min() <= 1
+            (alone if lonely else others).append(server.peer_id)
+    if chance.random() * len(servers) > ASKERS:
+        alone = []
+    first = chance.sample(alone, min(len(alone), AT_ONCE))
+    return (*first, *chance.sample(others, min(len(others), AT_ONCE - len(first))))
+
+
+def is_overdue(made: float, expires: float, now: float) -> bool:
+    """Whether a server has not repeated its announcement when it should have; times in seconds since 1970.
+
+    It does so after a third of an announcement's lifetime; half of it leaves time for that to come round.
+    """
+    return now > made + (expires - made) / 2
