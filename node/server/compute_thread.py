@@ -31,7 +31,6 @@ from ..blocks.cache import SpanCache
 from ..blocks.passes import PassGenerator
 from ..blocks.span import BlockSpan
 from ..blocks.span_adapter import SpanAdapter
-from .lifecycle.measure import synchronise
 from .turns import Waiting, next_turn
 
 T = TypeVar("T")
@@ -419,3 +418,11 @@ class ComputeThread:
             )
         except Exception:
             self._fail(step)
+
+
+def synchronise(device: torch.device) -> None:
+    """Returns when the device has done all that it was told to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..blocks.span import PREFILL_CHUNK
-from .priority import next_in_line, now_overtaken
+from .budget import next_in_line, now_overtaken
 
 MAX_DECODE_ROWS: Final = 256
 

@@ -16,7 +16,7 @@ import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.server.lifecycle.mover import join_where_needed, next_move
-from petalnode.node.server.lifecycle.network_speed import measure_network, serve_transfers
+from petalnode.node.server.lifecycle.other_servers import measure_network, serve_transfers
 from petalnode.node.server.lifecycle.placing import Placing
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from petalnode.node.server.lifecycle.memory import Memory
-from petalnode.node.server.lifecycle.memory_device import (
+from petalnode.node.server.lifecycle.memory import (
+    Memory,
     claim,
     claimed_by_others,
     container_limit,
@@ -62,7 +62,7 @@ def test_what_another_server_has_claimed_is_not_free(cache: Path) -> None:
     claim(100 * GIB)
     assert claimed_by_others() == 0  # this process knows what it takes itself
     code = (
-        "import sys; from petalnode.node.server.lifecycle.memory_device import claim; claim(1 << 40)\n"
+        "import sys; from petalnode.node.server.lifecycle.memory import claim; claim(1 << 40)\n"
         "print(flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

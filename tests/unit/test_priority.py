@@ -14,8 +14,7 @@ from petalnode.crypto.credits import Clearing, Transfer
 from petalnode.crypto.identity import Identity
 from petalnode.node.credits import payments as till_module
 from petalnode.node.credits.payments import PaymentVerifier
-from petalnode.node.server.budget import CacheBudget
-from petalnode.node.server.priority import MOST_OVERTAKING, next_in_line, now_overtaken
+from petalnode.node.server.budget import MOST_OVERTAKING, CacheBudget, next_in_line, now_overtaken
 from petalnode.node.server.turns import Turn, Waiting, next_turn
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.credits import HONOURED_MS, SKEW_MS, clearing_to_wire

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from petalnode.node.server.lifecycle.live_speed import LiveSpeed
-from petalnode.node.server.lifecycle.speed import BlockSpeed, SpeedKey, cpu_name, keep, recall
+from petalnode.node.server.lifecycle.speed import BlockSpeed, LiveSpeed, SpeedKey, cpu_name, keep_speed, recall_speed
 from petalnode.node.swarm.cost import LOAD_PER_WAITING
 
 KEY = SpeedKey(b"v" * 32, "auto", "none", "some processor", 4)
@@ -21,9 +20,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_measured_is_kept_for_the_same_machine_model_and_form_only() -> None:
-    assert recall(KEY) is None
-    keep(KEY, SPEED)
-    assert recall(KEY) == SPEED
+    assert recall_speed(KEY) is None
+    keep_speed(KEY, SPEED)
+    assert recall_speed(KEY) == SPEED
     for other in (
         replace(KEY, model_version=b"w" * 32),
         replace(KEY, dtype="float32"),
@@ -31,17 +30,17 @@ def test_what_was_measured_is_kept_for_the_same_machine_model_and_form_only() ->
         replace(KEY, hardware="another"),
         replace(KEY, threads=1),
     ):
-        assert recall(other) is None
-    keep(KEY, BlockSpeed(1.0, 2.0))
-    assert recall(KEY) == BlockSpeed(1.0, 2.0)
+        assert recall_speed(other) is None
+    keep_speed(KEY, BlockSpeed(1.0, 2.0))
+    assert recall_speed(KEY) == BlockSpeed(1.0, 2.0)
     assert cpu_name()
 
 
 def test_what_is_old_is_measured_anew() -> None:
-    keep(KEY, SPEED, now=1e9)
-    assert recall(KEY, now=1e9 + 29 * DAY) == SPEED
-    assert recall(KEY, now=1e9 + 31 * DAY) is None
-    assert recall(KEY, now=1e9 - 1) is None  # the clock was set back
+    keep_speed(KEY, SPEED, now=1e9)
+    assert recall_speed(KEY, now=1e9 + 29 * DAY) == SPEED
+    assert recall_speed(KEY, now=1e9 + 31 * DAY) is None
+    assert recall_speed(KEY, now=1e9 - 1) is None  # the clock was set back
 
 
 @pytest.mark.parametrize(
@@ -49,16 +48,16 @@ def test_what_is_old_is_measured_anew() -> None:
 )
 def test_a_damaged_file_is_as_good_as_none(cache: Path, text: str) -> None:
     (cache / "speeds.json").write_text(text)
-    assert recall(KEY) is None
-    keep(KEY, SPEED)
-    assert recall(KEY) == SPEED
+    assert recall_speed(KEY) is None
+    keep_speed(KEY, SPEED)
+    assert recall_speed(KEY) == SPEED
 
 
 def test_the_file_does_not_grow_for_ever(cache: Path) -> None:
     for number in range(230):
-        keep(replace(KEY, threads=number), SPEED, now=1e9 + number)
-    assert recall(replace(KEY, threads=229), now=1e9 + 230) == SPEED
-    assert recall(replace(KEY, threads=0), now=1e9 + 230) is None
+        keep_speed(replace(KEY, threads=number), SPEED, now=1e9 + number)
+    assert recall_speed(replace(KEY, threads=229), now=1e9 + 230) == SPEED
+    assert recall_speed(replace(KEY, threads=0), now=1e9 + 230) is None
     assert sorted(file.name for file in cache.iterdir()) == ["speeds.json"]
 
 

@@ -12,8 +12,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.server.requests.admission import Hosted
-from petalnode.node.server.requests.batch_checks import check_keep, check_work, check_work_terms, work_bytes
+from petalnode.node.server.requests.admission import Hosted, batch_bytes, check_batch, check_keep, check_terms
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span
@@ -167,9 +166,9 @@ def test_an_opening_that_cannot_be(fields: dict[str, Any], code: int) -> None:
     ],
 )
 def test_what_is_not_hosted(terms: BatchTerms, code: int) -> None:
-    check_work_terms(TERMS, HOSTED)
+    check_terms(TERMS, HOSTED)
     with pytest.raises(Refusal) as caught:
-        check_work_terms(terms, HOSTED)
+        check_terms(terms, HOSTED)
     assert caught.value.code == code
 
 
@@ -192,7 +191,7 @@ HIDDEN = tensor(2, 9, 64)
 
 def check(message: wire.BatchRequest, backward: bool = False) -> None:
     kept = {7: PROMPTS, 8: OF_ROWS}
-    check_work(message, TERMS, HOSTED, kept, backward=backward, last=3)
+    check_batch(message, TERMS, HOSTED, kept, backward=backward, last=3)
 
 
 @pytest.mark.parametrize(
@@ -317,9 +316,9 @@ def test_other_names_are_no_changes(name: str) -> None:
 
 def test_memory_counts_the_reply() -> None:
     hidden, prompts = 2 * 9 * 64 * 4, 3 * 5 * 64 * 4
-    assert work_bytes(work(HIDDEN), PROMPTS) == 2 * hidden
-    assert work_bytes(work(HIDDEN, HIDDEN), PROMPTS) == 3 * hidden + prompts
-    assert work_bytes(work(HIDDEN, HIDDEN), None) == 3 * hidden
+    assert batch_bytes(work(HIDDEN), PROMPTS) == 2 * hidden
+    assert batch_bytes(work(HIDDEN, HIDDEN), PROMPTS) == 3 * hidden + prompts
+    assert batch_bytes(work(HIDDEN, HIDDEN), None) == 3 * hidden
     assert KEPT_SETS >= 2  # the sets of two batches at once
 
 

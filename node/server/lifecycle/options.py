@@ -1,14 +1,16 @@
-"""What a person may ask of a server, and how it tells what it does."""
+"""What a person may ask of a server, checked before anything is loaded, and how it tells what it does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from ....protocols.ids import Span
 from ...errors import BadInput
 from ...models import ModelFolder
+from ...models.adapters.peft_adapter import Adapter, read_adapter
 from ...models.quantisation import Quantisation
 
 OnEvent = Callable[..., None]
@@ -62,3 +64,29 @@ def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:
         )
     if options.num_blocks is not None and not 1 <= options.num_blocks <= folder.num_blocks:
         raise BadInput(f"--num-blocks {options.num_blocks}: {folder.name} has {folder.num_blocks} blocks")
+
+
+MAX_ADAPTERS: Final = 32
+"""Each takes a line of the announcement."""
+
+
+def read_adapters(folders: Sequence[Path], model_version: bytes, model: str) -> list[Adapter]:
+    """The adapters that a server's owner names.
+
+    Raises:
+        BadInput: one cannot be used for this model, two have one name, or there are too many.
+    """
+    if len(folders) > MAX_ADAPTERS:
+        raise BadInput(
+            f"{len(folders)} adapters are more than a server announces: give --adapter at most {MAX_ADAPTERS} times"
+        )
+    adapters: list[Adapter] = []
+    for folder in folders:
+        adapter = read_adapter(folder)
+        if adapter.soft_prompt is not None or not adapter.tensors:
+            raise BadInput(f"{folder} is a prompt, which its user has: a server loads LoRA adapters only")
+        adapter.check_model(model_version, model)
+        if any(other.name == adapter.name for other in adapters):
+            raise BadInput(f"two adapters are called {adapter.name}: rename the folder of one of them")
+        adapters.append(adapter)
+    return adapters

@@ -22,16 +22,23 @@ from ...models.disk_limit import in_use, keep_within, note_use
 from ...models.progress import Progress
 from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
-from .memory import USUAL_CACHE_TOKENS, Sizing, blocks_that_fit, cache_bytes_per_block, size
-from .memory_device import claim, device_memory, has_accelerator
+from .memory import (
+    USUAL_CACHE_TOKENS,
+    Sizing,
+    blocks_that_fit,
+    cache_bytes_per_block,
+    claim,
+    device_memory,
+    has_accelerator,
+    size,
+)
 from .mover import join_where_needed
-from .network_speed import serve_transfers
-from .options import OnEvent, ServerOptions, check_blocks
-from .owned_adapters import read_owned
+from .options import OnEvent, ServerOptions, check_blocks, read_adapters
+from .other_servers import serve_transfers
 from .placing import Placing
 from .source import ModelSource, find_folder, find_source, in_thread
 from .span_server import Post, host_span
-from .speed import SpeedKey, cpu_name, recall
+from .speed import SpeedKey, cpu_name, recall_speed
 
 if TYPE_CHECKING:
     from ...blocks.span import BlockSpan
@@ -66,7 +73,7 @@ async def run_server(
         with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
             await swarm.refresh(timeout=REFRESH_TIMEOUT)
         source = await find_source(swarm, folder, options, progress)
-        adapters = await in_thread(lambda: read_owned(options.adapters, source.manifest.version, folder.name))
+        adapters = await in_thread(lambda: read_adapters(options.adapters, source.manifest.version, folder.name))
         swarm.serve_manifest(source.manifest.version, source.manifest.to_wire())
         serve_transfers(swarm)
         if has_accelerator(options.device):
@@ -149,7 +156,7 @@ class _Stay:
             count = sizing.count
         throughput = options.throughput
         if throughput is None:
-            known = await in_thread(lambda: recall(self._post.speed_key))
+            known = await in_thread(lambda: recall_speed(self._post.speed_key))
             throughput = 1 / (known.step_seconds * count) if known is not None else None
 
         def say(span: Span) -> None:
@@ -183,7 +190,7 @@ class _Stay:
         from ...version import __version__
 
         options, swarm = self._post.options, self._post.swarm
-        known = None if options.throughput else recall(self._post.speed_key)
+        known = None if options.throughput else recall_speed(self._post.speed_key)
         return Announcement(
             peer_id=swarm.peer_id,
             model_version=self._source.manifest.version,

@@ -22,17 +22,13 @@ from ...credits.wallet import Wallet
 from ...models import ModelFolder
 from ...placement.plan import Move
 from ...swarm.swarm import Swarm
-from . import speed as speed_record
-from .live_speed import LiveSpeed
-from .memory import cache_tokens_that_fit
-from .memory_device import claim, device_memory, unused
+from .memory import cache_tokens_that_fit, claim, device_memory, return_memory, unused
 from .mover import next_move
-from .neighbours import Neighbours, keep_rtts
-from .network_speed import keep_measured, measure_network
 from .options import OnEvent, ServerOptions
+from .other_servers import ServerConnector, keep_measured, keep_rtts, measure_network
 from .placing import Placing
 from .pledging import Pledging
-from .speed import BlockSpeed, SpeedKey
+from .speed import BlockSpeed, LiveSpeed, SpeedKey, keep_speed, measure_speed, recall_speed
 
 if TYPE_CHECKING:
     from ...blocks.span import BlockSpan
@@ -118,7 +114,6 @@ class _Hosting:
         from ..requests.admission import Hosted
         from ..requests.batch_service import TrainingService
         from ..requests.service import InferenceService
-        from .memory_return import return_memory
 
         post, options, blocks = self._post, self._post.options, self._compute.blocks
         speed = await self._speed()
@@ -149,7 +144,7 @@ class _Hosting:
             self._compute,
             CacheBudget(self._tokens),
             post.identity,
-            Neighbours(post.swarm, hosted.model_version),
+            ServerConnector(post.swarm, hosted.model_version),
             self._adapters,
             self._on_change,
             options.allow_clients,
@@ -227,22 +222,17 @@ class _Hosting:
 
     async def _speed(self) -> BlockSpeed:
         """What was measured in an earlier run, else now."""
-        from .measure import measure_speed
-
         blocks, key = self._compute.blocks, self._post.speed_key
-        known = await trio.to_thread.run_sync(speed_record.recall, key)
+        known = await trio.to_thread.run_sync(recall_speed, key)
         speed = known
         if speed is None:
-            measured = await self._compute.call(lambda: measure_speed(blocks))
-            speed = BlockSpeed(
-                measured.step_seconds / len(blocks.span), 1 / (measured.forward_tokens_per_second * len(blocks.span))
-            )
+            speed = await self._compute.call(lambda: measure_speed(blocks))
         if not speed.byte_seconds and not self._post.options.throughput:
             version = self._announcement.model_version
             seconds = await measure_network(self._post.swarm, version, timeout=_NETWORK_TIMEOUT)
             speed = replace(speed, byte_seconds=seconds)
         if speed != known:
-            await trio.to_thread.run_sync(speed_record.keep, key, speed)
+            await trio.to_thread.run_sync(keep_speed, key, speed)
         return speed
 
     def _fitting_cache(self) -> int:
@@ -351,15 +341,13 @@ class _Hosting:
                 await self._keep_speed()
 
     async def _measure_when_idle(self) -> None:
-        from .measure import measure_speed
-
-        pause = _FIRST_IDLE
+        pause, count = _FIRST_IDLE, len(self._hosted.span)
         while True:
             await trio.sleep(pause * random.uniform(0.8, 1.2))
             pause = _NEXT_IDLE
             if not self._live.was_used() and not self._service.sessions and not self._compute.depth:
                 measured = await self._compute.call(lambda: measure_speed(self._compute.blocks))
-                if self._live.measured(measured.step_seconds, 1 / measured.forward_tokens_per_second):
+                if self._live.measured(measured.step_seconds * count, measured.token_seconds * count):
                     await self._keep_speed()
 
     async def _network_measured(self, byte_seconds: float) -> None:
@@ -369,5 +357,5 @@ class _Hosting:
     async def _keep_speed(self) -> None:
         count = len(self._hosted.span)
         speed = BlockSpeed(self._live.step_seconds / count, self._live.token_seconds / count, self._byte_seconds)
-        await trio.to_thread.run_sync(speed_record.keep, self._post.speed_key, speed)
+        await trio.to_thread.run_sync(keep_speed, self._post.speed_key, speed)
         self._on_change()

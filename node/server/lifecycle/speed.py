@@ -1,21 +1,28 @@
-"""How fast this machine computes a block, and how fast its network is, kept from run to run: a small JSON file in
-petalnode's cache."""
+"""How fast this machine computes a block and sends a byte: measured, kept from run to run in a small JSON file in
+petalnode's cache, and corrected by what the steps of sessions really take."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import platform
+import statistics
 import tempfile
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ....crypto.canonical import digest
 from ...models.cache_dir import cache_dir
+from ...swarm.cost import LOAD_PER_WAITING
+
+if TYPE_CHECKING:
+    from ...blocks.span import BlockSpan
 
 _FILE: Final = "speeds.json"
 _DOMAIN: Final = "petalnode/speed/1"
@@ -24,6 +31,17 @@ _KEPT: Final = 200
 _OLD: Final = 30 * 24 * 3600.0
 """Seconds after which it is measured anew: other programs, dust in the fan."""
 _LIBRARIES: Final = ("torch", "transformers", "petalnode")
+_LEAST_STEPS, _MOST_STEPS = 5, 30
+_STEPS_SECONDS: Final = 0.3
+"""Steps go on for so long: other work on the machine must not be taken for the span's."""
+_PREFILL: Final = 64
+_PREFILLS: Final = 2
+_SAMPLES: Final = 64
+_ENOUGH: Final = 16
+_LONG: Final = 32
+"""Tokens at once from which a pass says how fast a long prefill is."""
+_NOTABLE: Final = 0.1
+"""Smaller differences are noise, and not announced."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +65,7 @@ class SpeedKey:
     threads: int
 
     def name(self) -> str:
-        libraries = " ".join(f"{each} {version(each)}" for each in _LIBRARIES)
+        libraries = " ".join(f"{library} {version(library)}" for library in _LIBRARIES)
         return digest(
             _DOMAIN, self.model_version, self.dtype, self.quantisation, self.hardware, self.threads, libraries
         ).hex()[:32]
@@ -55,8 +73,6 @@ class SpeedKey:
 
 def cpu_name() -> str:
     """What kind of processor this is, and how many cores."""
-    import os
-
     name = platform.processor() or platform.machine()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -66,7 +82,41 @@ def cpu_name() -> str:
     return f"{name} x{os.cpu_count()}"
 
 
-def recall(key: SpeedKey, now: float | None = None) -> BlockSpeed | None:
+def measure_speed(blocks: BlockSpan) -> BlockSpeed:
+    """Runs short prefills and a few decode steps. Call it on the thread that owns the device.
+
+    The best of several, because whatever else the machine was doing is not the span's cost.
+    """
+    import torch  # 2 s: whoever only asks what was measured before does without
+
+    from ..compute_thread import synchronise
+
+    most = max(1, min(_MOST_STEPS, blocks.max_positions // 4))
+    tokens = max(1, min(_PREFILL, blocks.max_positions - most - 1))
+    cache = blocks.make_cache(1, tokens + most + 1)
+    try:
+        hidden = torch.zeros(1, tokens, blocks.hidden_size, dtype=blocks.dtype, device=blocks.device)
+        blocks.forward(hidden[:, :1], cache)  # the first call allocates and warms up
+        prefills = []
+        for _ in range(_PREFILLS):
+            cache.rollback(0)
+            begun = time.perf_counter()
+            blocks.forward(hidden, cache)
+            synchronise(blocks.device)
+            prefills.append(time.perf_counter() - begun)
+        steps: list[float] = []
+        while len(steps) < most and (len(steps) < _LEAST_STEPS or sum(steps) < _STEPS_SECONDS):
+            begun = time.perf_counter()
+            blocks.decode([(hidden[:, :1], cache)])
+            synchronise(blocks.device)
+            steps.append(time.perf_counter() - begun)
+        count = len(blocks.span)
+        return BlockSpeed(min(steps) / count, min(prefills) / tokens / count)
+    finally:
+        cache.free()
+
+
+def recall_speed(key: SpeedKey, now: float | None = None) -> BlockSpeed | None:
     """What was measured with this key, if it is not too old. `now` in seconds since 1970."""
     entry = _load().get(key.name())
     if entry is None or not 0 <= (time.time() if now is None else now) - entry[0] < _OLD:
@@ -74,7 +124,7 @@ def recall(key: SpeedKey, now: float | None = None) -> BlockSpeed | None:
     return BlockSpeed(*entry[1:])
 
 
-def keep(key: SpeedKey, speed: BlockSpeed, now: float | None = None) -> None:
+def keep_speed(key: SpeedKey, speed: BlockSpeed, now: float | None = None) -> None:
     """Keeps what was measured. That it cannot be written is no error: it is measured again then."""
     entries = _load()
     entries[key.name()] = (
@@ -100,10 +150,70 @@ def _load() -> dict[str, tuple[float, float, float, float]]:
             str(name): (float(at), float(step), float(token), float(byte))
             for name, (at, step, token, byte) in stored["speeds"].items()
         }
-        return {name: each for name, each in found.items() if _is_usable(each)}
+        return {name: entry for name, entry in found.items() if _is_usable(entry)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
 def _is_usable(entry: tuple[float, float, float, float]) -> bool:
     return all(map(math.isfinite, entry)) and min(entry[1:3]) > 0 and entry[3] >= 0
+
+
+class LiveSpeed:
+    """The middle one of the last steps, once there are enough. The notes may come from another thread.
+
+    Attributes:
+        step_seconds: a decode step of one row through the whole span, as it is announced.
+        token_seconds: a token of a long prefill through the whole span.
+    """
+
+    def __init__(self, step_seconds: float, token_seconds: float) -> None:
+        self.step_seconds = step_seconds
+        self.token_seconds = token_seconds
+        self._steps: deque[float] = deque(maxlen=_SAMPLES)
+        self._tokens: deque[float] = deque(maxlen=_SAMPLES)
+        self._used = False
+
+    def note_decode(self, rows: int, share: float, seconds: float) -> None:
+        """A decode step of `rows` rows at once through `share` of the span, on average, took `seconds`."""
+        self._used = True
+        if share > 0:
+            self._steps.append(seconds / share / (1 + LOAD_PER_WAITING * (rows - 1)))
+
+    def note_prefill(self, tokens: int, share: float, seconds: float) -> None:
+        """`tokens` tokens (of all rows) at once through `share` of the span took `seconds`."""
+        if share > 0 and tokens >= _LONG:
+            self._tokens.append(seconds / share / tokens)
+
+    def correct(self) -> bool:
+        """Takes over what was noted; whether that is worth announcing."""
+        return self._take(_middle(self._steps), _middle(self._tokens))
+
+    def was_used(self) -> bool:
+        """Whether there were steps since this was last asked: then a measurement would know less than they do."""
+        used, self._used = self._used, False
+        return used
+
+    def measured(self, step_seconds: float, token_seconds: float) -> bool:
+        """Takes over what was measured anew, in place of steps of long ago; whether that is worth announcing."""
+        self._steps.clear()
+        self._tokens.clear()
+        return self._take(step_seconds, token_seconds)
+
+    def _take(self, step_seconds: float | None, token_seconds: float | None) -> bool:
+        step, token = _corrected(self.step_seconds, step_seconds), _corrected(self.token_seconds, token_seconds)
+        if (step, token) == (self.step_seconds, self.token_seconds):
+            return False
+        self.step_seconds, self.token_seconds = step, token
+        return True
+
+
+def _middle(samples: deque[float]) -> float | None:
+    """The middle sample, None if there are too few."""
+    found = list(samples)
+    return statistics.median(found) if len(found) >= _ENOUGH else None
+
+
+def _corrected(said: float, found: float | None) -> float:
+    """What was found if it is notably another, else what was said."""
+    return found if found is not None and abs(found - said) >= _NOTABLE * said else said

@@ -22,8 +22,7 @@ from ...blocks.span_adapter import SpanAdapter
 from ...models.adapters.peft_adapter import Adapter, digests_of
 from ..budget import CacheBudget, CacheFull
 from ..compute_thread import ComputeThread
-from .adapter_checks import check_adapter
-from .admission import Hosted, check_client
+from .admission import Hosted, check_adapter, check_client
 
 MAX_STREAMS: Final = 64
 BROUGHT_SHARE: Final = 0.05

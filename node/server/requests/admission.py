@@ -1,15 +1,37 @@
-"""What a server takes: pure checks of sessions and steps against what it hosts."""
+"""What a server takes: pure checks of sessions, steps, batches and adapters against the blocks that it hosts.
+
+All of them run before any byte of a tensor is read, and raise `Refusal` with the code and a sentence for the client.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from ....protocols import wire_pb2 as wire
+from ....protocols.adapter import (
+    MAX_ADAPTER_BYTES,
+    MAX_ADAPTER_TENSORS,
+    Linears,
+    block_of,
+    check_tensors,
+    hash_of_adapter,
+)
 from ....protocols.framing import CODECS, ITEM_BYTES, TensorError, wire_nbytes
-from ....protocols.ids import Span
+from ....protocols.ids import PROTOCOL_VERSION, Span
 from ....protocols.inference import MAX_STEP_BYTES, Refusal, SessionTerms, bad_request
+from ....protocols.training import (
+    MAX_KEPT_TENSORS,
+    MICRO_BATCH_TOKENS,
+    PROMPTS,
+    BatchTerms,
+    LoraName,
+    check_shape,
+    mask_bytes,
+    raw_bytes,
+)
 
 STEP_TOKENS: Final = 2048
 """Rows times positions of one step."""
@@ -30,24 +52,7 @@ class Hosted:
     max_length: int
 
 
-def check_hosted(model_version: bytes, span: Span, codec: str, dtype: str, hosted: Hosted) -> None:
-    """Whether these blocks are here, and such tensors can be read.
-
-    Raises:
-        Refusal: with the code and a sentence for the client.
-    """
-    if model_version != hosted.model_version:
-        raise Refusal(
-            wire.ERROR_UNKNOWN_MODEL,
-            f"this server holds {hosted.model_name} version {hosted.model_version.hex()[:12]}, "
-            f"not version {model_version.hex()[:12]}",
-        )
-    if not hosted.span.covers(span):
-        raise Refusal(wire.ERROR_SPAN_NOT_HOSTED, f"blocks {span} are wanted, {hosted.span} are here")
-    if codec not in CODECS:
-        raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown codec {codec!r}; known are {', '.join(CODECS)}")
-    if dtype not in ITEM_BYTES:
-        raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+# --- opening
 
 
 def check_client(peer_id: str, allowed: Collection[str]) -> None:
@@ -63,15 +68,30 @@ def check_client(peer_id: str, allowed: Collection[str]) -> None:
         )
 
 
-def check_terms(terms: SessionTerms, hosted: Hosted) -> None:
-    """Whether this server can hold such a session at all.
-
-    Raises:
-        Refusal: with the code and a sentence for the client.
-    """
+def check_terms(terms: SessionTerms | BatchTerms, hosted: Hosted) -> None:
+    """Whether this server can hold such a session, or compute such batches, at all."""
     check_hosted(terms.model_version, terms.span, terms.codec, terms.dtype, hosted)
-    if terms.max_length > hosted.max_length:
+    if isinstance(terms, SessionTerms) and terms.max_length > hosted.max_length:
         raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {hosted.max_length} tokens, not {terms.max_length}")
+
+
+def check_hosted(model_version: bytes, span: Span, codec: str, dtype: str, hosted: Hosted) -> None:
+    """Whether these blocks are here, and such tensors can be read."""
+    if model_version != hosted.model_version:
+        raise Refusal(
+            wire.ERROR_UNKNOWN_MODEL,
+            f"this server holds {hosted.model_name} version {hosted.model_version.hex()[:12]}, "
+            f"not version {model_version.hex()[:12]}",
+        )
+    if not hosted.span.covers(span):
+        raise Refusal(wire.ERROR_SPAN_NOT_HOSTED, f"blocks {span} are wanted, {hosted.span} are here")
+    if codec not in CODECS:
+        raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown codec {codec!r}; known are {', '.join(CODECS)}")
+    if dtype not in ITEM_BYTES:
+        raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+
+
+# --- steps of a session
 
 
 def check_step(
@@ -84,7 +104,7 @@ def check_step(
     position: int,
     route_epoch: int,
 ) -> None:
-    """Whether a step fits its session, before any byte of it is interpreted.
+    """Whether a step fits its session.
 
     `last` is the sequence number of the last step done, `position` the tokens held, `route_epoch` the newest seen.
 
@@ -99,32 +119,171 @@ def check_step(
         raise bad_request(f"{len(step.targets)} targets; at most {MAX_TARGETS} are allowed")
     if len(tensors) != 1:
         raise bad_request(f"a step carries one tensor, not {len(tensors)}")
-    tensor = tensors[0]
-    shape = tuple(tensor.shape)
-    if len(shape) != 3 or shape[0] != terms.batch or shape[2] != hosted.hidden_size or shape[1] < 1:
-        raise bad_request(f"shape {shape} is not [{terms.batch}, tokens, {hosted.hidden_size}]")
-    if tensor.codec != terms.codec or tensor.dtype != terms.dtype:
-        raise bad_request(
-            f"{tensor.dtype} with codec {tensor.codec!r} came; the session speaks {terms.dtype} with {terms.codec!r}"
-        )
-    try:
-        if tensor.nbytes != wire_nbytes(shape, tensor.dtype, tensor.codec) or tensor.nbytes > MAX_STEP_BYTES:
-            raise bad_request(f"{tensor.nbytes} bytes cannot be shape {shape} as {tensor.dtype}")
-    except TensorError as error:
-        raise bad_request(str(error)) from None
-    if shape[1] > step_tokens(terms.batch):
-        raise bad_request(f"{shape[1]} tokens in one step; at most {step_tokens(terms.batch)} were granted")
+    tokens = _checked_step_tokens(tensors[0], terms, hosted)
     if step.position > position:
         raise bad_request(f"position {step.position} is ahead of the {position} tokens held")
     if step.reorder and (len(step.reorder) != terms.batch or max(step.reorder) >= terms.batch):
         raise bad_request(f"reorder takes a row for each of the {terms.batch} rows")
-    if step.position + shape[1] > terms.max_length:
+    if step.position + tokens > terms.max_length:
         raise Refusal(
             wire.ERROR_TOO_LONG,
-            f"{step.position} tokens and {shape[1]} more pass the session's max_length of {terms.max_length}",
+            f"{step.position} tokens and {tokens} more pass the session's max_length of {terms.max_length}",
         )
+
+
+def _checked_step_tokens(tensor: wire.Tensor, terms: SessionTerms, hosted: Hosted) -> int:
+    """The tokens of a row in a step's hidden states, which fit the session."""
+    shape = tuple(tensor.shape)
+    if len(shape) != 3 or shape[0] != terms.batch or shape[2] != hosted.hidden_size or shape[1] < 1:
+        raise bad_request(f"shape {shape} is not [{terms.batch}, tokens, {hosted.hidden_size}]")
+    _check_format(tensor, terms, "session")
+    _check_bytes(tensor, MAX_STEP_BYTES)
+    if shape[1] > step_tokens(terms.batch):
+        raise bad_request(f"{shape[1]} tokens in one step; at most {step_tokens(terms.batch)} were granted")
+    return shape[1]
 
 
 def step_tokens(batch: int) -> int:
     """Tokens of a row that one step may carry."""
     return max(1, STEP_TOKENS // batch)
+
+
+# --- batches of a stream
+
+
+def check_keep(keep: wire.Keep, terms: BatchTerms, hosted: Hosted, linears: Linears, *, last: int) -> None:
+    """Whether tensors can be kept.
+
+    `linears` are the linear layers of the hosted blocks, `last` is the number of the newest set.
+    """
+    if keep.number != last + 1:
+        raise bad_request(f"Keep {keep.number} came after {last}")
+    if len(keep.names) != len(keep.tensors) or len(set(keep.names)) != len(keep.names):
+        raise bad_request("Keep takes a name of its own for each tensor")
+    if not 1 <= len(keep.tensors) <= MAX_KEPT_TENSORS:
+        raise bad_request(f"Keep takes 1 to {MAX_KEPT_TENSORS} tensors, not {len(keep.tensors)}")
+    lora: dict[str, tuple[int, ...]] = {}
+    for name, tensor in zip(keep.names, keep.tensors, strict=True):
+        _check_bytes(tensor)
+        shape = tuple(tensor.shape)
+        if LoraName.parse(name) is not None:
+            lora[name] = shape
+        elif name != PROMPTS:
+            raise Refusal(wire.ERROR_UNSUPPORTED, f"this server knows no tensor {name[:100]!r}: only prompts and LoRA")
+        elif len(shape) != 4 or shape[0] != len(terms.span) or shape[3] != hosted.hidden_size or not math.prod(shape):
+            raise bad_request(f"prompts of {shape} are not [{len(terms.span)}, rows, prefix, {hosted.hidden_size}]")
+    _check_lora(lora, terms.span, linears, hosted)
+
+
+def check_batch(
+    work: wire.BatchRequest,
+    terms: BatchTerms,
+    hosted: Hosted,
+    kept: Mapping[int, wire.Keep],
+    *,
+    backward: bool,
+    last: int,
+) -> None:
+    """Whether a batch fits its stream, which keeps `kept`. `last` is the sequence number before it."""
+    if work.sequence != last + 1:
+        raise bad_request(f"work {work.sequence} came after work {last}")
+    if len(work.tensors) != 1 + backward:
+        raise bad_request(f"a {'backward' if backward else 'forward'} pass takes {1 + backward} tensors")
+    if work.gradient_follows and not backward:
+        raise bad_request("a forward pass takes no gradient")
+    shape = tuple(work.tensors[0].shape)
+    check_shape(shape, hosted.hidden_size)
+    for tensor in work.tensors:
+        if tuple(tensor.shape) != shape:
+            raise bad_request(f"a gradient of {tuple(tensor.shape)} is not of the hidden states' shape {shape}")
+        _check_format(tensor, terms, "stream")
+        _check_bytes(tensor)
+    _check_batch_size(work, *shape[:2], hosted)
+    if work.kept and work.kept not in kept:
+        raise bad_request(f"nothing is kept under number {work.kept}")
+    if work.kept in kept:
+        _check_prompts(kept[work.kept], shape)
+
+
+def _check_batch_size(work: wire.BatchRequest, rows: int, tokens: int, hosted: Hosted) -> None:
+    if tokens > hosted.max_length:
+        raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {hosted.max_length} tokens, not {tokens}")
+    if rows > 1 and rows * tokens > MICRO_BATCH_TOKENS:
+        raise Refusal(wire.ERROR_TOO_LONG, f"{rows} x {tokens} tokens in one work; {MICRO_BATCH_TOKENS} are allowed")
+    if work.mask and len(work.mask) != mask_bytes((rows, tokens)):
+        raise bad_request(f"a mask of {len(work.mask)} bytes does not fit {rows} x {tokens} tokens")
+    if work.positions and (len(work.positions) != rows * tokens or max(work.positions) >= hosted.max_length):
+        raise bad_request(f"positions take one number below {hosted.max_length} for each of {rows} x {tokens} tokens")
+
+
+def _check_prompts(keep: wire.Keep, shape: tuple[int, ...]) -> None:
+    for name, tensor in zip(keep.names, keep.tensors, strict=True):
+        if name == PROMPTS and (tensor.shape[1] not in (1, shape[0]) or tensor.shape[2] > shape[1]):
+            raise bad_request(f"prompts of {tuple(tensor.shape)} do not fit hidden states of {shape}")
+
+
+def batch_bytes(work: wire.BatchRequest, keep: wire.Keep | None) -> int:
+    """What a checked batch and its reply take, which has gradients of `keep` in a backward pass: raw values."""
+    reply = raw_bytes(work.tensors[:1])
+    if keep is not None and len(work.tensors) > 1:
+        reply += raw_bytes(keep.tensors)
+    return raw_bytes(work.tensors) + reply
+
+
+# --- adapters that clients bring
+
+
+def check_adapter(offer: wire.Adapter, hosted: Hosted, linears: Linears) -> Span:
+    """Whether such an adapter can be used here; returns the blocks that it is for."""
+    if offer.protocol_version != PROTOCOL_VERSION:
+        raise Refusal(wire.ERROR_UNSUPPORTED, f"protocol version {offer.protocol_version}; this node speaks 1")
+    try:
+        span = Span(offer.span.start, offer.span.end)
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+    check_hosted(offer.model_version, span, "none", "float32", hosted)
+    hashes = [(block.block, block.hash) for block in offer.blocks]
+    if len({block for block, _ in hashes}) != len(hashes) or hash_of_adapter(hashes) != offer.hash:
+        raise bad_request("the adapter's hash is not that of its blocks")
+    if len(offer.names) != len(offer.tensors) or len(set(offer.names)) != len(offer.names):
+        raise bad_request("an adapter takes a name of its own for each tensor")
+    nbytes = sum(tensor.nbytes for tensor in offer.tensors)
+    if len(offer.tensors) > MAX_ADAPTER_TENSORS or nbytes > MAX_ADAPTER_BYTES:
+        raise Refusal(
+            wire.ERROR_TOO_LONG,
+            f"an adapter of {len(offer.tensors)} tensors and {nbytes >> 20} MiB; {MAX_ADAPTER_TENSORS} and "
+            f"{MAX_ADAPTER_BYTES >> 20} MiB are allowed",
+        )
+    for tensor in offer.tensors:
+        _check_bytes(tensor)
+    shapes = {name: tuple(tensor.shape) for name, tensor in zip(offer.names, offer.tensors, strict=True)}
+    _check_lora(shapes, span, linears, hosted)
+    if {block_of(name) for name in offer.names} != {block for block, _ in hashes if block in span}:
+        raise bad_request(f"the tensors are not all that the adapter has for blocks {span}")
+    return span
+
+
+# --- tensors
+
+
+def _check_format(tensor: wire.Tensor, terms: SessionTerms | BatchTerms, what: str) -> None:
+    if tensor.codec != terms.codec or tensor.dtype != terms.dtype:
+        raise bad_request(
+            f"{tensor.dtype} with codec {tensor.codec!r} came; the {what} speaks {terms.dtype} with {terms.codec!r}"
+        )
+
+
+def _check_bytes(tensor: wire.Tensor, most: float = math.inf) -> None:
+    """Whether its size is that of its shape, and at most `most` bytes."""
+    try:
+        if tensor.nbytes != wire_nbytes(tensor.shape, tensor.dtype, tensor.codec) or tensor.nbytes > most:
+            raise bad_request(f"{tensor.nbytes} bytes cannot be shape {tuple(tensor.shape)} as {tensor.dtype}")
+    except TensorError as error:
+        raise bad_request(str(error)) from None
+
+
+def _check_lora(shapes: Mapping[str, tuple[int, ...]], span: Span, linears: Linears, hosted: Hosted) -> None:
+    try:
+        check_tensors(shapes, span, linears, hosted.hidden_size)
+    except ValueError as error:
+        raise bad_request(str(error)) from None

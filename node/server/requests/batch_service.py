@@ -19,8 +19,7 @@ from ...blocks.passes import SpanPasses
 from ..budget import CacheBudget
 from ..compute_thread import ComputeThread
 from ..lifecycle.pledging import Pledger
-from .admission import Hosted, check_client
-from .batch_checks import check_work_terms
+from .admission import Hosted, check_client, check_terms
 from .batch_stream import TrainingStream
 
 OPEN_TIMEOUT: Final = 10.0
@@ -114,7 +113,7 @@ class TrainingService:
             raise bad_request("a stream of works begins with BatchOpen")
         check_client(stream.peer_id, self._allowed_clients)
         terms = batch_terms_of(frame.open)
-        check_work_terms(terms, self.hosted)
+        check_terms(terms, self.hosted)
         if protocol == BACKWARD and self._refuses_backward is not None:
             raise Refusal(wire.ERROR_UNSUPPORTED, f"no gradients from this server: {self._refuses_backward}")
         if self.draining:

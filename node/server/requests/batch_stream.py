@@ -40,7 +40,7 @@ from ...blocks.batch_job import (
 from ...errors import unwrapped
 from ..budget import CacheBudget, CacheFull
 from ..compute_thread import PassResult
-from .batch_checks import check_keep, check_work, work_bytes
+from .admission import batch_bytes, check_batch, check_keep
 from .deferred_backward import DeferredBackward
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class TrainingStream:
         self._kept[keep.number] = await trio.to_thread.run_sync(unpack_keep, keep, payloads)
 
     async def _work(self, work: wire.BatchRequest) -> _Item:
-        check_work(
+        check_batch(
             work,
             self._terms,
             self._service.hosted,
@@ -192,7 +192,7 @@ class TrainingStream:
         if self._under_way >= CREDITS:
             raise Refusal(wire.ERROR_BUSY, f"{CREDITS} works may be under way at once, not more")
         kept = self._kept.get(work.kept)
-        nbytes = work_bytes(work, kept.keep if kept else None)
+        nbytes = batch_bytes(work, kept.keep if kept else None)
         self._sequence = work.sequence
         self._under_way += 1
         self._unanswered += 1

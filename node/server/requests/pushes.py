@@ -20,12 +20,12 @@ PUSH_BYTES_PER_SECOND: Final = 1 << 20
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 60.0
 """Between two attempts to open a stream that is wanted; the pause doubles."""
-MAX_NEIGHBOURS: Final = 8
+MAX_TARGETS: Final = 8
 """Servers to which one session may push: more than a client that changes its chain ever needs at once."""
 
 
-class Neighbours(Protocol):
-    """Reaches the servers that come next."""
+class PushConnector(Protocol):
+    """Opens streams to the servers that come next."""
 
     async def open_push(self, peer_id: str, *, direct: bool = False) -> PushStream:
         """A stream for pushes; with `direct`, only on a connection without a relay. Raises PeerError."""
@@ -35,7 +35,7 @@ class Neighbours(Protocol):
 
 
 @dataclass
-class _Neighbour:
+class _Target:
     stream: PushStream | None = None
     opening: bool = False
     pause: float = FIRST_PAUSE
@@ -49,18 +49,18 @@ class Pushes:
     stream that cannot be had is tried again after a while, if steps still want it.
     """
 
-    def __init__(self, neighbours: Neighbours, nursery: trio.Nursery) -> None:
-        self._neighbours = neighbours
+    def __init__(self, connector: PushConnector, nursery: trio.Nursery) -> None:
+        self._connector = connector
         self._nursery = nursery
-        self._known: dict[bytes, _Neighbour] = {}
+        self._known: dict[bytes, _Target] = {}
 
     def prepare(self, peer: bytes) -> None:
         """Begins to open a stream to `peer`, unless one is open, is being opened, or could not be had just now."""
         known = self._known.get(peer)
         if known is None:
-            if len(self._known) >= MAX_NEIGHBOURS:
+            if len(self._known) >= MAX_TARGETS:
                 return
-            known = self._known[peer] = _Neighbour()
+            known = self._known[peer] = _Target()
         if known.stream is None and not known.opening and trio.current_time() >= known.not_before:
             known.opening = True
             self._nursery.start_soon(self._keep_open, peer, known)
@@ -86,11 +86,11 @@ class Pushes:
             if known.stream is not None:
                 await known.stream.close()
 
-    async def _keep_open(self, peer: bytes, known: _Neighbour) -> None:
+    async def _keep_open(self, peer: bytes, known: _Target) -> None:
         """Opens a stream and sees to it until it ends."""
         try:
             peer_id = peer_id_from_bytes(peer)
-            known.stream = stream = await self._neighbours.open_push(peer_id)
+            known.stream = stream = await self._connector.open_push(peer_id)
         except (PeerError, ValueError):
             pass  # the client relays
         else:
@@ -102,7 +102,7 @@ class Pushes:
         known.not_before = trio.current_time() + known.pause
         known.pause = min(2 * known.pause, LONGEST_PAUSE)
 
-    async def _see_to(self, peer_id: str, known: _Neighbour, stream: PushStream) -> None:
+    async def _see_to(self, peer_id: str, known: _Target, stream: PushStream) -> None:
         """Returns when the stream has ended. A relayed one gives way to a direct one as soon as there can be one."""
         while True:
             following = await self._ended_or_direct(peer_id, stream)
@@ -144,9 +144,9 @@ class Pushes:
         """A stream without a relay, as soon as there can be one."""
         pause = FIRST_PAUSE
         while True:
-            await self._neighbours.watch_direct(peer_id).wait()
+            await self._connector.watch_direct(peer_id).wait()
             try:
-                return await self._neighbours.open_push(peer_id, direct=True)
+                return await self._connector.open_push(peer_id, direct=True)
             except PeerError:
                 await trio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)

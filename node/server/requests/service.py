@@ -17,7 +17,7 @@ from ..compute_thread import ComputeThread
 from ..lifecycle.pledging import Pledger
 from .adapters import Adapters, Borrowed
 from .admission import Hosted, check_client, check_terms
-from .pushes import Neighbours, PushStream
+from .pushes import PushConnector, PushStream
 from .session import IDLE_TIMEOUT, SEND_TIMEOUT, InferenceStream, ServerSession, not_held
 
 OPEN_TIMEOUT: Final = 10.0
@@ -43,7 +43,7 @@ class InferenceService:
         compute: ComputeThread,
         budget: CacheBudget,
         identity: Identity,
-        neighbours: Neighbours,
+        connector: PushConnector,
         adapters: Adapters,
         on_change: Callable[[], None] = lambda: None,
         allowed_clients: Collection[str] = (),
@@ -54,7 +54,7 @@ class InferenceService:
         self.budget = budget
         self.compute = compute
         self.identity = identity
-        self.neighbours = neighbours
+        self.connector = connector
         self.pledger = pledger
         self.till = till or PaymentVerifier(identity.peer_id, ())
         self.adapters = adapters

@@ -119,7 +119,7 @@ class ServerSession:
         """
         ended: Refusal | PeerError | None = None
         async with trio.open_nursery() as nursery:
-            self._pushes = Pushes(self._service.neighbours, nursery)
+            self._pushes = Pushes(self._service.connector, nursery)
             if downstream:
                 self._pushes.prepare(downstream)
             try:

@@ -1,0 +1,125 @@
+"""The other servers of a model: push streams to them, how far away they are, and how fast bytes pass."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Final
+
+import trio
+
+from ....protocols import wire_pb2 as wire
+from ....protocols.announcement import Announcement
+from ....protocols.directory import TRANSFER_BYTES, TransferStream, answer_transfer, measure_transfer
+from ....protocols.framing import MessageStream, PeerError
+from ....protocols.ids import PUSH, TRANSFER
+from ....protocols.inference import MAX_STEP_BYTES
+from ...errors import SwarmError
+from ...swarm.swarm import Swarm
+
+_REFRESH_TIMEOUT: Final = 5.0
+_PUSH_OPEN_TIMEOUT: Final = 5.0
+_RTT_TIMEOUT: Final = 3.0
+_RTT_INTERVAL: Final = 60.0
+_MOST: Final = 16
+
+
+class ServerConnector:
+    """Opens push streams to other servers of a model, as the swarm knows them."""
+
+    def __init__(self, swarm: Swarm, model_version: bytes) -> None:
+        self._swarm = swarm
+        self._model_version = model_version
+
+    async def open_push(self, peer_id: str, *, direct: bool = False) -> MessageStream[wire.PushFrame]:
+        if not self._swarm.is_connected(peer_id) and peer_id not in self._swarm.view.records:
+            with suppress(SwarmError):  # the client has heard of a server that we have not
+                await self._swarm.refresh(model_version=self._model_version, timeout=_REFRESH_TIMEOUT)
+        return await self._swarm.new_stream(
+            peer_id, PUSH, wire.PushFrame, timeout=_PUSH_OPEN_TIMEOUT, max_payload=MAX_STEP_BYTES, direct=direct
+        )
+
+    def watch_direct(self, peer_id: str) -> trio.Event:
+        return self._swarm.watch_direct(peer_id)
+
+
+async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], on_change: Callable[[], None]) -> None:
+    """Keeps `rtts` filled with the round trips to servers that may come next in a chain, for routes that push."""
+
+    async def measure(peer_id: str) -> None:
+        try:
+            rtts[peer_id] = await swarm.measure_rtt(peer_id, timeout=_RTT_TIMEOUT)
+        except PeerError:
+            rtts.pop(peer_id, None)
+
+    while True:
+        servers = swarm.view.servers(own.model_version, now=time.time())
+        following = [
+            server.peer_id
+            for server in servers
+            if server.peer_id != swarm.peer_id and server.span.start <= own.span.end < server.span.end
+        ]
+        for gone in rtts.keys() - set(following):
+            del rtts[gone]
+        async with trio.open_nursery() as nursery:
+            for peer_id in random.sample(following, min(len(following), _MOST)):
+                nursery.start_soon(measure, peer_id)
+        on_change()
+        await trio.sleep(_RTT_INTERVAL * random.uniform(0.8, 1.2))
+
+
+INTERVAL: Final = 600.0
+"""Seconds between two measurements."""
+_SOON: Final = 20.0
+"""Seconds to the next one as long as nobody has answered."""
+_PEERS: Final = 4
+_OPEN_TIMEOUT: Final = 3.0
+_TIMEOUT: Final = 10.0
+_AT_ONCE: Final = 2
+
+
+def serve_transfers(swarm: Swarm) -> None:
+    """Lets other servers measure with this one, a few at once."""
+    turns = trio.CapacityLimiter(_AT_ONCE)
+
+    async def handle(stream: TransferStream) -> None:
+        async with turns:
+            await answer_transfer(stream, timeout=_TIMEOUT)
+
+    swarm.set_handler(TRANSFER, wire.TransferFrame, handle, max_payload=TRANSFER_BYTES)
+
+
+async def measure_network(swarm: Swarm, model_version: bytes, *, timeout: float) -> float:
+    """Seconds that a byte takes in and out again, with the best of a few servers of the model; 0 if none answered
+    within `timeout` seconds.
+
+    The best: what is slow with one peer may be that peer's own network.
+    """
+    servers = [server.peer_id for server in swarm.view.servers(model_version, now=time.time())]
+    peers = [peer_id for peer_id in servers if peer_id != swarm.peer_id]
+    found = []
+    with trio.move_on_after(timeout):
+        for peer_id in random.sample(peers, min(len(peers), _PEERS)):
+            try:
+                async with swarm.open_stream(
+                    peer_id, TRANSFER, wire.TransferFrame, timeout=_OPEN_TIMEOUT, max_payload=TRANSFER_BYTES
+                ) as stream:
+                    found.append(await measure_transfer(stream, timeout=_TIMEOUT))
+            except PeerError:
+                continue
+    return min(found, default=0.0)
+
+
+async def keep_measured(
+    swarm: Swarm, model_version: bytes, known: bool, on_measured: Callable[[float], Awaitable[None]]
+) -> None:
+    """Measures now and then, as long as it runs, and tells `on_measured` the seconds of a byte. `known`: it has just
+    been measured."""
+    while True:
+        await trio.sleep((INTERVAL if known else _SOON) * random.uniform(0.8, 1.2))
+        seconds = await measure_network(swarm, model_version, timeout=_PEERS * _TIMEOUT)
+        if seconds:
+            known = True
+            await on_measured(seconds)
