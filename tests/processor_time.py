@@ -50,10 +50,7 @@ class ProcessorTime:
         return report
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-        times = os.times()  # the processes of xdist have ended, and all that was started with them
-        used = times.user + times.system + times.children_user + times.children_system
-        if not times.children_user or config.getoption("numprocesses", None) is None:
-            used = max(used, used_by(os.getpid()))
+        used = used_by(os.getpid())
         terminalreporter.write_line(
             f"processor time: {used // 60:.0f} min {used % 60:.0f} s, user and system, all processes"
         )
@@ -78,5 +75,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if os.path.isdir("/proc/self/task"):
+    if Path("/proc/self/task").is_dir():  # Linux
         config.pluginmanager.register(ProcessorTime())

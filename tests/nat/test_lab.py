@@ -10,6 +10,7 @@ import pytest
 from tests.nat.lab import Host, Kind, Lab, Nat
 from tests.nat.nodes import LabNodes
 from tests.swarm.processes import Running
+from tests.swarm.warm_python import WarmProcess
 
 # Takes connections, says where they come from, and hands back what is sent.
 _LISTEN = """
@@ -157,3 +158,10 @@ def test_ipv6_is_filtered_and_not_translated(lab6: Lab, nodes: LabNodes) -> None
     assert outward.line() == "connected"
     assert outside.line().split() == [private.address6, "31331"]
     assert inward.line() == "TimeoutError"
+
+
+def test_programs_of_a_machine_start_warm_in_its_network(lab: Lab, nodes: LabNodes) -> None:
+    code = "import socket, sys; print('torch' in sys.modules, sorted(name for _, name in socket.if_nameindex()))"
+    program = nodes.program(lab.host("here"), [sys.executable, "-c", code])
+    assert isinstance(program.process, WarmProcess)
+    assert program.line() == "True ['eth0', 'lo']"

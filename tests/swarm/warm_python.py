@@ -1,8 +1,9 @@
 """Python processes that start in a fraction of the time that torch, transformers and libp2p take to import.
 
 Each is a process of its own: its own pipes, environment, folder, signals and exit code. It is a copy (fork) of one that
-has imported everything and done nothing yet, in which the program runs as Python itself would run it. The usual start,
-with its imports, is that of test_demo.py, test_interactive_chat.py and the tests behind NATs.
+has imported everything and done nothing yet, in which the program runs as Python itself would run it. A command that
+`ip netns exec` begins runs in that network namespace. The usual start, with its imports, is that of test_demo.py and
+test_interactive_chat.py.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _ENVIRONMENT: Final = {
     name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT) and not name.startswith("HF_")
 } | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 """Those of the process that is copied. Programs that want others are started the usual way."""
+
+_CLONE_NEWNET: Final = 0x40000000  # of setns(2); Python has it from 3.12 on
 
 _MODELS: Final = ("llama", "gpt2", "gemma3")
 
@@ -109,17 +112,29 @@ def start(
     stderr: int | IO[Any] = subprocess.PIPE,
 ) -> Process:
     """Like `subprocess.Popen(..., text=True, bufsize=1)`, and warm if it is this Python and can be."""
-    if _can_be_warm(command, env):
-        return _warm().start(list(command), env, cwd, (stdin, stdout, stderr))
+    namespace, program = _split(command)
+    if _can_be_warm(program, env):
+        return _warm().start(program, env, cwd, (stdin, stdout, stderr), namespace)
     return subprocess.Popen(
         list(command), stdin=stdin, stdout=stdout, stderr=stderr, text=True, bufsize=1, env=dict(env), cwd=cwd
     )
 
 
+def _split(command: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The network namespace that a command line names, and the rest of it."""
+    match list(command):
+        case ["ip", "netns", "exec", namespace, *program]:
+            return namespace, program
+        case program:
+            return None, program
+
+
 def _can_be_warm(command: Sequence[str], env: Mapping[str, str]) -> bool:
     at_import = {name: value for name, value in env.items() if name.startswith(_READ_AT_IMPORT)}
-    # What macOS' own libraries start at import does not survive a copy.
-    return sys.platform == "linux" and command[0] == sys.executable and at_import == _ENVIRONMENT
+    if sys.platform != "linux":  # what macOS' own libraries start at import does not survive a copy
+        return False
+    plain = len(command) > 1 and (command[1] in ("-m", "-c") or not command[1].startswith("-"))
+    return command[0] == sys.executable and plain and at_import == _ENVIRONMENT
 
 
 class _WarmPython:
@@ -143,7 +158,12 @@ class _WarmPython:
             )
 
     def start(
-        self, command: list[str], env: Mapping[str, str], cwd: Path | None, streams: Sequence[int | IO[Any]]
+        self,
+        command: list[str],
+        env: Mapping[str, str],
+        cwd: Path | None,
+        streams: Sequence[int | IO[Any]],
+        namespace: str | None = None,
     ) -> WarmProcess:
         status, theirs = os.pipe()
         given, kept, ours = [], [theirs], []
@@ -159,7 +179,7 @@ class _WarmPython:
                 other = stream if isinstance(stream, int) else stream.fileno()
             given.append(other)
             ours.append(pipe)
-        request = {"arguments": command[1:], "env": dict(env), "cwd": str(cwd or Path.cwd())}
+        request = {"arguments": command[1:], "env": dict(env), "cwd": str(cwd or Path.cwd()), "namespace": namespace}
         with self._lock:
             data = json.dumps(request).encode() + b"\n"
             sent = socket.send_fds(self._channel, [data], [*given, theirs])
@@ -252,26 +272,34 @@ class _Copies:
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(request["env"])
+        if request["namespace"] is not None:
+            _enter_network_namespace(request["namespace"])
         os.chdir(request["cwd"])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
+def _enter_network_namespace(name: str) -> None:
+    import ctypes
+
+    with open(f"/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+
+
 def _import_everything() -> None:
     from importlib import import_module
+    from pkgutil import walk_packages
 
     import transformers
+    import zeroconf
 
-    import petalnode
+    import petalnode.node
 
-    for name in petalnode.__all__:
-        getattr(petalnode, name)
-    for module in ("blocks.span", "client.text", "server.lifecycle.server", "server.session.service"):
-        import_module(f"petalnode.node.{module}")
-    for command in ("chat", "serve", "status", "tune", "validate"):
-        import_module(f"petalnode.node.cli.commands.{command}")
+    for module in walk_packages(petalnode.node.__path__, "petalnode.node."):
+        import_module(module.name)
     for model in _MODELS:
         import_module(f"transformers.models.{model}.modeling_{model}")
-    assert transformers.AutoTokenizer
+    assert transformers.AutoTokenizer and transformers.AutoModelForCausalLM and zeroconf.Zeroconf
 
 
 def _run(arguments: list[str]) -> None:
