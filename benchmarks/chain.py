@@ -86,7 +86,7 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[list[float]
 @contextmanager
 def receipt_checks() -> Iterator[list[float]]:
     """Within it, the milliseconds of computing that each check of a reply's receipt takes in this process."""
-    check = SessionStream._check_receipt
+    check = SessionStream._verify
     taken: list[float] = []
 
     async def timed(*arguments: Any) -> None:
@@ -94,11 +94,11 @@ def receipt_checks() -> Iterator[list[float]]:
         await check(*arguments)
         taken.append(1000 * (time.thread_time() - begun))
 
-    SessionStream._check_receipt = timed
+    SessionStream._verify = timed
     try:
         yield taken
     finally:
-        SessionStream._check_receipt = check
+        SessionStream._verify = check
 
 
 def receipts(model: Any, prompt: torch.Tensor, steps: int) -> dict[str, float]:

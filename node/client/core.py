@@ -35,12 +35,12 @@ from .deadlines import (
     RTT_TIMEOUT,
     SUSPECT_SECONDS,
 )
-from .request import ServerClaims, pledged_points
+from .request import ServerClaims, close_stream, pledged_points
 from .router import Payments
 from .session.saved_session import SavedSession
 from .session.session import ClientSession
 from .session.stream import HopTiming, InferenceStream, SessionSpec
-from .session_adapter import SessionAdapter, bring, close_stream, named, names_held
+from .session_adapter import SessionAdapter, bring, named, names_held
 from .swarm_model import SwarmModel
 
 if TYPE_CHECKING:
@@ -368,9 +368,8 @@ class SwarmClient:
         try:
             return await self.swarm.new_stream(hop.peer_id, protocol, frame, timeout=OPEN_TIMEOUT, **options)
         except PeerError as error:
-            raise ServerFailed(
-                f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}", hop.peer_id
-            ) from error
+            text = f"server {hop.peer_id} (blocks {hop.span}) cannot be reached: {error}"
+            raise ServerFailed(text, hop.peer_id) from error
 
     @asynccontextmanager
     async def adapter_at(self, hop: Hop, spec: SessionSpec) -> AsyncIterator[None]:
@@ -391,7 +390,7 @@ class SwarmClient:
             await bring(stream, adapter, hop, self.model.version)
             yield
         finally:
-            await close_stream(stream)
+            await close_stream(stream, wire.BatchFrame(close=wire.Close()))
 
     @property
     def changes(self) -> Mapping[str, torch.Tensor]:

@@ -1,18 +1,37 @@
-"""What a server has announced of how it computes, and whether what it grants and signs keeps to that. Pure."""
+"""Requests to one server: what steps of sessions and batches have in common.
+
+A client opens a stream, is granted a session epoch, and numbers its requests from 1 on. The server signs a receipt for
+each answer; a receipt names the request, the answer and the receipt before it. `ServerStream` holds a server to what
+it has announced (`ServerClaims`), checks every receipt, and turns whatever goes wrong into a `ServerFailed`. Its two
+bodies are `session.stream.SessionStream` and `batch.batch_stream.BatchStream`.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Final, Generic, TypeVar
+
+import trio
 
 from ...crypto.pledge import Pledge
-from ...crypto.receipts import Receipt
+from ...crypto.receipts import NO_RECEIPT, Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import CLOCK_TOLERANCE, Announcement, pledge_from_wire
-from ...protocols.ids import Span
-from ..errors import ServerFailed
+from ...protocols.framing import MessageStream, PeerError, ProtocolError
+from ...protocols.ids import PROTOCOL_VERSION, Span
+from ...protocols.inference import EPOCH_BYTES, NONCE_BYTES, Refusal, receipt_from_wire
+from ..errors import NoChainError, ServerCheated, ServerFailed
+from ..swarm.routing import Hop
+from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
+
+MAX_FAILURES: Final = 8
+"""Servers for the same blocks that may fail at one request, one after another."""
+
+Frame = TypeVar("Frame", wire.InferenceFrame, wire.BatchFrame)
 
 
 @dataclass(frozen=True)
@@ -27,12 +46,60 @@ class WireTensor:
         return self.tensor.shape[1]
 
 
+# --- errors
+
+
 class ServerRefused(ServerFailed):
     """A server answered with an error; `code` is the protocol's."""
 
     def __init__(self, message: str, peer_id: str, code: wire.ErrorCode.ValueType) -> None:
         super().__init__(message, peer_id)
         self.code = code
+
+
+class StreamLost(ServerFailed):
+    """The stream to a server has ended or nothing comes on it: the server's fault, or that of the way there."""
+
+
+def server_failed(hop: Hop, what: str) -> ServerFailed:
+    return ServerFailed(f"server {hop.peer_id} (blocks {hop.span}) failed: {what}", hop.peer_id)
+
+
+def server_refused(hop: Hop, refusal: Refusal, what: str = "") -> ServerRefused:
+    text = f"server {hop.peer_id} (blocks {hop.span}) refused{what}: {refusal.message}"
+    return ServerRefused(text, hop.peer_id, refusal.code)
+
+
+def has_code(error: ServerFailed, *codes: int) -> bool:
+    """Whether a server answered with one of these errors."""
+    return isinstance(error, ServerRefused) and error.code in codes
+
+
+def is_lost(error: ServerFailed) -> bool:
+    """Whether a server is gone or going, so that another may come to its place; others have said no, and mean it."""
+    return not isinstance(error, ServerRefused) or error.code == wire.ERROR_DRAINING
+
+
+def blames_request(error: ServerFailed) -> bool:
+    """Whether a server says that the request is wrong; when two say so, it is."""
+    return has_code(error, wire.ERROR_BAD_REQUEST, wire.ERROR_TOO_LONG)
+
+
+def with_refusals(error: NoChainError, refused: Mapping[str, ServerFailed], peer_id: str) -> NoChainError:
+    """The error with what was tried, by the client `peer_id`, and what a person can do about it."""
+    if not refused:
+        return error
+    text = f"{error}. Tried: {'; '.join(str(failure) for failure in refused.values())}"
+    if any(has_code(failure, wire.ERROR_NOT_ALLOWED) for failure in refused.values()):
+        text += (
+            f". Ask the owner to restart the server with --allow-client {peer_id}, the peer id of this client; "
+            "`petalnode chat --identity FILE` keeps its peer id from run to run and prints it, "
+            "from_pretrained(identity=FILE) keeps it too"
+        )
+    return NoChainError(text, error.missing)
+
+
+# --- what a server has announced, and whether what it grants and signs keeps to that
 
 
 def now_ms() -> int:
@@ -137,3 +204,150 @@ class ServerClaims:
 
 def _kind(dtype: str, quantisation: str) -> str:
     return dtype if quantisation in ("", "none") else f"{quantisation} weights in {dtype}"
+
+
+# --- the client's end of a stream of requests
+
+
+class ServerStream(Generic[Frame]):
+    """The requests of one grant at one server.
+
+    Attributes:
+        hop: the server, and the blocks that it computes for these requests.
+        nonce: of this client, by which server and receipts name the requests beside the epoch.
+    """
+
+    def __init__(
+        self,
+        stream: MessageStream[Frame],
+        hop: Hop,
+        model_version: bytes,
+        client: str,
+        claims: ServerClaims | None,
+        nonce: bytes | None = None,
+    ) -> None:
+        self.hop = hop
+        self.nonce = nonce or os.urandom(NONCE_BYTES)
+        self._stream = stream
+        self._model_version = model_version
+        self._client = client
+        self._claims = claims
+        self._opened_ms = now_ms()
+        self._sequence = 0
+        self._granted: wire.Granted | wire.BatchGranted = wire.Granted()
+        self._last_receipt = NO_RECEIPT
+
+    @property
+    def epoch(self) -> bytes:
+        """The server's name of this grant."""
+        return self._granted.session_epoch
+
+    def next_sequence(self) -> int:
+        """The number of the next request; they only grow."""
+        self._sequence += 1
+        return self._sequence
+
+    async def _ask(self, stream: MessageStream[Frame], question: Frame, timeout: float) -> Frame:
+        """Asks for a grant, and holds the answer to what the server has announced.
+
+        Raises:
+            StreamLost: there is no answer within `timeout` seconds.
+            ServerRefused: the server will not, and says why.
+            ServerFailed: it answers nonsense.
+        """
+        try:
+            await stream.send(question, timeout=SEND_TIMEOUT)
+            frame, _ = await stream.receive(timeout=timeout)
+        except PeerError as error:
+            raise self._lost(error) from error
+        self._raise_refusal(frame)
+        if frame.WhichOneof("body") != "granted" or len(frame.granted.session_epoch) != EPOCH_BYTES:
+            raise self._failed("it answered with something else than a grant")
+        if self._claims is not None and (broken := self._claims.broken_by_grant(frame.granted)):
+            raise self._cheated(broken)
+        return frame
+
+    def _check_pledge(self, granted: wire.Granted | wire.BatchGranted) -> Pledge | None:
+        try:
+            return granted_pledge(granted, self.hop.peer_id, self._model_version, self.hop.span, now_ms())
+        except ValueError as error:
+            raise self._cheated(str(error)) from None
+
+    def _receipt_of(self, message: wire.Receipt) -> Receipt:
+        try:
+            return receipt_from_wire(message)
+        except ValueError as error:
+            raise self._cheated(f"its receipt cannot be read: {error}") from None
+
+    def _check_receipt(
+        self,
+        message: wire.Receipt,
+        *,
+        sequence: int,
+        request_hash: bytes,
+        reply_hash: bytes,
+        previous: bytes,
+        upstream: bytes = b"",
+        adapter: bytes = b"",
+    ) -> Receipt:
+        """Checks that the receipt is this server's, and for exactly what was sent and came back. May run in a thread.
+
+        Raises:
+            ServerCheated: if it is not; nothing of this server can be used then.
+        """
+        receipt = self._receipt_of(message)
+        if not message.signature:
+            raise self._cheated("it does not sign what it answers")
+        expected = replace(
+            receipt,
+            protocol_version=PROTOCOL_VERSION,
+            model_version=self._model_version,
+            span=(self.hop.span.start, self.hop.span.end),
+            dtype=self._granted.dtype,
+            quantisation=self._granted.quantisation,
+            client=self._client,
+            nonce=self.nonce,
+            session_epoch=self.epoch,
+            sequence=sequence,
+            request_hash=request_hash,
+            reply_hash=reply_hash,
+            previous_receipt=previous,
+            upstream_receipt=upstream,
+            adapter=adapter,
+        )
+        if receipt != expected:
+            raise self._cheated("its receipt is for something else than what was sent and came back")
+        if not receipt.is_signed_by(self.hop.peer_id):
+            raise self._cheated("its receipt is not signed by its key")
+        wrong = check_time(receipt, self._opened_ms, now_ms())
+        if wrong is None and self._claims is not None:
+            wrong = self._claims.broken_by(receipt)
+        if wrong is not None:
+            raise self._cheated(wrong)
+        return receipt
+
+    def _raise_refusal(self, frame: Frame) -> None:
+        if frame.WhichOneof("body") == "error":
+            raise server_refused(self.hop, Refusal.from_wire(frame.error))
+
+    def _lost(self, error: PeerError) -> ServerFailed:
+        """What an error of the stream says of the server: nonsense is its own fault, the rest may be the way's."""
+        failed = self._failed(str(error))
+        return failed if isinstance(error, ProtocolError) else StreamLost(str(failed), self.hop.peer_id)
+
+    def _failed(self, what: str) -> ServerFailed:
+        return server_failed(self.hop, what)
+
+    def _cheated(self, what: str, proof: tuple[Receipt, Receipt] | None = None) -> ServerCheated:
+        text = f"server {self.hop.peer_id} (blocks {self.hop.span}) cannot be believed: {what}"
+        return ServerCheated(text, self.hop.peer_id, proof)
+
+
+async def close_stream(stream: MessageStream[Frame], last: Frame) -> None:
+    """Sends a last message, so that the server frees what it keeps at once, and closes the stream. Never raises."""
+    with trio.CancelScope(shield=True):
+        try:
+            await stream.send(last, timeout=CLOSE_TIMEOUT)
+            await stream.close()
+        except PeerError:
+            await stream.reset()  # the server, if it lives, learns by that

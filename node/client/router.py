@@ -10,13 +10,14 @@ import trio
 
 from ...crypto.credits import Clearing
 from ...crypto.receipts import Receipt
+from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import Announcement
 from ...protocols.training import BatchFrames
-from ..errors import NoChainError
+from ..errors import NoChainError, ServerCheated, ServerFailed
 from ..swarm.routing import Hop, RouteCandidate
 from ..trust.receipt_log import ReceiptArchive
-from .deadlines import SUSPECT_SECONDS
-from .request import ServerClaims
+from .deadlines import NOT_ALLOWED_SECONDS, SUSPECT_SECONDS
+from .request import ServerClaims, has_code
 from .session.stream import HopTiming, InferenceStream, SessionSpec
 from .session_adapter import SessionAdapter
 from .swarm_model import SwarmModel
@@ -117,3 +118,13 @@ class ModelClient(Router, Protocol):
 
     async def batch_stream(self, hop: Hop, protocol: str) -> BatchFrames:
         """A stream for batches to the server of `hop`. Raises ServerFailed."""
+
+
+def note_failure(router: Router, error: ServerFailed) -> None:
+    """Lets the client know what to think of a server that failed or said no."""
+    if isinstance(error, ServerCheated):
+        router.accuse(error.peer_id, str(error), error.proof)
+    else:
+        router.suspect(
+            error.peer_id, NOT_ALLOWED_SECONDS if has_code(error, wire.ERROR_NOT_ALLOWED) else SUSPECT_SECONDS
+        )

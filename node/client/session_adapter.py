@@ -16,10 +16,10 @@ from ...protocols.framing import PeerError
 from ...protocols.ids import PROTOCOL_VERSION, Span
 from ...protocols.inference import Refusal
 from ...protocols.training import BatchFrames, send_pieces
-from ..errors import BadInput, ServerFailed
+from ..errors import BadInput
 from ..swarm.routing import Hop
-from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
-from .request import ServerRefused
+from .deadlines import SEND_TIMEOUT
+from .request import server_failed, server_refused
 
 if TYPE_CHECKING:
     from ..blocks.client_part import ClientModel
@@ -154,35 +154,16 @@ async def bring(stream: BatchFrames, adapter: SessionAdapter, hop: Hop, model_ve
         if not await _is_held(stream, hop):
             await send_pieces(stream, payloads, timeout=SEND_TIMEOUT)
             if not await _is_held(stream, hop):
-                raise _failed(hop, "it asked for the same adapter twice")
+                raise server_failed(hop, "it asked for the same adapter twice")
     except PeerError as error:
-        raise _failed(hop, str(error)) from error
+        raise server_failed(hop, str(error)) from error
 
 
 async def _is_held(stream: BatchFrames, hop: Hop) -> bool:
     frame, _ = await stream.receive(timeout=ADAPTER_WAIT)
     body = frame.WhichOneof("body")
     if body == "error":
-        refusal = Refusal.from_wire(frame.error)
-        raise ServerRefused(
-            f"server {hop.peer_id} (blocks {hop.span}) refused the adapter: {refusal.message}",
-            hop.peer_id,
-            refusal.code,
-        )
+        raise server_refused(hop, Refusal.from_wire(frame.error), " the adapter")
     if body != "adapter_state":
-        raise _failed(hop, f"it answered an adapter with {body}")
+        raise server_failed(hop, f"it answered an adapter with {body}")
     return bool(frame.adapter_state.held)
-
-
-async def close_stream(stream: BatchFrames) -> None:
-    """Ends the stream: the session holds the adapter by now. Never raises."""
-    with trio.CancelScope(shield=True):
-        try:
-            await stream.send(wire.BatchFrame(close=wire.Close()), timeout=CLOSE_TIMEOUT)
-            await stream.close()
-        except PeerError:
-            await stream.reset()
-
-
-def _failed(hop: Hop, what: str) -> ServerFailed:
-    return ServerFailed(f"server {hop.peer_id} (blocks {hop.span}) failed: {what}", hop.peer_id)

@@ -276,7 +276,7 @@ def _known(step: wire.Step | None) -> wire.Step:
     return step
 
 
-def _kept(payload: bytes | bytearray | None) -> bytes:
+def _kept(payload: bytes | bytearray | None) -> bytes | bytearray:
     if payload is None:
         raise ValueError("the tensors of the session were not kept")
     return payload

@@ -21,7 +21,7 @@ from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.tensors import decode, dtype_name, encode
 from ..blocks.client_part import ClientModel
 from ..client.api.autograd import Cut
-from ..client.batch.batch_stream import BatchRequest, BatchSpec, KeptTensors
+from ..client.batch.batch_stream import BatchInput, BatchSpec, KeptTensors
 from ..client.chunks import from_chunks, to_chunks
 from ..client.core import SwarmClient
 from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
@@ -258,7 +258,7 @@ async def _train(client: SwarmClient, own: ProbeModel, probe: Probe) -> None:
     entered: list[tuple[Hop, WireTensor, KeptTensors | None]] = []
     for hop in probe.route:
         kept = await trio.to_thread.run_sync(cut, hop.span, slice(0, 0))
-        (output,) = await client.batches.run(FORWARD, hop, works, BatchRequest((chunk,), kept=kept), None)
+        (output,) = await client.batches.run(FORWARD, hop, works, BatchInput((chunk,), kept=kept), None)
         entered.append((hop, chunk, kept))
         chunk = output
 
@@ -270,10 +270,10 @@ async def _train(client: SwarmClient, own: ProbeModel, probe: Probe) -> None:
         return 1e-3 * torch.randn(left.shape, generator=generator).to(left.dtype)
 
     ahead = {  # as `BatchPass.backward` does
-        hop: await client.batches.begin(hop, works, BatchRequest((given, given), kept=kept), None)
+        hop: await client.batches.begin(hop, works, BatchInput((given, given), kept=kept), None)
         for hop, given, kept in entered[:-1]
     }
     flowing = WireTensor(*encode(await trio.to_thread.run_sync(first_gradient), "none"))
     for hop, given, kept in reversed(entered):
-        task = BatchRequest((given, flowing), kept=kept)
+        task = BatchInput((given, flowing), kept=kept)
         flowing, *_ = await client.batches.run(BACKWARD, hop, works, task, None, ahead.get(hop))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.client.session.answers_due import OutstandingReplies
+from petalnode.node.client.session.stream import OutstandingReplies
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60))

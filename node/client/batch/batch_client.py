@@ -19,10 +19,9 @@ from ..deadlines import (
     RETRY_INTERVAL,
     work_patience,
 )
-from ..refusals import is_lost, not_allowed, note_failure, with_refusals
-from ..request import ServerRefused, WireTensor
-from ..router import ModelClient
-from .batch_stream import BatchReply, BatchRequest, BatchSpec, BatchStream, PendingBatch, StreamBroken
+from ..request import ServerRefused, WireTensor, has_code, is_lost, with_refusals
+from ..router import ModelClient, note_failure
+from .batch_stream import BatchInput, BatchOutput, BatchSpec, BatchStream, PendingBatch, StreamBroken
 from .chains import Chain, apportion, choose_chains, cut, rows_of_micro_batch, seconds_of, stages_of
 
 T = TypeVar("T")
@@ -51,7 +50,7 @@ class _Slot:
     """
 
     lock: trio.Lock = field(default_factory=trio.Lock)
-    works: BatchStream | None = None
+    stream: BatchStream | None = None
     users: int = 0
     used: float = 0.0
     whole_until: float = -inf
@@ -65,7 +64,7 @@ class _Slot:
 class StartedBackward:
     """A work of a backward pass that has gone out without its gradient. `run` finishes it, else `abandon` must."""
 
-    works: BatchStream
+    stream: BatchStream
     sent: PendingBatch
     slot: _Slot
 
@@ -73,7 +72,7 @@ class StartedBackward:
         """Does nothing if `run` was given it."""
         if self.sent.begun:
             self.slot.leave()
-            await self.works.abandon(self.sent)
+            await self.stream.abandon(self.sent)
 
 
 @dataclass(frozen=True)
@@ -172,11 +171,11 @@ class BatchClient:
             fresh = True
 
     async def begin(
-        self, hop: Hop, spec: BatchSpec, task: BatchRequest, timeout: float | None
+        self, hop: Hop, spec: BatchSpec, request: BatchInput, timeout: float | None
     ) -> StartedBackward | None:
         """Sends a work of a backward pass without its gradient, so that the server computes forward in the meantime.
 
-        Of the gradient in `task` only the description is used. None if the server cannot have it so; what is wrong
+        Of the gradient in `request` only the description is used. None if the server cannot have it so; what is wrong
         with it will show when the whole work is run.
         """
         slot = self._slots.setdefault(_Key(BACKWARD, hop, spec), _Slot())
@@ -185,9 +184,9 @@ class BatchClient:
         slot.users += 1
         try:
             async with slot.lock:
-                works = slot.works = await self._usable(slot, BACKWARD, hop, spec)
+                works = slot.stream = await self._usable(slot, BACKWARD, hop, spec)
             if works.takes_gradients_later:
-                sent = await works.begin(task, timeout or self._patience(hop, task, BACKWARD))
+                sent = await works.begin(request, timeout or self._patience(hop, request, BACKWARD))
                 return StartedBackward(works, sent, slot)
         except (ServerFailed, StreamBroken):
             pass
@@ -202,7 +201,7 @@ class BatchClient:
         protocol: str,
         hop: Hop,
         spec: BatchSpec,
-        task: BatchRequest,
+        request: BatchInput,
         timeout: float | None,
         begun: StartedBackward | None = None,
     ) -> list[WireTensor]:
@@ -213,24 +212,24 @@ class BatchClient:
         """
         slot = self._slots.setdefault(_Key(protocol, hop, spec), _Slot())
         slot.users += begun is None
-        patience = timeout or self._patience(hop, task, protocol)
+        patience = timeout or self._patience(hop, request, protocol)
         try:
             while True:
                 try:
                     if begun is not None:
-                        reply = await begun.works.finish(begun.sent, task, patience)
+                        reply = await begun.stream.finish(begun.sent, request, patience)
                     else:
                         async with slot.lock:
-                            works = slot.works = await self._usable(slot, protocol, hop, spec)
-                        reply = await works.run(task, patience)
+                            works = slot.stream = await self._usable(slot, protocol, hop, spec)
+                        reply = await works.run(request, patience)
                 except StreamBroken:
                     # By another work of ours, or because there was no room for what was begun: nobody is to blame.
                     if begun is not None:
                         slot.whole_until = trio.current_time() + WHOLE_SECONDS
                     begun = None
                     continue
-                self._learn(protocol, hop, reply, task)
-                self._client.note_tokens(hop.peer_id, _block_tokens(hop, task) // len(hop.span))
+                self._learn(protocol, hop, reply, request)
+                self._client.note_tokens(hop.peer_id, _block_tokens(hop, request) // len(hop.span))
                 return reply.tensors
         except ServerFailed as error:
             self._note(error, protocol)
@@ -239,10 +238,10 @@ class BatchClient:
             slot.leave()
 
     async def _usable(self, slot: _Slot, protocol: str, hop: Hop, spec: BatchSpec) -> BatchStream:
-        if slot.works is not None and not slot.works.broken:
+        if slot.stream is not None and not slot.stream.broken:
             if slot.users > 1 or trio.current_time() < slot.used + IDLE_SECONDS:
-                return slot.works
-            await slot.works.close()
+                return slot.stream
+            await slot.stream.close()
         stream = await self._client.batch_stream(hop, protocol)
         works = BatchStream(
             stream,
@@ -260,31 +259,31 @@ class BatchClient:
         for key, slot in list(self._slots.items()):
             if not slot.users and trio.current_time() > slot.used + IDLE_SECONDS:
                 del self._slots[key]
-                if slot.works is not None:
-                    self._client.start_soon(slot.works.close)
+                if slot.stream is not None:
+                    self._client.start_soon(slot.stream.close)
 
     def _note(self, error: ServerFailed, protocol: str) -> None:
         """Lets others be preferred to a server that failed; what it refuses says nothing of what else it can do."""
-        if isinstance(error, ServerRefused) and error.code == wire.ERROR_UNSUPPORTED and protocol == BACKWARD:
+        if has_code(error, wire.ERROR_UNSUPPORTED) and protocol == BACKWARD:
             self._no_gradients[error.peer_id] = error
-        elif not isinstance(error, ServerRefused) or error.code == wire.ERROR_INTERNAL or not_allowed(error):
+        elif not isinstance(error, ServerRefused) or has_code(error, wire.ERROR_INTERNAL, wire.ERROR_NOT_ALLOWED):
             note_failure(self._client, error)
 
-    def _patience(self, hop: Hop, task: BatchRequest, protocol: str) -> float:
+    def _patience(self, hop: Hop, request: BatchInput, protocol: str) -> float:
         cost = BACKWARD_COST if protocol == BACKWARD else 1.0
-        return work_patience(self._speeds.get(hop.peer_id, 0.0) * _block_tokens(hop, task) * cost)
+        return work_patience(self._speeds.get(hop.peer_id, 0.0) * _block_tokens(hop, request) * cost)
 
-    def _learn(self, protocol: str, hop: Hop, reply: BatchReply, task: BatchRequest) -> None:
+    def _learn(self, protocol: str, hop: Hop, reply: BatchOutput, request: BatchInput) -> None:
         if protocol != BACKWARD:
-            seconds = reply.compute / _block_tokens(hop, task)
+            seconds = reply.compute / _block_tokens(hop, request)
             self._speeds[hop.peer_id] = 0.8 * self._speeds.get(hop.peer_id, seconds) + 0.2 * seconds
 
 
-def _block_tokens(hop: Hop, task: BatchRequest) -> int:
-    rows, tokens = task.chunks[0].tensor.shape[:2]
+def _block_tokens(hop: Hop, request: BatchInput) -> int:
+    rows, tokens = request.chunks[0].tensor.shape[:2]
     return len(hop.span) * rows * tokens
 
 
 def _may_be_back(error: ServerFailed) -> bool:
     """Whether to ask again: a server that is gone may be replaced, and one that is busy gets free."""
-    return is_lost(error) or (isinstance(error, ServerRefused) and error.code == wire.ERROR_BUSY)
+    return is_lost(error) or has_code(error, wire.ERROR_BUSY)

@@ -20,7 +20,7 @@ from ...errors import ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
 from ..request import ServerRefused, WireTensor
 from .batch_client import BatchClient, StartedBackward
-from .batch_stream import BatchRequest, BatchSpec, KeptTensors
+from .batch_stream import BatchInput, BatchSpec, KeptTensors
 from .chains import Chain
 
 T = TypeVar("T")
@@ -198,9 +198,9 @@ class BatchPass:
         task = await self._task(hop, index, chunks)
         return await self.pool.run(protocol, hop, self.spec.works, task, self.spec.timeout, begun)
 
-    async def _task(self, hop: Hop, index: int, chunks: tuple[WireTensor, ...]) -> BatchRequest:
+    async def _task(self, hop: Hop, index: int, chunks: tuple[WireTensor, ...]) -> BatchInput:
         part = self.parts[index]
-        return BatchRequest(chunks, part.mask, part.positions, await self._kept_for(hop.span, part.rows))
+        return BatchInput(chunks, part.mask, part.positions, await self._kept_for(hop.span, part.rows))
 
     async def _kept_for(self, span: Span, rows: slice) -> KeptTensors | None:
         if self.spec.kept is None:

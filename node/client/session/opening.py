@@ -9,8 +9,8 @@ import trio
 
 from ...errors import NoChainError, ServerFailed
 from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL
-from ..refusals import is_lost, note_failure, with_refusals
-from ..router import Router
+from ..request import is_lost, with_refusals
+from ..router import Router, note_failure
 from .history import History
 from .links import HistoryLost, Link, close_links, open_links, replay, step_limit
 from .stream import SessionSpec

@@ -10,9 +10,10 @@ import trio
 
 from ...errors import ServerFailed
 from ..deadlines import KEEP_GRACE, MOVE_RETRY, MOVE_TIMEOUT
+from ..request import StreamLost
 from ..router import Router
 from .recovery import PAUSE, attempt_timeout
-from .stream import SessionStream, StreamLost
+from .stream import SessionStream
 
 _REFRESH_AFTER: Final = 2
 """Failed attempts after which the swarm is asked where the server is now."""

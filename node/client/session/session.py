@@ -20,16 +20,15 @@ from ....protocols.inference import pushed_step
 from ...errors import BadInput, ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
 from ..deadlines import PUSH_RETRY, STANDBY_POLL, STANDBY_RETRY, patience, push_patience
-from ..refusals import give_up_on_the_step, note_failure
-from ..request import WireTensor
-from ..router import Router
+from ..request import MAX_FAILURES, StreamLost, WireTensor, blames_request
+from ..router import Router, note_failure
 from .history import History, Input
 from .links import Link, Standby, catch_up, close_links, leave_links, open_links, step_limit
 from .opening import RouteEpoch, open_chain
 from .reconnector import PathChanges, SessionReconnector
 from .recovery import Loss, after_loss
 from .saved_session import SavedSession, resumed_links, saved_session
-from .stream import Answer, HopTiming, SessionSpec, StreamLost
+from .stream import Answer, HopTiming, SessionSpec
 
 STANDBY_LAG: Final = 2
 """Tokens that a standby may be behind when it is called ready: what the switch costs at most."""
@@ -198,7 +197,8 @@ class ClientSession:
             except (ServerFailed, _Overtaken) as error:
                 if isinstance(error, ServerFailed):
                     failures.append(error)
-                    give_up_on_the_step(failures)
+                    if sum(map(blames_request, failures)) > 1 or len(failures) > MAX_FAILURES:
+                        raise SwarmError(f"{len(failures)} servers in a row failed at one step: {error}") from None
                 if isinstance(error, StreamLost):
                     losses += 1
                     if await self._rejoined(links, index, step.position, error, losses, generation):

@@ -1,10 +1,9 @@
-"""The client's end of one session at one server: sequence numbers, receipts, deadlines, one stream after another."""
+"""The client's end of one session at one server, on one stream after another."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -12,27 +11,17 @@ import trio
 from ....crypto.credits import Clearing
 from ....crypto.evidence import NotProven, check_equivocation
 from ....crypto.identity import peer_id_to_bytes
-from ....crypto.pledge import Pledge
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.credits import clearing_to_wire
-from ....protocols.framing import MessageStream, PeerError, ProtocolError, TensorError, all_finite, wire_nbytes
+from ....protocols.framing import MessageStream, PeerError, TensorError, all_finite, wire_nbytes
 from ....protocols.ids import PROTOCOL_VERSION, Span
-from ....protocols.inference import (
-    EPOCH_BYTES,
-    NONCE_BYTES,
-    Refusal,
-    hash_of_step,
-    receipt_from_wire,
-    root_of,
-    sha256,
-)
-from ...errors import ServerCheated, ServerFailed
+from ....protocols.inference import hash_of_step, root_of, sha256
+from ...errors import ServerFailed
 from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog
-from ..deadlines import CLOSE_TIMEOUT, PATH_KEEP, SEND_TIMEOUT
-from ..request import ServerClaims, ServerRefused, WireTensor, check_time, granted_pledge, now_ms
-from .answers_due import OutstandingReplies
+from ..deadlines import PATH_KEEP, SEND_TIMEOUT
+from ..request import ServerClaims, ServerStream, StreamLost, WireTensor, close_stream
 
 if TYPE_CHECKING:
     from ..session_adapter import SessionAdapter
@@ -41,6 +30,8 @@ InferenceStream = MessageStream[wire.InferenceFrame]
 
 _HASH_INLINE: Final = 64 * 1024
 """Payloads above this are hashed in a worker thread: 64 KiB take 30 us."""
+_LOOK_BACK: Final = 16
+"""Steps behind the last answer that are remembered; a server holds the replies to four."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +81,38 @@ class Answer:
     handed_on: bool
 
 
-class StreamLost(ServerFailed):
-    """The stream to a server has ended or nothing comes on it: the server's fault, or that of the way there."""
+class OutstandingReplies:
+    """Counts how often each step was asked of a server, and its replies; no more of them than that may come. Pure.
+
+    A server answers a step that it has done once more when its client sends it again, be it that another server had
+    pushed it already or that a stream was lost. A reply beyond that is one that nobody asked for: it may stand in the
+    place of the one that is due, and a client that went on waiting would be held up by it.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[int, int] = {}
+
+    def ask(self, sequence: int) -> None:
+        """The step is sent to the server, or another one is told to push it there."""
+        self._due[sequence] = self._due.get(sequence, 0) + 1
+
+    def ask_again(self, answered: int) -> None:
+        """The session goes on over another stream, on which all replies behind the step `answered` come again."""
+        for sequence in self._due:
+            if sequence > answered:
+                self._due[sequence] += 1
+
+    def answer(self, sequence: int) -> bool:
+        """Whether this reply was due."""
+        due = self._due.get(sequence, 0)
+        self._due[sequence] = due - 1
+        for old in [known for known in self._due if known <= sequence - _LOOK_BACK]:
+            del self._due[old]
+        return due > 0
 
 
-class SessionStream:
-    """One granted session at one server, on one stream after another.
+class SessionStream(ServerStream[wire.InferenceFrame]):
+    """One granted session at one server.
 
     Calls may be cancelled: an answer that nobody waits for any more is skipped when the next one is read.
 
@@ -110,6 +127,8 @@ class SessionStream:
     `claims` are what the server has announced, to which it is held; `log` keeps its receipts.
     """
 
+    _granted: wire.Granted
+
     def __init__(
         self,
         stream: InferenceStream,
@@ -121,9 +140,8 @@ class SessionStream:
         claims: ServerClaims | None = None,
         log: SessionLog | None = None,
     ) -> None:
-        self.hop = hop
+        super().__init__(stream, hop, spec.model_version, client, claims, nonce)
         self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
-        self.max_step_tokens = 1
         self.draining = False
         self.pushed_steps = 0
         self.bytes_sent = 0
@@ -131,20 +149,42 @@ class SessionStream:
         self.round_trip = float("inf")
         self.generation = 0
         self.held = 0
-        self._stream = stream
         self._spec = spec
-        self._client = client
-        self.nonce = nonce or os.urandom(NONCE_BYTES)
         self._granted = wire.Granted()
-        self._sequence = 0
         self._answered = 0
         self._due = OutstandingReplies()
-        self._last_receipt = b""
-        self._claims = claims
         self._log = log
-        self._opened_ms = now_ms()
         self._sent: tuple[int, InferenceStream] | None = None  # the last step that was sent, and on what
         self._attempt = 0
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens of a row that one step may have."""
+        return self._granted.max_step_tokens or 1
+
+    @property
+    def priority(self) -> bool:
+        """Whether the server has taken points for this session."""
+        return self._granted.priority
+
+    @property
+    def kept(self) -> float:
+        """Seconds for which the server keeps the session when its stream is lost."""
+        return self._granted.keep_ms / 1000
+
+    @property
+    def direct(self) -> bool:
+        """Whether no relay is on the way to the server."""
+        return self._stream.direct
+
+    def uses(self, stream: InferenceStream) -> bool:
+        return self._stream is stream
+
+    async def wait_lost(self) -> None:
+        """Returns once the present stream was reset or its connection is gone."""
+        await self._stream.wait_lost()
+
+    # --- opening and resuming
 
     async def open(
         self, route_epoch: int, upstream: str | None, downstream: str | None, payment: Clearing | None = None
@@ -175,7 +215,8 @@ class SessionStream:
             keep_ms=round(max(spec.keep, PATH_KEEP) * 1000),
             clearing=clearing_to_wire(payment) if payment is not None else None,
         )
-        self._granted = await self._ask(self._stream, wire.InferenceFrame(open=message), spec.cache_wait + SEND_TIMEOUT)
+        question = wire.InferenceFrame(open=message)
+        self._granted = await self._granted_for(self._stream, question, spec.cache_wait + SEND_TIMEOUT)
         pledge = self._check_pledge(self._granted)
         self._last_receipt = root_of(message, self._client, self.epoch, pledge.hash() if pledge is not None else b"")
         message.ClearField("clearing")  # is nobody's business who is shown the receipts
@@ -190,7 +231,7 @@ class SessionStream:
             ServerFailed: it does not answer, or answers nonsense.
         """
         message = wire.Resume(nonce=self.nonce, session_epoch=epoch)
-        granted = await self._ask(self._stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
+        granted = await self._granted_for(self._stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
         if granted.session_epoch != epoch:
             raise self._failed("it took up another session")
         self._granted = granted
@@ -213,7 +254,7 @@ class SessionStream:
         answered = self._answered  # a reply may still be read from the old stream
         message = wire.Resume(nonce=self.nonce, session_epoch=self.epoch, answered=answered, attempt=self._attempt)
         try:
-            granted = await self._ask(stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
+            granted = await self._granted_for(stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
             if granted.session_epoch != self.epoch or not self._answered <= granted.sequence <= self._sequence:
                 raise self._failed("it took up another session, or at another step")
             if granted.sequence == self._answered and granted.last_receipt != self._last_receipt:
@@ -228,67 +269,23 @@ class SessionStream:
         self._due.ask_again(answered)
         await before.reset()
 
-    @property
-    def epoch(self) -> bytes:
-        """The server's name of this session."""
-        return self._granted.session_epoch
-
-    @property
-    def priority(self) -> bool:
-        """Whether the server has taken points for this session."""
-        return self._granted.priority
-
-    @property
-    def kept(self) -> float:
-        """Seconds for which the server keeps the session when its stream is lost."""
-        return self._granted.keep_ms / 1000
-
-    @property
-    def direct(self) -> bool:
-        """Whether no relay is on the way to the server."""
-        return self._stream.direct
-
-    def uses(self, stream: InferenceStream) -> bool:
-        return self._stream is stream
-
-    async def wait_lost(self) -> None:
-        """Returns once the present stream was reset or its connection is gone."""
-        await self._stream.wait_lost()
-
-    async def _ask(self, stream: InferenceStream, question: wire.InferenceFrame, timeout: float) -> wire.Granted:
-        spec = self._spec
+    async def _granted_for(
+        self, stream: InferenceStream, question: wire.InferenceFrame, timeout: float
+    ) -> wire.Granted:
         begun = trio.current_time()
-        try:
-            await stream.send(question, timeout=SEND_TIMEOUT)
-            frame, _ = await stream.receive(timeout=timeout)
-        except PeerError as error:
-            raise self._lost(error) from error
+        granted = (await self._ask(stream, question, timeout)).granted
         self.round_trip = min(self.round_trip, trio.current_time() - begun)
-        self._raise_refusal(frame)
-        if frame.WhichOneof("body") != "granted" or len(frame.granted.session_epoch) != EPOCH_BYTES:
-            raise self._failed("it answered with something else than Granted")
-        if frame.granted.codec != spec.codec or not frame.granted.max_step_tokens:
-            raise self._failed(f"it granted codec {frame.granted.codec!r} instead of {spec.codec!r}")
-        if self._claims is not None and (broken := self._claims.broken_by_grant(frame.granted)):
-            raise self._cheated(broken)
-        self.max_step_tokens = frame.granted.max_step_tokens
-        return frame.granted
+        if granted.codec != self._spec.codec or not granted.max_step_tokens:
+            raise self._failed(f"it granted codec {granted.codec!r} instead of {self._spec.codec!r}")
+        return granted
 
-    def _check_pledge(self, granted: wire.Granted) -> Pledge | None:
-        try:
-            return granted_pledge(granted, self.hop.peer_id, self._spec.model_version, self.hop.span, now_ms())
-        except ValueError as error:
-            raise self._cheated(str(error)) from None
+    # --- steps
 
     def target(self) -> wire.PushTarget:
         """Where another server pushes the next step of this session to. Takes a sequence number for it."""
         sequence = self.next_sequence()
         self._due.ask(sequence)
         return wire.PushTarget(peer_id=peer_id_to_bytes(self.hop.peer_id), nonce=self.nonce, sequence=sequence)
-
-    def next_sequence(self) -> int:
-        self._sequence += 1
-        return self._sequence
 
     async def exchange(self, chunk: WireTensor, position: int, reorder: Sequence[int], route_epoch: int) -> WireTensor:
         """Sends one step, with `position` tokens of a row before it, and returns the checked answer.
@@ -329,7 +326,7 @@ class SessionStream:
         """
         begun = trio.current_time()
         if self._sent is not None and self._sent[0] == step.sequence > self.held and not self.uses(self._sent[1]):
-            raise StreamLost(f"{self._name} lost step {step.sequence} with a stream", self.hop.peer_id)
+            raise StreamLost(str(self._failed(f"step {step.sequence} was lost with a stream")), self.hop.peer_id)
         while True:
             received = None
             # Only the read may be cut off: what was read must be checked and counted.
@@ -358,12 +355,14 @@ class SessionStream:
         """The error of a server that did not answer for so long."""
         return self._failed(f"it did not answer for {seconds:.0f} s")
 
+    # --- checking answers
+
     def _skip(self, reply: wire.Reply) -> None:
         """An answer that nobody wants any more still is a part of the chain of receipts."""
+        receipt = self._receipt_of(reply.receipt)
         if reply.sequence <= self._answered:
-            self._check_copy(self._receipt_of(reply))
+            self._check_copy(receipt)
             return
-        receipt = self._receipt_of(reply)
         if receipt.previous_receipt != self._last_receipt or not receipt.is_signed_by(self.hop.peer_id):
             raise self._cheated("its receipts do not follow each other")
         self._answered = reply.sequence
@@ -380,11 +379,52 @@ class SessionStream:
             what = check_equivocation(self.hop.peer_id, first, receipt)
         except NotProven:
             raise self._cheated("what it sends once more is not what it sent before") from None
-        raise ServerCheated(f"{self._name} cannot be believed: {what}", self.hop.peer_id, (first, receipt))
+        raise self._cheated(what, (first, receipt))
 
     async def _checked(
         self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor, begun: float
     ) -> Answer:
+        self._check_form(reply, answer, step, chunk)
+        self.timing = HopTiming(
+            self.hop.peer_id, trio.current_time() - begun, reply.queue_us / 1e6, reply.compute_us / 1e6
+        )
+
+        await self._verify(reply, answer, step, chunk)
+        self._answered = reply.sequence
+        self.draining = reply.draining
+        self.pushed_steps += reply.pushed
+        return Answer(answer, self._last_receipt, reply.handed_on)
+
+    async def _verify(self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor) -> None:
+        """Hashes what was sent and came back, and checks the receipt for it."""
+
+        def look() -> tuple[bytes, bytes, bool]:
+            return sha256(chunk.payload), sha256(answer.payload), all_finite(answer.tensor, answer.payload)
+
+        large = len(chunk.payload) > _HASH_INLINE
+        input_hash, output_hash, finite = await trio.to_thread.run_sync(look) if large else look()
+        if not finite:
+            raise self._failed("it answered NaN or infinity")
+        receipt = self._check_receipt(
+            reply.receipt,
+            sequence=step.sequence,
+            request_hash=hash_of_step(step, chunk.tensor, input_hash),
+            reply_hash=output_hash,
+            previous=self._last_receipt,
+            upstream=step.previous_receipt,
+            adapter=self._spec.adapter_hash,
+        )
+        self._last_receipt = receipt.hash()
+        if self._log is not None:
+            self._log.asked(step, chunk.tensor, chunk.payload)
+            self._log.answered(step.sequence, receipt, answer.payload)
+
+    def _check_form(self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor) -> None:
+        """Checks what needs no receipt: step, position, shape, size.
+
+        Raises:
+            ServerFailed: nobody has signed this, so it proves nothing; but it is of no use.
+        """
         tensor, asked = answer.tensor, chunk.tensor
         if reply.sequence != step.sequence:
             raise self._failed(f"it answered step {reply.sequence}, which nobody has sent")
@@ -398,100 +438,14 @@ class SessionStream:
             raise self._failed(f"it answered {len(answer.payload)} bytes for a tensor of {nbytes}")
         if reply.position != step.position + chunk.tokens:
             raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
-        self.timing = HopTiming(
-            self.hop.peer_id, trio.current_time() - begun, reply.queue_us / 1e6, reply.compute_us / 1e6
-        )
-        await self._check_receipt(reply, answer, step, chunk)
-        self._answered = reply.sequence
-        self.draining = reply.draining
-        self.pushed_steps += reply.pushed
-        return Answer(answer, self._last_receipt, reply.handed_on)
 
-    async def _check_receipt(self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor) -> None:
-        """Checks that the receipt is this server's, and for exactly what was sent and came back.
-
-        Raises:
-            ServerFailed: if it is not; nothing of this server can be used then.
-        """
-
-        def look() -> tuple[bytes, bytes, bool]:
-            return sha256(chunk.payload), sha256(answer.payload), all_finite(answer.tensor, answer.payload)
-
-        large = len(chunk.payload) > _HASH_INLINE
-        input_hash, output_hash, finite = await trio.to_thread.run_sync(look) if large else look()
-        if not finite:
-            raise self._failed("it answered NaN or infinity")
-        receipt = self._receipt_of(reply)
-        if not reply.receipt.signature:
-            raise self._cheated("it does not sign what it answers")
-        expected = replace(
-            receipt,
-            protocol_version=PROTOCOL_VERSION,
-            model_version=self._spec.model_version,
-            span=(self.hop.span.start, self.hop.span.end),
-            dtype=self._granted.dtype,
-            quantisation=self._granted.quantisation,
-            client=self._client,
-            nonce=self.nonce,
-            session_epoch=self._granted.session_epoch,
-            sequence=step.sequence,
-            request_hash=hash_of_step(step, chunk.tensor, input_hash),
-            reply_hash=output_hash,
-            previous_receipt=self._last_receipt,
-            upstream_receipt=step.previous_receipt,
-            adapter=self._spec.adapter_hash,
-        )
-        if receipt != expected:
-            raise self._cheated("its receipt is for something else than what was sent and came back")
-        if not receipt.is_signed_by(self.hop.peer_id):
-            raise self._cheated("its receipt is not signed by its key")
-        wrong = check_time(receipt, self._opened_ms, now_ms())
-        if wrong is None and self._claims is not None:
-            wrong = self._claims.broken_by(receipt)
-        if wrong is not None:
-            raise self._cheated(wrong)
-        self._last_receipt = receipt.hash()
-        if self._log is not None:
-            self._log.asked(step, chunk.tensor, chunk.payload)
-            self._log.answered(step.sequence, receipt, answer.payload)
-
-    def _receipt_of(self, reply: wire.Reply) -> Receipt:
-        try:
-            return receipt_from_wire(reply.receipt)
-        except ValueError as error:
-            raise self._cheated(f"its receipt cannot be read: {error}") from None
+    # --- leaving
 
     async def close(self) -> None:
-        """Says goodbye, so that the cache is free at once. Never raises."""
-        with trio.CancelScope(shield=True):
-            try:
-                await self._stream.send(wire.InferenceFrame(close=wire.Close()), timeout=CLOSE_TIMEOUT)
-                await self._stream.close()
-            except PeerError:
-                await self._stream.reset()  # the server, if it lives, learns by that
+        """Ends the session, so that the cache is free at once. Never raises."""
+        await close_stream(self._stream, wire.InferenceFrame(close=wire.Close()))
 
     async def leave(self) -> None:
-        """Breaks the stream off without a goodbye, so that the server keeps the session for a while."""
+        """Breaks the stream off without a Close, so that the server keeps the session for a while."""
         with trio.CancelScope(shield=True):
             await self._stream.reset()
-
-    def _raise_refusal(self, frame: wire.InferenceFrame) -> None:
-        if frame.WhichOneof("body") == "error":
-            refusal = Refusal.from_wire(frame.error)
-            raise ServerRefused(f"{self._name} refused: {refusal.message}", self.hop.peer_id, refusal.code)
-
-    @property
-    def _name(self) -> str:
-        return f"server {self.hop.peer_id} (blocks {self.hop.span})"
-
-    def _lost(self, error: PeerError) -> ServerFailed:
-        """What an error of the stream says of the server: nonsense is its own fault, the rest may be the way's."""
-        if isinstance(error, ProtocolError):
-            return self._failed(str(error))
-        return StreamLost(f"{self._name} failed: {error}", self.hop.peer_id)
-
-    def _failed(self, what: str) -> ServerFailed:
-        return ServerFailed(f"{self._name} failed: {what}", self.hop.peer_id)
-
-    def _cheated(self, what: str) -> ServerCheated:
-        return ServerCheated(f"{self._name} cannot be believed: {what}", self.hop.peer_id)
