@@ -228,7 +228,7 @@ class ServerStream(Generic[Frame]):
     ) -> None:
         self.hop = hop
         self.nonce = nonce or os.urandom(NONCE_BYTES)
-        self._stream = stream
+        self._stream: MessageStream[Frame] = stream
         self._model_version = model_version
         self._client = client
         self._claims = claims
