@@ -1,0 +1,90 @@
+"""What the pages name exists: linked files, paths, commands, options and make targets."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from petalnode.node.cli import app as command_line
+from tests.import_graph import ROOT
+
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def code(page: Path) -> list[str]:
+    """The lines of a page's code blocks, continued ones joined, and its code spans."""
+    text = page.read_text()
+    blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    blocks += re.findall(r"(?:^ {4}.*\n)+", rest, re.MULTILINE)
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", rest)]
+    return lines + spans
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_exist(page: Path) -> None:
+    named = re.compile(
+        r"(?<![\w./-])(?:node|protocols|crypto|petalnode|tests|benchmarks|docs|examples|packaging)/[\w./-]*"
+    )
+    for line in code(page):
+        for path in named.findall(line):
+            assert (ROOT / path.rstrip(".")).exists(), path
+
+
+@cache
+def commands() -> dict[str, tuple[set[str], set[str]]]:
+    """The options and the sub-commands of every command of `petalnode`."""
+    command_line._register([])
+    found = {}
+    for name, command in typer.main.get_command(command_line.app).commands.items():  # type: ignore[attr-defined]
+        inner = getattr(command, "commands", {})
+        parameters = [parameter for part in (command, *inner.values()) for parameter in part.params]
+        options = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
+        found[name] = options | {"--help"}, set(inner)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for line in code(page):
+        for command in re.findall(r"(?:^|\s|/)petalnode (?!import\b)([a-z][\w-]*[^;&#)]*)", line):
+            words = command.split()
+            assert words[0] in commands(), command
+            options, inner = commands()[words[0]]
+            if inner and len(words) > 1:
+                assert set(words[1].replace("\\", "").split("|")) <= inner, command
+            wrong = set(re.findall(r"(?<!\S)--[\w-]+", command)) - options
+            assert not wrong, command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {target for line in code(page) for target in re.findall(r"^make ([a-z][\w-]*)", line)}
+    assert named <= targets
