@@ -42,7 +42,7 @@ from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.quantisation.matrix import QuantisedMatrix
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import resolve
-from petalnode.node.validator.kept import drawn_kept
+from petalnode.node.validator.probe_inputs import draw_kept_tensors
 from petalnode.node.validator.probe_plan import Kind
 from petalnode.node.verification.judging import distance, kept_distances
 from petalnode.node.verification.recomputation import PassQuestion, Recomputation, SessionQuestion, Step
@@ -185,7 +185,7 @@ def kept_tensors(client: ClientModel) -> dict[str, torch.Tensor]:
     """What a fine-tuning lets servers keep, deep prompts and low-rank changes at once."""
     random = Random(3)  # of which both are some way off zero
     kinds: tuple[Kind, ...] = ("deep-prompt", "lora")
-    found = [drawn_kept(kind, client.linears, client.hidden_size, random, 16) for kind in kinds]
+    found = [draw_kept_tensors(kind, client.linears, client.hidden_size, random, 16) for kind in kinds]
     return {name: tensor for each in found for name, tensor in each.items()}
 
 

@@ -56,9 +56,8 @@ from petalnode.node.models import ModelFolder, resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.trust.receipt_log import LAST_WORKS, SHARED_BYTES, ReceiptArchive
-from petalnode.node.validator.kept import drawn_kept
+from petalnode.node.validator.probe_inputs import ProbeModel, draw_kept_tensors
 from petalnode.node.validator.probe_plan import Kind
-from petalnode.node.validator.prober import ProbeModel
 from petalnode.node.verification.observed import Observed, observed_batch, observed_session
 from petalnode.node.verification.recomputation import PassQuestion, SessionQuestion
 from petalnode.node.verification.tolerances import calibrations
@@ -142,7 +141,7 @@ class Prober:
     """Makes probes of one server, from one host, and judges them."""
 
     folder: ModelFolder
-    own: Any
+    model: Any
     judge: Judge
     random: Random
 
@@ -151,20 +150,20 @@ class Prober:
         config = SwarmConfig(identity=identity or Identity.generate(), peers=(address,), serve_dht=False)
         async with open_swarm(config) as swarm:
             model = await identify_model(swarm, self.folder)
-            if self.own is None:
+            if self.model is None:
                 try:
                     text = Text(self.folder)
                 except ModelError:
                     text = None
-                self.own = ProbeModel(model, load_client(self.folder.path, device="cpu"), text)
+                self.model = ProbeModel(model, load_client(self.folder.path, device="cpu"), text)
             async with open_client(swarm, model) as client:
                 client.receipts = ReceiptArchive(shared_bytes=SHARED_BYTES)
                 yield client
 
     async def session(self, client: SwarmClient, rows: int) -> None:
         """`rows` conversations in one session."""
-        local = self.own.local
-        hidden = local.embed(self.own.rows(self.random, rows, PROMPT + DECODED))
+        local = self.model.local
+        hidden = local.embed(self.model.rows(self.random, rows, PROMPT + DECODED))
         spec = SessionSpec(
             model_version=b"",
             span=Span(0, local.num_blocks),
@@ -178,13 +177,13 @@ class Prober:
 
     async def batch(self, client: SwarmClient, rows: int, kind: Kind = "training") -> None:
         """The backward pass of `rows` texts, with what a training of that kind lets servers keep."""
-        local = self.own.local
-        hidden = local.embed(self.own.rows(self.random, rows, PROMPT))
+        local = self.model.local
+        hidden = local.embed(self.model.rows(self.random, rows, PROMPT))
         generator = torch.Generator().manual_seed(self.random.getrandbits(31))
         gradient = torch.randn(hidden.shape, generator=generator).to(hidden.dtype) * 1e-3
         (hop,) = await client.route(SessionSpec(b"", Span(0, local.num_blocks), 1, PROMPT))
         works = BatchSpec(client.model.version, "none", dtype_name(hidden.dtype))
-        tensors = drawn_kept(kind, local.linears, local.hidden_size, self.random, PROMPT)
+        tensors = draw_kept_tensors(kind, local.linears, local.hidden_size, self.random, PROMPT)
         kept = Cut(hop.span, tensors)(hop.span, slice(0, 0))
         task = BatchInput((WireTensor(*encode(hidden, "none")), WireTensor(*encode(gradient, "none"))), kept=kept)
         await client.batches.run(BACKWARD, hop, works, task, None)

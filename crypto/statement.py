@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
 from .canonical import canonical
 from .identity import Identity, verify
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970 by this machine's clock: the unit of all times in statements."""
+    return time.time_ns() // 1_000_000
 
 
 @dataclass(frozen=True)

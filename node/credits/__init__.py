@@ -1,4 +1,4 @@
-"""Points for verified work: accounts and ledger of a validator, wallets, payments. No other room but `cli` uses it.
+"""Points for verified work: a validator's accounts and ledger, the owner's wallet, and the server's payment verifier.
 
-May use `validator` and the rooms before it.
+May use every room but `cli`, and only `cli` uses it: clients and servers get a wallet or verifier by injection.
 """

@@ -1,7 +1,6 @@
-"""What happens to points: pure rules over the accounts of one validator. Points come from verified work only.
+"""Accounts of one validator: pure rules for earning, transferring, depositing and forfeiting points.
 
-A point is one verified token through one block. It is handed on by its owner, kept as a deposit for a pledge, and lost
-when a fault is proved; nothing here makes one out of nothing.
+A point is one verified token through one block. Only verified work makes points.
 """
 
 from __future__ import annotations

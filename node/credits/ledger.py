@@ -1,10 +1,9 @@
-"""A validator's accounts on disk. Whatever kills the process, an order was carried out once or not at all."""
+"""A validator's accounts in an sqlite file. An order is carried out once or not at all, whatever kills the process."""
 
 from __future__ import annotations
 
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Final
 
 from ...crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer, sign_voucher
 from ...crypto.identity import Identity
+from ...crypto.statement import now_ms as current_ms
 from ...protocols.credits import SKEW_MS
 from ..trust.database import Database
 from .account import Account, NotCleared, deposited, earned, forfeited, matured, transferred
@@ -47,10 +47,6 @@ INSERT OR IGNORE INTO totals VALUES ('issued', 0), ('void', 0);
 """
 
 
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
 class Ledger(Database):
     """The accounts of the issuer `identity`. Safe to use from any thread.
 
@@ -59,7 +55,7 @@ class Ledger(Database):
 
     NAME = "ledger"
 
-    def __init__(self, file: Path, identity: Identity, now_ms: Callable[[], int] = _now_ms) -> None:
+    def __init__(self, file: Path, identity: Identity, now_ms: Callable[[], int] = current_ms) -> None:
         # A clearing that was sent must not be lost.
         super().__init__(file, _SCHEMA, ("journal_mode = WAL", "synchronous = FULL"), isolation_level=None)
         self._identity = identity

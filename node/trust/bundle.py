@@ -154,7 +154,7 @@ def _metadata(data: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Found:
+class Measurement:
     """What the accuser has computed itself, and on what the server says to compute; for information only."""
 
     error: float = 0.0
@@ -183,7 +183,7 @@ def pledge_bundle(accuser: Identity, log: SessionLog, receipts: Sequence[Receipt
     return _signed(accuser, evidence, {})
 
 
-def session_bundle(accuser: Identity, log: SessionLog, index: int, found: Found | None = None) -> Bundle:
+def session_bundle(accuser: Identity, log: SessionLog, index: int, measured: Measurement | None = None) -> Bundle:
     """Of the answer to step `index` of a session, counted in the log from 0, and all that led to it.
 
     Raises:
@@ -191,7 +191,7 @@ def session_bundle(accuser: Identity, log: SessionLog, index: int, found: Found 
     """
     if not log.complete:
         raise ValueError("not all of the session's receipts are here")
-    evidence = _evidence("answer", log.peer_id, found)
+    evidence = _evidence("answer", log.peer_id, measured)
     _opened(evidence, log)
     entries = [log.entries[number] for number in range(index + 1)]
     payloads = {}
@@ -205,13 +205,13 @@ def session_bundle(accuser: Identity, log: SessionLog, index: int, found: Found 
     return _signed(accuser, evidence, payloads)
 
 
-def batch_bundle(accuser: Identity, batch: LoggedBatch, found: Found | None = None) -> Bundle:
+def batch_bundle(accuser: Identity, batch: LoggedBatch, measured: Measurement | None = None) -> Bundle:
     """Of the reply to one batch request.
 
     Raises:
         ValueError: it is too large.
     """
-    evidence = _evidence("answer", batch.peer_id, found)
+    evidence = _evidence("answer", batch.peer_id, measured)
     receipt = receipt_to_wire(batch.receipt)
     evidence.work.CopyFrom(
         wire.EvidenceBatch(protocol=batch.protocol, receipt=receipt, work=batch.request, keep=batch.keep)
@@ -224,13 +224,13 @@ def batch_bundle(accuser: Identity, batch: LoggedBatch, found: Found | None = No
     return _signed(accuser, evidence, payloads)
 
 
-def resigned(bundle: Bundle, accuser: Identity, found: Found | None = None) -> Bundle:
+def resigned(bundle: Bundle, accuser: Identity, measured: Measurement | None = None) -> Bundle:
     """The same facts, brought by another: an auditor that has recomputed what a client showed it."""
     evidence = wire.Evidence()
     evidence.CopyFrom(bundle.evidence)
-    found = found or Found()
-    evidence.error, evidence.tolerance = found.error, found.tolerance
-    evidence.server_device = found.server_device
+    measured = measured or Measurement()
+    evidence.error, evidence.tolerance = measured.error, measured.tolerance
+    evidence.server_device = measured.server_device
     evidence.time_ms = time.time_ns() // 1_000_000
     return _signed(accuser, evidence, bundle.payloads)
 
@@ -248,15 +248,15 @@ def needed(steps: Sequence[wire.Step]) -> list[int]:
     return kept
 
 
-def _evidence(kind: str, accused: str, found: Found | None = None) -> wire.Evidence:
-    found = found or Found()
+def _evidence(kind: str, accused: str, measured: Measurement | None = None) -> wire.Evidence:
+    measured = measured or Measurement()
     return wire.Evidence(
         version=_VERSION,
         accused=peer_id_to_bytes(accused),
         kind=kind,
-        error=found.error,
-        tolerance=found.tolerance,
-        server_device=found.server_device,
+        error=measured.error,
+        tolerance=measured.tolerance,
+        server_device=measured.server_device,
         time_ms=time.time_ns() // 1_000_000,
     )
 

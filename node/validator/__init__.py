@@ -1,1 +1,4 @@
-"""Probes and audits of servers. May use `client`, `verification` and the rooms before them."""
+"""Probes and audits of servers, and the recomputation of others' evidence.
+
+May use `client`, `verification` and the rooms before them.
+"""

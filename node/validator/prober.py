@@ -19,18 +19,15 @@ import trio
 from ...crypto.identity import Identity
 from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.tensors import decode, dtype_name, encode
-from ..blocks.client_part import ClientModel
 from ..client.api.autograd import Cut
 from ..client.batch.batch_stream import BatchInput, BatchSpec, KeptTensors
 from ..client.chunks import from_chunks, to_chunks
 from ..client.core import SwarmClient
 from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
-from ..client.dialogue import Dialogue
 from ..client.generation import Sampler, Sampling
 from ..client.request import WireTensor
 from ..client.session.stream import SessionSpec
 from ..client.swarm_model import SwarmModel
-from ..client.text import Text
 from ..errors import NoChainError, ServerFailed, SwarmError
 from ..swarm.config import SwarmConfig
 from ..swarm.routing import Hop
@@ -39,9 +36,8 @@ from ..trust.receipt_log import SHARED_BYTES, ReceiptArchive
 from ..trust.store import TrustStore
 from ..verification.observed import Observed, observed_batch, observed_session
 from ..verification.recomputation import Recomputation, SessionAnswer, SessionQuestion, Step
-from .kept import drawn_kept
+from .probe_inputs import ProbeModel, draw_kept_tensors
 from .probe_plan import Probe
-from .texts import passage, question
 
 PROBE_TIMEOUT: Final = 300.0
 """Of a whole probe, in seconds: what has been seen by then counts."""
@@ -72,38 +68,6 @@ class Probed:
         return [*(observed for observed in sessions if observed is not None), *batches]
 
 
-@dataclass(frozen=True)
-class ProbeModel:
-    """What the validator has of the model itself: `local` holds embeddings and head, `text` the tokenizer, if any."""
-
-    model: SwarmModel
-    local: ClientModel
-    text: Text | None
-
-    def prompt(self, random: Random) -> list[int]:
-        """Tokens of a question, with the model's chat template."""
-        if self.text is None:
-            return self._any_tokens(random, random.randint(5, 60))
-        return self.text.tokenize(Dialogue().plus("user", question(random)).turns)
-
-    def rows(self, random: Random, rows: int, tokens: int) -> torch.Tensor:
-        """int64 [rows, tokens] of running text, cut at the same length."""
-        each = []
-        for _ in range(rows):
-            row: list[int] = []
-            while len(row) < tokens:
-                if self.text is None:
-                    row += self._any_tokens(random, tokens)
-                else:
-                    row += self.text.tokenize(Dialogue().plus("user", passage(random, 4)).turns)
-            each.append(row[:tokens])
-        return torch.tensor(each)
-
-    def _any_tokens(self, random: Random, count: int) -> list[int]:
-        vocabulary = int(self.local.model.config.get_text_config().vocab_size)
-        return [random.randrange(vocabulary) for _ in range(count)]
-
-
 class _RoutedClient(SwarmClient):
     """A client that takes the chain that it was given, and gives up where another would look for other servers."""
 
@@ -128,7 +92,7 @@ class _RoutedClient(SwarmClient):
         self.failures.setdefault(peer_id, ServerFailed(f"server {peer_id} failed", peer_id))
 
 
-async def run_probe(config: SwarmConfig, own: ProbeModel, probe: Probe) -> Probed:
+async def run_probe(config: SwarmConfig, model: ProbeModel, probe: Probe) -> Probed:
     """Joins under a new key, does what `probe` says, leaves, and returns what was seen.
 
     A server's fault is no error: it is in `failures`.
@@ -142,15 +106,15 @@ async def run_probe(config: SwarmConfig, own: ProbeModel, probe: Probe) -> Probe
     host = replace(config, identity=Identity.generate(), trust=TrustStore(), gossip=False)
     async with open_swarm(host) as swarm:
         with suppress(SwarmError):
-            await swarm.refresh(model_version=own.model.version, timeout=REFRESH_TIMEOUT)
-        devices = {each.peer_id: each.device for each in swarm.view.servers(own.model.version, now=time.time())}
+            await swarm.refresh(model_version=model.swarm_model.version, timeout=REFRESH_TIMEOUT)
+        devices = {each.peer_id: each.device for each in swarm.view.servers(model.swarm_model.version, now=time.time())}
         async with trio.open_nursery() as nursery:
-            client = _RoutedClient(swarm, own.model, nursery, probe.route)
+            client = _RoutedClient(swarm, model.swarm_model, nursery, probe.route)
             client.receipts = archive
             nursery.start_soon(client.candidates)
             with trio.move_on_after(PROBE_TIMEOUT) as scope:
                 try:
-                    await (_chat if probe.kind == "chat" else _train)(client, own, probe)
+                    await (_chat if probe.kind == "chat" else _train)(client, model, probe)
                 except ServerFailed as error:
                     failures[error.peer_id] = error
                 except SwarmError as error:
@@ -166,19 +130,19 @@ async def run_probe(config: SwarmConfig, own: ProbeModel, probe: Probe) -> Probe
 # --- a conversation
 
 
-async def _chat(client: SwarmClient, own: ProbeModel, probe: Probe) -> None:
+async def _chat(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
     random = Random(probe.seed)
-    prompt = own.prompt(random)
-    limit = min(_session_limit(client, probe), own.local.max_positions or _CONTEXT)
+    prompt = model.prompt(random)
+    limit = min(_session_limit(client, probe), model.local.max_positions or _CONTEXT)
     del prompt[max(1, limit - probe.new_tokens) :]
     spec = SessionSpec(
-        model_version=own.model.version,
+        model_version=model.swarm_model.version,
         span=probe.span,
         batch=1,
         max_length=min(limit, len(prompt) + max(probe.new_tokens, random.choice(_ROOM))),
-        dtype=dtype_name(own.local.dtype),
+        dtype=dtype_name(model.local.dtype),
     )
-    steps = await trio.to_thread.run_sync(_Steps, own, probe, random, prompt)
+    steps = await trio.to_thread.run_sync(_Steps, model, probe, random, prompt)
     async with client.session(spec) as session:
         for _ in range(min(probe.new_tokens, limit - len(prompt))):
             chunks = await trio.to_thread.run_sync(
@@ -196,16 +160,16 @@ class _Steps:
     only, they are those of a text, and the blocks before the part are computed here.
     """
 
-    def __init__(self, own: ProbeModel, probe: Probe, random: Random, prompt: list[int]) -> None:
-        self._own = own
+    def __init__(self, model: ProbeModel, probe: Probe, random: Random, prompt: list[int]) -> None:
+        self._model = model
         self._tokens = list(prompt)
         self._sent = 0
-        self._whole = probe.span.start == 0 and probe.span.end == own.local.num_blocks
+        self._whole = probe.span.start == 0 and probe.span.end == model.local.num_blocks
         self._sampler = Sampler(Sampling(probe.new_tokens, probe.temperature, 1.0, probe.seed % 2**31))
         self._hidden: torch.Tensor | None = None
         if not self._whole:
-            self._tokens += own.rows(random, 1, probe.new_tokens)[0].tolist()
-            self._hidden = _entering(own, probe.span.start, torch.tensor([self._tokens]))
+            self._tokens += model.rows(random, 1, probe.new_tokens)[0].tolist()
+            self._hidden = _entering(model, probe.span.start, torch.tensor([self._tokens]))
         self._prompt = len(prompt)
 
     def next(self) -> torch.Tensor:
@@ -214,24 +178,24 @@ class _Steps:
             start, self._sent = self._sent, self._sent + 1 if self._sent else self._prompt
             return self._hidden[:, start : self._sent]
         start, self._sent = self._sent, len(self._tokens)
-        return self._own.local.embed(torch.tensor([self._tokens[start:]]), start)
+        return self._model.local.embed(torch.tensor([self._tokens[start:]]), start)
 
     def take(self, answered: Sequence[WireTensor]) -> bool:
         """Draws the next token from an answer; false if the answer is at its end."""
         if self._hidden is not None:
             return self._sent < len(self._tokens)
         last = from_chunks(answered[-1:])[:, -1:]
-        token = self._sampler.next(self._tokens, self._own.local.head(last)[0, -1])
+        token = self._sampler.next(self._tokens, self._model.local.head(last)[0, -1])
         self._tokens.append(token)
-        return self._own.text is None or token not in self._own.text.stop_tokens
+        return self._model.text is None or token not in self._model.text.stop_tokens
 
 
-def _entering(own: ProbeModel, block: int, tokens: torch.Tensor) -> torch.Tensor:
+def _entering(model: ProbeModel, block: int, tokens: torch.Tensor) -> torch.Tensor:
     """What enters `block` for int64 [rows, tokens], computed here: [rows, tokens, hidden size]."""
-    hidden = own.local.embed(tokens)
+    hidden = model.local.embed(tokens)
     if not block:
         return hidden
-    truth = Recomputation(own.model.folder.path, dtype_name(own.local.dtype), "none")
+    truth = Recomputation(model.swarm_model.folder.path, dtype_name(model.local.dtype), "none")
     (answer,) = truth.answer([SessionQuestion(Span(0, block), (Step(0, hidden),))])
     assert isinstance(answer, SessionAnswer)
     return answer.outputs[0]
@@ -247,33 +211,33 @@ def _session_limit(client: SwarmClient, probe: Probe) -> int:
 # --- a batch of a fine-tuning
 
 
-async def _train(client: SwarmClient, own: ProbeModel, probe: Probe) -> None:
+async def _train(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
     random = Random(probe.seed)
-    tokens = own.rows(random, probe.rows, min(probe.new_tokens, own.local.max_positions or probe.new_tokens))
-    hidden = await trio.to_thread.run_sync(_entering, own, probe.span.start, tokens)
-    works = BatchSpec(own.model.version, "none", dtype_name(hidden.dtype))
+    tokens = model.rows(random, probe.rows, min(probe.new_tokens, model.local.max_positions or probe.new_tokens))
+    hidden = await trio.to_thread.run_sync(_entering, model, probe.span.start, tokens)
+    spec = BatchSpec(model.swarm_model.version, "none", dtype_name(hidden.dtype))
     chunk = WireTensor(*encode(hidden, "none"))
-    tensors = drawn_kept(probe.kind, own.local.linears, own.local.hidden_size, random, hidden.shape[1])
-    cut = Cut(Span(0, own.local.num_blocks), tensors)
+    tensors = draw_kept_tensors(probe.kind, model.local.linears, model.local.hidden_size, random, hidden.shape[1])
+    cut = Cut(Span(0, model.local.num_blocks), tensors)
     entered: list[tuple[Hop, WireTensor, KeptTensors | None]] = []
     for hop in probe.route:
         kept = await trio.to_thread.run_sync(cut, hop.span, slice(0, 0))
-        (output,) = await client.batches.run(FORWARD, hop, works, BatchInput((chunk,), kept=kept), None)
+        (output,) = await client.batches.run(FORWARD, hop, spec, BatchInput((chunk,), kept=kept), None)
         entered.append((hop, chunk, kept))
         chunk = output
 
     def first_gradient() -> torch.Tensor:
         left = decode(chunk.tensor, chunk.payload)
-        if probe.span.end == own.local.num_blocks:
-            return own.local.loss_gradient(left, tokens)
+        if probe.span.end == model.local.num_blocks:
+            return model.local.loss_gradient(left, tokens)
         generator = torch.Generator().manual_seed(probe.seed % 2**31)
         return 1e-3 * torch.randn(left.shape, generator=generator).to(left.dtype)
 
     ahead = {  # as `BatchPass.backward` does
-        hop: await client.batches.begin(hop, works, BatchInput((given, given), kept=kept), None)
+        hop: await client.batches.begin(hop, spec, BatchInput((given, given), kept=kept), None)
         for hop, given, kept in entered[:-1]
     }
     flowing = WireTensor(*encode(await trio.to_thread.run_sync(first_gradient), "none"))
     for hop, given, kept in reversed(entered):
         task = BatchInput((given, flowing), kept=kept)
-        flowing, *_ = await client.batches.run(BACKWARD, hop, works, task, None, ahead.get(hop))
+        flowing, *_ = await client.batches.run(BACKWARD, hop, spec, task, None, ahead.get(hop))

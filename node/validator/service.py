@@ -1,4 +1,4 @@
-"""The validator: goes round the servers of a model, one probe after another, and says what it found.
+"""The validator's loop: probes the servers of a model one after the other, judges their answers, publishes evidence.
 
 Validator peers of Petals (NeurIPS 2023, appendix H), which describes them and leaves them to be built.
 """
@@ -20,39 +20,42 @@ from ...protocols.announcement import Announcement, ServerState
 from ...protocols.ids import Span
 from ..client.deadlines import REFRESH_TIMEOUT
 from ..client.swarm_model import SwarmModel
-from ..credits.rewards import Rewards
 from ..errors import PetalnodeError, SwarmError
 from ..swarm.config import SwarmConfig
 from ..swarm.swarm import Swarm
-from ..trust.bundle import Bundle, Found, resigned
+from ..trust.bundle import Bundle, Measurement, batch_bundle, resigned, session_bundle
+from ..trust.receipt_log import SessionLog
 from ..verification.evidence_check import check_evidence
+from ..verification.observed import Observed
 from ..verification.verdicts import Compared, Judge, Verdict, worst_of
-from .accusation import bundle_of, save_evidence
 from .auditing import ReceiptAuditService
 from .history import History
+from .probe_inputs import ProbeModel
 from .probe_plan import Probe, Serving, next_probe, waiting_seconds, whole_round
-from .prober import Probed, ProbeModel, run_probe
+from .prober import Probed, run_probe
 
 log = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 3
-"""Chains over which a server is tried, because another one of a chain may be the one that fails."""
+"""Chains over which a server is tried, because another server of a chain may be the one that fails."""
 
 
 @dataclass(frozen=True)
 class ValidatorOptions:
-    """`config` is that of the hosts that probes are made from; each gets a key of its own.
-
-    Evidence is signed by `accuser` and kept in `evidence_dir`, if there are both.
-    `rewards` pays the servers.
+    """
+    Attributes:
+        config: of the hosts that probes are made from; each gets a key of its own.
+        on_verdict: called with each verdict that is reported.
+        on_judged: called in a worker thread with each answer of a probe and its verdict.
+        evidence_dir, accuser: evidence is signed by `accuser` and saved in `evidence_dir`, if there are both.
     """
 
     config: SwarmConfig
-    own: ProbeModel
+    model: ProbeModel
     judge: Judge
     history: History
     on_verdict: Callable[[Verdict], object]
-    rewards: Rewards | None = None
+    on_judged: Callable[[Observed, Verdict], object] | None = None
     evidence_dir: Path | None = None
     accuser: Identity | None = None
     random: Random = SystemRandom()  # noqa: RUF009  (has no state)
@@ -67,7 +70,7 @@ class Validator:
 
     @property
     def _model(self) -> SwarmModel:
-        return self._options.own.model
+        return self._options.model.swarm_model
 
     async def servers(self) -> dict[str, Announcement]:
         """Those that take sessions now, by peer id.
@@ -77,9 +80,9 @@ class Validator:
         """
         view = await self._swarm.refresh(model_version=self._model.version, timeout=REFRESH_TIMEOUT)
         found = {
-            each.peer_id: each
-            for each in view.servers(self._model.version, now=time.time())
-            if each.state is ServerState.ONLINE and each.num_blocks == self._model.num_blocks
+            server.peer_id: server
+            for server in view.servers(self._model.version, now=time.time())
+            if server.state is ServerState.ONLINE and server.num_blocks == self._model.num_blocks
         }
         if not found:
             raise SwarmError(f"nobody in this swarm serves {self._model.name} (yet): there is nothing to validate")
@@ -90,41 +93,41 @@ class Validator:
 
         Raises:
             SwarmError: nobody answers, or nobody serves the model.
-            PetalnodeError: the truth cannot be computed here.
+            PetalnodeError: the answers cannot be recomputed here.
         """
         announced = await self.servers()
-        serving = [Serving(each.peer_id, each.span) for each in announced.values()]
+        serving = [Serving(server.peer_id, server.span) for server in announced.values()]
         done: list[Probed] = []
         failed: dict[str, str] = {}
         for probe in whole_round(serving, self._model.num_blocks, self._options.random):
             await self._probe_into(probe, done, failed)
         for _ in range(_ATTEMPTS - 1):
             for peer_id in _silent(announced, done):
-                # Who has failed does not stand in the way of others any more.
-                around = [each for each in serving if each.peer_id == peer_id or each.peer_id not in failed]
-                for probe in whole_round(around, self._model.num_blocks, self._options.random, targets=[peer_id]):
+                # A server that has failed is left out of the chains to the others.
+                usable = [server for server in serving if server.peer_id == peer_id or server.peer_id not in failed]
+                for probe in whole_round(usable, self._model.num_blocks, self._options.random, targets=[peer_id]):
                     await self._probe_into(probe, done, failed)
         verdicts = await self._judged(done)
         silent = _silent(announced, done)
         found = []
         for peer_id, server in announced.items():
-            own = [each for each in verdicts if each.peer_id == peer_id]
-            if own and (peer_id not in silent or any(each.verdict == "faulty" for each in own)):
-                found.append(worst_of(own, server.span))
+            of_server = [verdict for verdict in verdicts if verdict.peer_id == peer_id]
+            if of_server and (peer_id not in silent or any(verdict.verdict == "faulty" for verdict in of_server)):
+                found.append(worst_of(of_server, server.span))
             else:
                 reason = failed.get(peer_id, "it was not reached by any probe")
                 found.append(Verdict(peer_id, server.span, "inconclusive", reason, None, None))
         for verdict in found:
-            self._tell(verdict)
+            self._report(verdict)
         return found
 
     async def run(self, interval: float) -> None:
-        """Probes for ever, every `interval` seconds in the mean. What goes wrong with the swarm is waited out."""
+        """Probes for ever, every `interval` seconds in the mean. Failures of the swarm are waited out."""
         while True:
             await trio.sleep(waiting_seconds(interval, self._options.random))
             try:
                 announced = await self.servers()
-                serving = [Serving(each.peer_id, each.span) for each in announced.values()]
+                serving = [Serving(server.peer_id, server.span) for server in announced.values()]
                 since = self._options.history.seconds_since(self._model.version)
                 probe = next_probe(serving, since, self._model.num_blocks, self._options.random)
                 probed = await self._probe(probe)
@@ -132,34 +135,34 @@ class Validator:
                 continue
             verdicts = await self._judged([probed])
             for hop in probe.route:
-                own = [each for each in verdicts if each.peer_id == hop.peer_id]
-                if own:
-                    self._tell(worst_of(own, hop.span))
+                of_server = [verdict for verdict in verdicts if verdict.peer_id == hop.peer_id]
+                if of_server:
+                    self._report(worst_of(of_server, hop.span))
                 elif hop.peer_id in probed.failures:
                     reason = str(probed.failures[hop.peer_id])
-                    self._tell(Verdict(hop.peer_id, hop.span, "inconclusive", reason, None, None))
+                    self._report(Verdict(hop.peer_id, hop.span, "inconclusive", reason, None, None))
 
     async def audit(self) -> None:
-        """Judges for ever what clients show of their own receipts: the swarm has to listen, and clients to call it.
+        """Judges for ever the receipts that clients share: the swarm has to listen, and clients to call it.
 
-        Only this finds servers that are honest to strangers.
+        Only audits find servers that are honest to strangers.
         """
         folder, device = self._model.folder, self._options.judge.device
-        desk = ReceiptAuditService(self._swarm, lambda receipt: receipt.model_version == self._model.version)
+        service = ReceiptAuditService(self._swarm, lambda receipt: receipt.model_version == self._model.version)
         while True:
-            shown = await desk.next()
+            shared = await service.next()
             try:
                 checked = await trio.to_thread.run_sync(
-                    lambda: check_evidence(shown.bundle, folder, device=device),  # noqa: B023  (awaited at once)
+                    lambda: check_evidence(shared.bundle, folder, device=device),  # noqa: B023  (awaited at once)
                     abandon_on_cancel=True,
                 )
             except PetalnodeError as error:
-                log.warning("what %s shows cannot be judged: %s", shown.client, error)
+                log.warning("the receipt of %s cannot be judged: %s", shared.client, error)
                 continue
             right = checked.tolerance > 0 and checked.error <= checked.tolerance
             verdict = Verdict(
-                shown.bundle.accused,
-                Span(*shown.receipt.span),
+                shared.bundle.accused,
+                Span(*shared.receipt.span),
                 "faulty" if checked.proven else "ok" if right else "inconclusive",
                 checked.reason,
                 checked.error,
@@ -168,14 +171,14 @@ class Validator:
                 1,
             )
             if checked.proven and self._options.accuser is not None:
-                found = Found(checked.error, checked.tolerance)
-                bundle = resigned(shown.bundle, self._options.accuser, found)
+                measured = Measurement(checked.error, checked.tolerance)
+                bundle = resigned(shared.bundle, self._options.accuser, measured)
                 await self._swarm.publish_evidence(bundle, recomputed=True)
-                verdict = await trio.to_thread.run_sync(self._kept, verdict, bundle)
-            self._tell(verdict)
+                verdict = await trio.to_thread.run_sync(self._with_evidence, verdict, bundle)
+            self._report(verdict)
 
     async def _probe(self, probe: Probe) -> Probed:
-        return await run_probe(self._options.config, self._options.own, probe)
+        return await run_probe(self._options.config, self._options.model, probe)
 
     async def _probe_into(self, probe: Probe, done: list[Probed], failed: dict[str, str]) -> None:
         probed = await self._probe(probe)
@@ -183,49 +186,67 @@ class Validator:
         failed.update({peer: str(error) for peer, error in probed.failures.items()})
 
     async def _judged(self, done: Collection[Probed]) -> list[Verdict]:
-        def compared() -> list[Compared]:
-            return self._options.judge.compare([each for probed in done for each in probed.observed()])
+        def compare_all() -> list[Compared]:
+            return self._options.judge.compare([observed for probed in done for observed in probed.observed()])
 
-        every = await trio.to_thread.run_sync(compared, abandon_on_cancel=True)
-        return [await self._judged_one(each) for each in every]
+        answers = await trio.to_thread.run_sync(compare_all, abandon_on_cancel=True)
+        return [await self._judged_one(compared) for compared in answers]
 
     async def _judged_one(self, compared: Compared) -> Verdict:
         verdict = self._options.judge.verdict(compared)
-        if self._options.rewards is not None:
-            await trio.to_thread.run_sync(self._options.rewards.verified, compared.observed, verdict)
+        if self._options.on_judged is not None:
+            await trio.to_thread.run_sync(self._options.on_judged, compared.observed, verdict)
         if verdict.verdict == "ok":
-            tokens = sum(each.shape[0] * each.shape[1] for each in compared.observed.claimed)
+            tokens = sum(answer.shape[0] * answer.shape[1] for answer in compared.observed.claimed)
             self._swarm.trust.note_tokens(verdict.peer_id, tokens, recomputed=True)
         if verdict.verdict != "faulty" or self._options.accuser is None:
             return verdict
-        bundle = await trio.to_thread.run_sync(bundle_of, compared, verdict, self._options.accuser)
+        bundle = await trio.to_thread.run_sync(evidence_of, compared, verdict, self._options.accuser)
         if bundle is None:
             return verdict
-        if (verdict.error or 0.0) > (verdict.tolerance or 0.0):  # others see no more than distances
+        if (verdict.error or 0.0) > (verdict.tolerance or 0.0):  # a third party can check no more than distances
             await self._swarm.publish_evidence(bundle, recomputed=True)
-        return await trio.to_thread.run_sync(self._kept, verdict, bundle)
+        return await trio.to_thread.run_sync(self._with_evidence, verdict, bundle)
 
-    def _kept(self, verdict: Verdict, bundle: Bundle) -> Verdict:
-        """Writes evidence down, if it is wanted."""
+    def _with_evidence(self, verdict: Verdict, bundle: Bundle) -> Verdict:
+        """Saves the evidence in `evidence_dir`, if there is one, and names the file in the verdict."""
         if self._options.evidence_dir is None:
             return verdict
+        file = self._options.evidence_dir / f"{bundle.accused[-8:]}-{bundle.id.hex()[:16]}.safetensors"
         try:
-            return replace(verdict, evidence=save_evidence(self._options.evidence_dir, bundle))
+            bundle.save(file)
         except OSError as error:
             log.warning("evidence cannot be kept in %s: %s", self._options.evidence_dir, error)
             return verdict
+        return replace(verdict, evidence=file)
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _report(self, verdict: Verdict) -> None:
         self._options.history.add(self._model.version, verdict)
         self._options.on_verdict(verdict)
 
 
+def evidence_of(compared: Compared, verdict: Verdict, accuser: Identity) -> Bundle | None:
+    """Evidence of a fault from the receipts of an answer, for anyone with the weights; None if they are not enough.
+
+    Of a session it shows the answer that is farthest off, and what led to it.
+    """
+    source = compared.observed.source
+    measured = Measurement(verdict.error or 0.0, verdict.tolerance or 0.0, compared.observed.device)
+    try:
+        if isinstance(source, SessionLog):
+            worst = max(range(len(compared.steps)), key=lambda index: compared.steps[index].worst)
+            return session_bundle(accuser, source, worst, measured)
+        return None if source is None else batch_bundle(accuser, source, measured)
+    except ValueError:
+        return None
+
+
 def _silent(announced: Mapping[str, Announcement], done: Collection[Probed]) -> list[str]:
     """Servers that have not answered in a conversation for all of their blocks."""
-    seen = {
-        (each.peer_id, Span(*each.entries[0].receipt.span))
+    answered = {
+        (session.peer_id, Span(*session.entries[0].receipt.span))
         for probed in done
-        for each in probed.archive.sessions
-        if each.entries
+        for session in probed.archive.sessions
+        if session.entries
     }
-    return [peer_id for peer_id, server in announced.items() if (peer_id, server.span) not in seen]
+    return [peer_id for peer_id, server in announced.items() if (peer_id, server.span) not in answered]

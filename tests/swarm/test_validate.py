@@ -26,7 +26,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 from petalnode.node.trust.bundle import Bundle
 from petalnode.node.validator.history import History
-from petalnode.node.validator.prober import ProbeModel
+from petalnode.node.validator.probe_inputs import ProbeModel
 from petalnode.node.validator.service import Validator, ValidatorOptions
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.node.verification.verdicts import Judge, Verdict
@@ -78,13 +78,13 @@ def validated(swarm: SuspectSwarm, file: Path, seed: int = 0, evidence: Path | N
         async def validator():  # type: ignore[no-untyped-def]
             async with open_swarm(config) as own_node:
                 model = await identify_model(own_node, folder)
-                own = ProbeModel(model, load_client(folder.path, device="cpu"), Text(folder))
+                probe_model = ProbeModel(model, load_client(folder.path, device="cpu"), Text(folder))
                 with History(file) as history:
                     yield Validator(
                         own_node,
                         ValidatorOptions(
                             config=config,
-                            own=own,
+                            model=probe_model,
                             judge=Judge(folder.path),
                             history=history,
                             on_verdict=lambda verdict: None,

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.validator.fingerprint import estimated_distance, fingerprint
 from petalnode.node.verification.judging import (
     distance,
     judge,
@@ -141,26 +140,6 @@ def test_the_tolerance_grows_with_a_longer_span_and_never_shrinks() -> None:
 def test_the_shipped_table_can_be_read() -> None:
     exact = find_tolerance(Kind("float32", "none", blocks=8))
     assert exact is not None and exact.faulty_worst < 1e-3
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.floats(0.01, 1), st.integers(0, 1000), st.integers(4, 40))
-def test_a_fingerprint_estimates_the_distance(share: float, seed: int, tokens: int) -> None:
-    truth = hidden(1, tokens, 200, seed=seed)
-    claimed = noisy(truth, share, seed + 1)
-    request, reply = bytes([seed % 256]) * 32, b"r" * 32
-    found = estimated_distance(fingerprint(claimed, request, reply), truth, request, reply)
-    assert found.mean == pytest.approx(share, rel=0.5)
-
-
-def test_a_fingerprint_is_small_and_bound_to_its_receipt() -> None:
-    truth = hidden(2, 3, 200)
-    kept = fingerprint(truth, b"q" * 32, b"r" * 32)
-    assert kept.shape == (2, 3, 32)
-    assert estimated_distance(kept, truth, b"q" * 32, b"r" * 32).worst < 1e-6
-    assert estimated_distance(kept, truth, b"q" * 32, b"x" * 32).mean > 0.5
-    with pytest.raises(ValueError, match="fingerprint"):
-        estimated_distance(kept[:, :2], truth, b"q" * 32, b"r" * 32)
 
 
 def test_padding_says_nothing_of_a_server() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from petalnode.crypto.credits import Clearing, Transfer
 from petalnode.crypto.identity import Identity
-from petalnode.node.credits import payments as till_module
-from petalnode.node.credits.payments import PaymentVerifier
+from petalnode.node.credits import payment_verifier as till_module
+from petalnode.node.credits.payment_verifier import PaymentVerifier
 from petalnode.node.server.budget import MOST_OVERTAKING, CacheBudget, next_in_line, now_overtaken
 from petalnode.node.server.turns import Turn, Waiting, next_turn
 from petalnode.protocols import wire_pb2 as wire

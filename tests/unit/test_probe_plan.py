@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from petalnode.node.validator.probe_inputs import question
 from petalnode.node.validator.probe_plan import (
     TRAINING,
     Probe,
@@ -17,7 +18,6 @@ from petalnode.node.validator.probe_plan import (
     waiting_seconds,
     whole_round,
 )
-from petalnode.node.validator.texts import question
 from petalnode.protocols.ids import Span
 
 NUM_BLOCKS = 12

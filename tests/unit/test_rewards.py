@@ -13,8 +13,8 @@ import trio
 from petalnode.crypto.credits import DepositOrder
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.node.credits.issuer import Rewards, fault_id, points_for
 from petalnode.node.credits.ledger import Ledger
-from petalnode.node.credits.rewards import Rewards, fault_id, points_for
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, resigned
 from petalnode.node.verification.judging import Result
 from petalnode.node.verification.observed import Observed

@@ -74,12 +74,11 @@ async def _validate(
 ) -> int:
     from ...blocks.client_part import load_client
     from ...blocks.config import choose_device
-    from ...credits.credit_desk import CreditsService
+    from ...credits.issuer import CreditsService, Rewards
     from ...credits.ledger import Ledger
-    from ...credits.rewards import Rewards
     from ...validator.endorsing import Endorser
     from ...validator.history import History
-    from ...validator.prober import ProbeModel
+    from ...validator.probe_inputs import ProbeModel
     from ...validator.service import Validator, ValidatorOptions
     from ...verification.verdicts import Judge
 
@@ -131,11 +130,11 @@ async def _validate(
             with History(data_dir / "validator" / "history.sqlite") as history, table:
                 options = ValidatorOptions(
                     config=config,
-                    own=ProbeModel(identified, local, text),
+                    model=ProbeModel(identified, local, text),
                     judge=Judge(folder.path, target),
                     history=history,
                     on_verdict=table.tell,
-                    rewards=rewards,
+                    on_judged=rewards.verified if rewards is not None else None,
                     evidence_dir=evidence_dir,
                     accuser=identity,
                 )

@@ -108,7 +108,7 @@ class _Hosting:
         self._rtts: dict[str, float] = {}
 
     async def run(self, on_ready: Callable[[dict[str, object]], None], stop: trio.Event) -> Move | None:
-        from ...credits.payments import PaymentVerifier
+        from ...credits.payment_verifier import PaymentVerifier
         from ..budget import CacheBudget
         from ..requests.adapters import Adapters
         from ..requests.admission import Hosted

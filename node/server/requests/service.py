@@ -11,7 +11,7 @@ from ....crypto.identity import Identity, peer_id_from_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import PeerError, StreamClosed
 from ....protocols.inference import Refusal, SessionTerms, bad_request, terms_of
-from ...credits.payments import PaymentVerifier
+from ...credits.payment_verifier import PaymentVerifier
 from ..budget import CacheBudget, CacheFull
 from ..compute_thread import ComputeThread
 from ..lifecycle.pledging import Pledger

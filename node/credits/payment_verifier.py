@@ -1,15 +1,14 @@
-"""Takes the points that clients show, each payment once."""
+"""Checks the points that clients show to a server for priority, and accepts each payment once."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from typing import Final, TypeAlias
 
+from ...crypto.statement import now_ms as current_ms
 from ...protocols import wire_pb2 as wire
 from ...protocols.credits import HONOURED_MS, SKEW_MS, clearing_from_wire, price
 from ...protocols.inference import SessionTerms
-from ..server.priority import is_payment
 
 MOST_SPENT: Final = 10_000
 """Payments that are remembered; when there are more, no points are taken for a while."""
@@ -18,23 +17,21 @@ Payment: TypeAlias = tuple[str, str, int]
 """Issuer, spender and sequence number of a transfer."""
 
 
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
 class PaymentVerifier:
-    """Of one server, which takes points of `issuers`. Forgets all when the server ends: what was cleared before
-    this one began is not taken."""
+    """Takes points of `issuers` for sessions at `server`.
 
-    def __init__(self, server: str, issuers: Collection[str], now_ms: Callable[[], int] = _now_ms) -> None:
+    Spent payments are kept in memory only, so a payment that was cleared before this object was made is refused.
+    """
+
+    def __init__(self, server: str, issuers: Collection[str], now_ms: Callable[[], int] = current_ms) -> None:
         self._server = server
         self._issuers = frozenset(issuers)
         self._now_ms = now_ms
         self._since_ms = now_ms()
-        self._spent: dict[Payment, int] = {}  # until when it must be remembered
+        self._spent: dict[Payment, int] = {}  # until when each must be remembered
 
     def take(self, opened: wire.Open, client: str, terms: SessionTerms) -> Payment | None:
-        """Takes what the client shows for a session; None if that buys no priority here, which is no error."""
+        """Spends the clearing that a client shows for a session; None if it buys no priority, which is no error."""
         if not opened.HasField("clearing") or not self._issuers:
             return None
         now = self._now_ms()
@@ -44,24 +41,22 @@ class PaymentVerifier:
             return None
         transfer = clearing.transfer
         payment = transfer.issuer, transfer.spender, transfer.sequence
-        self._spent = {each: until for each, until in self._spent.items() if until >= now}
-        if payment in self._spent or len(self._spent) >= MOST_SPENT:
-            return None
-        cost = price(terms.batch, terms.max_length)
-        if not is_payment(
-            clearing,
-            client=client,
-            server=self._server,
-            issuers=self._issuers,
-            cost=cost,
-            since_ms=self._since_ms,
-            now_ms=now,
+        self._spent = {spent: until for spent, until in self._spent.items() if until >= now}
+        if (
+            payment in self._spent
+            or len(self._spent) >= MOST_SPENT
+            or transfer.issuer not in self._issuers
+            or transfer.spender != client
+            or transfer.recipient != self._server
+            or transfer.points < price(terms.batch, terms.max_length)
+            or not max(self._since_ms, now - HONOURED_MS - SKEW_MS) <= clearing.time_ms <= now + SKEW_MS
+            or not clearing.is_signed
         ):
             return None
         self._spent[payment] = clearing.time_ms + HONOURED_MS + 2 * SKEW_MS
         return payment
 
     def give_back(self, payment: Payment | None) -> None:
-        """The session was not granted: the client may show the payment again."""
+        """After a session that was not granted: the client may show the payment again."""
         if payment is not None:
             self._spent.pop(payment, None)

@@ -1,0 +1,140 @@
+"""The validator as issuer of points: it answers `/petalnode/credits/1`, pays for verified work and takes deposits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import trio
+
+from ...crypto.canonical import digest
+from ...crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer
+from ...protocols import wire_pb2 as wire
+from ...protocols.credits import MAX_HEADER, CreditsStream, serve_credits
+from ...protocols.framing import StreamClosed
+from ...protocols.ids import CREDITS
+from ...protocols.inference import Refusal
+from ..errors import MachineError
+from ..swarm.swarm import Swarm
+from ..trust.bundle import Bundle
+from ..verification.observed import Observed
+from ..verification.verdicts import Verdict
+from .account import NotCleared
+from .ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+IDLE_TIMEOUT: Final = 30.0
+MAX_STREAMS: Final = 64
+MAX_PENDING_ORDERS: Final = 64
+"""Orders that wait for the disk."""
+MAX_PENDING_FAULTS: Final = 256
+
+T = TypeVar("T")
+
+
+class CreditsService:
+    """Handles `/petalnode/credits/1` on a swarm that listens: balances, transfers and deposits in `ledger`."""
+
+    def __init__(self, swarm: Swarm, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._streams = 0
+        self._pending = 0
+        self._writing = trio.Lock()
+        swarm.set_handler(CREDITS, wire.CreditsFrame, self._serve, max_header=MAX_HEADER, max_payload=0)
+
+    async def credit(self, query: CreditQuery) -> Credit:
+        return await self._run(lambda: self._ledger.credit(query))
+
+    async def clear(self, transfer: Transfer) -> Clearing:
+        return await self._run(lambda: self._ledger.clear(transfer))
+
+    async def deposit(self, order: DepositOrder) -> bytes:
+        return await self._run(lambda: self._ledger.deposit(order))
+
+    async def _serve(self, stream: CreditsStream) -> None:
+        if self._streams >= MAX_STREAMS:
+            busy = Refusal(wire.ERROR_BUSY, "this validator is asked by too many peers at once: ask again")
+            await stream.send(wire.CreditsFrame(error=busy.to_wire()), timeout=IDLE_TIMEOUT)
+            return
+        self._streams += 1
+        try:
+            await serve_credits(stream, self, timeout=IDLE_TIMEOUT)
+        except StreamClosed:
+            pass  # the usual end of a stream
+        finally:
+            self._streams -= 1
+
+    async def _run(self, order: Callable[[], T]) -> T:
+        """Carries out an order in a worker thread, because it waits for the disk.
+
+        Raises:
+            Refusal: with the reason why it was not carried out.
+        """
+        if self._pending >= MAX_PENDING_ORDERS:
+            raise Refusal(wire.ERROR_BUSY, "this validator has too many orders to carry out: ask again")
+        self._pending += 1
+        try:
+            async with self._writing:
+                return await trio.to_thread.run_sync(order)
+        except NotCleared as error:
+            raise Refusal(wire.ERROR_NOT_ALLOWED, str(error)) from None
+        except MachineError:
+            raise Refusal(wire.ERROR_INTERNAL, "this validator cannot use its ledger") from None
+        finally:
+            self._pending -= 1
+
+
+def points_for(observed: Observed) -> int:
+    """One point for each token of each row through each block that was recomputed."""
+    return len(observed.span) * sum(answer.shape[0] * answer.shape[1] for answer in observed.claimed)
+
+
+def fault_id(bundle: Bundle) -> bytes:
+    """Names the fault by what the server signed, whoever brings the evidence and however much of the session it has."""
+    evidence = bundle.evidence
+    if evidence.HasField("work"):
+        signed = [evidence.work.receipt]
+    elif evidence.steps:
+        signed = [evidence.steps[-1].receipt]
+    else:  # equivocation: both receipts, in any order; pledge: the last one, which broke it
+        signed = list(evidence.receipts if evidence.kind == "equivocation" else evidence.receipts[-1:])
+    return digest("petalnode/fault/1", bundle.accused, sorted(receipt.signature for receipt in signed))
+
+
+class Rewards:
+    """Books in `ledger` what its owner verifies, and takes the deposits of servers whose faults are proved.
+
+    Only the validator's own probes earn points: a server could make any number of receipts with a client of its own.
+    A ledger that cannot be used is logged and ends nothing.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._send, self._receive = trio.open_memory_channel[Bundle](MAX_PENDING_FAULTS)
+
+    def verified(self, observed: Observed, verdict: Verdict) -> None:
+        """Pays for an answer whose verdict is "ok". Waits for the disk."""
+        if verdict.verdict != "ok":
+            return
+        try:
+            if not self._ledger.issue(verdict.peer_id, points_for(observed)):
+                log.warning("the ledger is full: server %s gets no points", verdict.peer_id)
+        except MachineError as error:
+            log.error("%s", error)
+
+    def proven(self, bundle: Bundle) -> None:
+        """Queues evidence whose fault was checked here. Does not wait."""
+        try:
+            self._send.send_nowait(bundle)
+        except trio.WouldBlock:
+            log.warning("too many faults at once: that of %s costs no points", bundle.accused)
+
+    async def take_deposits(self) -> None:
+        """Takes the deposits of the queued faults until it is cancelled."""
+        async for bundle in self._receive:
+            try:
+                await trio.to_thread.run_sync(self._ledger.forfeit, bundle.accused, fault_id(bundle), bundle.accuser)
+            except MachineError as error:
+                log.error("%s", error)
