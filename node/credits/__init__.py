@@ -1,4 +1,5 @@
-"""Points for verified work: a validator's accounts and ledger, the owner's wallet, and the server's payment verifier.
+"""Points for verified work: a validator's accounts and ledger, a peer's wallet, and the server's payment verifier.
 
-May use every room but `cli`, and only `cli` uses it: clients and servers get a wallet or verifier by injection.
+Only `cli` uses this room: clients and servers get a wallet or a verifier by injection. May use `validator` and the rooms
+before it.
 """

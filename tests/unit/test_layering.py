@@ -145,15 +145,12 @@ MODULES = import_graph()
 
 # What is being put in order. Nothing may be added here.
 KNOWN_IMPORTS_UP: set[tuple[str, str]] = {
-    ("petalnode.node.client.core", "petalnode.node.credits.wallet"),
     ("petalnode.node.network.nat.manager", "petalnode.node.swarm.directory"),
-    ("petalnode.node.server.lifecycle.hosting", "petalnode.node.credits.payments"),
+    ("petalnode.node.server.lifecycle.hosting", "petalnode.node.credits.payment_verifier"),
     ("petalnode.node.server.lifecycle.hosting", "petalnode.node.credits.wallet"),
     ("petalnode.node.server.lifecycle.pledging", "petalnode.node.credits.wallet"),
-    ("petalnode.node.server.session.service", "petalnode.node.credits.payments"),
+    ("petalnode.node.server.session.service", "petalnode.node.credits.payment_verifier"),
     ("petalnode.node.swarm.cost", "petalnode.node.placement.planning.cycle"),
-    ("petalnode.node.validator.service", "petalnode.node.credits.rewards"),
-    ("petalnode.node.verification.recomputation", "petalnode.node.server.compute.batching"),
 }
 KNOWN_CIRCLES: list[set[str]] = [
     {"petalnode.node.blocks.ragged", "petalnode.node.blocks.span"},
