@@ -1,5 +1,5 @@
 """Points for verified work: a validator's accounts and ledger, a peer's wallet, and the server's payment verifier.
 
-Only `cli` uses this room: clients and servers get a wallet or a verifier by injection. May use `validator` and the rooms
+Only `cli` uses this room: clients and servers get them by injection. May use `validator` and the rooms
 before it.
 """
