@@ -1,1 +1,4 @@
-"""Fine-tuning over the swarm. May use `client` and the rooms before it."""
+"""Fine-tuning over the swarm: training loop, checkpoints, adapter folders, and repositories where adapters are shared.
+
+May use `client` and the rooms before it.
+"""

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ..errors import BadInput
 from ..models.cache_dir import disk_errors
-from .early_stop import EarlyStop
+from .progress import EarlyStop
 
 CHECKPOINT: Final = "checkpoint.safetensors"
 FORMAT: Final = 1

@@ -18,11 +18,9 @@ import torch
 
 from ..errors import BadInput, NoChainError
 from .checkpoint import Checkpoint, differences
-from .early_stop import EarlyStop
-from .events import Evaluated, Event, StepDone, StoppedEarly, Waiting
-from .recipe import Recipe
-from .row import Batch, Row, batch_of
-from .schedule import is_due, learning_rate, rows_of_step
+from .dataset import Batch, Row, batch_of
+from .progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
+from .recipe import Recipe, is_due, learning_rate, rows_of_step
 from .tuned import Tuned
 
 T = TypeVar("T")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +11,8 @@ from torch import nn
 from ..client.api.lora import LoraTuning
 from ..client.api.model import DistributedModel
 from ..client.api.tuning import PromptTuning
-from ..models.adapters.note import Method
-from .row import Batch
-
-
-@dataclass(frozen=True)
-class MethodOptions:
-    """
-    Attributes:
-        virtual_tokens: of prompts.
-        rank, alpha, target_modules: of LoRA; without modules, those that are usual for the architecture.
-    """
-
-    method: Method = "prompt"
-    virtual_tokens: int = 16
-    rank: int = 8
-    alpha: float = 16.0
-    target_modules: tuple[str, ...] = ()
+from .dataset import Batch
+from .recipe import MethodOptions
 
 
 class Tuned:

@@ -18,7 +18,8 @@ from petalnode.node.errors import BadInput, NoChainError
 from petalnode.node.models.adapters.note import AdapterNote
 from petalnode.node.models.adapters.peft_adapter import read_adapter
 from petalnode.node.tuning.adapter_folder import save_adapter
-from petalnode.node.tuning.tuned import MethodOptions, Tuned
+from petalnode.node.tuning.recipe import MethodOptions
+from petalnode.node.tuning.tuned import Tuned
 from tests.peft_adapters import load_with, save_lora, save_prompt
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Node, Nodes, environment, petalnode

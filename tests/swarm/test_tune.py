@@ -27,11 +27,11 @@ from petalnode.node.client.batch import batch_client as work_pool
 from petalnode.node.errors import BadInput
 from petalnode.node.models.adapters.note import AdapterNote, Method, read_note
 from petalnode.node.tuning.adapter_folder import save_adapter
-from petalnode.node.tuning.events import Evaluated, StepDone, Waiting
-from petalnode.node.tuning.recipe import Recipe
-from petalnode.node.tuning.row import Row
+from petalnode.node.tuning.dataset import Row
+from petalnode.node.tuning.progress import Evaluated, StepDone, Waiting
+from petalnode.node.tuning.recipe import MethodOptions, Recipe
 from petalnode.node.tuning.trainer import Training
-from petalnode.node.tuning.tuned import MethodOptions, Tuned
+from petalnode.node.tuning.tuned import Tuned
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Nodes, Running, petalnode
 from tests.swarm.server_pool import server_pool

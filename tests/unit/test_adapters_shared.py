@@ -16,12 +16,11 @@ from safetensors.torch import save_file
 
 from petalnode.node.errors import BadInput, MachineError
 from petalnode.node.models.adapters.note import AdapterNote
-from petalnode.node.tuning.card import card_of, tags_of
-from petalnode.node.tuning.sharing import git_place
-from petalnode.node.tuning.sharing.adapter_files import FILES, SharedAdapter, check_adapter, files_of
-from petalnode.node.tuning.sharing.git_place import GitRepository
-from petalnode.node.tuning.sharing.hub_place import HubRepository, of_tags
-from petalnode.node.tuning.sharing.place import FolderRepository, repository_of
+from petalnode.node.tuning import repository
+from petalnode.node.tuning.adapter_files import FILES, SharedAdapter, check_adapter, files_of
+from petalnode.node.tuning.adapter_folder import card_of, tags_of
+from petalnode.node.tuning.hub_repository import HubRepository, of_tags
+from petalnode.node.tuning.repository import FolderRepository, GitRepository, repository_of
 from tests.model_hub import serve_hub
 from tests.swarm.processes import environment
 
@@ -129,7 +128,7 @@ def test_a_git_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert str(bare) in str(missing.value) and "petalnode-git" not in str(missing.value)
     with pytest.raises(BadInput, match="git clone failed"):
         GitRepository((tmp_path / "none").as_uri()).search(None, ())
-    monkeypatch.setattr(git_place, "GIT_TIMEOUT", 1e-4)
+    monkeypatch.setattr(repository, "GIT_TIMEOUT", 1e-4)
     with pytest.raises(MachineError, match="took longer"):
         place.search(None, ())
     monkeypatch.setenv("PATH", "")

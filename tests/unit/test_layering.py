@@ -154,7 +154,6 @@ KNOWN_IMPORTS_UP: set[tuple[str, str]] = {
 }
 KNOWN_CIRCLES: list[set[str]] = [
     {"petalnode.node.blocks.ragged", "petalnode.node.blocks.span"},
-    {"petalnode.node.tuning.sharing.git_place", "petalnode.node.tuning.sharing.place"},
     {
         "petalnode.node.network.transport.muxed_stream",
         "petalnode.node.network.transport.noise",

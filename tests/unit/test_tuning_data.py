@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from petalnode.node.errors import BadInput
-from petalnode.node.tuning.early_stop import EarlyStop
-from petalnode.node.tuning.example import Example, read_dataset, split
-from petalnode.node.tuning.row import IGNORED, batch_of, rows_of
-from petalnode.node.tuning.schedule import SHAPES, learning_rate, rows_of_step, steps_of_epoch
+from petalnode.node.tuning.dataset import IGNORED, Example, batch_of, read_dataset, rows_of, split
+from petalnode.node.tuning.progress import EarlyStop
+from petalnode.node.tuning.recipe import SHAPES, learning_rate, rows_of_step, steps_of_epoch
 from tests.swarm.tokenizer import save_tokenizer
 
 

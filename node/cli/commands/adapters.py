@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 
 from ...errors import BadInput
-from ...tuning.sharing.adapter_files import SharedAdapter, check_adapter, check_name
-from ...tuning.sharing.place import HUB, repository_of
+from ...tuning.adapter_files import SharedAdapter, check_adapter, check_name
+from ...tuning.repository import HUB, repository_of
 from ..output import Output
 
 adapters = typer.Typer(

@@ -21,10 +21,9 @@ from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, PetalnodeError
 from ...models import resolve
 from ...models.adapters.note import METHODS, NOTE, AdapterNote, Method
-from ...tuning.early_stop import EarlyStop
-from ...tuning.events import Evaluated, Event, StepDone, StoppedEarly, Waiting
-from ...tuning.example import Dataset, Example, read_dataset, split
-from ...tuning.schedule import SHAPES, Shape, steps_of_epoch
+from ...tuning.dataset import Dataset, Example, read_dataset, rows_of, split
+from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
+from ...tuning.recipe import SHAPES, MethodOptions, Recipe, Shape, steps_of_epoch
 from ..join import JoinOptions, joined, joins_swarm
 from ..output import Output, ProgressBars
 from ..served import served_model
@@ -322,10 +321,8 @@ class _Run:
 
     def _training(self, model: DistributedModel, tokenizer: Any) -> Training:
         from ...tuning.checkpoint import load_checkpoint
-        from ...tuning.recipe import Recipe
-        from ...tuning.row import rows_of
         from ...tuning.trainer import Training
-        from ...tuning.tuned import MethodOptions, Tuned
+        from ...tuning.tuned import Tuned
 
         options = self._options
         chat = bool(tokenizer.chat_template) if options.chat_template is None else options.chat_template
@@ -394,8 +391,7 @@ class _Run:
             self._output.emit(event="interrupted", step=training.step, checkpoint=str(path))
 
     def _save(self, training: Training) -> None:
-        from ...tuning.adapter_folder import save_adapter
-        from ...tuning.card import card_of
+        from ...tuning.adapter_folder import card_of, save_adapter
         from ...tuning.checkpoint import CHECKPOINT
 
         options, out = self._options, self._out

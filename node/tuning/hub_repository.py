@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from ...errors import BadInput, PetalnodeError
+from ..errors import BadInput, PetalnodeError
 from .adapter_files import FILES, MAX_FILE_BYTES, SharedAdapter, check_adapter, copy_adapter
 
 T = TypeVar("T")

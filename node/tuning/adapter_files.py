@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ...errors import BadInput
-from ...models.adapters.note import NOTE, AdapterNote, read_note
-from ...models.cache_dir import disk_errors
+from ..errors import BadInput
+from ..models.adapters.note import NOTE, AdapterNote, read_note
+from ..models.cache_dir import disk_errors
 
 FILES: Final = (
     "adapter_config.json",

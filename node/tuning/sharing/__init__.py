@@ -1,1 +1,0 @@
-"""Where adapters are shared: a folder, a git repository or the hub."""
