@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
-from petalnode.node.client.api.autograd import Cut
+from petalnode.node.client.api.remote import SpanTensors
 from petalnode.node.client.batch.batch_stream import BatchInput, BatchSpec
 from petalnode.node.client.chunks import to_chunks
 from petalnode.node.client.core import SwarmClient, open_client
@@ -184,7 +184,7 @@ class Prober:
         (hop,) = await client.route(SessionSpec(b"", Span(0, local.num_blocks), 1, PROMPT))
         works = BatchSpec(client.model.version, "none", dtype_name(hidden.dtype))
         tensors = draw_kept_tensors(kind, local.linears, local.hidden_size, self.random, PROMPT)
-        kept = Cut(hop.span, tensors)(hop.span, slice(0, 0))
+        kept = SpanTensors(hop.span, tensors)(hop.span, slice(0, 0))
         task = BatchInput((WireTensor(*encode(hidden, "none")), WireTensor(*encode(gradient, "none"))), kept=kept)
         await client.batches.run(BACKWARD, hop, works, task, None)
 

@@ -30,19 +30,18 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .node.client.api.causal_lm import AutoDistributedModelForCausalLM
     from .node.client.api.classification import AutoDistributedModelForSequenceClassification
-    from .node.client.api.lora import LoraTuning
-    from .node.client.api.model import AutoDistributedModelForCausalLM
     from .node.client.api.remote import RemoteSequential
-    from .node.client.api.tuning import PromptTuning
+    from .node.client.api.tuning import LoraTuning, PromptTuning
     from .node.errors import BadInput, ModelError, NoChainError, PetalnodeError, ServerFailed, SwarmError
     from .node.tuning.adapter_folder import load_adapter
 
 
 _IN_MODULES = {
-    "AutoDistributedModelForCausalLM": "client.api.model",
+    "AutoDistributedModelForCausalLM": "client.api.causal_lm",
     "AutoDistributedModelForSequenceClassification": "client.api.classification",
-    "LoraTuning": "client.api.lora",
+    "LoraTuning": "client.api.tuning",
     "PromptTuning": "client.api.tuning",
     "RemoteSequential": "client.api.remote",
     "load_adapter": "tuning.adapter_folder",

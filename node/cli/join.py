@@ -266,7 +266,7 @@ def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
     The fields carry their typer.Option as an annotation. The function receives the dataclasses, filled in.
     """
     hints = typing.get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         group = groups.get(parameter.name)

@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from ...protocols.adapter import PROMPTS
 from ...protocols.ids import Span
 from ...protocols.training import LORA_PARTS, LoraName
-from ..client.api.lora import LoraTuning
 from ..client.api.model import DistributedModel
-from ..client.api.tuning import PromptTuning
+from ..client.api.tuning import LoraTuning, PromptTuning
 from ..errors import BadInput
 from ..models.adapters.note import AdapterNote
 from ..models.adapters.peft_adapter import CONFIG, DEEP_PROMPTS, WEIGHTS, Adapter, read_adapter

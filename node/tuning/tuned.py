@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..client.api.lora import LoraTuning
 from ..client.api.model import DistributedModel
-from ..client.api.tuning import PromptTuning
+from ..client.api.tuning import LoraTuning, PromptTuning
 from .dataset import Batch
 from .recipe import MethodOptions
 

@@ -12,7 +12,7 @@ import torch
 
 from ...protocols.training import LORA_PARTS, PROMPTS, LoraName
 from ..blocks.client_part import ClientModel
-from ..client.api.lora import is_target, usual_targets
+from ..client.api.tuning import is_target, usual_targets
 from ..client.dialogue import Dialogue
 from ..client.swarm_model import SwarmModel
 from ..client.text import Text

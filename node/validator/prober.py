@@ -19,7 +19,7 @@ import trio
 from ...crypto.identity import Identity
 from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.tensors import decode, dtype_name, encode
-from ..client.api.autograd import Cut
+from ..client.api.remote import SpanTensors
 from ..client.batch.batch_stream import BatchInput, BatchSpec, KeptTensors
 from ..client.chunks import from_chunks, to_chunks
 from ..client.core import SwarmClient
@@ -218,10 +218,10 @@ async def _train(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
     spec = BatchSpec(model.swarm_model.version, "none", dtype_name(hidden.dtype))
     chunk = WireTensor(*encode(hidden, "none"))
     tensors = draw_kept_tensors(probe.kind, model.local.linears, model.local.hidden_size, random, hidden.shape[1])
-    cut = Cut(Span(0, model.local.num_blocks), tensors)
+    span_tensors = SpanTensors(Span(0, model.local.num_blocks), tensors)
     entered: list[tuple[Hop, WireTensor, KeptTensors | None]] = []
     for hop in probe.route:
-        kept = await trio.to_thread.run_sync(cut, hop.span, slice(0, 0))
+        kept = await trio.to_thread.run_sync(span_tensors, hop.span, slice(0, 0))
         (output,) = await client.batches.run(FORWARD, hop, spec, BatchInput((chunk,), kept=kept), None)
         entered.append((hop, chunk, kept))
         chunk = output

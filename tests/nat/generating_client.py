@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 
 
 def say(**fields: Any) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import INFERENCE
 from tests.swarm.processes import until

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import NoChainError
 from tests.swarm.processes import Node, Nodes, Outcome, petalnode
 from tests.tiny_models import load_whole

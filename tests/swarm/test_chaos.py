@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.network.transport.yamux import Muxer
 from tests.swarm.processes import Nodes, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool

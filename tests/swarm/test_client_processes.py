@@ -12,7 +12,7 @@ from tests.swarm.processes import Nodes, Running
 
 OPEN = """
 import os, sys, torch
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import PetalnodeError
 torch.set_num_threads(1)
 model = AutoDistributedModelForCausalLM.from_pretrained(sys.argv[1], initial_peers=[sys.argv[2]])

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError, SwarmError
 from tests.swarm.faulty_server import order
 from tests.swarm.fleet import CACHE, Model, opened_for

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from petalnode import AutoDistributedModelForCausalLM, LoraTuning, PromptTuning
-from petalnode.node.client.api.model import DistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.errors import BadInput
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.plain_tuning import PlainTuning

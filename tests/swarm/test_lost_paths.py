@@ -17,7 +17,7 @@ import torch
 import trio
 from multiaddr import Multiaddr
 
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.protocols.ids import INFERENCE
 from tests.swarm.fleet import CACHE, At, Model, heard_of
 from tests.swarm.processes import Nodes, until

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import LOOPBACK, Node, Nodes, Running
 from tests.tiny_models import load_whole

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.errors import BadInput, PetalnodeError, SwarmError
 from tests.swarm.conftest import SharedSwarm
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole

@@ -9,7 +9,7 @@ import torch
 
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.span import load_span
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.protocols.ids import Span
 from tests.swarm.processes import Nodes, petalnode
 from tests.tiny_models import NUM_BLOCKS, VOCABULARY

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import NoChainError, SwarmError
 from tests.swarm.faulty_server import FAULTS, order
 from tests.swarm.fleet import CACHE, POSITIONS, At, Fleet, Model, Tap, opened_for

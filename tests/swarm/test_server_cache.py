@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from petalnode.node.client.api.model import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.protocols import wire_pb2 as wire

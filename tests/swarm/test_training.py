@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from petalnode import AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification, PromptTuning
-from petalnode.node.client.api.model import DistributedModelForCausalLM
+from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.plain_tuning import PlainTuning

@@ -295,16 +295,16 @@ class _Run:
                     yield client
 
         from ...blocks.client_part import load_client
+        from ...client.api.causal_lm import DistributedModelForCausalLM
         from ...client.api.classification import DistributedModelForSequenceClassification
-        from ...client.api.connected import Opened
-        from ...client.api.model import DistributedModelForCausalLM
+        from ...client.api.model import OpenedModel
         from ...client.api.runtime import TrioThread
         from ...client.text import load_tokenizer
 
         runtime = TrioThread(resource)
         stack.callback(runtime.close)
         folder = runtime.value.model.folder
-        opened = Opened(load_client(folder.path, device=self._options.device), runtime, folder.path)
+        opened = OpenedModel(load_client(folder.path, device=self._options.device), runtime, folder.path)
         tokenizer = load_tokenizer(folder)
         labels = self._dataset.labels
         model: DistributedModel

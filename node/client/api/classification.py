@@ -1,73 +1,51 @@
-"""The Python API: a classifier of sequences whose blocks run in the swarm."""
+"""A classifier of sequences whose blocks run in the swarm."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from typing import Unpack
 
 import torch
 from torch import nn
 
 from ...blocks.classifier import sequence_classifier
 from ...errors import BadInput
-from ...models import Progress
 from ...models.adapters.peft_adapter import Adapter
-from ...models.progress import no_progress
-from .connected import Opened, open_model
-from .model import DistributedModel
+from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options
+from .tuning import soft_prompt
 
 
 class AutoDistributedModelForSequenceClassification:
     """Opens models of a swarm with a head that tells `num_labels` classes; see `from_pretrained`."""
 
     @classmethod
+    @takes_model_options
     def from_pretrained(
         cls,
         model: str | os.PathLike[str],
         *,
         num_labels: int | None = None,
         problem_type: str | None = None,
-        initial_peers: Sequence[str] | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        revision: str | None = None,
-        swarm_key: str | os.PathLike[str] | None = None,
-        identity: str | os.PathLike[str] | None = None,
-        allowed_servers: Collection[str] | None = None,
-        blocked_servers: Collection[str] | None = None,
-        request_timeout: float | None = None,
-        wait: bool = False,
-        adapter: str | os.PathLike[str] | None = None,
-        progress: Progress = no_progress,
+        **options: Unpack[ModelOptions],
     ) -> DistributedModelForSequenceClassification:
-        """Loads the local part of `model`, puts a new head on it, and finds the servers that hold its blocks.
+        """Loads the local part of `model`, adds a new head, and finds the servers that hold its blocks.
 
         Args:
-            num_labels: classes; 1 is regression. None is what the adapter's head has, else 2.
+            model: a folder in Hugging Face layout, a .gguf file, a hub id or an alias such as "smollm2".
+            num_labels: classes; 1 is regression. None is the number of classes of the adapter's head, else 2.
             problem_type: as in transformers: "regression", "single_label_classification" (the usual),
-                "multi_label_classification"; None goes by the labels.
-            adapter: a folder with a LoRA adapter, with its head (modules_to_save) if it has one, or a prompt.
+                "multi_label_classification"; None derives it from the labels.
 
-        The other arguments and what is raised are those of `AutoDistributedModelForCausalLM.from_pretrained`; and
-        ModelError where transformers has no classifier of this architecture.
+        Raises:
+            ModelError: the model cannot be found or used, or transformers has no classifier of this architecture.
+            BadInput: an argument that makes no sense, such as a peer address with a typo.
+            MachineError: another process uses the identity.
+            SwarmError: no peer answers.
         """
-        opened = open_model(
-            model,
-            initial_peers=initial_peers,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            swarm_key=swarm_key,
-            identity=identity,
-            allowed_servers=allowed_servers,
-            blocked_servers=blocked_servers,
-            adapter=adapter,
-            head=True,
-            progress=progress,
-        )
+        opened = open_model(model, options, head=True)
         try:
             classifier = DistributedModelForSequenceClassification(
-                opened, num_labels or _labels(opened.adapter), problem_type, wait=wait, request_timeout=request_timeout
+                opened, num_labels or _labels(opened.adapter), problem_type
             )
             if opened.adapter is not None:
                 _put_head(classifier.transformers_model, opened.adapter)
@@ -78,14 +56,15 @@ class AutoDistributedModelForSequenceClassification:
 
 
 def _labels(adapter: Adapter | None) -> int:
-    """Classes that the adapter's head tells, 2 if it has none."""
-    heads = [] if adapter is None else [each.shape[0] for each in adapter.local.values()]
+    """The number of classes of the adapter's head; 2 if it has none."""
+    heads = [] if adapter is None else [weight.shape[0] for weight in adapter.local.values()]
     return heads[0] if heads else 2
 
 
 @torch.no_grad()
 def _put_head(classifier: nn.Module, adapter: Adapter) -> None:
-    """
+    """Copies the head of the adapter, if it has one, into the classifier.
+
     Raises:
         BadInput: the adapter's head is that of another classifier.
     """
@@ -102,19 +81,11 @@ def _put_head(classifier: nn.Module, adapter: Adapter) -> None:
 class DistributedModelForSequenceClassification(DistributedModel):
     """transformers' ...ForSequenceClassification with its blocks in the swarm; see `DistributedModel`.
 
-    Its head is new, is trained by the client and has gradients from the start: `parameters()` with `requires_grad`
-    are what an optimiser takes. The logits are those of each row's last token that is not padding, so batches need a
-    `pad_token_id` in `config`.
+    Its head is new, belongs to the client and has `requires_grad` from the start: give an optimiser the `parameters()`
+    that have it. The logits [batch, num_labels] are those of each row's last token that is not padding, so batches
+    need a `pad_token_id` in `config`.
     """
 
-    def __init__(
-        self,
-        opened: Opened,
-        num_labels: int,
-        problem_type: str | None,
-        *,
-        wait: bool = False,
-        request_timeout: float | None = None,
-    ) -> None:
-        classifier = sequence_classifier(opened.local, num_labels, problem_type)
-        super().__init__(opened, classifier, wait=wait, request_timeout=request_timeout)
+    def __init__(self, opened: OpenedModel, num_labels: int, problem_type: str | None) -> None:
+        super().__init__(opened, sequence_classifier(opened.local, num_labels, problem_type))
+        self.soft_prompt = soft_prompt(self, opened.adapter)

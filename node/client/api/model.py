@@ -1,152 +1,260 @@
-"""The Python API: a causal language model whose blocks run in the swarm, used like one of transformers."""
+"""A transformers model whose blocks run in the swarm: how it is opened, and what all kinds of it share."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, ParamSpec, Self, TypedDict, TypeVar, get_type_hints
 
 import torch
 from torch import nn
 
-from ....protocols.adapter import PROMPTS
-from ....protocols.framing import TensorError
+from ....crypto.identity import Identity, IdentityError, IdentityLocked, held_identity
+from ....crypto.swarm_key import SwarmKeyError, find_swarm_key
 from ....protocols.ids import Span
 from ....protocols.training import LoraName
+from ...blocks.client_part import ClientModel, load_client
 from ...blocks.remote import RemoteCache, RemoteCall
-from ...errors import BadInput
-from ...models import Progress
+from ...errors import BadInput, MachineError
+from ...models import Progress, resolve
 from ...models.adapters.peft_adapter import Adapter
 from ...models.progress import no_progress
+from ...network.addresses import parse_peer
+from ...swarm.config import SwarmConfig
+from ...swarm.swarm import open_swarm
+from ..core import SwarmClient, open_client
 from ..session.disjoint import Disagreement
-from ..session_adapter import SessionAdapter
-from .connected import Opened, open_model
-from .inference_session import InferenceSession
-from .remote import RemoteSequential, around_here, surroundings
+from ..session_adapter import choose_adapter, fit_adapter
+from ..swarm_model import identify_model
+from .remote import RemoteSequential, forward_context, within
+from .runtime import TrioThread
 
-DEFAULT_GENERATED_LENGTH = 20
-"""What transformers generates when nobody says how much."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class AutoDistributedModelForCausalLM:
-    """Opens models of a swarm; see `from_pretrained`."""
+class ModelOptions(TypedDict, total=False):
+    """The keyword arguments that every `from_pretrained` takes.
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        model: str | os.PathLike[str],
-        *,
-        initial_peers: Sequence[str] | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        revision: str | None = None,
-        swarm_key: str | os.PathLike[str] | None = None,
-        identity: str | os.PathLike[str] | None = None,
-        allowed_servers: Collection[str] | None = None,
-        blocked_servers: Collection[str] | None = None,
-        share_receipts: Sequence[str] = (),
-        require_pledge: int | None = None,
-        compare_chains: int = 1,
-        request_timeout: float | None = None,
-        wait: bool = False,
-        adapter: str | os.PathLike[str] | None = None,
-        progress: Progress = no_progress,
-    ) -> DistributedModelForCausalLM:
-        """Loads embeddings, final norm and head of `model`, and finds the servers that hold its blocks.
+    Args:
+        initial_peers: multiaddrs of nodes to join through; by default PETALNODE_PEERS, comma-separated.
+        dtype: of the local part and of the hidden states that are sent; "auto" is the checkpoint's.
+        device: of the local part; None is the CPU.
+        revision: of a model on the hub: a branch, tag or commit.
+        swarm_key: of a private swarm: its file, or its 64 hexadecimal digits.
+        identity: file of this client's private key, created if missing; by default a new key each time. Servers started
+            with `petalnode serve --allow-client` accept only clients whose peer id they know.
+        allowed_servers: peer ids of the only servers to use; None allows all.
+        blocked_servers: peer ids of servers never to use.
+        share_receipts: multiaddrs with /p2p of auditors that are sent receipts and hidden states, which show them the
+            text.
+        require_pledge: use only servers that pledge at least this many points.
+        compare_chains: from 2 on, sessions (and `generate`) run every step on this many chains that share no server,
+            and compare their outputs; see `disagreements`. Calls without a cache are not compared.
+        request_timeout: seconds that a server may take for one step.
+        wait: while no chain of servers covers the model, wait for one instead of raising.
+        adapter: a folder with a LoRA adapter or a prompt in peft's format, which is sent to servers that do not hold
+            it; or the name of a LoRA adapter that servers hold: then only those servers are used.
+        progress: called with what is downloaded or read, and how far it is.
+    """
 
-        Args:
-            model: a folder in Hugging Face layout, a .gguf file, a hub id or an alias such as "smollm2".
-            initial_peers: multiaddrs of nodes to join through; by default PETALNODE_PEERS, comma-separated.
-            dtype: of the local part and of what travels; "auto" is the checkpoint's.
-            device: of the local part; None is the CPU.
-            swarm_key: of a private swarm: its file, or its 64 hexadecimal digits.
-            identity: file of this client's key, made if missing; by default a new key each time. For servers that
-                serve only clients that they know by their peer id (`petalnode serve --allow-client`).
-            allowed_servers, blocked_servers: peer ids to use only, or never.
-            share_receipts: auditors, multiaddrs with /p2p, that may look at what servers answered. They can read along.
-            require_pledge: use only servers that pledge at least so many points.
-            compare_chains: from 2 on, sessions (and `generate`) run through so many chains that share no server, and
-                what they answer is compared at every step; see `disagreements`. Calls without a cache are not compared.
-            request_timeout: seconds that a server may take for one step.
-            wait: while no chain of servers covers the model, wait for one instead of raising.
-            adapter: a folder with a LoRA adapter or a prompt (peft's format), which is brought to the servers where
-                they do not hold it; or the name of a LoRA adapter that servers hold, and only those are used then.
+    initial_peers: Sequence[str] | None
+    dtype: str | torch.dtype
+    device: str | torch.device | None
+    revision: str | None
+    swarm_key: str | os.PathLike[str] | None
+    identity: str | os.PathLike[str] | None
+    allowed_servers: Collection[str] | None
+    blocked_servers: Collection[str] | None
+    share_receipts: Sequence[str]
+    require_pledge: int | None
+    compare_chains: int
+    request_timeout: float | None
+    wait: bool
+    adapter: str | os.PathLike[str] | None
+    progress: Progress
 
-        Raises:
-            ModelError: the model cannot be found or used.
-            BadInput: an argument that makes no sense, such as a peer address with a typo.
-            SwarmError: no peer answers.
-        """
-        opened = open_model(
-            model,
-            initial_peers=initial_peers,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            swarm_key=swarm_key,
-            identity=identity,
-            allowed_servers=allowed_servers,
-            blocked_servers=blocked_servers,
-            adapter=adapter,
-            share_receipts=share_receipts,
-            require_pledge=require_pledge,
-            compare_chains=compare_chains,
-            progress=progress,
-        )
-        return DistributedModelForCausalLM(opened, wait=wait, request_timeout=request_timeout)
+
+DEFAULTS: Final = ModelOptions(
+    initial_peers=None,
+    dtype="auto",
+    device=None,
+    revision=None,
+    swarm_key=None,
+    identity=None,
+    allowed_servers=None,
+    blocked_servers=None,
+    share_receipts=(),
+    require_pledge=None,
+    compare_chains=1,
+    request_timeout=None,
+    wait=False,
+    adapter=None,
+    progress=no_progress,
+)
+
+
+def takes_model_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Puts each keyword of `**options: Unpack[ModelOptions]` into the signature and the docstring, for `help`."""
+    types = get_type_hints(ModelOptions)
+    signature = inspect.signature(function)
+    named = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+        for name, default in DEFAULTS.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*named, *keywords])  # type: ignore[attr-defined]
+    arguments = inspect.cleandoc(ModelOptions.__doc__ or "").partition("Args:\n")[2]
+    own, _, raises = inspect.cleandoc(function.__doc__ or "").partition("\n\nRaises:")
+    function.__doc__ = f"{own}\n{arguments}\n\nRaises:{raises}"
+    return function
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """The parts of a model that is open: embeddings and head here, and a client of the swarm in its own thread.
+
+    Attributes:
+        path: the folder that the local part was loaded from.
+        adapter: what the model was opened with; None if there is none, or only servers hold it.
+        wait, request_timeout: as in `ModelOptions`.
+    """
+
+    local: ClientModel
+    runtime: TrioThread[SwarmClient]
+    path: Path
+    adapter: Adapter | None = None
+    wait: bool = False
+    request_timeout: float | None = None
+
+
+def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bool = False) -> OpenedModel:
+    """Loads the local part of `model` and joins the swarm. `head`: an adapter may bring a head of its own.
+
+    Raises:
+        ModelError: the model cannot be found or used.
+        BadInput: an argument that makes no sense, such as a peer address with a typo.
+        MachineError: another process uses the identity.
+        SwarmError: no peer answers.
+        TypeError: there is no such option.
+    """
+    if unknown := options.keys() - DEFAULTS.keys():
+        raise TypeError(f"from_pretrained() got an unexpected keyword argument {min(unknown)!r}")
+    given: ModelOptions = {**DEFAULTS, **options}
+    peers = _peers(given["initial_peers"])
+    compare_chains, share_receipts = given["compare_chains"], given["share_receipts"]
+    if compare_chains < 1:
+        raise BadInput(f"compare_chains={compare_chains}: give the number of chains, 1 to compare nothing")
+    for auditor in share_receipts:
+        parse_peer(auditor)
+    try:
+        psk = None if given["swarm_key"] is None else find_swarm_key(given["swarm_key"])
+    except SwarmKeyError as error:
+        raise BadInput(str(error)) from error
+    adapter = None if given["adapter"] is None else choose_adapter(str(given["adapter"]))
+    folder = resolve(model, need="client", progress=given["progress"], revision=given["revision"])
+    device = "cpu" if given["device"] is None else str(given["device"])
+    local = load_client(folder.path, device=device, dtype=str(given["dtype"]).removeprefix("torch."))
+    if isinstance(adapter, Adapter):
+        fit_adapter(adapter, local, head=head)
+
+    @asynccontextmanager
+    async def client() -> AsyncIterator[SwarmClient]:
+        with ExitStack() as stack:
+            identity = _identity(given["identity"], stack)
+            config = SwarmConfig(identity=identity, listen=(), peers=peers, psk=psk, serve_dht=False)
+            async with open_swarm(config) as swarm:
+                identified = await identify_model(swarm, folder, given["progress"])
+                async with open_client(
+                    swarm,
+                    identified,
+                    allowed=given["allowed_servers"] or (),
+                    blocked=given["blocked_servers"] or (),
+                    share_receipts=share_receipts,
+                    require_pledge=given["require_pledge"],
+                    compare_chains=compare_chains,
+                    adapter=adapter,
+                ) as opened:
+                    yield opened
+
+    return OpenedModel(
+        local,
+        TrioThread(client),
+        folder.path,
+        adapter if isinstance(adapter, Adapter) else None,
+        given["wait"],
+        given["request_timeout"],
+    )
+
+
+def _peers(initial_peers: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(initial_peers, str):
+        raise BadInput("initial_peers takes a list of multiaddrs, not one string")
+    peers = os.environ.get("PETALNODE_PEERS", "").split(",") if initial_peers is None else initial_peers
+    given = tuple(peer for peer in peers if peer.strip())
+    if not given:
+        raise BadInput("which swarm? Give initial_peers=[...] or set PETALNODE_PEERS")
+    return given
+
+
+def _identity(file: str | os.PathLike[str] | None, stack: ExitStack) -> Identity:
+    """The identity in this file, which is created if missing and locked until `stack` is closed; else a new one."""
+    if file is None:
+        return Identity.generate()
+    try:
+        return stack.enter_context(held_identity(Path(file), "client", Path(file).parent))
+    except IdentityLocked as error:
+        raise MachineError(str(error)) from error
+    except IdentityError as error:
+        raise BadInput(str(error)) from error
 
 
 class DistributedModel:
-    """A model of transformers with its blocks in the swarm: what all kinds of them share.
+    """A transformers model with its blocks in the swarm: what all kinds of it share.
 
-    Calling it, `config`, `parameters` and everything else behave as in transformers: what this class does not define is
-    the local transformers model's (`transformers_model`), which holds all but the blocks. Gradients go back through the
-    swarm; nothing has them at first, so set `requires_grad_()` on what you train. The servers' blocks never change and
-    have no dropout. A context manager; a process that forgets to close it exits cleanly all the same.
+    Attributes that this class does not define (`config`, `parameters`, ...) are those of the local transformers model,
+    `transformers_model`, which holds everything but the blocks. Gradients pass through the swarm; no parameter has
+    `requires_grad` at first, so set it on what you train. The servers' blocks never change and have no dropout.
+    A context manager: leaving it closes the model. A process that does not close it exits cleanly all the same.
 
     Attributes:
-        remote_blocks: all blocks. Another module may be put in their place, which takes and returns hidden states:
-            `model.remote_blocks = nn.Sequential(blocks[:10], MyAdapter(), blocks[10:])`. Its parameters are among the
-            model's then.
+        remote_blocks: all blocks. May be set to another module that takes and returns hidden states [batch, tokens,
+            hidden], such as `nn.Sequential(blocks[:10], MyAdapter(), blocks[10:])`, whose parameters then belong to
+            the model.
         num_blocks, hidden_size: of the whole model.
         version: the model version, 32 bytes.
-        any_token: a token id that is not the padding's.
-        linears: per block, (values in, values out) of its linear layers, by their paths in it.
+        any_token: a token id that is not that of padding.
+        linears: per block, (input size, output size) of its linear layers, by their paths in the block.
         blocks_path: the name of the list of blocks in the transformers model.
-        labels_are_tokens: whether `labels` has an entry for each of `input_ids`.
-        soft_prompt: a `PromptTuning` of the adapter that the model was opened with, through which it is called then.
+        labels_are_tokens: whether `labels` has the shape of `input_ids`.
+        soft_prompt: the `PromptTuning` of the adapter that the model was opened with, or None; calls go through it.
     """
 
     labels_are_tokens = False
 
-    def __init__(
-        self, opened: Opened, transformers_model: Any, *, wait: bool = False, request_timeout: float | None = None
-    ) -> None:
+    def __init__(self, opened: OpenedModel, transformers_model: Any) -> None:
+        local = opened.local
         self.transformers_model = transformers_model
         self.path = opened.path
-        self.num_blocks = opened.local.num_blocks
-        self.hidden_size = opened.local.hidden_size
-        self.any_token = opened.local.any_token
-        self.linears = opened.local.linears
-        self.blocks_path = opened.local.blocks_path
-        self._local = opened.local
-        self._runtime = opened.runtime
+        self.num_blocks = local.num_blocks
+        self.hidden_size = local.hidden_size
+        self.any_token = local.any_token
+        self.linears = local.linears
+        self.blocks_path = local.blocks_path
+        self.soft_prompt: Any = None
         self.version = opened.runtime.value.model.version
-        self._wait = wait
-        self._request_timeout = request_timeout
-        blocks = Span(0, opened.local.num_blocks)
-        self._blocks = RemoteSequential(self._runtime, blocks, wait=wait, step_timeout=request_timeout)
+        self._local = local
+        self._runtime = opened.runtime
+        self._blocks = RemoteSequential(
+            opened.runtime, Span(0, local.num_blocks), wait=opened.wait, step_timeout=opened.request_timeout
+        )
         self._local.layer.inner = self._blocks
         self._local.bind(self._run_blocks)
-        self.soft_prompt: Any = None
-        if opened.adapter is not None and opened.adapter.soft_prompt is not None:
-            from .tuning import PromptTuning
-
-            embeddings = opened.adapter.soft_prompt
-            self.soft_prompt = PromptTuning(self, len(embeddings), init=embeddings).requires_grad_(False)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "transformers_model" not in self.__dict__:
@@ -167,7 +275,7 @@ class DistributedModel:
 
     @property
     def disagreements(self) -> tuple[Disagreement, ...]:
-        """Of chains that were compared (`compare_chains`), so far."""
+        """Differences found so far between chains that were compared (`compare_chains`)."""
         return tuple(self._runtime.value.disagreements)
 
     @property
@@ -184,11 +292,12 @@ class DistributedModel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' forward, without a cache unless `past_key_values` or `use_cache=True` is given.
 
-        Batches may be padded at either side. With `output_hidden_states=True` the blocks run one by one; gradients go
-        back from what is between them, too.
+        Batches may be padded at either side. With `output_hidden_states=True` the blocks run one by one, and gradients
+        pass through the hidden states that are returned.
 
         Raises:
-            BadInput: hidden states are wanted with a cache, or from other modules than the model's blocks.
+            BadInput: `output_hidden_states` together with a cache, or with other modules in place of the blocks.
+            SwarmError: no chain covers the blocks, or several servers failed.
         """
         if self.soft_prompt is not None and not self._local.is_prompted:
             return self.soft_prompt(*args, **kwargs)
@@ -202,12 +311,12 @@ class DistributedModel:
     def _forward_with_states(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None or kwargs["use_cache"]:
             raise BadInput(
-                "there are no hidden states between blocks in a session: call the model with use_cache=False"
+                "a session does not return the hidden states between blocks: call the model with use_cache=False"
             )
         if self.remote_blocks is not self._blocks:
-            raise BadInput("other modules stand between the blocks: let them keep the hidden states that you want")
+            raise BadInput("remote_blocks was replaced: record the hidden states in your own module")
         entered: list[torch.Tensor] = []
-        with surroundings(replace(around_here(), entered=entered)), self._local.last_hidden_state() as last:
+        with within(replace(forward_context(), block_inputs=entered)), self._local.last_hidden_state() as last:
             output = self.transformers_model(*args, **kwargs)
         states = (*entered, *last)
         if isinstance(output, tuple):
@@ -219,186 +328,34 @@ class DistributedModel:
     def prompted(
         self, prompts: torch.Tensor, deep: torch.Tensor | None = None, *, starts: torch.Tensor | None = None
     ) -> Iterator[None]:
-        """Within it, soft prompts stand in the place of some tokens of every row, in this thread.
+        """A context in which soft prompts replace the embeddings of some tokens of every row, for calls of this thread.
 
         Args:
-            prompts: [prefix, embedding size], in place of what the embeddings make of the first `prefix` tokens.
-            deep: [blocks, prefix, hidden], added to the first positions of what enters each block.
-            starts: [rows], the first token of each row that the prompts stand for; None is the first of all.
+            prompts: [prefix, embedding size], in place of the embeddings of the first `prefix` tokens.
+            deep: [blocks, prefix, hidden], added to the input of each block at the first `prefix` positions.
+            starts: [rows], where the prompts begin in each row; None is at its first token.
         """
-        around = replace(around_here(), prompts=None if deep is None else deep.unsqueeze(1))
-        with self._local.prompted(prompts, starts), surroundings(around):
+        context = replace(forward_context(), prompts=None if deep is None else deep.unsqueeze(1))
+        with self._local.prompted(prompts, starts), within(context):
             yield
 
     def changed(self, lora: Mapping[LoraName, torch.Tensor]) -> AbstractContextManager[None]:
-        """Within it, these tensors change linear layers of the servers' blocks for calls of this thread."""
-        return surroundings(replace(around_here(), lora=lora))
+        """A context in which these LoRA weights change layers of the servers' blocks, for calls of this thread."""
+        return within(replace(forward_context(), lora=lora))
 
     def _run_blocks(self, hidden: torch.Tensor, call: RemoteCall) -> torch.Tensor:
-        """What stands in the local model instead of its blocks."""
+        """Called by the local model in place of its blocks: hidden [batch, tokens, hidden] to the same shape."""
         if call.cache is not None:
             return self._run_in_session(hidden, call, call.cache)
-        around = replace(around_here(), mask=call.attention_mask, positions=call.position_ids)
-        with surroundings(around):
-            if around.entered is None:
+        context = replace(forward_context(), mask=call.attention_mask, positions=call.position_ids)
+        with within(context):
+            if context.block_inputs is None:
                 output: torch.Tensor = self.remote_blocks(hidden)
                 return output
             for block in self._blocks:
-                around.entered.append(hidden)
+                context.block_inputs.append(hidden)
                 hidden = block(hidden)
             return hidden
 
     def _run_in_session(self, hidden: torch.Tensor, call: RemoteCall, cache: RemoteCache) -> torch.Tensor:
-        raise BadInput("this model keeps no cache: call it with use_cache=False")
-
-
-class DistributedModelForCausalLM(DistributedModel):
-    """A causal language model with its blocks in the swarm; see `DistributedModel`.
-
-    `generate` and calling it with `labels` behave as in transformers.
-    """
-
-    labels_are_tokens = True
-
-    def __init__(self, opened: Opened, *, wait: bool = False, request_timeout: float | None = None) -> None:
-        super().__init__(opened, opened.local.model, wait=wait, request_timeout=request_timeout)
-        self._active: list[InferenceSession] = []
-
-    def inference_session(self, max_length: int) -> InferenceSession:
-        """A session for up to `max_length` tokens a row. Within `with`, `generate` uses it by itself."""
-        session = InferenceSession(
-            self._runtime,
-            self._blocks.span,
-            max_length,
-            wait=self._wait,
-            step_timeout=self._request_timeout,
-            on_exit=self._deactivate,
-        )
-        self._active.append(session)
-        return session
-
-    @property
-    def active_session(self) -> InferenceSession | None:
-        """The innermost open session, which `generate` uses."""
-        return self._active[-1] if self._active else None
-
-    def _deactivate(self, session: InferenceSession) -> None:
-        if session in self._active:
-            self._active.remove(session)
-
-    @torch.no_grad()
-    def generate(
-        self, inputs: torch.Tensor | None = None, *, session: InferenceSession | None = None, **kwargs: Any
-    ) -> Any:
-        """transformers' generate: greedy, sampling, beam search, left-padded batches.
-
-        Args:
-            inputs: token ids [batch, tokens]; also as `input_ids`.
-            session: keeps the caches from call to call; by default the active session, else one for this call.
-                Give the whole sequence: what the session holds of it already is not sent again, and what differs
-                is rolled back.
-        """
-        input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
-        if input_ids is None or input_ids.dim() != 2 or not input_ids.numel():
-            raise BadInput("generate needs input_ids of shape [batch, tokens], with at least one token")
-        if kwargs.get("output_hidden_states"):
-            raise BadInput(
-                "generate has no hidden states between blocks: call the model with the tokens that it returns"
-            )
-        if self.soft_prompt is not None and not self._local.is_prompted:
-            if session is not None:
-                raise BadInput("a session is kept by one call only, because a prompt stands before its tokens")
-            return self.soft_prompt.generate(input_ids, **kwargs)
-        if kwargs.get("use_cache") is False:
-            return self.transformers_model.generate(input_ids, **kwargs)
-        if self.remote_blocks is not self._blocks:
-            raise BadInput(
-                "a session runs through the servers' blocks only, not through the modules that were put between them: "
-                "generate with use_cache=False"
-            )
-        adapter = self._adapter_around()
-        # What stands for the first tokens of a row under prompts is not in their ids: no session may go on from it.
-        session = session or (None if self._local.is_prompted or adapter else self.active_session)
-        if session is None:
-            length = self._total_length(input_ids.shape[1], kwargs)
-            with InferenceSession(
-                self._runtime,
-                self._blocks.span,
-                length,
-                wait=self._wait,
-                step_timeout=self._request_timeout,
-                adapter=adapter,
-            ) as own:
-                return self._generate_in(own, input_ids, kwargs)
-        return self._generate_in(session, input_ids, kwargs)
-
-    def _adapter_around(self) -> SessionAdapter | None:
-        """LoRA weights and deep prompts that calls of this thread shall be changed by, for a session of their own.
-
-        Raises:
-            BadInput: they cannot be sent.
-        """
-        around = around_here()
-        tensors = {str(name): each.detach() for name, each in around.lora.items()}
-        if around.prompts is not None:
-            tensors |= {f"{block}.{PROMPTS}": each[0].detach() for block, each in enumerate(around.prompts)}
-        for name, each in tensors.items():
-            if not torch.isfinite(each).all():
-                raise BadInput(f"the weights {name} hold NaN or infinity")
-        try:
-            return SessionAdapter.of(Adapter.of("tuned", tensors)) if tensors else None
-        except TensorError as error:
-            raise BadInput(str(error)) from None
-
-    def _generate_in(self, session: InferenceSession, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        tokens = input_ids.tolist()
-        # The last token is always sent: its output is what the next one is chosen from.
-        session.position = min(_shared(session.tokens, tokens), input_ids.shape[1] - 1)
-        session.tokens = None
-        cache = RemoteCache(session)
-        cache.advance(session.position)
-        result = self.transformers_model.generate(input_ids, past_key_values=cache, use_cache=True, **kwargs)
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        beams = kwargs.get("num_beams") or self.transformers_model.generation_config.num_beams or 1
-        if beams == 1 and sequences.shape[0] == session.batch_size:
-            session.tokens = sequences[:, : session.position].tolist()
-        return result
-
-    def _total_length(self, prompt: int, kwargs: dict[str, Any]) -> int:
-        config = kwargs.get("generation_config") or self.transformers_model.generation_config
-        new = kwargs.get("max_new_tokens") or (
-            None if kwargs.get("max_length") else getattr(config, "max_new_tokens", None)
-        )
-        if new:
-            return prompt + int(new)
-        total = kwargs.get("max_length") or getattr(config, "max_length", None)
-        return max(int(total) if total else prompt + DEFAULT_GENERATED_LENGTH, prompt + 1)
-
-    def _run_in_session(self, hidden: torch.Tensor, call: RemoteCall, cache: RemoteCache) -> torch.Tensor:
-        around = around_here()
-        padding = call.left_padding or ()
-        if padding and max(padding) >= call.position + hidden.shape[1]:
-            raise BadInput("a row of the attention mask hides all of its tokens")
-        session = cache.session
-        if not isinstance(session, InferenceSession):
-            raise BadInput("a cache belongs to a session here: use generate(), or inference_session() and its step()")
-        if (around.prompts is not None or around.lora) and session.adapter is None:
-            raise BadInput(
-                "deep prompts and LoRA change a session from its beginning: generate without session=, which makes one"
-            )
-        if session.position > call.position:
-            session.position = call.position
-        return session.step(hidden, reorder=cache.take_reorder() or (), left_padding=padding)
-
-
-def _shared(held: list[list[int]] | None, wanted: list[list[int]]) -> int:
-    """How many leading tokens all rows have in common with what is held."""
-    if held is None or len(held) != len(wanted):
-        return 0
-    shared = min(len(held[0]), len(wanted[0]))
-    for left, right in zip(held, wanted, strict=True):
-        for index in range(shared):
-            if left[index] != right[index]:
-                shared = index
-                break
-    return shared
+        raise BadInput("this model has no cache: call it with use_cache=False")

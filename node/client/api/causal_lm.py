@@ -1,0 +1,188 @@
+"""A causal language model whose blocks run in the swarm: used like one of transformers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Unpack
+
+import torch
+
+from ....protocols.adapter import PROMPTS
+from ....protocols.framing import TensorError
+from ...blocks.remote import RemoteCache, RemoteCall
+from ...errors import BadInput
+from ...models.adapters.peft_adapter import Adapter
+from ..session_adapter import SessionAdapter
+from .inference_session import InferenceSession
+from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options
+from .remote import forward_context
+from .tuning import soft_prompt
+
+DEFAULT_GENERATED_LENGTH = 20
+"""Tokens that transformers generates if no length is given."""
+
+
+class AutoDistributedModelForCausalLM:
+    """Opens causal language models of a swarm; see `from_pretrained`."""
+
+    @classmethod
+    @takes_model_options
+    def from_pretrained(
+        cls, model: str | os.PathLike[str], **options: Unpack[ModelOptions]
+    ) -> DistributedModelForCausalLM:
+        """Loads embeddings, final norm and head of `model`, and finds the servers that hold its blocks.
+
+        Args:
+            model: a folder in Hugging Face layout, a .gguf file, a hub id or an alias such as "smollm2".
+
+        Raises:
+            ModelError: the model cannot be found or used.
+            BadInput: an argument that makes no sense, such as a peer address with a typo.
+            MachineError: another process uses the identity.
+            SwarmError: no peer answers.
+        """
+        return DistributedModelForCausalLM(open_model(model, options))
+
+
+class DistributedModelForCausalLM(DistributedModel):
+    """A causal language model with its blocks in the swarm; see `DistributedModel`.
+
+    `generate` and calling it with `labels` behave as in transformers.
+    """
+
+    labels_are_tokens = True
+
+    def __init__(self, opened: OpenedModel) -> None:
+        super().__init__(opened, opened.local.model)
+        self.soft_prompt = soft_prompt(self, opened.adapter)
+        self._active: list[InferenceSession] = []
+
+    def inference_session(self, max_length: int) -> InferenceSession:
+        """A session for up to `max_length` tokens per row, which `generate` uses until the session is closed."""
+        session = self._blocks.inference_session(max_length, on_exit=self._deactivate)
+        self._active.append(session)
+        return session
+
+    @property
+    def active_session(self) -> InferenceSession | None:
+        """The innermost open session, which `generate` uses."""
+        return self._active[-1] if self._active else None
+
+    def _deactivate(self, session: InferenceSession) -> None:
+        if session in self._active:
+            self._active.remove(session)
+
+    @torch.no_grad()
+    def generate(
+        self, inputs: torch.Tensor | None = None, *, session: InferenceSession | None = None, **kwargs: Any
+    ) -> Any:
+        """transformers' generate: greedy, sampling, beam search, left-padded batches.
+
+        Args:
+            inputs: token ids [batch, tokens]; also as `input_ids`.
+            session: keeps the attention caches from call to call; by default the active session, else a new one for
+                this call. Give the whole sequence: tokens that the session already holds are not sent again, and
+                tokens that differ are rolled back.
+
+        Returns:
+            What transformers returns: token ids [batch x returned sequences, tokens], or its output object.
+
+        Raises:
+            BadInput: arguments that cannot be used together, or are of a wrong shape.
+            SwarmError: no chain covers the blocks, or several servers failed.
+        """
+        input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
+        if input_ids is None or input_ids.dim() != 2 or not input_ids.numel():
+            raise BadInput("generate needs input_ids of shape [batch, tokens], with at least one token")
+        if kwargs.get("output_hidden_states"):
+            raise BadInput(
+                "generate does not return hidden states: call the model with the tokens that generate returns"
+            )
+        if self.soft_prompt is not None and not self._local.is_prompted:
+            if session is not None:
+                raise BadInput("session= cannot be combined with a soft prompt, whose tokens a session does not know")
+            return self.soft_prompt.generate(input_ids, **kwargs)
+        if kwargs.get("use_cache") is False:
+            return self.transformers_model.generate(input_ids, **kwargs)
+        if self.remote_blocks is not self._blocks:
+            raise BadInput(
+                "a session runs through the servers' blocks only, and remote_blocks was replaced: "
+                "generate with use_cache=False"
+            )
+        adapter = self._context_adapter()
+        # Under prompts the first token ids of a row are placeholders, so no session may be continued by comparing ids.
+        session = session or (None if self._local.is_prompted or adapter else self.active_session)
+        if session is None:
+            length = self._total_length(input_ids.shape[1], kwargs)
+            with self._blocks.inference_session(length, adapter=adapter) as own:
+                return self._generate_in(own, input_ids, kwargs)
+        return self._generate_in(session, input_ids, kwargs)
+
+    def _context_adapter(self) -> SessionAdapter | None:
+        """The LoRA weights and deep prompts of the forward context, for a session of their own; None if there are none.
+
+        Raises:
+            BadInput: they cannot be sent.
+        """
+        context = forward_context()
+        tensors = {str(name): weight.detach() for name, weight in context.lora.items()}
+        if context.prompts is not None:
+            tensors |= {f"{block}.{PROMPTS}": rows[0].detach() for block, rows in enumerate(context.prompts)}
+        for name, tensor in tensors.items():
+            if not torch.isfinite(tensor).all():
+                raise BadInput(f"the weights {name} hold NaN or infinity")
+        try:
+            return SessionAdapter.of(Adapter.of("tuned", tensors)) if tensors else None
+        except TensorError as error:
+            raise BadInput(str(error)) from None
+
+    def _generate_in(self, session: InferenceSession, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        tokens = input_ids.tolist()
+        # The last token is always sent: its output is what the next one is chosen from.
+        session.position = min(_shared(session.tokens, tokens), input_ids.shape[1] - 1)
+        session.tokens = None
+        cache = RemoteCache(session)
+        cache.advance(session.position)
+        result = self.transformers_model.generate(input_ids, past_key_values=cache, use_cache=True, **kwargs)
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        beams = kwargs.get("num_beams") or self.transformers_model.generation_config.num_beams or 1
+        if beams == 1 and sequences.shape[0] == session.batch_size:
+            session.tokens = sequences[:, : session.position].tolist()
+        return result
+
+    def _total_length(self, prompt: int, kwargs: dict[str, Any]) -> int:
+        config = kwargs.get("generation_config") or self.transformers_model.generation_config
+        new = kwargs.get("max_new_tokens") or (
+            None if kwargs.get("max_length") else getattr(config, "max_new_tokens", None)
+        )
+        if new:
+            return prompt + int(new)
+        total = kwargs.get("max_length") or getattr(config, "max_length", None)
+        return max(int(total) if total else prompt + DEFAULT_GENERATED_LENGTH, prompt + 1)
+
+    def _run_in_session(self, hidden: torch.Tensor, call: RemoteCall, cache: RemoteCache) -> torch.Tensor:
+        context = forward_context()
+        padding = call.left_padding or ()
+        if padding and max(padding) >= call.position + hidden.shape[1]:
+            raise BadInput("a row of the attention mask hides all of its tokens")
+        session = cache.session
+        if not isinstance(session, InferenceSession):
+            raise BadInput("past_key_values is not supported: use generate(), or inference_session() and its step()")
+        if (context.prompts is not None or context.lora) and session.adapter is None:
+            raise BadInput("deep prompts and LoRA have to be given when a session is opened: generate without session=")
+        if session.position > call.position:
+            session.position = call.position
+        return session.step(hidden, reorder=cache.take_reorder() or (), left_padding=padding)
+
+
+def _shared(held: list[list[int]] | None, wanted: list[list[int]]) -> int:
+    """How many leading tokens all rows of `wanted` have in common with those of `held`."""
+    if held is None or len(held) != len(wanted):
+        return 0
+    shared = min(len(held[0]), len(wanted[0]))
+    for left, right in zip(held, wanted, strict=True):
+        for index in range(shared):
+            if left[index] != right[index]:
+                shared = index
+                break
+    return shared
