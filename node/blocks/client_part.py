@@ -14,13 +14,13 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from ..errors import BadInput, ModelError
+from ..models.checkpoint import Checkpoint
 from .attention import RAGGED
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
 from .lora import linear_shapes
 from .remote import Remote, RemoteBlocks, RemoteCache, RemoteCall
 from .skeleton import BlockList, Skeleton, build, fill
-from .weights import Weights
 
 
 class ClientModel:
@@ -260,7 +260,7 @@ def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto") -> C
     config = read_config(folder)
     target = choose_device(device)
     skeleton = build(config, choose_dtype(dtype, config))
-    with Weights(folder, skeleton.num_blocks) as weights:
+    with Checkpoint(folder, skeleton.num_blocks) as weights:
         client = ClientModel(skeleton, target)
         fill(skeleton, weights, lambda block: block is None, target)
     use_dots([skeleton.model])

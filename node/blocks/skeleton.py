@@ -27,8 +27,8 @@ from transformers.utils import logging
 
 from ...protocols.ids import Span
 from ..errors import ModelError
+from ..models.checkpoint import Checkpoint
 from .stack import strip
-from .weights import Weights
 
 _LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
 
@@ -155,7 +155,7 @@ def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
 
 def fill(
     skeleton: Skeleton,
-    weights: Weights,
+    weights: Checkpoint,
     wanted: Callable[[int | None], bool],
     device: torch.device,
     there: Collection[str] = (),
@@ -195,13 +195,13 @@ def fill(
     model.eval()
 
 
-def _places(skeleton: Skeleton, weights: Weights, mapping: list[Any]) -> Iterator[tuple[str, str, str]]:
+def _places(skeleton: Skeleton, weights: Checkpoint, mapping: list[Any]) -> Iterator[tuple[str, str, str]]:
     """Every key of the checkpoint that is the language model's: the key, its name there, the parameter that it fills
     (the first, if several).
     """
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
-    keys = weights.keys()
+    keys = weights.keys
     wrapped = any(_LANGUAGE_PART.match(key) for key in keys)
     for key in keys:
         name = _inner_name(key) if wrapped else key

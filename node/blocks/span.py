@@ -16,6 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ...protocols.ids import Span
 from ..errors import BadInput, MachineError, ModelError
+from ..models.checkpoint import Checkpoint
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import Quantisation, choose_quantisation
 from .attention import RaggedView, SessionView
@@ -27,7 +28,6 @@ from .ragged import agrees_with_single_steps
 from .skeleton import Skeleton, build, fill
 from .span_adapter import NotByRow, SpanAdapter, Use, changed_by, make_span_adapter, prompted_by
 from .stack import BlockStack
-from .weights import Weights
 
 PREFILL_CHUNK: Final = 256
 """Tokens (rows times positions) of a prefill that are computed at once; a recomputation splits it likewise."""
@@ -293,7 +293,7 @@ def load_span(
     num_blocks = skeleton.num_blocks
     if span.end > num_blocks:
         raise BadInput(f"{folder} has blocks 0:{num_blocks}, so {span} cannot be served")
-    with Weights(folder, num_blocks) as weights:
+    with Checkpoint(folder, num_blocks) as weights:
         windows = _windows(skeleton, span)
         blocks = skeleton.keep_only(span)
         _renumber(blocks, span.start)

@@ -46,7 +46,7 @@ from .swarm_model import SwarmModel
 if TYPE_CHECKING:
     import torch
 
-    from ..models.adapters.peft_adapter import Adapter
+    from ..models.adapter import Adapter
     from .session.compared_session import ComparedSession
     from .session.disjoint import Disagreement
 

@@ -23,7 +23,7 @@ from .request import server_failed, server_refused
 
 if TYPE_CHECKING:
     from ..blocks.client_part import ClientModel
-    from ..models.adapters.peft_adapter import Adapter
+    from ..models.adapter import Adapter
 
 ADAPTER_WAIT: Final = 60.0
 """For a server to have memory for an adapter, or to have checked it."""
@@ -83,7 +83,7 @@ def choose_adapter(text: str) -> Adapter | str:
     Raises:
         BadInput: the folder holds none that can be used.
     """
-    from ..models.adapters.peft_adapter import read_adapter
+    from ..models.adapter import read_adapter
 
     return text if is_adapter_name(text) else read_adapter(Path(text))
 

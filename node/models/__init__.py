@@ -1,18 +1,19 @@
 """Models on this machine: finding and fetching them, reading their weights' layout, and the model version.
 
-Nothing here imports torch or transformers, except while a GGUF file is imported. May use `errors`.
+Nothing here imports torch or transformers at start-up: only reading tensors and importing GGUF files do.
+May use `errors`.
 """
 
 from __future__ import annotations
 
 from .cache_dir import cache_dir
 from .checkpoint import Checkpoint
-from .fetch.alias import ALIASES
 from .folder import ModelFolder, hidden_size, num_blocks
 from .manifest import Manifest, compute_manifest, verify_part
 from .parts import EMBEDDINGS, HEAD, Need, Part
 from .progress import Progress, no_progress
-from .sources import DEFAULT_MODEL, resolve
+from .sources.alias import ALIASES
+from .sources.resolve import DEFAULT_MODEL, resolve
 
 __all__ = [
     "ALIASES",

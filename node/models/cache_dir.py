@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import MachineError
+from .progress import Progress
 
 _GIB = 1 << 30
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -77,3 +78,69 @@ def _size(nbytes: int) -> str:
     if nbytes >= _GIB:
         return f"{nbytes / _GIB:.1f} GiB"
     return f"{nbytes / (1 << 20):.0f} MiB"
+
+
+_FOLDER = "models"
+
+
+def imported_folder(key: str) -> Path:
+    """Where the folder `key` is, or will be."""
+    return cache_dir() / _FOLDER / key
+
+
+def import_once(key: str, what: str, build: Callable[[Path], None], progress: Progress) -> Path:
+    """Returns the folder `key` of the cache; makes it by `build(empty folder)` if it is not there.
+
+    The folder gets its name only when it is complete, and what was begun is removed if `build` raises. If
+    another process is making it, this one waits for it: that process holds a lock which its end releases.
+
+    Raises:
+        MachineError: if the disk is full or cannot be written.
+        Exception: what `build` raises.
+    """
+    from filelock import FileLock, Timeout
+
+    target = imported_folder(key)
+    if target.is_dir():
+        return target
+    with disk_errors(target.parent, what):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(target.parent / f"{key}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            progress(f"Waiting for another process: {what}", 0, None)
+            lock.acquire()
+        try:
+            if target.is_dir():
+                return target
+            partial = target.parent / f"{key}.partial"
+            shutil.rmtree(partial, ignore_errors=True)  # what a killed process left: nobody else has the lock
+            partial.mkdir()
+            try:
+                build(partial)
+                _sync(partial)
+                partial.rename(target)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            _sync_one(target.parent)
+            return target
+        finally:
+            lock.release()
+
+
+def _sync(folder: Path) -> None:
+    """Brings the files to the disk before the rename does: a power cut must not leave a named folder of zeros."""
+    for entry in folder.rglob("*"):
+        if entry.is_file():
+            _sync_one(entry)
+    _sync_one(folder)
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

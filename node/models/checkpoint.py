@@ -1,28 +1,124 @@
-"""The weights of a model folder: safetensors, in one file or in shards. Needs no torch."""
+"""The weights of a model folder: safetensors, in one file or in shards.
+
+Headers are read without torch and checked before use, as files are truncated by failed copies. The format of a file: 8
+bytes little-endian length, that many bytes of JSON (key -> dtype, shape, offsets relative to the end of the header),
+then the tensors' bytes, row-major.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import ModelError
 from .folder import num_blocks as blocks_in
 from .folder import read_config
 from .parts import Part, find_layout, group_by_part, parts_of_need
-from .safetensors_file import StoredTensor, read_header
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 256 << 20
+_SHARD_BYTES = 1 << 30
+_MAX_HEADER_BYTES = 100 << 20  # of safetensors, the format's own limit
+_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8"), 8),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+_AGAIN = "Copy or download it again."
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a file: its bytes are `file[start:end]`. `dtype` is in the format's words ("F32", "BF16")."""
+
+    key: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+def read_header(file: Path) -> Mapping[str, StoredTensor]:
+    """All tensors of `file` by key.
+
+    Raises:
+        ModelError: if the file is missing, truncated or malformed; names it and what is wrong.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            if start == b"version ":
+                raise ModelError(f"{file} is a Git LFS pointer, not the weights. Run `git lfs pull` in its folder.")
+            if length > _MAX_HEADER_BYTES:
+                raise ModelError(f"{file} is not a safetensors file. {_AGAIN}")
+            if length > size - 8:
+                raise ModelError(f"{file} is truncated: it ends inside its header, at {size:,} bytes. {_AGAIN}")
+            text = stream.read(length)
+    except FileNotFoundError:
+        raise ModelError(f"{file} is missing. {_AGAIN}") from None
+    except OSError as error:
+        raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ModelError(f"{file} has a damaged header (it is not JSON). {_AGAIN}") from None
+    if not isinstance(header, dict):
+        raise ModelError(f"{file} has a damaged header (it is not a JSON object). {_AGAIN}")
+    header.pop("__metadata__", None)
+    origin = 8 + length
+    tensors = {key: _stored_tensor(file, origin, key, entry) for key, entry in header.items()}
+    expected = max((tensor.end for tensor in tensors.values()), default=origin)
+    if expected > size:
+        raise ModelError(f"{file} is truncated: its tensors end at {expected:,} bytes, the file has {size:,}. {_AGAIN}")
+    if expected < size:
+        raise ModelError(f"{file} has {size - expected:,} bytes that belong to no tensor. {_AGAIN}")
+    return tensors
+
+
+def _stored_tensor(file: Path, origin: int, key: str, entry: Any) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        bits = _BITS[dtype] * math.prod(shape)
+        sound = whole and (end - begin) * 8 == bits
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise ModelError(
+            f"{file}: the header's entry for {key!r} is damaged, or of a dtype that is not known here. {_AGAIN}"
+        )
+    return StoredTensor(key, file, dtype, tuple(shape), origin + begin, origin + end)
 
 
 class Checkpoint:
     """The tensors of a model folder.
 
     Opening reads the index, or the header of the single file. Shards are opened as they are asked for, so a
-    folder that holds only the shards of some blocks is as good as a whole one for those blocks.
+    folder that holds only the shards of some blocks is as good as a whole one for those blocks. A context manager,
+    for `slice`: tensors that were taken out of it stay valid after it is closed.
 
     Args:
         folder: in Hugging Face layout.
@@ -35,6 +131,8 @@ class Checkpoint:
     def __init__(self, folder: Path, num_blocks: int | None = None) -> None:
         self.folder = folder.absolute()
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
+        self._open = ExitStack()
+        self._mapped: dict[str, Any] = {}
         index = self.folder / INDEX
         if index.is_file():
             self.file_of = read_index(index)
@@ -82,6 +180,38 @@ class Checkpoint:
     def tensors(self, part: Part) -> tuple[StoredTensor, ...]:
         """The tensors of one part, sorted by key. Raises as `tensor` does."""
         return tuple(self.tensor(key) for key in self.parts[part])
+
+    def nbytes(self, part: Part) -> int:
+        """Bytes of the part's tensors in the files."""
+        return sum(tensor.nbytes for tensor in self.tensors(part))
+
+    def slice(self, key: str) -> Any:
+        """safetensors' lazy handle on one tensor, as torch has it: `[...]` reads it from the memory-mapped file.
+
+        Raises:
+            ModelError: as `tensor`.
+        """
+        # Imported for tensors only: most who look at a checkpoint read headers.
+        from safetensors import SafetensorError, safe_open
+
+        file = self.tensor(key).file  # says in words what is wrong with the file
+        if file.name not in self._mapped:
+            try:
+                self._mapped[file.name] = self._open.enter_context(safe_open(file, framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file} cannot be read ({error}). Copy or download it again.") from error
+        return self._mapped[file.name].get_slice(key)
+
+    def release(self) -> None:
+        """Closes the files until they are needed again, and so gives back the memory of what was read of them."""
+        self._mapped.clear()
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def check(self, parts: Iterable[Part] | None = None) -> None:
         """Checks that the files of these parts (default: of all) are there, whole and well-formed.
@@ -142,3 +272,60 @@ def _no_weights(folder: Path) -> str:
     if gguf:
         return f"{folder} has no safetensors weights. For the GGUF in it, give the file: {folder / gguf[0]}"
     return f"{folder} has no weights ({SINGLE}, or shards with {INDEX}). Copy or download them."
+
+
+class ShardWriter:
+    """Takes tensors group by group and writes a shard whenever the next group would make it larger than 1 GiB.
+
+    Not thread-safe. Nothing is usable in the folder before `close`, which gives the files their names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._shards: list[tuple[Path, list[str]]] = []
+        self._total = 0
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Keeps `tensors` (contiguous, on the CPU) for the current shard; keys must be new."""
+        if self._waiting and _nbytes(self._waiting) + _nbytes(tensors) > _SHARD_BYTES:
+            self._write()
+        self._waiting.update(tensors)
+
+    def close(self) -> None:
+        """Writes what is left, and the index if there are several shards."""
+        self._write()
+        if len(self._shards) == 1:
+            self._shards[0][0].rename(self._folder / SINGLE)
+            return
+        weight_map = {}
+        for number, (file, keys) in enumerate(self._shards, start=1):
+            name = f"model-{number:05}-of-{len(self._shards):05}.safetensors"
+            file.rename(self._folder / name)
+            weight_map.update(dict.fromkeys(keys, name))
+        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _write(self) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        if not self._waiting:
+            return
+        file = self._folder / f"shard-{len(self._shards)}.partial"
+        try:
+            save_file(self._waiting, file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # it keeps the operating system's reason in its text alone
+            reason = re.search(r"os error (\d+)", str(error))
+            if reason is None:
+                raise
+            raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(file)) from error
+        file.chmod(0o644)  # written as 0600, unlike the files beside it: other users may share the cache
+        self._shards.append((file, list(self._waiting)))
+        self._total += _nbytes(self._waiting)
+        self._waiting = {}
+
+
+def _nbytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

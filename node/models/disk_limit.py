@@ -1,4 +1,4 @@
-"""A limit for what petalnode keeps of models on this disk: what was not used for longest goes first.
+"""A limit for what petalnode keeps of models on this disk (`--max-disk`): least recently used goes first.
 
 What counts: models imported into petalnode's cache, its quantised blocks, and the weights that it fetched into the
 hub's cache, shard by shard. A note of ours says which these are: what other programs keep there is not touched.
@@ -13,17 +13,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from ...protocols.ids import Span
 from ..errors import BadInput
 from .cache_dir import cache_dir
 from .checkpoint import Checkpoint
-from .room import MakeRoom
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +30,12 @@ _USED: Final = "used"
 _OWN: Final = ("models", "quantised")
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+BeforeDownload: TypeAlias = Callable[[Mapping[Path, int], Collection[Path]], None]
+"""Called with the files that will be downloaded, and their bytes; and with all that are needed, which have to stay."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheEntry:
     """Something that may be removed as a whole; `used` in seconds since 1970."""
 
     path: Path
@@ -42,16 +43,16 @@ class Kept:
     used: float
 
 
-def to_remove(kept: Sequence[Kept], limit: int, keep: Collection[Path] = ()) -> tuple[Kept, ...]:
+def to_remove(entries: Sequence[CacheEntry], limit: int, keep: Collection[Path] = ()) -> tuple[CacheEntry, ...]:
     """What has to go for the rest to be at most `limit` bytes: what was not used for longest, never those in `keep`."""
-    excess = sum(each.nbytes for each in kept) - limit
+    excess = sum(entry.nbytes for entry in entries) - limit
     going = []
-    for each in sorted(kept, key=lambda each: (each.used, str(each.path))):
+    for entry in sorted(entries, key=lambda entry: (entry.used, str(entry.path))):
         if excess <= 0:
             break
-        if each.path not in keep:
-            going.append(each)
-            excess -= each.nbytes
+        if entry.path not in keep:
+            going.append(entry)
+            excess -= entry.nbytes
     return tuple(going)
 
 
@@ -65,15 +66,19 @@ def note_fetched(shards: Iterable[Path]) -> None:
         _write_note(folder, {**_noted(_note(folder)), **dict.fromkeys(names, now)})
 
 
-def room_within(limit: int | None) -> MakeRoom:
-    """Before a download, makes so much room that all stays within `limit` bytes; notes that what comes is ours."""
+def evict_for_download(limit: int | None) -> BeforeDownload:
+    """Before a download, removes so much that all stays within `limit` bytes; notes that what comes is ours."""
 
-    def make_room(coming: Mapping[Path, int], needed: Collection[Path]) -> None:
+    def before_download(coming: Mapping[Path, int], needed: Collection[Path]) -> None:
         if limit is not None:
             keep_within(limit - sum(coming.values()), needed)
         note_fetched(coming)
 
-    return make_room
+    return before_download
+
+
+def no_disk_limit(coming: Mapping[Path, int], needed: Collection[Path]) -> None:
+    """Where there is no limit."""
 
 
 def note_use(used: Collection[Path]) -> None:
@@ -114,17 +119,17 @@ def keep_within(limit: int, keep: Collection[Path] = ()) -> int:
 
     A file that another process has open stays usable for it, where the system allows that, else it stays.
     """
-    kept = tuple(_all_kept())
-    remaining = sum(each.nbytes for each in kept)
+    entries = tuple(_all_entries())
+    remaining = sum(entry.nbytes for entry in entries)
     staying = {path.absolute() for path in keep}
-    for each in to_remove(kept, limit, staying):
+    for entry in to_remove(entries, limit, staying):
         try:
-            _remove(each.path, staying)
+            _remove(entry.path, staying)
         except OSError as error:
-            log.warning("cannot remove %s to keep within --max-disk: %s", each.path, error)
+            log.warning("cannot remove %s to keep within --max-disk: %s", entry.path, error)
             continue
-        remaining -= each.nbytes
-        log.info("removed %s, not used for longest, to keep within --max-disk", each.path)
+        remaining -= entry.nbytes
+        log.info("removed %s, not used for longest, to keep within --max-disk", entry.path)
     return remaining
 
 
@@ -140,13 +145,13 @@ def parse_size(text: str, option: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def _all_kept() -> Iterator[Kept]:
+def _all_entries() -> Iterator[CacheEntry]:
     root = cache_dir()
     for name in _OWN:
         with suppress(OSError):
             for path in (root / name).iterdir():
                 if not path.name.endswith((".lock", ".partial", ".tmp")):
-                    yield Kept(path, _nbytes(path), _last_use(path))
+                    yield CacheEntry(path, _nbytes(path), _last_use(path))
     with suppress(OSError):
         for note in (root / _USED).glob("*.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):
@@ -154,7 +159,7 @@ def _all_kept() -> Iterator[Kept]:
                 if _is_snapshot(folder):
                     for name, used in _noted(note).items():
                         if Path(name).name == name and (folder / name).exists():
-                            yield Kept(folder / name, _nbytes(folder / name), used)
+                            yield CacheEntry(folder / name, _nbytes(folder / name), used)
 
 
 def _noted(note: Path) -> dict[str, float]:
@@ -185,7 +190,7 @@ def _note(path: Path) -> Path:
 
 
 def _nbytes(path: Path) -> int:
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     total = 0
     for file in files:
         with suppress(OSError):
@@ -204,7 +209,7 @@ def _remove(path: Path, staying: Collection[Path]) -> None:
         return
     _remove_link(path)
     folder = path.parent
-    if not any(folder.glob("*.safetensors")) and not any(each.parent == folder for each in staying):
+    if not any(folder.glob("*.safetensors")) and not any(file.parent == folder for file in staying):
         for file in list(folder.iterdir()):
             if not file.is_dir():
                 _remove_link(file)
@@ -216,7 +221,10 @@ def _remove_link(file: Path) -> None:
     """Removes a file of a snapshot, which is a link; what it leads to may be shared with another snapshot."""
     blob, folder = file.resolve(), file.parent
     shared = any(
-        other.resolve() == blob for each in folder.parent.iterdir() for other in each.rglob("*") if other != file
+        other.resolve() == blob
+        for snapshot in folder.parent.iterdir()
+        for other in snapshot.rglob("*")
+        if other != file
     )
     if file.is_symlink() and not shared and blob.parent == folder.parent.parent / "blobs":
         blob.unlink(missing_ok=True)

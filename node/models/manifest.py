@@ -1,23 +1,24 @@
 """The model version, and the manifest that it is the hash of.
 
 A manifest holds the canonical architecture and one digest for the embeddings, for each block, and for norm
-and head (see `architecture` and `digests` for what goes into them). It is a few kilobytes, is made by whoever
+and head (see `canonical_architecture` and `part_digests`). It is a few kilobytes, is made by whoever
 has the whole model, and lets a node that holds a part of the model check that part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Final
 
 from ...crypto.canonical import digest
 from ...protocols.wire_pb2 import Manifest as WireManifest
 from ..errors import ModelError
-from .architecture import canonical_architecture
 from .checkpoint import Checkpoint
 from .digests import part_digests
-from .folder import MAX_BLOCKS, ModelFolder
+from .folder import MAX_BLOCKS, TEXT_FIELDS, ModelFolder
 from .parts import EMBEDDINGS, HEAD, Need, Part, describe, parts_of_need
 from .progress import Progress, no_progress
 
@@ -25,6 +26,27 @@ _DOMAIN = "petalnode/model/1"
 _DIGEST_BYTES = 32
 MAX_CONFIG_BYTES = 256 << 10
 MAX_WIRE_BYTES = MAX_CONFIG_BYTES + (MAX_BLOCKS + 2) * (_DIGEST_BYTES + 8) + 64
+_LEFT_OUT: Final = frozenset(
+    {
+        *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "_model_name_or_path"),
+        *("torch_dtype", "dtype", "torchscript", "use_bfloat16"),
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id"),
+        *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"),
+        *("begin_suppress_tokens", "bad_words_ids", "task_specific_params", "prefix", "tokenizer_class"),
+        *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+        *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "remove_invalid_values"),
+        *("exponential_decay_length_penalty", "chunk_size_feed_forward", "pruned_heads", "finetuning_task"),
+        *("initializer_range", "initializer_factor", "gradient_checkpointing"),
+        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"),
+        *("layerdrop", "activation_dropout", "classifier_dropout", "summary_first_dropout"),
+        *("id2label", "label2id", "problem_type", "auto_map", "license"),
+    }
+)
+"""Fields of a configuration that do not decide what is computed: who wrote it and where, the dtype to load in (the
+tensors' own dtypes are hashed with them), how to compute, what only generation and what only training uses."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +72,7 @@ class Manifest:
             raise ModelError(f"A manifest's configuration of {len(self.config)} bytes is out of range.")
         if not 1 <= len(self.blocks) <= MAX_BLOCKS:
             raise ModelError(f"A manifest of {len(self.blocks)} blocks is out of range (1 to {MAX_BLOCKS}).")
-        if any(len(each) != _DIGEST_BYTES for each in (self.embeddings, self.head, *self.blocks)):
+        if any(len(sha) != _DIGEST_BYTES for sha in (self.embeddings, self.head, *self.blocks)):
             raise ModelError("A manifest's digest is not 32 bytes long.")
 
     @cached_property
@@ -137,3 +159,32 @@ def verify_part(folder: ModelFolder, manifest: Manifest, need: Need, progress: P
 def _listed(parts: Iterable[Part]) -> str:
     names = [describe(part) for part in parts]
     return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:6])} and {len(names) - 6} more parts"
+
+
+def canonical_architecture(config: Mapping[str, Any]) -> bytes:
+    """Canonical JSON of `config` without what does not decide the computation.
+
+    The configuration is taken as it was written, field by field, so that every version of transformers gives the same
+    bytes. Keys are sorted; a whole number is written without a fraction, as `10000` and `10000.0` are one value that
+    different writers spell differently.
+    """
+    kept = _kept(config)
+    return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _kept(value) if key in TEXT_FIELDS and isinstance(value, Mapping) else _normal(value)
+        for key, value in config.items()
+        if key not in _LEFT_OUT
+    }
+
+
+def _normal(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _normal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_normal(item) for item in value]
+    return value

@@ -99,7 +99,7 @@ def find_layout(keys: Iterable[str], num_blocks: int) -> Layout:
         names = key.split(".")
         for place, name in enumerate(names[:-1]):
             if name.isdecimal():
-                prefix = "".join(f"{each}." for each in names[:place])
+                prefix = "".join(f"{outer}." for outer in names[:place])
                 lists.setdefault(prefix, set()).add(int(name))
                 sizes[prefix] = sizes.get(prefix, 0) + 1
                 break  # what is numbered inside a numbered module (experts) is no list of blocks

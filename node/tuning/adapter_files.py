@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import BadInput
-from ..models.adapters.note import NOTE, AdapterNote, read_note
+from ..models.adapter_note import NOTE, AdapterNote, read_note
 from ..models.cache_dir import disk_errors
 
 FILES: Final = (

@@ -20,8 +20,8 @@ from ...protocols.training import LORA_PARTS, LoraName
 from ..client.api.model import DistributedModel
 from ..client.api.tuning import LoraTuning, PromptTuning
 from ..errors import BadInput
-from ..models.adapters.note import AdapterNote
-from ..models.adapters.peft_adapter import CONFIG, DEEP_PROMPTS, WEIGHTS, Adapter, read_adapter
+from ..models.adapter import CONFIG, DEEP_PROMPTS, WEIGHTS, Adapter, read_adapter
+from ..models.adapter_note import AdapterNote
 from ..models.cache_dir import disk_errors
 from .tuned import Tuned, head_of
 

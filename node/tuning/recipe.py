@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 from ..errors import BadInput
-from ..models.adapters.note import Method
+from ..models.adapter_note import Method
 
 Shape = Literal["cosine", "linear", "constant"]
 SHAPES: Final[tuple[Shape, ...]] = ("cosine", "linear", "constant")

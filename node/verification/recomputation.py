@@ -21,7 +21,7 @@ from ...protocols.tensors import DTYPES
 from ...protocols.training import LoraName
 from ..blocks.passes import Batch, Gradients, PassGenerator, SpanPasses, T
 from ..blocks.span import PREFILL_CHUNK, BlockSpan, load_span
-from ..blocks.weights import Weights
+from ..models.checkpoint import Checkpoint
 from ..models.folder import num_blocks, read_config
 from ..models.progress import Progress, no_progress
 
@@ -151,7 +151,7 @@ class Recomputation:
         """Runs of consecutive blocks that are loaded at once, in order."""
         if not wanted:
             return []
-        with Weights(self._folder, num_blocks(read_config(self._folder))) as weights:
+        with Checkpoint(self._folder, num_blocks(read_config(self._folder))) as weights:
             sizes = {block: weights.nbytes(block) for block in wanted}
         groups: list[Span] = []
         room = 0

@@ -12,7 +12,7 @@ import torch
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.blocks.span_adapter import SpanAdapter
-from petalnode.node.models.adapters.peft_adapter import read_adapter
+from petalnode.node.models.adapter import read_adapter
 from petalnode.protocols.ids import Span
 from tests.peft_adapters import TARGETS, load_with, save_lora
 from tests.tiny_models import NUM_BLOCKS, VOCABULARY

@@ -9,7 +9,7 @@ import pytest
 import torch
 import trio
 
-from petalnode.node.models.adapters.peft_adapter import Adapter
+from petalnode.node.models.adapter import Adapter
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError

@@ -15,8 +15,8 @@ from transformers import LogitsProcessor
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.errors import BadInput, NoChainError
-from petalnode.node.models.adapters.note import AdapterNote
-from petalnode.node.models.adapters.peft_adapter import read_adapter
+from petalnode.node.models.adapter import read_adapter
+from petalnode.node.models.adapter_note import AdapterNote
 from petalnode.node.tuning.adapter_folder import save_adapter
 from petalnode.node.tuning.recipe import MethodOptions
 from petalnode.node.tuning.tuned import Tuned

@@ -25,7 +25,7 @@ from petalnode import (
 )
 from petalnode.node.client.batch import batch_client as work_pool
 from petalnode.node.errors import BadInput
-from petalnode.node.models.adapters.note import AdapterNote, Method, read_note
+from petalnode.node.models.adapter_note import AdapterNote, Method, read_note
 from petalnode.node.tuning.adapter_folder import save_adapter
 from petalnode.node.tuning.dataset import Row
 from petalnode.node.tuning.progress import Evaluated, StepDone, Waiting

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from petalnode.node.errors import BadInput
-from petalnode.node.models.adapters import peft_adapter as module
-from petalnode.node.models.adapters.peft_adapter import Adapter, read_adapter
+from petalnode.node.models import adapter as module
+from petalnode.node.models.adapter import Adapter, read_adapter
 from petalnode.protocols.adapter import (
     AnnouncedAdapter,
     TensorDigest,

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from petalnode.node.errors import BadInput, MachineError
-from petalnode.node.models.adapters.note import AdapterNote
+from petalnode.node.models.adapter_note import AdapterNote
 from petalnode.node.tuning import repository
 from petalnode.node.tuning.adapter_files import FILES, SharedAdapter, check_adapter, files_of
 from petalnode.node.tuning.adapter_folder import card_of, tags_of

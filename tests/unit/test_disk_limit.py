@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from petalnode.node.errors import BadInput
 from petalnode.node.models.disk_limit import (
-    Kept,
+    CacheEntry,
     in_use,
     keep_within,
     note_fetched,
@@ -21,7 +21,9 @@ from petalnode.protocols.ids import Span
 from tests.tiny_models import save_tiny
 
 kept = st.lists(
-    st.builds(Kept, st.integers(0, 20).map(lambda number: Path(f"/m/{number}")), st.integers(0, 100), st.floats(0, 9)),
+    st.builds(
+        CacheEntry, st.integers(0, 20).map(lambda number: Path(f"/m/{number}")), st.integers(0, 100), st.floats(0, 9)
+    ),
     unique_by=lambda each: each.path,
 )
 

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from petalnode.node.errors import ModelError
 from petalnode.node.models import Manifest, ModelFolder, compute_manifest, resolve, verify_part
-from petalnode.node.models.architecture import canonical_architecture
-from petalnode.node.models.manifest import MAX_WIRE_BYTES
+from petalnode.node.models.manifest import MAX_WIRE_BYTES, canonical_architecture
 from petalnode.protocols.ids import Span
 from petalnode.protocols.wire_pb2 import Manifest as WireManifest
 from tests.tiny_models import NUM_BLOCKS, save_tiny

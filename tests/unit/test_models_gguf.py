@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from petalnode.node.errors import MachineError, ModelError
 from petalnode.node.models import Checkpoint, compute_manifest, resolve
-from petalnode.node.models.gguf.header import read_gguf_header
+from petalnode.node.models.sources.gguf_header import read_gguf_header
 from tests.tiny_gguf import BLOCKS, CHAT_TEMPLATE, VOCABULARY, write_tiny_gguf
 
 logging.disable_progress_bar()
@@ -218,7 +218,7 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     whole = compute_manifest(resolve(file)).version
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr("petalnode.node.models.gguf.shards._SHARD_BYTES", 150_000)
+    monkeypatch.setattr("petalnode.node.models.checkpoint._SHARD_BYTES", 150_000)
     folder = resolve(file)
     checkpoint = Checkpoint(folder.path)
     assert len(set(checkpoint.file_of.values())) > 2

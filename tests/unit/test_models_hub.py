@@ -22,14 +22,14 @@ SCRIPT = """
 import json, sys
 from petalnode.node.errors import PetalnodeError
 from petalnode.node.models import resolve
-from petalnode.node.models.disk_limit import room_within
+from petalnode.node.models.disk_limit import evict_for_download
 from petalnode.protocols.ids import Span
 model, need, offline, limit = sys.argv[1:]
 last = {}
 try:
     folder = resolve(model, need=Span.parse(need) if ":" in need else need, offline=offline == "yes",
                      progress=lambda what, done, total: last.update({what: [done, total]}),
-                     make_room=room_within(int(limit) if limit else None))
+                     before_download=evict_for_download(int(limit) if limit else None))
     print(json.dumps({"name": folder.name, "path": str(folder.path), "revision": folder.revision,
                       "files": sorted(file.name for file in folder.path.iterdir()), "progress": last}))
 except PetalnodeError as error:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from petalnode.node.errors import BadInput
-from petalnode.node.models.adapters.note import NOTE, AdapterNote, read_note
+from petalnode.node.models.adapter_note import NOTE, AdapterNote, read_note
 from petalnode.node.tuning.adapter_folder import card_of, tags_of
 from petalnode.node.tuning.checkpoint import CHECKPOINT, Checkpoint, differences, load_checkpoint, save_checkpoint
 from petalnode.node.tuning.progress import EarlyStop

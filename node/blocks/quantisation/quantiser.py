@@ -13,13 +13,14 @@ from torch import nn
 
 from ....protocols.ids import Span
 from ...errors import ModelError
-from ...models.architecture import canonical_architecture
+from ...models.checkpoint import Checkpoint
+from ...models.digests import part_digests
 from ...models.folder import read_config as read_raw_config
+from ...models.manifest import canonical_architecture
 from ...models.progress import Progress
 from ...models.quantisation import Quantisation
 from ..config import read_config
 from ..skeleton import Skeleton, build, fill
-from ..weights import Weights
 from .disk_cache import QuantisedCache
 from .int8 import Int8Matrix
 from .matrix import QuantisedMatrix, bitsandbytes
@@ -47,7 +48,7 @@ class Quantiser:
     """
 
     folder: Path
-    weights: Weights
+    weights: Checkpoint
     skeleton: Skeleton
     device: torch.device
     quantisation: Quantisation
@@ -63,7 +64,7 @@ class Quantiser:
         """
         self._refuse_useless(blocks)
         cache = QuantisedCache(self._form(), canonical_architecture(read_raw_config(self.folder)))
-        digests = self.weights.digests(blocks, self.progress)
+        digests = part_digests(self.weights, blocks, self.progress)
         kept = {number: self._kept(cache, digests[number], block) for number, block in blocks.items()}
         missing = [number for number, matrices in kept.items() if matrices is None]
         total = sum(self.weights.nbytes(number) for number in missing)

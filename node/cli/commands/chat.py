@@ -160,7 +160,7 @@ async def chat_in(
     from ...blocks.client_part import load_client
     from ...client.generation import Conversation, Sampling
     from ...client.session_adapter import choose_adapter, fit_adapter
-    from ...models.adapters.peft_adapter import Adapter
+    from ...models.adapter import Adapter
 
     prompt = options.prompt
     if prompt is None and not sys.stdin.isatty():

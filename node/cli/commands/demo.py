@@ -19,7 +19,7 @@ from ....crypto.identity import Identity
 from ....protocols.ids import Span
 from ...errors import BadInput, MachineError
 from ...models import resolve
-from ...models.sources import DEFAULT_MODEL
+from ...models.sources.resolve import DEFAULT_MODEL
 from ...swarm.config import SwarmConfig
 from ...swarm.swarm import open_swarm
 from ..output import Output, ProgressBars

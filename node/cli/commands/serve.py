@@ -15,7 +15,7 @@ from ....protocols.ids import Span
 from ...errors import BadInput
 from ...models.disk_limit import parse_size
 from ...models.quantisation import choose_quantisation
-from ...models.sources import DEFAULT_MODEL
+from ...models.sources.resolve import DEFAULT_MODEL
 from ...network.addresses import parse_peer
 from ...network.nat.limits import RelayLimits
 from ...server.lifecycle.options import ServerOptions

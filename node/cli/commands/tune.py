@@ -20,7 +20,7 @@ from ...client.core import SwarmClient, open_client
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, PetalnodeError
 from ...models import resolve
-from ...models.adapters.note import METHODS, NOTE, AdapterNote, Method
+from ...models.adapter_note import METHODS, NOTE, AdapterNote, Method
 from ...tuning.dataset import Dataset, Example, read_dataset, rows_of, split
 from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
 from ...tuning.recipe import SHAPES, MethodOptions, Recipe, Shape, steps_of_epoch

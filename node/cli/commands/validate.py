@@ -20,7 +20,7 @@ from ...client.swarm_model import identify_model
 from ...client.text import Text
 from ...errors import BadInput, ExitCode, ModelError
 from ...models import resolve
-from ...models.sources import DEFAULT_MODEL
+from ...models.sources.resolve import DEFAULT_MODEL
 from ...network.nat.limits import RelayLimits
 from ...swarm.swarm import Swarm
 from ...trust.bundle import Bundle

@@ -11,7 +11,7 @@ from ....protocols.adapter import PROMPTS
 from ....protocols.framing import TensorError
 from ...blocks.remote import RemoteCache, RemoteCall
 from ...errors import BadInput
-from ...models.adapters.peft_adapter import Adapter
+from ...models.adapter import Adapter
 from ..session_adapter import SessionAdapter
 from .inference_session import InferenceSession
 from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options

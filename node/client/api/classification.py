@@ -10,7 +10,7 @@ from torch import nn
 
 from ...blocks.classifier import sequence_classifier
 from ...errors import BadInput
-from ...models.adapters.peft_adapter import Adapter
+from ...models.adapter import Adapter
 from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options
 from .tuning import soft_prompt
 

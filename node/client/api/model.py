@@ -22,7 +22,7 @@ from ...blocks.client_part import ClientModel, load_client
 from ...blocks.remote import RemoteCache, RemoteCall
 from ...errors import BadInput, MachineError
 from ...models import Progress, resolve
-from ...models.adapters.peft_adapter import Adapter
+from ...models.adapter import Adapter
 from ...models.progress import no_progress
 from ...network.addresses import parse_peer
 from ...swarm.config import SwarmConfig

@@ -12,7 +12,7 @@ from torch import nn
 
 from ....protocols.training import LORA_PARTS, LoraName
 from ...errors import BadInput
-from ...models.adapters.peft_adapter import Adapter
+from ...models.adapter import Adapter
 from .model import DistributedModel
 
 IGNORED_LABEL = -100

@@ -10,7 +10,7 @@ from typing import Final
 from ....protocols.ids import Span
 from ...errors import BadInput
 from ...models import ModelFolder
-from ...models.adapters.peft_adapter import Adapter, read_adapter
+from ...models.adapter import Adapter, read_adapter
 from ...models.quantisation import Quantisation
 
 OnEvent = Callable[..., None]

@@ -13,7 +13,7 @@ from ....protocols.framing import PeerError
 from ....protocols.ids import Span
 from ...errors import ModelError, SwarmError
 from ...models import Manifest, ModelFolder, compute_manifest, resolve, verify_part
-from ...models.disk_limit import room_within
+from ...models.disk_limit import evict_for_download
 from ...models.progress import Progress
 from ...swarm.swarm import Swarm
 from .options import ServerOptions
@@ -89,7 +89,7 @@ def _fetch(options: ServerOptions, need: Any, progress: Progress) -> ModelFolder
         progress=progress,
         revision=options.revision,
         offline=options.offline,
-        make_room=room_within(options.max_disk),
+        before_download=evict_for_download(options.max_disk),
     )
 
 

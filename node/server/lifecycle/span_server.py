@@ -32,7 +32,7 @@ from .speed import BlockSpeed, LiveSpeed, SpeedKey, keep_speed, measure_speed, r
 
 if TYPE_CHECKING:
     from ...blocks.span import BlockSpan
-    from ...models.adapters.peft_adapter import Adapter
+    from ...models.adapter import Adapter
     from ..compute_thread import ComputeThread
     from ..requests.batch_service import TrainingService
     from ..requests.service import InferenceService

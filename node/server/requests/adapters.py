@@ -19,7 +19,7 @@ from ....protocols.inference import Refusal, bad_request
 from ....protocols.tensors import decode
 from ....protocols.training import BatchFrames, receive_pieces
 from ...blocks.span_adapter import SpanAdapter
-from ...models.adapters.peft_adapter import Adapter, digests_of
+from ...models.adapter import Adapter, digests_of
 from ..budget import CacheBudget, CacheFull
 from ..compute_thread import ComputeThread
 from .admission import Hosted, check_adapter, check_client

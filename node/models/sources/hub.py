@@ -7,7 +7,6 @@ theirs starts from the beginning after a restart; what comes is checked against 
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,10 +18,11 @@ from urllib.parse import urlsplit
 from ...errors import ModelError
 from ..cache_dir import disk_errors, is_disk_error, require_space
 from ..checkpoint import INDEX, SINGLE, Checkpoint, read_index
+from ..digests import sha256_of
+from ..disk_limit import BeforeDownload, no_disk_limit
 from ..folder import ModelFolder, open_folder
 from ..parts import Need, Part, find_layout, parts_of_need
 from ..progress import Progress
-from ..room import MakeRoom, no_room_needed
 from .download import download
 
 _TIMEOUT_S = 10.0
@@ -30,7 +30,6 @@ _DEFAULT_REVISION = "main"
 _CONFIG = "config.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_CHUNK = 4 << 20
 # What a client needs beside the weights.
 _TEXT_FILES = (
     *(
@@ -66,7 +65,7 @@ def fetch(
     need: Need,
     progress: Progress,
     offline: bool,
-    make_room: MakeRoom = no_room_needed,
+    before_download: BeforeDownload = no_disk_limit,
 ) -> ModelFolder:
     """The folder in the hub's cache that holds what `need` asks for of `model_id`; downloads what is not there yet.
 
@@ -85,7 +84,7 @@ def fetch(
             raise _Unreachable("the hub is not to be asked (offline)")
         remote = _look_up(model_id, revision or _DEFAULT_REVISION)
         with _no_bars(), disk_errors(cache, f"Downloading {name}"):
-            path = _download_needed(remote, need, cache, progress, make_room)
+            path = _download_needed(remote, need, cache, progress, before_download)
             _write_reference(cache, remote, revision or _DEFAULT_REVISION)
         return open_folder(path, name, remote.commit)
     except _Unreachable as error:
@@ -118,7 +117,9 @@ def _look_up(model_id: str, revision: str) -> _Remote:
     return _Remote(model_id, info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()})
 
 
-def _download_needed(remote: _Remote, need: Need, cache: Path, progress: Progress, make_room: MakeRoom) -> Path:
+def _download_needed(
+    remote: _Remote, need: Need, cache: Path, progress: Progress, before_download: BeforeDownload
+) -> Path:
     """Returns the folder of the snapshot."""
     if _CONFIG not in remote.files:
         raise ModelError(f"{remote.model_id!r} is no transformers model: it has no {_CONFIG}.")
@@ -133,7 +134,7 @@ def _download_needed(remote: _Remote, need: Need, cache: Path, progress: Progres
     weights = [name for name in needed if not (path / name).exists()]
     if weights:
         missing = sum(remote.files[name] for name in weights)
-        make_room({path / name: remote.files[name] for name in weights}, [path / name for name in needed])
+        before_download({path / name: remote.files[name] for name in weights}, [path / name for name in needed])
         require_space(_existing(cache), missing, f"Downloading {remote.model_id}")
         for name in weights:
             _weights(remote, name, cache, progress)
@@ -208,7 +209,7 @@ def _weights(remote: _Remote, name: str, cache: Path, progress: Progress) -> Non
                     raise _Unreachable(
                         f"the download of {name} broke off ({_first_line(error)}); the next try goes on from there"
                     ) from error
-                if _sha256(partial, name, progress) != found.etag:
+                if sha256_of(partial, name, progress).hex() != found.etag:
                     partial.unlink()
                     raise ModelError(f"{name} of {remote.model_id!r} came damaged (wrong SHA-256). Try again.")
                 partial.rename(blobs / found.etag)
@@ -280,16 +281,6 @@ def _no_bars() -> Iterator[None]:
     finally:
         if shown:
             enable_progress_bars()
-
-
-def _sha256(file: Path, name: str, progress: Progress) -> str:
-    sha, done, total = hashlib.sha256(), 0, file.stat().st_size
-    with file.open("rb", buffering=0) as stream:
-        while chunk := stream.read(_CHUNK):
-            sha.update(chunk)
-            done += len(chunk)
-            progress(f"Checking {name}", done, total)
-    return sha.hexdigest()
 
 
 def _first_line(error: BaseException) -> str:

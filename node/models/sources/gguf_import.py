@@ -8,33 +8,35 @@ float16 keeps that type. Nothing depends on the machine: everyone who imports a 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
+from math import pi, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....crypto.canonical import digest
 from ...errors import ModelError
-from ..cache_dir import require_space
-from ..fetch.imported import import_once
+from ..cache_dir import import_once, require_space
+from ..checkpoint import ShardWriter
+from ..digests import file_digest
 from ..folder import ModelFolder, open_folder
 from ..progress import Progress
-from ..remembered import Remembered, file_stamp
-from .header import GgufHeader, GgufTensor, read_gguf_header
-from .rope import ROPE_FACTORS, rope_scaling
-from .shards import ShardWriter
+from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
 
 if TYPE_CHECKING:
     import torch
 
 # Part of the folder's name in the cache: goes up whenever an import would write something else.
 _IMPORT_FORMAT = 1
-_HASH_CHUNK = 4 << 20
 _TOKENIZER_BYTES = 64 << 20
+# One divisor for each rotary frequency. llama.cpp stores the frequency scaling of Llama 3.1 and its successors so, and
+# not the settings it was computed from. transformers does not read that tensor, and the model would fail in long texts:
+# the settings are found again, and checked against every divisor.
+ROPE_FACTORS = "rope_freqs.weight"
+# The only settings that were ever published with this scaling; the factor itself differs from model to model.
+_LOW, _HIGH, _CONTEXT = 1.0, 4.0, 8192
+_TOLERANCE = 1e-4
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -45,10 +47,9 @@ def import_gguf(file: Path, progress: Progress) -> ModelFolder:
         ModelError: if the file is truncated, or of an architecture or form that cannot be imported.
         MachineError: if the disk is full.
     """
-    sha = _sha256(file, progress)
-    return open_folder(
-        import_once(gguf_key(sha), f"Importing {file.name}", _build(file, progress), progress), file.stem
-    )
+    key = gguf_key(file_digest(file, progress))
+    path = import_once(key, f"Importing {file.name}", lambda folder: write_folder(file, folder, progress), progress)
+    return open_folder(path, file.stem)
 
 
 def gguf_key(sha: bytes) -> str:
@@ -77,10 +78,6 @@ def write_folder(file: Path, folder: Path, progress: Progress, config: Mapping[s
     ids = {name: id_ for name, id_ in config.items() if name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", ids)
     _write_json(folder / "config.json", config)
-
-
-def _build(file: Path, progress: Progress) -> Any:
-    return lambda folder: write_folder(file, folder, progress)
 
 
 def read_gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
@@ -295,21 +292,38 @@ def _refuse_split(file: Path, header: GgufHeader) -> None:
         )
 
 
-def _sha256(file: Path, progress: Progress) -> bytes:
-    stamp = digest("petalnode/model/file-stamp/1", file_stamp(file)).hex()
-    remembered = Remembered(file)
-    known = remembered.get("file", stamp)
-    if known is not None:
-        return known
-    sha, done, total = hashlib.sha256(), 0, file.stat().st_size
-    with file.open("rb", buffering=0) as stream:
-        while chunk := stream.read(_HASH_CHUNK):
-            sha.update(chunk)
-            done += len(chunk)
-            progress(f"Checking {file.name}", done, total)
-    remembered.add({"file": (stamp, sha.digest())})
-    return sha.digest()
-
-
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def rope_scaling(factors: Sequence[float], config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The `rope_scaling` of a configuration that gives `factors`, one for each pair of a head's dimensions.
+
+    None if they are all 1, which scales nothing.
+
+    Raises:
+        ValueError: if no scaling that transformers knows gives them.
+    """
+    if all(factor == 1.0 for factor in factors):
+        return None
+    factor = round(max(factors), 3)
+    expected = _llama3(len(factors), float(config.get("rope_theta", 10000.0)), factor)
+    if any(abs(found - wanted) > _TOLERANCE * wanted for found, wanted in zip(factors, expected, strict=True)):
+        raise ValueError("its rotary frequencies are scaled in a way that is not known here")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LOW,
+        "high_freq_factor": _HIGH,
+        "original_max_position_embeddings": _CONTEXT,
+    }
+
+
+def _llama3(count: int, theta: float, factor: float) -> list[float]:
+    """The divisors of `count` frequencies: 1 for short waves, `factor` for long ones, smooth in between."""
+    divisors = []
+    for index in range(count):
+        turns = _CONTEXT * theta ** (-index / count) / (2 * pi)  # in the context the model was first trained on
+        smooth = min(max((turns - _LOW) / (_HIGH - _LOW), 0.0), 1.0)
+        divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return divisors

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ....crypto.canonical import digest
-from ....protocols.adapter import (
+from ...crypto.canonical import digest
+from ...protocols.adapter import (
     MAX_ADAPTER_BYTES,
     MAX_ADAPTER_TENSORS,
     PROMPTS,
@@ -28,11 +28,11 @@ from ....protocols.adapter import (
     hashes_of_blocks,
     is_name,
 )
-from ....protocols.ids import Span
-from ....protocols.training import LORA_PARTS, LoraName
-from ...errors import BadInput
-from ..safetensors_file import read_header
-from .note import AdapterNote, read_note
+from ...protocols.ids import Span
+from ...protocols.training import LORA_PARTS, LoraName
+from ..errors import BadInput
+from .adapter_note import AdapterNote, read_note
+from .checkpoint import read_header
 
 if TYPE_CHECKING:
     import torch
@@ -94,12 +94,12 @@ class Adapter:
     @property
     def identity(self) -> str:
         """Names all of it, the soft prompt too, in hexadecimal digits."""
-        soft = [each.sha256 for each in digests_of({"": self.soft_prompt})] if self.soft_prompt is not None else []
+        soft = [found.sha256 for found in digests_of({"": self.soft_prompt})] if self.soft_prompt is not None else []
         return digest(_WHOLE_DOMAIN, self.hash, tuple(soft)).hex()
 
     def part(self, span: Span) -> dict[str, torch.Tensor]:
         """The tensors of these blocks."""
-        return {name: each for name, each in self.tensors.items() if int(name.partition(".")[0]) in span}
+        return {name: tensor for name, tensor in self.tensors.items() if int(name.partition(".")[0]) in span}
 
     def check_model(self, version: bytes, model: str) -> None:
         """
@@ -121,7 +121,7 @@ class Adapter:
         try:
             if self.blocks and self.blocks[-1][0] >= num_blocks:
                 raise ValueError(f"it changes block {self.blocks[-1][0]}, and the model has {num_blocks} blocks")
-            shapes = {name: tuple(each.shape) for name, each in self.part(span).items()}
+            shapes = {name: tuple(tensor.shape) for name, tensor in self.part(span).items()}
             check_tensors(shapes, span, linears, hidden_size)
         except ValueError as error:
             raise BadInput(f"the adapter {self.name} is not for this model: {error}") from None
@@ -129,7 +129,7 @@ class Adapter:
 
 def digests_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorDigest]:
     """What the hash of an adapter is made of."""
-    from ....protocols.tensors import encode
+    from ...protocols.tensors import encode
 
     digests = []
     for name, tensor in tensors.items():
@@ -210,15 +210,15 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
                 raise _pickled(other)
         raise BadInput(f"{file.parent} holds no adapter: there is no {file.name} in it")
     header = read_header(file)
-    total = sum(each.nbytes for each in header.values())
+    total = sum(stored.nbytes for stored in header.values())
     if total > MAX_ADAPTER_BYTES or len(header) > MAX_ADAPTER_TENSORS:
         raise BadInput(
             f"{file} is too large for an adapter: {len(header)} tensors of {total >> 20} MiB, and the limits are "
             f"{MAX_ADAPTER_TENSORS} and {MAX_ADAPTER_BYTES >> 20} MiB. Train it with a smaller rank"
         )
-    for each in header.values():
-        if each.dtype not in _DTYPES:
-            raise BadInput(f"{file}: {each.key} is of {each.dtype}; an adapter's tensors are {', '.join(_DTYPES)}")
+    for stored in header.values():
+        if stored.dtype not in _DTYPES:
+            raise BadInput(f"{file}: {stored.key} is of {stored.dtype}; an adapter's tensors are {', '.join(_DTYPES)}")
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -341,5 +341,5 @@ def _read_deep_prompts(folder: Path, name: str, note: AdapterNote) -> Adapter:
     soft, local = _prompt(tensors, heads, folder)
     if deep is None or deep.dim() != 3 or deep.shape[1] != soft.shape[0]:
         raise BadInput(f"{folder / DEEP_PROMPTS} holds no deep_prompts of [blocks, {soft.shape[0]}, hidden size]")
-    changes = {f"{block}.{PROMPTS}": each.contiguous() for block, each in enumerate(deep)}
+    changes = {f"{block}.{PROMPTS}": prompts.contiguous() for block, prompts in enumerate(deep)}
     return Adapter.of(name, changes, soft_prompt=soft, local=local, note=note)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ...errors import BadInput
+from ..errors import BadInput
 
 NOTE: Final = "petalnode.json"
 FORMAT: Final = 1

@@ -8,13 +8,15 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import ModelError
-from .checkpoint import Checkpoint
-from .fetch.alias import ALIASES, import_alias
-from .folder import ModelFolder, open_folder
-from .parts import Need, parts_of_need
-from .progress import Progress, no_progress
-from .room import MakeRoom, no_room_needed
+from ...errors import ModelError
+from ..checkpoint import Checkpoint
+from ..disk_limit import BeforeDownload, no_disk_limit
+from ..folder import ModelFolder, open_folder
+from ..parts import Need, parts_of_need
+from ..progress import Progress, no_progress
+from .alias import ALIASES, import_alias
+from .gguf_import import import_gguf
+from .hub import fetch
 
 DEFAULT_MODEL = "smollm2"
 
@@ -32,7 +34,7 @@ def resolve(
     progress: Progress = no_progress,
     revision: str | None = None,
     offline: bool = False,
-    make_room: MakeRoom = no_room_needed,
+    before_download: BeforeDownload = no_disk_limit,
 ) -> ModelFolder:
     """Finds or fetches `model` and returns its folder, with at least the parts that `need` asks for.
 
@@ -44,7 +46,7 @@ def resolve(
         need: "client" (embeddings, norm, head), a Span of blocks, "all", or "config" for no weights at all.
         revision: branch, tag or commit on the hub; `org/name@revision` says the same.
         offline: fetch nothing; only what is on this disk already is used.
-        make_room: is called before weights come from the hub.
+        before_download: is called before weights come from the hub.
 
     Raises:
         ModelError: if there is no such model, or it cannot be used; says what was found and what to do.
@@ -68,17 +70,15 @@ def resolve(
     if found and not name.endswith(".gguf"):
         if revision and found["revision"] and revision != found["revision"]:
             raise ModelError(f"{name!r} and revision {revision!r} contradict each other: give one revision.")
-        from .fetch.hub import fetch
-
-        return _checked(fetch(found["id"], revision or found["revision"], need, progress, offline, make_room), need)
+        return _checked(
+            fetch(found["id"], revision or found["revision"], need, progress, offline, before_download), need
+        )
     raise ModelError(_unknown(name))
 
 
 def _open_file(path: Path, progress: Progress) -> ModelFolder:
     if path.suffix.lower() != ".gguf":
         raise ModelError(f"{path} is a file but no .gguf file. {_FORMS}")
-    from .gguf.conversion import import_gguf
-
     return replace(import_gguf(path, progress), name=path.stem)
 
 

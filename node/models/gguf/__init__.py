@@ -1,1 +1,0 @@
-"""GGUF files: their header, and an ordinary model folder made from one."""
