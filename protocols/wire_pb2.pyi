@@ -920,7 +920,7 @@ class Receipt(google.protobuf.message.Message):
     request_hash: builtins.bytes
     reply_hash: builtins.bytes
     previous_receipt: builtins.bytes
-    """hash of this session's last receipt (32 zero bytes at first)"""
+    """hash of this session's last receipt (at first: the session root; 32 zero bytes on a batch stream)"""
     upstream_receipt: builtins.bytes
     """with push: hash of the upstream receipt; else empty"""
     time_ms: builtins.int

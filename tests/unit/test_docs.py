@@ -49,9 +49,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_paths_exist(page: Path) -> None:
-    named = re.compile(
-        r"(?<![\w./-])(?:node|protocols|crypto|petalnode|tests|benchmarks|docs|examples|packaging)/[\w./-]*"
-    )
+    named = re.compile(r"(?<![\w./-])(?:node|protocols|crypto|tests|benchmarks|docs|examples|packaging)/[\w./-]*")
     for line in code(page):
         for path in named.findall(line):
             assert (ROOT / path.rstrip(".")).exists(), path
