@@ -23,7 +23,7 @@ from ...crypto.swarm_key import SwarmKeyError, load_swarm_key
 from ..errors import BadInput, MachineError, PetalnodeError, SwarmError, unwrapped
 from ..network.nat.limits import RelayLimits
 from ..swarm.config import SwarmConfig
-from ..swarm.remembered_peers import memory_file
+from ..swarm.remembered_peers import peer_store_file
 from ..swarm.swarm import Swarm, open_swarm
 from ..trust.bans import Trusted, parse_trusted
 from ..trust.store import TrustStore, trust_file
@@ -213,7 +213,7 @@ class JoinOptions:
             relay_limits=relay_limits,
             # A client that was given a peer needs no discovery.
             mdns=self.mdns and not self.new_swarm and (listens or not peers),
-            remembered=memory_file(data_dir, psk) if self.remember and not self.new_swarm else None,
+            remembered=peer_store_file(data_dir, psk) if self.remember and not self.new_swarm else None,
             max_upload=parse_rate(self.max_upload, "--max-upload"),
             max_download=parse_rate(self.max_download, "--max-download"),
             gossip=self.gossip,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import trio
 
-from ..swarm.discovery import Joined
+from ..swarm.discovery import JoinResult
 from ..swarm.swarm import Swarm
 from .join import JoinOptions
 from .output import Output
@@ -16,7 +16,7 @@ _SETTLE_TIME = 5.0  # seconds
 _WAYS = {"remembered": "which is remembered from another run", "neighbours": "found on this network"}
 
 
-def how_joined(join: JoinOptions, joined: Joined | None) -> str:
+def how_joined(join: JoinOptions, joined: JoinResult | None) -> str:
     """One line for a person: which swarm a listening node has joined, or that it starts one."""
     if join.peers:
         return f"joined the swarm of {', '.join(join.peers)}"
@@ -29,7 +29,7 @@ def how_joined(join: JoinOptions, joined: Joined | None) -> str:
     return "no --peer was given: starting a swarm of its own"
 
 
-def how_joined_json(joined: Joined | None) -> dict[str, str] | None:
+def how_joined_json(joined: JoinResult | None) -> dict[str, str] | None:
     return None if joined is None else asdict(joined)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import trio
 
-from ...protocols.framing import PeerError
 from ..errors import ModelError, SwarmError
 from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_part
 from ..models.progress import no_progress
@@ -47,21 +45,14 @@ async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress =
     except ModelError:
         # Not the whole model: that is how it is on a laptop that uses a model which it cannot hold.
         pass
-    view = await swarm.refresh(timeout=REFRESH_TIMEOUT)
+    await swarm.refresh(timeout=REFRESH_TIMEOUT)
     mismatch: ModelError | None = None
-    for server in view.servers(now=time.time()):
-        if server.model_name != folder.name or server.num_blocks != folder.num_blocks:
-            continue
+    async for version, data in swarm.manifests(folder.name, folder.num_blocks, timeout=REFRESH_TIMEOUT):
         try:
-            data = await swarm.fetch_manifest(server.peer_id, server.model_version, timeout=REFRESH_TIMEOUT)
-            if data is None:
-                continue
-            manifest = Manifest.from_wire(data, server.model_version)
+            manifest = Manifest.from_wire(data, version)
             await trio.to_thread.run_sync(verify_part, folder, manifest, "client", progress)
         except ModelError as error:
             mismatch = error
-        except (PeerError, SwarmError):
-            continue
         else:
             return SwarmModel(manifest.version, folder)
     if mismatch is not None:

@@ -29,10 +29,8 @@ from .transport.bandwidth import Bandwidth
 from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of, reason_of
 from .transport.muxed_stream import WINDOW
 from .transport.negotiation import OneAnswer, OneRoundTrip
-from .transport.path import Path
-from .transport.raw_connection import CircuitWire, SocketWire, Wire, remote_multiaddr
-from .transport.sockets import PromptSockets
-from .transport.stream_bytes import Connection, StreamBytes
+from .transport.raw_connection import Path, PromptSockets, RawConnection, SocketConnection, remote_multiaddr
+from .transport.stream_bytes import CircuitConnection, Connection, StreamBytes
 
 log = logging.getLogger(__name__)
 
@@ -169,12 +167,12 @@ class Host:
         Raises:
             ConnectionError: with the reason.
         """
-        wire: Wire
+        wire: RawConnection
         if isinstance(raw, StreamBytes):
-            wire = CircuitWire(raw, Path(False, relay, addr, inbound=not initiator))
+            wire = CircuitConnection(raw, Path(False, relay, addr, inbound=not initiator))
         else:
             path = Path(True, None, addr or remote_multiaddr(raw), inbound=not initiator)
-            wire = SocketWire(raw, path, self._network.bandwidth)
+            wire = SocketConnection(raw, path, self._network.bandwidth)
         try:
             conn = await self._network.secure(wire, None if peer_id is None else _id(peer_id))
         except Exception as error:  # whatever a stranger's handshake may raise
@@ -313,11 +311,10 @@ async def open_host(
     listen: Sequence[Multiaddr],
     announce: Sequence[Multiaddr],
     psk: str | None,
-    on_lost: Callable[[str], None],
     max_upload: int | None = None,
     max_download: int | None = None,
 ) -> AsyncIterator[Host]:
-    """Runs a host until the block ends. `on_lost` hears of each peer whose last connection ended.
+    """Runs a host until the block ends.
 
     `psk` is a private swarm's key, 64 hexadecimal digits. `max_upload` and `max_download` are in bytes per second,
     over all connections together; small messages do not wait behind large ones.
@@ -330,7 +327,6 @@ async def open_host(
     for addr in listen:
         _check_free(addr)
     network = Network(identity, psk, Bandwidth.of(max_upload, max_download))
-    network.on_lost.append(on_lost)
     addresses = _Addresses(announce)
     libp2p = _Libp2pHost(network, addresses)
     libp2p.multiselect = OneAnswer(libp2p.multiselect.handlers)

@@ -1,61 +1,55 @@
-"""The node's directory of servers: serves it, keeps it fresh, and publishes the node's own announcement."""
+"""The node's directory of servers: what it knows of them, the protocol that shares it, and the search for peers.
+
+Owns the view, the answers to `/petalnode/directory/1`, the questions asked of other directories, and the two loops
+that keep the view fresh. `announcer.py` owns what this node says of itself.
+"""
 
 from __future__ import annotations
 
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final
 
 import trio
-from multiaddr import Multiaddr
 
 from ...crypto.identity import Identity
 from ...protocols import directory as protocol
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import (
-    MAX_ADDRS,
-    Announcement,
     BadAnnouncement,
     ServerState,
     SignedAnnouncement,
-    freshened,
     open_signed,
-    sign_announcement,
 )
 from ...protocols.directory import NodeInfo
 from ...protocols.framing import MessageStream, PeerError, ProtocolError, StreamTimeout
 from ..errors import SwarmError
-from ..network.addresses import without_peer
 from ..network.dht import SHARDS, Dht
 from ..network.host import Host
 from .view import SwarmView
 
 log = logging.getLogger(__name__)
 
-_ASK_AT_START: Final = 8  # peers asked side by side by `refresh`
+ASK_AT_START: Final = 8  # peers asked side by side by `refresh`
 _WAVES: Final = 4  # of asking those whom the last wave told of
 _ENOUGH_ANSWERS: Final = 3  # after which the slow ones go on in the background
 _GRACE: Final = 0.15  # seconds for them before that
 # Of a swarm of hundreds, a node that is told by 16 peers and asks 5 in every third of a lifetime knows nearly all
 # of every round's announcements one round later: spreading by asking multiplies the knowing by e^5 per round.
 _PULL_PEERS: Final = 5  # asked in every round of the background
-_PUSH_PEERS: Final = 16  # told of the own announcement in every round, and
-_PUSH_PEERS_NEWS: Final = 32  # when something in it changed
 _FIRST_PULL: Final = 0.5  # seconds; then longer and longer, up to a round
 _STRANGERS: Final = 3  # whom the table led to, met in one look
 _PUSH_DEADLINE: Final = 4.0
 _PULL_DEADLINE: Final = 6.0
-_TABLE_DEADLINE: Final = 10.0
-_PUSH_PAUSE: Final = 0.5  # seconds between two announcements that changed quickly
+TABLE_DEADLINE: Final = 10.0
 _TABLE_ROUND: Final = 60.0  # seconds between two looks for strangers
 _PROVIDE_ROUND: Final = 300.0
 _RESTART_PAUSE: Final = 5.0
 _IDLE_STREAM: Final = 60.0  # seconds
 _MAX_MET: Final = 256  # peers found otherwise whose addresses we keep
-_MAX_TOLD: Final = 1000
+_MAX_LOGGED: Final = 1000
 _PINGS: Final = 4  # of a measurement of a round trip
 _FAR: Final = 0.02  # seconds of a round trip in which the few milliseconds that opening a stream takes are lost
 _AGREE: Final = 1.5  # times one round trip that another one of the same way takes at most, if nothing held it up
@@ -63,6 +57,16 @@ _BURST: Final = 300  # frames at once from one stream, and
 _FRAMES_PER_SECOND: Final = 20.0
 
 OpenStream = Callable[[str, float], Awaitable[MessageStream[wire.DirectoryFrame]]]
+
+
+async def keep_up(part: Callable[[], Awaitable[None]]) -> None:
+    """Runs a part of the node for ever: an error of ours must not take the node, which is serving sessions, down."""
+    while True:
+        try:
+            await part()
+        except Exception:
+            log.exception("%s failed", part.__qualname__)
+        await trio.sleep(_RESTART_PAUSE)
 
 
 class Directory:
@@ -91,12 +95,10 @@ class Directory:
             if peer_id != identity.peer_id:
                 self._bootstrap.setdefault(peer_id, []).append(addr)
         self._met: dict[str, tuple[str, ...]] = {}
-        self._told: set[str] = set()  # whose bad announcements were logged
+        self._logged: set[str] = set()  # whose bad announcements were logged
         self._changed = trio.Event()
         self.about: Callable[[], NodeInfo] = lambda: NodeInfo("client")  # what this node answers about itself
-        self._own: Announcement | None = None  # as it was given: without addresses, it follows the host's
-        self._own_record: SignedAnnouncement | None = None
-        self._own_changed = trio.Event()
+        self.own: SignedAnnouncement | None = None  # this node's announcement, if it is a server
 
     # --- the view
 
@@ -106,7 +108,17 @@ class Directory:
         announced = list(record.content.addrs) if record is not None else []
         return [*announced, *self._bootstrap.get(peer_id, ()), *self._met.get(peer_id, ())]
 
-    def _merge(self, records: Iterable[SignedAnnouncement]) -> None:
+    def relays(self) -> set[str]:
+        """The servers that announce free relay reservations."""
+        servers = self.view.servers(now=time.time())
+        return {server.peer_id for server in servers if server.relay is not None and server.relay.free}
+
+    @property
+    def announces(self) -> bool:
+        """Whether this node is a server."""
+        return self.own is not None
+
+    def merge(self, records: Iterable[SignedAnnouncement]) -> None:
         merged = self.view.merge(records, time.time())
         if merged is not self.view:
             self.view = merged
@@ -141,7 +153,7 @@ class Directory:
         if kind == "ping" and len(frame.ping.payload) <= protocol.MAX_PING:
             return wire.DirectoryFrame(ping=frame.ping)
         if kind == "query":
-            self._merge(())  # the expired are not told to anyone
+            self.merge(())  # drops the expired ones
             wanted = frame.query.model_version
             records = [
                 record for record in self.view.records.values() if not wanted or record.content.model_version == wanted
@@ -151,14 +163,14 @@ class Directory:
             try:
                 record = open_signed(frame.publish, now=time.time())
             except BadAnnouncement as error:
-                if peer_id not in self._told and len(self._told) < _MAX_TOLD:
-                    self._told.add(peer_id)
-                    log.warning("%s announces what cannot be, which is ignored: %s", peer_id, error)
+                if peer_id not in self._logged and len(self._logged) < _MAX_LOGGED:
+                    self._logged.add(peer_id)
+                    log.warning("%s announces what is not valid, which is ignored: %s", peer_id, error)
                 raise ProtocolError(f"{peer_id} published a bad announcement: {error}", peer_id) from error
             # Anyone may hand records on when asked, but only a server itself may push its own to us.
             if record.content.peer_id != peer_id:
                 raise ProtocolError(f"{peer_id} published the announcement of another peer", peer_id)
-            self._merge([record])
+            self.merge([record])
             return None
         if kind == "node_query":
             return self.about().to_frame()
@@ -169,8 +181,8 @@ class Directory:
 
     # --- asking
 
-    async def pull(self, peer_id: str, *, model_version: bytes = b"", tell: bool = False, timeout: float) -> None:
-        """Merges all that a peer knows; with `tell`, tells it the own announcement first.
+    async def pull(self, peer_id: str, *, model_version: bytes = b"", publish: bool = False, timeout: float) -> None:
+        """Merges all that a peer knows; with `publish`, sends it the own announcement first.
 
         Raises:
             PeerError: it cannot be reached, did not answer within `timeout` seconds, or not what was asked.
@@ -178,9 +190,8 @@ class Directory:
         with trio.move_on_after(timeout):
             stream = await self._open_stream(peer_id, timeout)
             try:
-                if tell and self._own_record is not None:
-                    own = wire.DirectoryFrame(publish=self._own_record.to_wire())
-                    await stream.send(own, timeout=timeout)
+                if publish and self.own is not None:
+                    await stream.send(wire.DirectoryFrame(publish=self.own.to_wire()), timeout=timeout)
                 await self._pull_pages(stream, model_version, timeout)
             except BaseException:
                 await stream.reset()
@@ -207,8 +218,18 @@ class Directory:
             raise
         while len(self._met) > _MAX_MET:
             del self._met[next(iter(self._met))]
-        if self._own is not None and self._own_record is not None:
-            await self._tell(peer_id, self._own_record)
+        if self.own is not None:
+            await self.push(peer_id, self.own)
+
+    async def push(self, peer_id: str, record: SignedAnnouncement) -> None:
+        """Sends an announcement of this node to a peer, if it can be reached within some seconds."""
+        try:
+            with trio.fail_after(_PUSH_DEADLINE):
+                stream = await self._open_stream(peer_id, _PUSH_DEADLINE)
+                await stream.send(wire.DirectoryFrame(publish=record.to_wire()), timeout=_PUSH_DEADLINE)
+                await stream.close()
+        except (PeerError, trio.TooSlowError) as error:
+            log.debug("could not announce to %s: %s", peer_id, error)
 
     async def _pull_pages(
         self, stream: MessageStream[wire.DirectoryFrame], model_version: bytes, timeout: float
@@ -220,31 +241,11 @@ class Directory:
             reply, _payloads = await stream.receive(timeout=timeout)
             if reply.WhichOneof("body") != "records":
                 raise ProtocolError(f"{stream.peer_id} answered no records", stream.peer_id)
-            self._merge(protocol.open_records(reply.records, self.view.records, now=time.time()))
+            self.merge(protocol.open_records(reply.records, self.view.records, now=time.time()))
             last = protocol.last_peer_id(reply.records)
             if not reply.records.truncated or last <= after:
                 return
             after = last
-
-    async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
-        """Tells these peers, and some others, the own announcement, and merges what they know; returns who answered.
-
-        Who answered had the own announcement before it did: so of two peers that change what they announce and then
-        exchange, at least one knows of the other's change when it goes on.
-        """
-        answered: set[str] = set()
-
-        async def talk(peer_id: str) -> None:
-            try:
-                await self.pull(peer_id, model_version=model_version, tell=True, timeout=timeout)
-                answered.add(peer_id)
-            except PeerError as error:
-                log.debug("nothing exchanged with %s: %s", peer_id, error)
-
-        async with trio.open_nursery() as nursery:
-            for peer_id in {*peers, *self._peers_to_ask(_ASK_AT_START)} - {self._identity.peer_id}:
-                nursery.start_soon(talk, peer_id)
-        return frozenset(answered)
 
     async def refresh(self, nursery: trio.Nursery, *, model_version: bytes, timeout: float) -> None:
         """Pulls from several peers side by side, and from some that they tell of, until there is nothing new.
@@ -258,7 +259,7 @@ class Directory:
         failures: list[str] = []
         for wave in range(_WAVES):
             known = len(self.view.records)
-            peers = [peer for peer in self._peers_to_ask(_ASK_AT_START) if peer not in asked]
+            peers = [peer for peer in self.peers_to_ask(ASK_AT_START) if peer not in asked]
             asked.update(peers)
             await self._ask(nursery, peers, model_version, timeout, failures)
             if wave == 0 and asked and len(failures) == len(asked):
@@ -298,7 +299,7 @@ class Directory:
             while answers < _ENOUGH_ANSWERS and answers + failed < len(peers):
                 await progress.wait()
 
-    def _peers_to_ask(self, count: int) -> list[str]:
+    def peers_to_ask(self, count: int) -> list[str]:
         """Whom to ask: those we were told of, and `count` others: first some that we have a connection to."""
         connected = [peer for peer in self._host.connected() if self.addrs_of(peer)]
         servers = [content.peer_id for content in self.view.servers(now=time.time()) if content.addrs]
@@ -358,114 +359,13 @@ class Directory:
             return NodeInfo.of(reply.node)
         raise StreamTimeout(f"{peer_id} did not answer within {timeout:g} s", peer_id)
 
-    # --- announcing
-
-    @property
-    def announces(self) -> bool:
-        """Whether this node is a server."""
-        return self._own is not None
-
-    def announce(self, announcement: Announcement) -> None:
-        self._own = announcement
-        self._sign()
-        self._tell_of_change()
-
-    def addrs_changed(self) -> None:
-        """Announces anew at once, if the host's addresses or what it offers as a relay are other than announced."""
-        if self._own is not None and self._own_record is not None:
-            said, now = self._own_record.content, self._completed(self._own)
-            if said.addrs != now.addrs or (said.relay is None) != (now.relay is None):
-                self._own = replace(self._own)  # another one, hence news
-                self._tell_of_change()
-
-    def _tell_of_change(self) -> None:
-        self._own_changed.set()
-        self._own_changed = trio.Event()
-
-    def _completed(self, own: Announcement) -> Announcement:
-        addrs = own.addrs or tuple(str(without_peer(Multiaddr(addr))) for addr in self._host.addrs())[:MAX_ADDRS]
-        return replace(own, addrs=addrs, relay=self.about().relay)
-
-    def _sign(self) -> SignedAnnouncement:
-        assert self._own is not None
-        after = self._own_record.content.sequence if self._own_record is not None else 0
-        fresh = freshened(self._completed(self._own), now=time.time(), lifetime=self._ttl, after=after)
-        self._own_record = sign_announcement(self._identity, fresh)
-        self._merge([self._own_record])
-        return self._own_record
-
-    async def retract(self) -> None:
-        if self._own is None:
-            return
-        self._own = replace(self._own, state=ServerState.OFFLINE)
-        record = self._sign()
-        self._own = None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._push, record, _PUSH_PEERS_NEWS)
-            nursery.start_soon(self._put, record)
-
-    async def _put(self, record: SignedAnnouncement) -> None:
-        await self._dht.put_announcement(record, timeout=_TABLE_DEADLINE)
-
-    async def _push(self, record: SignedAnnouncement, count: int) -> None:
-        """Tells many peers of the own announcement, side by side."""
-        async with trio.open_nursery() as nursery:
-            for peer_id in self._peers_to_ask(count):
-                nursery.start_soon(self._tell, peer_id, record)
-
-    async def _tell(self, peer_id: str, record: SignedAnnouncement) -> None:
-        try:
-            with trio.fail_after(_PUSH_DEADLINE):
-                stream = await self._open_stream(peer_id, _PUSH_DEADLINE)
-                await stream.send(wire.DirectoryFrame(publish=record.to_wire()), timeout=_PUSH_DEADLINE)
-                await stream.close()
-        except (PeerError, trio.TooSlowError) as error:
-            log.debug("could not tell %s: %s", peer_id, error)
-
     # --- the background
 
     async def run(self) -> None:
-        """Publishes, pulls and looks for strangers until it is cancelled."""
+        """Asks other directories and looks for unknown servers until it is cancelled."""
         async with trio.open_nursery() as nursery:
-            for part in (self._publish_forever, self._pull_forever, self._put_forever, self._meet_forever):
-                nursery.start_soon(self._keep_up, part)
-
-    async def _keep_up(self, part: Callable[[], Awaitable[None]]) -> None:
-        """Runs a part for ever: an error of ours must not take the node, which is serving sessions, down."""
-        while True:
-            try:
-                await part()
-            except Exception:
-                log.exception("the directory's %s failed", part.__name__)
-            await trio.sleep(_RESTART_PAUSE)
-
-    async def _publish_forever(self) -> None:
-        told: Announcement | None = None
-        async with trio.open_nursery() as nursery:
-            while True:
-                changed = self._own_changed
-                if self._own is not None:
-                    news = self._own is not told
-                    nursery.start_soon(self._push, self._sign(), _PUSH_PEERS_NEWS if news else _PUSH_PEERS)
-                    told = self._own
-                    await trio.sleep(_PUSH_PAUSE)
-                with trio.move_on_after(self._ttl / 3 * random.uniform(0.9, 1.0)):
-                    await changed.wait()
-
-    async def _put_forever(self) -> None:
-        """Keeps the own announcement, and now and then the list of models, in the table.
-
-        The directory is the quick way, and a swarm that starts has enough to do: the table can wait.
-        """
-        await trio.sleep(self._ttl * random.uniform(0.15, 0.35))
-        while True:
-            if self._own is not None and self._own_record is not None:
-                await self._put(self._own_record)
-                # About two servers of the swarm see to the list of models in every round.
-                servers = len(self.view.servers(now=time.time()))
-                if random.random() * servers <= 2:
-                    await self._dht.put_models(self.view.records.values(), timeout=_TABLE_DEADLINE)
-            await trio.sleep(self._ttl / 2 * random.uniform(0.9, 1.0))
+            for part in (self._pull_forever, self._meet_forever):
+                nursery.start_soon(keep_up, part)
 
     async def _pull_forever(self) -> None:
         pause = _FIRST_PULL
@@ -473,7 +373,7 @@ class Directory:
             await trio.sleep(min(pause, self._ttl / 3) * random.uniform(0.7, 1.0))
             pause *= 2
             async with trio.open_nursery() as nursery:
-                peers = self._peers_to_ask(1000)
+                peers = self.peers_to_ask(1000)
                 for peer_id in random.sample(peers, min(_PULL_PEERS, len(peers))):
                     nursery.start_soon(self._try_pull, peer_id)
 
@@ -489,18 +389,18 @@ class Directory:
         if self.view.records or not self._bootstrap:  # only who knows nobody looks there at once
             await trio.sleep(self._ttl * random.uniform(0.5, 1.5))
         while True:
-            self._merge(
+            self.merge(
                 record
-                for record in await self._dht.get_models(timeout=_TABLE_DEADLINE)
+                for record in await self._dht.get_models(timeout=TABLE_DEADLINE)
                 if record.content.state is not ServerState.OFFLINE
             )
-            known = set(self._peers_to_ask(1000))
-            found = await self._dht.find_providers(random.randrange(SHARDS), timeout=_TABLE_DEADLINE)
+            known = set(self.peers_to_ask(1000))
+            found = await self._dht.find_providers(random.randrange(SHARDS), timeout=TABLE_DEADLINE)
             strangers = [(peer, addrs) for peer, addrs in found if peer not in known | {self._identity.peer_id}]
             for peer_id, addrs in random.sample(strangers, min(_STRANGERS, len(strangers))):
                 self._host.remember(peer_id, addrs)
                 await self._try_pull(peer_id)
-            if self._own is not None and trio.current_time() - provided >= _PROVIDE_ROUND:
+            if self.own is not None and trio.current_time() - provided >= _PROVIDE_ROUND:
                 provided = trio.current_time()
-                await self._dht.provide(random.randrange(SHARDS), timeout=_TABLE_DEADLINE)
+                await self._dht.provide(random.randrange(SHARDS), timeout=TABLE_DEADLINE)
             await trio.sleep(_TABLE_ROUND * random.uniform(0.5, 1.0))

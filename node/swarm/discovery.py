@@ -19,7 +19,7 @@ from ..network.addresses import ip_of, without_peer
 from ..network.host import Host
 from ..network.mdns import run_mdns, service_name
 from .directory import Directory
-from .remembered_peers import Memory, in_order
+from .remembered_peers import PeerStore, in_order
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ Way = Literal["peers", "remembered", "neighbours"]
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinResult:
     """How a node came into its swarm: through a peer that it was told of, one of an earlier run, or a neighbour."""
 
     way: Way
@@ -46,7 +46,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PeerCandidate:
     """A peer that may be there, at these addresses (without /p2p)."""
 
     way: Way
@@ -70,7 +70,7 @@ class Discovery:
 
     Args:
         peers: those to join by, as (peer id, address), tried for ever.
-        memory: the file of peers of earlier runs, if there is one.
+        peer_store: the file of peers of earlier runs, if there is one.
         mdns: whether to look for neighbours, and to be seen by them.
         listen: where this node listens; nowhere, for a client.
         psk: the private swarm's key.
@@ -83,7 +83,7 @@ class Discovery:
         nursery: trio.Nursery,
         *,
         peers: Sequence[tuple[str, str]],
-        memory: Path | None,
+        peer_store: Path | None,
         mdns: bool,
         listen: Sequence[str],
         psk: str | None,
@@ -91,31 +91,31 @@ class Discovery:
         self._host = host
         self._directory = directory
         self._nursery = nursery
-        self._peers = [Candidate("peers", peer_id, (addr,)) for peer_id, addr in peers]
-        self._memory = None if memory is None else Memory(memory)
+        self._peers = [PeerCandidate("peers", peer_id, (addr,)) for peer_id, addr in peers]
+        self._peer_store = None if peer_store is None else PeerStore(peer_store)
         self._service = service_name(psk) if mdns and not is_local(listen) else None
         self._listens = bool(listen)
-        self._neighbours: dict[str, Candidate] = {}
+        self._neighbours: dict[str, PeerCandidate] = {}
         self._neighbours_asked = trio.Event()
         self._calling: set[str] = set()
         self._called = trio.Event()
         self._failed: set[str] = set()  # of those remembered, since the last note
         self._stir = trio.Event()
         self._met = trio.Event()
-        self.joined: Joined | None = None
+        self.joined: JoinResult | None = None
 
     @property
     def searches(self) -> bool:
         """Whether there is any way to find a swarm without being told of a peer."""
-        return self._memory is not None or self._service is not None
+        return self._peer_store is not None or self._service is not None
 
     def start(self) -> None:
         """Starts what goes on for as long as the node runs. Comes after the meeting with those who were named."""
         if self._service is not None:
             addrs, found = self._host.addrs, self._on_neighbour
             self._nursery.start_soon(run_mdns, self._service, addrs, found, self._neighbours_asked)
-        if self._memory is not None:
-            self._nursery.start_soon(self._note_forever, self._memory)
+        if self._peer_store is not None:
+            self._nursery.start_soon(self._note_forever, self._peer_store)
         if self._peers and self._listens:
             # Two parts of a swarm that have lost sight of each other meet in the nodes that remember both.
             self._nursery.start_soon(self._greet_remembered)
@@ -125,7 +125,7 @@ class Discovery:
         self._host.on_lost(lambda _: self._stir.set())
         self._nursery.start_soon(self._return_forever)
 
-    async def search(self) -> Joined | None:
+    async def search(self) -> JoinResult | None:
         """Joins the swarm of the first remembered peer or neighbour that answers; None if nobody does."""
         with trio.move_on_after(_SEARCH):
             async with trio.open_nursery() as nursery:
@@ -133,7 +133,7 @@ class Discovery:
                 async def look() -> None:
                     async with trio.open_nursery() as ways:
                         ways.start_soon(self._try_remembered)
-                        ways.start_soon(self._hear_neighbours)
+                        ways.start_soon(self._await_neighbours)
                     nursery.cancel_scope.cancel()
 
                 nursery.start_soon(look)
@@ -144,7 +144,7 @@ class Discovery:
     async def _try_remembered(self) -> None:
         await self._try(await self._remembered())
 
-    async def _hear_neighbours(self) -> None:
+    async def _await_neighbours(self) -> None:
         """Returns when those who are there have had their time to answer, and to be called on."""
         if self._service is not None:
             await self._neighbours_asked.wait()
@@ -154,7 +154,7 @@ class Discovery:
 
     # --- meeting
 
-    async def _meet(self, candidate: Candidate) -> bool:
+    async def _meet(self, candidate: PeerCandidate) -> bool:
         """Whether this peer is there, and from now on known."""
         try:
             await self._directory.meet(candidate.peer_id, candidate.addrs, timeout=_MEETING)
@@ -171,10 +171,10 @@ class Discovery:
 
     def met(self, way: Way, peer_id: str) -> None:
         if self.joined is None:
-            self.joined = Joined(way, peer_id)
+            self.joined = JoinResult(way, peer_id)
         self._met.set()
 
-    async def _try(self, candidates: Sequence[Candidate]) -> bool:
+    async def _try(self, candidates: Sequence[PeerCandidate]) -> bool:
         """Calls on these peers, some at a time; returns whether one answered, as soon as one did."""
         found = False
         waiting = iter(candidates)
@@ -191,12 +191,12 @@ class Discovery:
                 nursery.start_soon(work)
         return found
 
-    async def _remembered(self) -> list[Candidate]:
-        if self._memory is None:
+    async def _remembered(self) -> list[PeerCandidate]:
+        if self._peer_store is None:
             return []
-        known = await trio.to_thread.run_sync(self._memory.load, abandon_on_cancel=True)
+        known = await trio.to_thread.run_sync(self._peer_store.load, abandon_on_cancel=True)
         return [
-            Candidate("remembered", each.peer_id, each.addrs)
+            PeerCandidate("remembered", each.peer_id, each.addrs)
             for each in in_order(known)
             if each.peer_id != self._host.peer_id
         ]
@@ -212,7 +212,7 @@ class Discovery:
         if peer_id == self._host.peer_id:
             return
         self._neighbours.pop(peer_id, None)
-        self._neighbours[peer_id] = candidate = Candidate("neighbours", peer_id, tuple(addrs))
+        self._neighbours[peer_id] = candidate = PeerCandidate("neighbours", peer_id, tuple(addrs))
         if len(self._neighbours) > _MAX_NEIGHBOURS:
             del self._neighbours[next(iter(self._neighbours))]
         # A client needs one way into the swarm only.
@@ -220,7 +220,7 @@ class Discovery:
         if wanted and peer_id not in self._calling and not self._host.is_connected(peer_id):
             self._nursery.start_soon(self._call_on, candidate)
 
-    async def _call_on(self, neighbour: Candidate) -> None:
+    async def _call_on(self, neighbour: PeerCandidate) -> None:
         if len(self._calling) >= _AT_ONCE:
             return  # a crowded network; most of them will hear of us from the others
         self._calling.add(neighbour.peer_id)
@@ -252,38 +252,38 @@ class Discovery:
                 await trio.sleep(pause_before(attempt - 1) * random.uniform(0.8, 1.2))
             await self._try(self._all(await self._remembered()))
 
-    def _all(self, remembered: Sequence[Candidate]) -> list[Candidate]:
+    def _all(self, remembered: Sequence[PeerCandidate]) -> list[PeerCandidate]:
         """Everybody to try, each peer once with all its addresses, those that we were told of first."""
-        found: dict[str, Candidate] = {}
+        found: dict[str, PeerCandidate] = {}
         for each in (*self._peers, *self._neighbours.values(), *remembered):
             held = found.get(each.peer_id)
             if held is not None:
-                each = Candidate(held.way, each.peer_id, tuple(dict.fromkeys((*held.addrs, *each.addrs))))
+                each = PeerCandidate(held.way, each.peer_id, tuple(dict.fromkeys((*held.addrs, *each.addrs))))
             found[each.peer_id] = each
         found.pop(self._host.peer_id, None)
         return list(found.values())
 
     # --- remembering
 
-    async def _note_forever(self, memory: Memory) -> None:
+    async def _note_forever(self, peer_store: PeerStore) -> None:
         pause = _FIRST_NOTE
         try:
             while True:
-                await self._note(memory)
+                await self._note(peer_store)
                 await trio.sleep(pause)
                 pause = _NOTES
         finally:
             with trio.CancelScope(deadline=trio.current_time() + 1.0, shield=True):
-                await self._note(memory)
+                await self._note(peer_store)
 
-    async def _note(self, memory: Memory) -> None:
+    async def _note(self, peer_store: PeerStore) -> None:
         met, own = self._met_now(), self._own_entry()
         failed: frozenset[str] = frozenset()
         if met:  # else it may be this machine that has no network
             failed = frozenset(self._failed)
             self._failed.clear()
         if met or own:
-            await trio.to_thread.run_sync(memory.update, met | own, failed, time.time(), abandon_on_cancel=True)
+            await trio.to_thread.run_sync(peer_store.update, met | own, failed, time.time(), abandon_on_cancel=True)
 
     def _own_entry(self) -> dict[str, list[str]]:
         """This node itself, for the person's other nodes on this machine, which may have no network at all."""

@@ -1,7 +1,7 @@
 """Peers of earlier runs, kept in a small file, so that a node finds its swarm again without being told.
 
 One file for each swarm, shared by all nodes of a person on a machine: who met whom is the same for a server and a
-chat. What to keep is decided by pure functions; `Memory` reads and writes.
+chat. What to keep is decided by pure functions; `PeerStore` reads and writes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNSEEN: Final = 60 * _DAY  # without a meeting, likewise
 
 
 @dataclass(frozen=True)
-class Acquaintance:
+class PeerRecord:
     """A peer met before: its addresses without /p2p, the best first; when it was last met, and since when it has not
     answered (0: it did), both in seconds since 1970."""
 
@@ -42,8 +42,8 @@ class Acquaintance:
 
 
 def updated(
-    known: Iterable[Acquaintance], met: Mapping[str, Sequence[str]], failed: Iterable[str], now: float
-) -> tuple[Acquaintance, ...]:
+    known: Iterable[PeerRecord], met: Mapping[str, Sequence[str]], failed: Iterable[str], now: float
+) -> tuple[PeerRecord, ...]:
     """What to remember, the latest met first, after having met these peers at these addresses (the best first).
 
     `failed` are those that did not answer.
@@ -53,7 +53,7 @@ def updated(
         held = peers.get(peer_id)
         merged = dict.fromkeys((*addrs, *(held.addrs if held is not None else ())))
         if merged:
-            peers[peer_id] = Acquaintance(peer_id, tuple(merged)[:MAX_ADDRS], seen=now)
+            peers[peer_id] = PeerRecord(peer_id, tuple(merged)[:MAX_ADDRS], seen=now)
     for peer_id in set(failed) - set(met):
         if peer_id in peers:
             peers[peer_id] = replace(peers[peer_id], failing=peers[peer_id].failing or now)
@@ -61,34 +61,34 @@ def updated(
     return tuple(sorted(kept, key=lambda each: (-each.seen, each.peer_id))[:MAX_PEERS])
 
 
-def _hopeless(peer: Acquaintance, now: float) -> bool:
+def _hopeless(peer: PeerRecord, now: float) -> bool:
     return bool(peer.failing) and now - peer.failing > _FAILING
 
 
-def in_order(known: Iterable[Acquaintance]) -> list[Acquaintance]:
+def in_order(known: Iterable[PeerRecord]) -> list[PeerRecord]:
     """Whom to try first: those that answered the last time, the latest met before the others."""
     return sorted(known, key=lambda each: (bool(each.failing), -each.seen))
 
 
-def memory_file(folder: Path, psk: str | None) -> Path:
+def peer_store_file(folder: Path, psk: str | None) -> Path:
     """Where the peers of one swarm are remembered: the public one, or the private one of this key."""
     swarm = "public" if psk is None else digest("petalnode/remembered/1", bytes.fromhex(psk)).hex()[:16]
     return folder / "peers" / f"{swarm}.json"
 
 
-class Memory:
+class PeerStore:
     """The file. Its methods block for as long as a small file takes, and never raise: a node does without it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def load(self) -> tuple[Acquaintance, ...]:
+    def load(self) -> tuple[PeerRecord, ...]:
         """What the file holds; nothing if it is missing, damaged or cannot be read."""
         try:
             with self._path.open("rb") as file:
                 text = file.read(_MAX_FILE)
             entries = json.loads(text)["peers"]
-            return tuple(peer for entry in entries if (peer := _acquaintance(entry)) is not None)[:MAX_PEERS]
+            return tuple(peer for entry in entries if (peer := _peer_record(entry)) is not None)[:MAX_PEERS]
         except FileNotFoundError:
             return ()
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -104,18 +104,18 @@ class Memory:
         except (OSError, Timeout) as error:
             log.debug("the peers met cannot be kept in %s: %s", self._path, error)
 
-    def _write(self, peers: Sequence[Acquaintance]) -> None:
+    def _write(self, peers: Sequence[PeerRecord]) -> None:
         text = json.dumps({"version": 1, "peers": [asdict(each) for each in peers]}, indent=1)
         write_private(self._path, text.encode())
 
 
-def _acquaintance(entry: Any) -> Acquaintance | None:
+def _peer_record(entry: Any) -> PeerRecord | None:
     """One entry of the file; None if it is not of the form that we write."""
     try:
         peer_id, addrs = str(entry["peer_id"]), entry["addrs"]
         peer_id_to_bytes(peer_id)
         if not addrs or not all(isinstance(addr, str) for addr in addrs):
             return None
-        return Acquaintance(peer_id, tuple(addrs)[:MAX_ADDRS], float(entry["seen"]), float(entry["failing"]))
+        return PeerRecord(peer_id, tuple(addrs)[:MAX_ADDRS], float(entry["seen"]), float(entry["failing"]))
     except (KeyError, TypeError, ValueError):
         return None

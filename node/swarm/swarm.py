@@ -1,10 +1,11 @@
-"""A node's place in the swarm: its host, its streams, what it announces and what it knows of the others."""
+"""A running node: builds its parts (host, DHT, directory, announcer, NAT manager, discovery, gossip) and joins."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import trio
@@ -17,29 +18,26 @@ from ...protocols.directory import MANIFEST_MAX_HEADER, NodeInfo, answer_manifes
 from ...protocols.evidence import MAX_HEADER as MAX_EVIDENCE
 from ...protocols.evidence import PIECE_BYTES
 from ...protocols.framing import (
-    MAX_HEADER,
-    MAX_PAYLOAD,
     MessageStream,
     PeerError,
-    StreamClosed,
-    StreamTimeout,
 )
 from ...protocols.ids import DIRECTORY, EVIDENCE, MANIFEST
 from ..errors import SwarmError
 from ..network.addresses import parse_peer
 from ..network.dht import Dht, open_dht
 from ..network.host import Host, open_host
-from ..network.nat.manager import Reach, ReachConfig
+from ..network.nat.manager import NatConfig, NatManager
 from ..network.nat.reachability import Reachability
-from ..network.transport.path import Path
-from ..network.transport.stream_bytes import StreamBytes
+from ..network.transport.raw_connection import Path
 from ..trust.bundle import Bundle
 from ..trust.evidence_gossip import TOPIC, EvidenceGossip, fetch_bundle
 from ..trust.notice import MAX_MESSAGE, EvidenceMessage
 from ..trust.store import TrustStore
+from .announcer import Announcer
 from .config import SwarmConfig, checked
 from .directory import Directory
-from .discovery import Discovery, Joined
+from .discovery import Discovery, JoinResult
+from .streams import MessageStreams
 from .view import SwarmView
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ _MANIFEST_IDLE: Final = 60.0
 F = TypeVar("F", bound=Message)
 
 
-class Swarm:
+class Swarm(MessageStreams):
     """A running node. Made by `open_swarm`; everything on it belongs to trio's thread."""
 
     def __init__(
@@ -65,14 +63,12 @@ class Swarm:
         evidence: EvidenceGossip,
         gossip: Gossip | None,
     ) -> None:
+        super().__init__(host, lambda peer_id: self._directory.addrs_of(peer_id))
         self._config = config
-        self._host = host
         self._nursery = nursery
         self._manifests: dict[bytes, wire.Manifest] = {}
-        self._lost: dict[str, trio.Event] = {}
         self._direct: dict[str, trio.Event] = {}
         host.on_connected(self._on_connected)
-        self._told: set[tuple[str, type]] = set()
         bootstrap = [parse_peer(peer) for peer in config.peers]
         self._directory = Directory(
             identity=config.identity,
@@ -82,27 +78,31 @@ class Swarm:
             open_stream=self._open_directory,
             bootstrap=bootstrap,
         )
-        reach = ReachConfig(bool(config.listen), config.announce, config.peers, config.relay, config.relay_limits)
-        self._reach = Reach(host, self._directory, nursery, reach)
+        self._announcer = Announcer(
+            identity=config.identity, ttl=config.announcement_ttl, host=host, dht=dht, directory=self._directory
+        )
+        nat = NatConfig(bool(config.listen), config.announce, config.peers, config.relay, config.relay_limits)
+        self._nat = NatManager(host, self._directory, nursery, nat, addrs_changed=self._announcer.addrs_changed)
+        self._directory.about = self._nat.about
         self._discovery = Discovery(
             host,
             self._directory,
             nursery,
             peers=bootstrap,
-            memory=config.remembered,
+            peer_store=config.remembered,
             mdns=config.mdns,
             listen=config.listen,
             psk=config.psk,
         )
         self._evidence = evidence
-        self._gossip = gossip
+        self.gossip = gossip  # of evidence; None if this node takes no part
         self.set_handler(EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=MAX_EVIDENCE, max_payload=PIECE_BYTES)
         self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=self._directory.max_header)
         self.set_handler(MANIFEST, wire.ManifestFrame, self._serve_manifests, max_header=MANIFEST_MAX_HEADER)
 
     @property
     def peer_id(self) -> str:
-        return self._host.peer_id
+        return self.host.peer_id
 
     @property
     def trust(self) -> TrustStore:
@@ -116,127 +116,18 @@ class Swarm:
     @property
     def addrs(self) -> list[str]:
         """Concrete multiaddrs under which this node may be reached, with /p2p; none for a pure client."""
-        return self._host.addrs()
-
-    # --- streams
-
-    def set_handler(
-        self,
-        protocol: str,
-        frame_type: type[F],
-        handler: Callable[[MessageStream[F]], Awaitable[None]],
-        *,
-        max_header: int = MAX_HEADER,
-        max_payload: int = MAX_PAYLOAD,
-    ) -> None:
-        """`handler` gets every stream of `protocol` that a peer opens, in a task of its own.
-
-        When it returns, the stream is closed; when it raises, it is reset. Errors never reach the node: a
-        `PeerError` is the peer's matter, any other is logged once per kind.
-        """
-
-        async def serve(raw: StreamBytes, peer_id: str) -> None:
-            stream = MessageStream(raw, frame_type, peer_id, max_header=max_header, max_payload=max_payload)
-            try:
-                await handler(stream)
-            except PeerError as error:
-                log.debug("%s: %s", protocol, error)
-                await stream.reset()
-            except Exception as error:
-                await stream.reset()
-                self._tell_once(protocol, error)
-            except BaseException:
-                await stream.reset()
-                raise
-            else:
-                await stream.close()
-
-        self._host.set_stream_handler(protocol, serve)
-
-    def _tell_once(self, protocol: str, error: Exception) -> None:
-        kind = (protocol, type(error))
-        level = logging.DEBUG if kind in self._told else logging.ERROR
-        self._told.add(kind)
-        log.log(level, "a handler of %s failed", protocol, exc_info=error)
-
-    async def new_stream(
-        self,
-        peer_id: str,
-        protocol: str,
-        frame_type: type[F],
-        *,
-        addrs: Sequence[str] = (),
-        timeout: float,
-        max_header: int = MAX_HEADER,
-        max_payload: int = MAX_PAYLOAD,
-        direct: bool = False,
-    ) -> MessageStream[F]:
-        """A stream that the caller has to close or reset. Connects first if need be, to `addrs` or to where the
-        peer announced itself. Does not wait for the peer's consent: one that does not speak the protocol ends the
-        stream, and the first `receive` says so. With `direct`, only on a connection without a relay that there is.
-
-        Raises:
-            StreamTimeout: nothing came of it within `timeout` seconds.
-            StreamClosed: the peer cannot be reached.
-        """
-        known = self._directory.addrs_of(peer_id)
-        self._host.remember(peer_id, [*addrs, *known])
-        with trio.move_on_after(timeout):
-            try:
-                raw = await self._host.open_stream(peer_id, protocol, direct=direct)
-            except ConnectionError as error:
-                raise StreamClosed(str(error), peer_id) from error
-            return MessageStream(raw, frame_type, peer_id, max_header=max_header, max_payload=max_payload)
-        raise StreamTimeout(f"{peer_id} did not open a stream of {protocol} within {timeout:g} s", peer_id)
-
-    @contextlib.asynccontextmanager
-    async def open_stream(
-        self,
-        peer_id: str,
-        protocol: str,
-        frame_type: type[F],
-        *,
-        addrs: Sequence[str] = (),
-        timeout: float,
-        max_header: int = MAX_HEADER,
-        max_payload: int = MAX_PAYLOAD,
-    ) -> AsyncIterator[MessageStream[F]]:
-        """As `new_stream`, closed at the end of the block, or reset if the block raises."""
-        stream = await self.new_stream(
-            peer_id,
-            protocol,
-            frame_type,
-            addrs=addrs,
-            timeout=timeout,
-            max_header=max_header,
-            max_payload=max_payload,
-        )
-        try:
-            yield stream
-        except BaseException:
-            await stream.reset()
-            raise
-        else:
-            await stream.close()
+        return self.host.addrs()
 
     def connected(self) -> list[str]:
         """The ids of the peers that there is a connection to."""
-        return self._host.connected()
+        return self.host.connected()
 
     def is_connected(self, peer_id: str) -> bool:
-        return self._host.is_connected(peer_id)
-
-    def neighbours(self) -> list[str]:
-        """The peers that there is a connection to."""
-        return self._host.connected()
-
-    def watch_peer(self, peer_id: str) -> trio.Event:
-        """An event that is set when the last connection to this peer ends (a frozen peer's within 5 s)."""
-        return self._lost.setdefault(peer_id, trio.Event())
+        return self.host.is_connected(peer_id)
 
     def is_direct(self, peer_id: str) -> bool:
         """Whether there is a connection to this peer that needs no relay."""
-        return self._host.is_direct(peer_id)
+        return self.host.is_direct(peer_id)
 
     def watch_direct(self, peer_id: str) -> trio.Event:
         """An event that is set as soon as there is a connection to this peer that needs no relay."""
@@ -251,11 +142,6 @@ class Swarm:
         if event is not None:
             event.set()
 
-    def _on_lost(self, peer_id: str) -> None:
-        event = self._lost.pop(peer_id, None)
-        if event is not None:
-            event.set()
-
     # --- evidence
 
     async def publish_evidence(self, bundle: Bundle, *, recomputed: bool) -> None:
@@ -264,8 +150,8 @@ class Swarm:
         `recomputed`: this node has recomputed the answer, and signs that it has.
         """
         data = self._evidence.found(bundle, recomputed=recomputed, addrs=self.addrs)
-        if self._gossip is not None:
-            await self._gossip.publish(data)
+        if self.gossip is not None:
+            await self.gossip.publish(data)
 
     async def fetch_evidence(
         self, peer_id: str, evidence_id: bytes, *, addrs: Sequence[str] = (), timeout: float
@@ -294,23 +180,19 @@ class Swarm:
         """`callback(notice, who brings it)` hears of evidence that would have to be recomputed; it must not raise."""
         self._evidence.on_evidence.append(callback)
 
-    def gossip_peers(self) -> list[str]:
-        """Who listens to evidence, of those that there is a connection to."""
-        return self._gossip.peers() if self._gossip is not None else []
-
     # --- reachability
 
     @property
     def reachability(self) -> Reachability:
         """How others reach this node, as far as is known by now."""
-        return self._reach.reachability
+        return self._nat.reachability
 
     async def wait_reachability_changed(self) -> None:
-        await self._reach.wait_changed()
+        await self._nat.wait_changed()
 
     def about(self) -> NodeInfo:
         """What this node says of itself to a peer that asks: its role, its reachability, what it relays."""
-        return self._reach.about()
+        return self._nat.about()
 
     async def ask_node(self, peer_id: str, *, timeout: float) -> NodeInfo:
         """What a peer says of itself. Nobody vouches for that.
@@ -331,12 +213,12 @@ class Swarm:
         Raises:
             ValueError: the announcement is another node's, or one that no reader would accept.
         """
-        self._directory.announce(announcement)
+        self._announcer.announce(announcement)
 
     async def retract(self) -> None:
-        """Says goodbye to all who may know this server, within a second, and announces no more."""
+        """Sends a retraction to all who may know this server, within a second, and announces no more."""
         with trio.CancelScope(deadline=trio.current_time() + _RETRACT_DEADLINE, shield=True):
-            await self._directory.retract()
+            await self._announcer.retract()
 
     @property
     def view(self) -> SwarmView:
@@ -359,11 +241,11 @@ class Swarm:
         return self._directory.view
 
     async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
-        """Tells these peers, and some others, the own announcement, and asks them for all they know of a model.
+        """Sends these peers, and some others, the own announcement, and asks them for all they know of a model.
 
         Returns those that have answered within `timeout` seconds: they know the announcement.
         """
-        return await self._directory.exchange(peers, model_version=model_version, timeout=timeout)
+        return await self._announcer.exchange(peers, model_version=model_version, timeout=timeout)
 
     async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
         """Seconds of a round trip to this peer, the least of three.
@@ -403,6 +285,22 @@ class Swarm:
             manifest = await ask_manifest(stream, model_version, timeout=timeout)
             return None if manifest is None else manifest.SerializeToString()
 
+    async def manifests(self, name: str, num_blocks: int, *, timeout: float) -> AsyncIterator[tuple[bytes, bytes]]:
+        """Each (model version, serialised manifest, not yet checked) that the servers of a model of this name give.
+
+        `timeout` is for each server. Those that do not answer are left out.
+        """
+        for server in self.view.servers(now=time.time()):
+            if (server.model_name, server.num_blocks) != (name, num_blocks):
+                continue
+            try:
+                manifest = await self.fetch_manifest(server.peer_id, server.model_version, timeout=timeout)
+            except PeerError as error:
+                log.debug("no manifest: %s", error)
+                continue
+            if manifest is not None:
+                yield server.model_version, manifest
+
     async def _serve_manifests(self, stream: MessageStream[wire.ManifestFrame]) -> None:
         await answer_manifests(stream, self._manifests, timeout=_MANIFEST_IDLE)
 
@@ -410,7 +308,7 @@ class Swarm:
 
     async def join(self) -> None:
         """Meets the peers to join by, or looks for a swarm. Called by `open_swarm`."""
-        self._reach.start()
+        self._nat.start()
         if not self._config.peers:
             self._discovery.start()
             if self._discovery.searches:
@@ -424,18 +322,19 @@ class Swarm:
                 "those of a private swarm answer only who has its key."
             ) from error
         named = [parse_peer(peer)[0] for peer in self._config.peers]
-        self._discovery.met("peers", next(filter(self._host.is_connected, named), named[0]))
+        self._discovery.met("peers", next(filter(self.host.is_connected, named), named[0]))
         # Not before: those who were named have to answer, whoever else does.
         self._discovery.start()
 
     @property
-    def joined(self) -> Joined | None:
+    def joined(self) -> JoinResult | None:
         """How this node came into its swarm; None as long as it has met nobody."""
         return self._discovery.joined
 
     def start(self) -> None:
         """Starts what runs beside. Called by `open_swarm`."""
         self._nursery.start_soon(self._directory.run)
+        self._nursery.start_soon(self._announcer.run)
         self._discovery.start_returning()
 
 
@@ -464,13 +363,9 @@ async def open_swarm(config: SwarmConfig) -> AsyncIterator[Swarm]:
     swarm: Swarm | None = None
     failure: BaseException | None = None
 
-    def on_lost(peer_id: str) -> None:
-        if swarm is not None:
-            swarm._on_lost(peer_id)
-
     serve_dht = config.serve_dht and bool(config.listen)
     async with (
-        open_host(config.identity, on_lost=on_lost, **options) as host,
+        open_host(config.identity, **options) as host,
         _evidence(config, host) as (evidence, gossip),
         open_dht(host, serve=serve_dht) as dht,
         trio.open_nursery() as nursery,

@@ -12,19 +12,19 @@ from typing import Any
 import trio
 
 from petalnode.__main__ import main
-from petalnode.node.network.nat.hole_punching import Puncher
+from petalnode.node.network.nat.hole_punching import HolePuncher
 
 
 def hold(go: Path) -> None:
     """Changes this process only."""
-    upgrade = Puncher._upgrade
+    upgrade = HolePuncher._upgrade
 
-    async def held(self: Puncher, *arguments: Any) -> None:
+    async def held(self: HolePuncher, *arguments: Any) -> None:
         while not await trio.Path(go).exists():  # noqa: ASYNC110  (the file is made by another process)
             await trio.sleep(0.02)
         await upgrade(self, *arguments)
 
-    Puncher._upgrade = held  # type: ignore[method-assign]
+    HolePuncher._upgrade = held  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

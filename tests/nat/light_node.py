@@ -28,6 +28,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
+from tests.connections import connection_lost
 from tests.swarm.announcer import ECHO, echo, made_up
 
 Frame = wire.InferenceFrame
@@ -80,7 +81,7 @@ class Commands:
         """Seconds until there is no connection any more."""
         start = time.perf_counter()
         with trio.fail_after(timeout):
-            await self._swarm.watch_peer(self._found(peer)[0]).wait()
+            await connection_lost(self._swarm.host, self._found(peer)[0]).wait()
         return time.perf_counter() - start
 
     async def open(self, peer: str, timeout: float = 10.0, protocol: str = ECHO) -> int:

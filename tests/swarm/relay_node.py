@@ -54,9 +54,7 @@ async def main(options: dict) -> None:
     identity = Identity.from_seed(bytes.fromhex(options["seed"])) if "seed" in options else Identity.generate()
     listen = [] if {"relay", "dial"} & set(options) else [Multiaddr("/ip4/127.0.0.1/tcp/0")]
     bandwidth = {name: options[name] for name in ("max_upload", "max_download") if name in options}
-    async with open_host(
-        identity, listen=listen, announce=[], psk=options.get("psk"), on_lost=lambda _: None, **bandwidth
-    ) as host:
+    async with open_host(identity, listen=listen, announce=[], psk=options.get("psk"), **bandwidth) as host:
         relay = RelayService(host, RelayLimits(**options.get("limits", {})))
         circuits = Circuits(host)
         host.set_stream_handler(ECHO, echo)

@@ -70,7 +70,7 @@ async def host_here(*, listens: bool = False, psk: str | None = None, **options:
     """A host in this process that can use relays, and answers `/echo/1`."""
     listen = [Multiaddr(LOOPBACK)] if listens else []
     identity = options.pop("identity", None) or Identity.generate()
-    async with open_host(identity, listen=listen, announce=[], psk=psk, on_lost=lambda _: None, **options) as host:
+    async with open_host(identity, listen=listen, announce=[], psk=psk, **options) as host:
         host.circuits = Circuits(host)
         host.set_stream_handler(ECHO, echo)
         yield host

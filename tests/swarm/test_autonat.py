@@ -15,10 +15,9 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
+from petalnode.node.network.addresses import Endpoint
 from petalnode.node.network.host import Host
-from petalnode.node.network.nat.asking import observed_by, request_dial_back
-from petalnode.node.network.nat.autonat import Budget, DialBacks
-from petalnode.node.network.nat.endpoint import Endpoint
+from petalnode.node.network.nat.autonat import Budget, DialBackService, observed_by, request_dial_back
 from petalnode.protocols.nat_traversal import DialStatus
 from tests.swarm.relays import host_here
 
@@ -27,7 +26,7 @@ from tests.swarm.relays import host_here
 async def two_hosts() -> AsyncIterator[tuple[Host, Host]]:
     """One that asks, connected to one that dials back."""
     async with host_here(listens=True) as asking, host_here(listens=True) as answering:
-        DialBacks(answering)
+        DialBackService(answering)
         asking.remember(answering.peer_id, answering.addrs())
         await asking.connect(answering.peer_id)
         yield asking, answering
@@ -113,7 +112,7 @@ def test_libp2ps_own_autonat_understands_us_and_we_it():
     async def main() -> None:
         stock = new_host(key_pair=create_new_key_pair(), muxer_preference="YAMUX")
         async with host_here(listens=True) as ours, stock.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]):
-            DialBacks(ours)
+            DialBackService(ours)
             service = AutoNATService(stock)
             stock_id, stock_addrs = str(stock.get_id()), [str(addr) for addr in stock.get_addrs()]
             await stock.connect(info_from_p2p_addr(Multiaddr(ours.addrs()[0])))

@@ -339,7 +339,7 @@ def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(po
 
                 accuser = Wallet(swarm, ACCUSER, points.validator_address)
                 assert (await accuser.credit()).points == 0
-                while ISSUER.peer_id not in swarm.gossip_peers():  # noqa: ASYNC110  (told by no event)
+                while ISSUER.peer_id not in swarm.gossip.peers():  # noqa: ASYNC110  (told by no event)
                     await trio.sleep(0.1)
                 await swarm.publish_evidence(equivocation(points.earner), recomputed=False)
                 await until(accuser, lambda points: points > 0)

@@ -203,7 +203,7 @@ def test_evidence_reaches_nodes_that_are_not_connected_to_its_finder() -> None:
     async def main() -> None:
         books = [TrustStore() for _ in range(3)]
         async with nodes(*books) as (_, finder, other):
-            await until(lambda: bool(finder.gossip_peers()) and bool(other.gossip_peers()))
+            await until(lambda: bool(finder.gossip.peers()) and bool(other.gossip.peers()))
             bundle = equivocation()
             await finder.publish_evidence(bundle, recomputed=False)
             await until(lambda: all(book.is_banned(LIAR.peer_id) for book in books))
@@ -219,7 +219,7 @@ def test_a_node_that_lies_about_a_server_convinces_nobody() -> None:
     async def main() -> None:
         books = [TrustStore() for _ in range(3)]
         async with nodes(*books) as (_, liar, other):
-            await until(lambda: bool(liar.gossip_peers()) and bool(other.gossip_peers()))
+            await until(lambda: bool(liar.gossip.peers()) and bool(other.gossip.peers()))
             await liar.publish_evidence(equivocation(real=False), recomputed=True)
             for number in range(20):
                 await liar.publish_evidence(equivocation(BEN, bytes([number]) * 16, real=False), recomputed=True)
@@ -262,8 +262,8 @@ def test_validators_recompute_what_they_hear_and_convince_who_trusts_them(folder
         async with nodes(*books) as (client, finder, other, liar):
             for each in (finder, other):
                 books[0].trusted = Trusted({finder.peer_id: "ann", other.peer_id: "ben", liar.peer_id: "carl"}, 2)
-                await until(lambda each=each: bool(each.gossip_peers()))
-            await until(lambda: bool(liar.gossip_peers()))
+                await until(lambda each=each: bool(each.gossip.peers()))
+            await until(lambda: bool(liar.gossip.peers()))
             endorser = Endorser(other, folder, server.version)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(endorser.run)

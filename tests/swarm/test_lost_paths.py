@@ -19,6 +19,7 @@ from multiaddr import Multiaddr
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.protocols.ids import INFERENCE
+from tests.connections import connection_lost
 from tests.swarm.fleet import CACHE, At, Model, heard_of
 from tests.swarm.processes import Nodes, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
@@ -43,7 +44,7 @@ class Lines:
     def __init__(self, model: Model, lines: dict[str, Line]) -> None:
         self.model = model
         self._lines = lines
-        network: Any = model._runtime.value.swarm._host._network
+        network: Any = model._runtime.value.swarm.host._network
         known = network._addresses
 
         def addresses(peer_id: Any) -> tuple[Multiaddr, ...]:
@@ -62,7 +63,7 @@ class Lines:
         """Ends the connections that were made before there were lines."""
         swarm = self.model._runtime.value.swarm
         for peer_id in self._lines:
-            self.model._runtime.call(swarm._host.disconnect, peer_id)
+            self.model._runtime.call(swarm.host.disconnect, peer_id)
 
     def wait_lost(self, session: Any, position: int) -> None:
         """Returns when the client has noticed that the connection is gone."""
@@ -70,7 +71,7 @@ class Lines:
         async def lost(peer_id: str) -> None:
             swarm = self.model._runtime.value.swarm
             if swarm.is_connected(peer_id):
-                await swarm.watch_peer(peer_id).wait()
+                await connection_lost(swarm.host, peer_id).wait()
 
         self.model._runtime.call(lost, session.route[position][0])
 

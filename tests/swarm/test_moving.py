@@ -23,7 +23,7 @@ from petalnode.node.client.session.session import ClientSession
 from petalnode.node.client.session.stream import InferenceStream, SessionSpec
 from petalnode.node.errors import NoChainError, ServerFailed
 from petalnode.node.network.host import Host
-from petalnode.node.network.transport.path import Path as Way
+from petalnode.node.network.transport.raw_connection import Path as Way
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.server.budget import CacheBudget
 from petalnode.node.server.compute_thread import ComputeThread

@@ -25,6 +25,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, Announcement, ServerState, SignedAnnouncement
 from petalnode.protocols.framing import PeerError, StreamTimeout
 from petalnode.protocols.ids import DIRECTORY, TRANSFER, Span
+from tests.connections import connection_lost
 from tests.model_hub import serve_hub
 from tests.swarm.processes import LOOPBACK, Nodes, nodes, petalnode, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
@@ -308,7 +309,7 @@ def test_a_server_that_is_killed_is_missed_by_who_knew_it(tmp_path: Path) -> Non
                 await server.placing.probe()
                 server.placing.missed()
                 assert server.swarm.is_connected(peer_id) and not server.placing.gaps()
-            gone = [server.swarm.watch_peer(peer_id) for server in (first, second)]
+            gone = [connection_lost(server.swarm.host, peer_id) for server in (first, second)]
             await trio.to_thread.run_sync(killed.kill)
             for server, lost in zip((first, second), gone, strict=True):
                 await lost.wait()

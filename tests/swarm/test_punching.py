@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from petalnode.node.network.host import Host
-from petalnode.node.network.nat.hole_punching import Puncher
-from petalnode.node.network.nat.observed_addresses import place_of
+from petalnode.node.network.nat.hole_punching import HolePuncher
+from petalnode.node.network.nat.observed_addresses import local_endpoints
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import StreamClosed
 from petalnode.protocols.nat_traversal import PUNCH, exchange_first, exchange_second
@@ -19,8 +19,10 @@ from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import echoed, host_here, relay_here, reserve, until
 
 
-def punches(host: Host, nursery: trio.Nursery) -> Puncher:
-    return Puncher(host, nursery, place=lambda: place_of(host.libp2p.get_transport_addrs()), reached=lambda: ())
+def punches(host: Host, nursery: trio.Nursery) -> HolePuncher:
+    return HolePuncher(
+        host, nursery, local=lambda: local_endpoints(host.libp2p.get_transport_addrs()), reached=lambda: ()
+    )
 
 
 @asynccontextmanager

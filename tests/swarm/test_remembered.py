@@ -14,8 +14,8 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.config import SwarmConfig
-from petalnode.node.swarm.discovery import Joined
-from petalnode.node.swarm.remembered_peers import Memory
+from petalnode.node.swarm.discovery import JoinResult
+from petalnode.node.swarm.remembered_peers import PeerStore
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from tests.swarm.announcers import Node, Nodes
 
@@ -51,10 +51,10 @@ async def sees(swarm: Swarm, *peers: str) -> None:
             await swarm.wait_changed()
 
 
-def run_once(how: SwarmConfig, *wanted: str) -> Joined | None:
+def run_once(how: SwarmConfig, *wanted: str) -> JoinResult | None:
     """A whole run of a node, which sees these servers; returns how it joined."""
 
-    async def main() -> Joined | None:
+    async def main() -> JoinResult | None:
         async with open_swarm(how) as swarm:
             await sees(swarm, *wanted)
             return swarm.joined
@@ -66,10 +66,10 @@ def test_a_node_joins_by_those_it_met_in_an_earlier_run(nodes: Nodes, memory: Pa
     bootstrap = nodes.start().ready()
     server = nodes.start(blocks=[0, 4], peers=[bootstrap.addr]).ready()
     joined = run_once(config(memory, bootstrap.addr, listen=(LOOPBACK,)), server.peer_id)
-    assert joined == Joined("peers", bootstrap.peer_id)
+    assert joined == JoinResult("peers", bootstrap.peer_id)
 
     # Whichever of the two it was connected to has to do.
-    kept = {each.peer_id for each in Memory(memory).load()}
+    kept = {each.peer_id for each in PeerStore(memory).load()}
     assert bootstrap.peer_id in kept
     joined = run_once(config(memory), server.peer_id)
     assert joined is not None and joined.way == "remembered" and joined.peer_id in kept
@@ -79,18 +79,18 @@ def test_the_living_are_found_among_the_dead(nodes: Nodes, memory: Path) -> None
     server = nodes.start(blocks=[0, 4]).ready()
     dead = {Identity.generate().peer_id: [NOBODY] for _ in range(30)}
     where = server.addr.partition("/p2p/")[0]
-    Memory(memory).update({server.peer_id: [NOBODY, where]}, (), time.time() - 100)
-    Memory(memory).update(dead, (), time.time())
-    assert run_once(config(memory), server.peer_id) == Joined("remembered", server.peer_id)
-    kept = Memory(memory).load()
+    PeerStore(memory).update({server.peer_id: [NOBODY, where]}, (), time.time() - 100)
+    PeerStore(memory).update(dead, (), time.time())
+    assert run_once(config(memory), server.peer_id) == JoinResult("remembered", server.peer_id)
+    kept = PeerStore(memory).load()
     assert kept[0].peer_id == server.peer_id and kept[0].addrs[0] == where and not kept[0].failing
     assert any(each.failing for each in kept[1:])
 
 
 def test_who_remembers_nobody_stays_alone(memory: Path) -> None:
-    Memory(memory).update({Identity.generate().peer_id: [NOBODY]}, (), time.time())
+    PeerStore(memory).update({Identity.generate().peer_id: [NOBODY]}, (), time.time())
     assert run_once(config(memory, listen=(LOOPBACK,))) is None
-    assert not any(each.failing for each in Memory(memory).load())
+    assert not any(each.failing for each in PeerStore(memory).load())
 
 
 def test_a_peer_that_was_named_has_to_answer(nodes: Nodes, memory: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_node_that_loses_everybody_comes_back(way: str, nodes: Nodes, memory: 
     async def main() -> float:
         async with open_swarm(config(memory, *peers, announcement_ttl=2.0)) as swarm:
             await sees(swarm, server.peer_id)
-            assert swarm.joined == Joined(way, server.peer_id)
+            assert swarm.joined == JoinResult(way, server.peer_id)
             server.kill()
             with trio.fail_after(PATIENCE):
                 # Until it is forgotten as well, so that the announcement cannot be what leads back.
@@ -152,8 +152,8 @@ def test_what_cannot_be_dialed_is_not_remembered(nodes: Nodes, memory: Path) -> 
 
     clients: list[str] = []
     trio.run(main)
-    assert len(Memory(memory).load()) == 2  # the server, and the node itself
-    assert not {each.peer_id for each in Memory(memory).load()} & set(clients)
+    assert len(PeerStore(memory).load()) == 2  # the server, and the node itself
+    assert not {each.peer_id for each in PeerStore(memory).load()} & set(clients)
 
 
 def test_nodes_of_one_machine_find_each_other_without_any_network(memory: Path) -> None:
@@ -164,6 +164,6 @@ def test_nodes_of_one_machine_find_each_other_without_any_network(memory: Path) 
                 while not memory.exists():  # noqa: ASYNC110, ASYNC240
                     await trio.sleep(0.01)
             async with open_swarm(config(memory)) as client:
-                assert client.joined == Joined("remembered", server.peer_id)
+                assert client.joined == JoinResult("remembered", server.peer_id)
 
     trio.run(main)

@@ -17,6 +17,7 @@ from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed, StreamTimeout
+from tests.connections import connection_lost
 from tests.swarm.announcer import ECHO
 from tests.swarm.announcers import Node, Nodes
 
@@ -95,7 +96,7 @@ def test_hundreds_of_streams_share_a_connection(echo_node):
 def test_a_killed_peer_ends_a_waiting_read_at_once(echo_node):
     async def main() -> None:
         async with client(echo_node) as swarm:
-            lost = swarm.watch_peer(echo_node.peer_id)
+            lost = connection_lost(swarm.host, echo_node.peer_id)
             async with trio.open_nursery() as nursery:
                 stream = await swarm.new_stream(echo_node.peer_id, ECHO, Frame, timeout=10)
                 await echo(stream, b"alive")
@@ -125,7 +126,7 @@ def test_a_frozen_peer_is_noticed_and_one_that_is_merely_slow_is_not(echo_node):
             echo_node.thaw()
             await echo(stream, b"it was a pause")
 
-            lost = swarm.watch_peer(echo_node.peer_id)
+            lost = connection_lost(swarm.host, echo_node.peer_id)
             echo_node.freeze()
             start = time.perf_counter()
             # Without watching the connection, this would take 100 s and more.
@@ -154,13 +155,13 @@ def test_strangers_who_talk_nonsense_do_not_hurt_the_node(echo_node):
                 with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
                     stranger.sendall(nonsense)
             # On an honest connection, too: a negotiation that is no text, and a frame that is none.
-            conn = swarm._host._network.get_connections()[0]
+            conn = swarm.host._network.get_connections()[0]
             for nonsense in (b"\x02\xff\xfe", b"\x13/multistream/1.0.0\n\x04\xff\xff\xff\n"):
                 stream = await conn.muxed_conn.open_stream()
                 await stream.write(nonsense)
                 await stream.close()
             await echo_once(swarm, echo_node)
-            lost = swarm.watch_peer(echo_node.peer_id)
+            lost = connection_lost(swarm.host, echo_node.peer_id)
             conn.muxed_conn.secured_conn.put(b"\x77" * 64)
             with trio.fail_after(10):
                 await lost.wait()
@@ -252,7 +253,7 @@ def test_what_a_peer_said_before_it_left_can_still_be_read():
             async with open_swarm(joining) as swarm:
                 stream = await swarm.new_stream(server.peer_id, "/say/1", Frame, timeout=10)
                 with trio.fail_after(10):
-                    await swarm.watch_peer(server.peer_id).wait()
+                    await connection_lost(swarm.host, server.peer_id).wait()
                 _, payloads = await stream.receive(timeout=10)
                 assert payloads == [b"last words"]
                 with pytest.raises(StreamClosed):

@@ -17,7 +17,7 @@ from petalnode.node.cli.node_report import how_joined, join_by
 from petalnode.node.errors import BadInput
 from petalnode.node.network.nat.limits import RelayLimits
 from petalnode.node.swarm.config import SwarmConfig
-from petalnode.node.swarm.discovery import Joined
+from petalnode.node.swarm.discovery import JoinResult
 from petalnode.protocols.ids import Span
 
 
@@ -102,7 +102,7 @@ def test_others_join_by_a_command_that_works() -> None:
 
 
 def test_a_node_says_how_it_joined() -> None:
-    near = Joined("neighbours", "12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrcDMWFXQV")
+    near = JoinResult("neighbours", "12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrcDMWFXQV")
     assert "…cDMWFXQV, found on this network" in how_joined(JoinOptions(), near)
     assert "starting a swarm" in how_joined(JoinOptions(), None)
     assert "joined the swarm of /c" in how_joined(JoinOptions(peer=["/c"]), near)

@@ -145,7 +145,6 @@ MODULES = import_graph()
 
 # What is being put in order. Nothing may be added here.
 KNOWN_IMPORTS_UP: set[tuple[str, str]] = {
-    ("petalnode.node.network.nat.manager", "petalnode.node.swarm.directory"),
     ("petalnode.node.server.lifecycle.hosting", "petalnode.node.credits.payment_verifier"),
     ("petalnode.node.server.lifecycle.hosting", "petalnode.node.credits.wallet"),
     ("petalnode.node.server.lifecycle.pledging", "petalnode.node.credits.wallet"),
@@ -154,14 +153,6 @@ KNOWN_IMPORTS_UP: set[tuple[str, str]] = {
 }
 KNOWN_CIRCLES: list[set[str]] = [
     {"petalnode.node.blocks.ragged", "petalnode.node.blocks.span"},
-    {
-        "petalnode.node.network.transport.muxed_stream",
-        "petalnode.node.network.transport.noise",
-        "petalnode.node.network.transport.psk",
-        "petalnode.node.network.transport.raw_connection",
-        "petalnode.node.network.transport.stream_bytes",
-        "petalnode.node.network.transport.yamux",
-    },
     {"petalnode.node.client.session.server_session", "petalnode.node.client.session_adapter"},
     {
         "petalnode.node.client.batch.work_pool",
@@ -174,13 +165,10 @@ KNOWN_CIRCLES: list[set[str]] = [
 ]
 KNOWN_LARGE: set[str] = {
     "node/blocks",
-    "node/network/nat",
     "node/client/core.py",
     "node/client/session/compared_session.py",
     "node/client/session/server_session.py",
     "node/client/session/session.py",
-    "node/swarm/directory.py",
-    "node/swarm/swarm.py",
 }
 
 

@@ -6,25 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.network.transport.psk import OtherSwarm, Veil
+from petalnode.node.network.transport.psk import OtherSwarm, PskCipher
 
 KEY = "5a" * 32
 
 
 @given(st.lists(st.binary(max_size=300)), st.integers(1, 40))
 def test_what_is_sealed_is_opened_however_it_is_cut(messages, piece):
-    sender, receiver = Veil(KEY), Veil(KEY)
+    sender, receiver = PskCipher(KEY), PskCipher(KEY)
     sealed = b"".join(sender.seal(message) for message in messages)
     opened = b"".join(receiver.open(sealed[at : at + piece]) for at in range(0, len(sealed), piece))
     assert opened == b"".join(messages)
 
 
 def test_no_two_connections_look_alike():
-    assert Veil(KEY).seal(bytes(64)) != Veil(KEY).seal(bytes(64))
+    assert PskCipher(KEY).seal(bytes(64)) != PskCipher(KEY).seal(bytes(64))
 
 
 def test_a_peer_without_a_key_is_told_from_one_with_another():
     with pytest.raises(OtherSwarm, match="no swarm key"):
-        Veil(KEY).open(b"\x13/multistream/1.0.0\n")
+        PskCipher(KEY).open(b"\x13/multistream/1.0.0\n")
     said = b"\x13/multistream/1.0.0\n"
-    assert Veil("6b" * 32).open(Veil(KEY).seal(said)) != said
+    assert PskCipher("6b" * 32).open(PskCipher(KEY).seal(said)) != said

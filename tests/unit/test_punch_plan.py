@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from ipaddress import ip_address, ip_network
 
-from petalnode.node.network.nat.endpoint import Endpoint
+from petalnode.node.network.addresses import Endpoint
 from petalnode.node.network.nat.punch_plan import after_failure, may_punch, own_endpoints, targets
-from petalnode.node.network.nat.verdict import Place
+from petalnode.node.network.nat.reachability import LocalEndpoints
 
 CASE = frozenset({"198.51.100.7", "203.0.113.5"})
 
@@ -13,8 +13,8 @@ def at(address: str, port: int = 31330) -> Endpoint:
     return Endpoint(ip_address(address), port)
 
 
-SERVER = Place((at("192.168.1.10"),), frozenset({ip_address("192.168.1.10")}), (ip_network("192.168.1.0/24"),))
-CLIENT = Place((), SERVER.own_ips, SERVER.networks)
+SERVER = LocalEndpoints((at("192.168.1.10"),), frozenset({ip_address("192.168.1.10")}), (ip_network("192.168.1.0/24"),))
+CLIENT = LocalEndpoints((), SERVER.own_ips, SERVER.networks)
 
 
 def test_failures_make_longer_and_longer_pauses() -> None:

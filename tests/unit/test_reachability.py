@@ -3,15 +3,23 @@ from __future__ import annotations
 from dataclasses import replace
 from ipaddress import ip_address, ip_network
 
-from petalnode.node.network.nat.endpoint import Endpoint
-from petalnode.node.network.nat.reachability import Situation, extra_addrs, is_public, needs_relays, reachability
-from petalnode.node.network.nat.verdict import Place, Standing, Verdict
+from petalnode.node.network.addresses import Endpoint
+from petalnode.node.network.nat.reachability import (
+    LocalEndpoints,
+    ReachabilityInputs,
+    Standing,
+    Verdict,
+    extra_addrs,
+    is_public,
+    needs_relays,
+    reachability,
+)
 
 OWN = Endpoint(ip_address("192.168.1.10"), 31330)
 OWN6 = Endpoint(ip_address("2a00:77::10"), 31330)
 OUTER = Endpoint(ip_address("11.77.0.101"), 31330)
-HERE = Place((OWN,), frozenset({OWN.ip}), (ip_network("192.168.1.0/24"),))
-BOTH = Place((OWN, OWN6), frozenset({OWN.ip, OWN6.ip}), HERE.networks)
+HERE = LocalEndpoints((OWN,), frozenset({OWN.ip}), (ip_network("192.168.1.0/24"),))
+BOTH = LocalEndpoints((OWN, OWN6), frozenset({OWN.ip, OWN6.ip}), HERE.networks)
 NAT = Verdict(Standing.CLOSED, (), translated=True, outside=True)
 FIREWALL = Verdict(Standing.CLOSED, (), translated=False, outside=True)
 RELAY, OTHER = "12D3KooWRelayOne1234", "12D3KooWRelayTwo5678"
@@ -26,44 +34,42 @@ def open_at(*endpoints: Endpoint, outside: bool = True) -> Verdict:
 
 
 def test_unknown_announces_the_interfaces_as_ever() -> None:
-    situation = Situation(HERE)
-    assert reachability(situation).kind == "unknown"
-    assert extra_addrs(situation) == () and not needs_relays(situation) and not is_public(situation)
+    inputs = ReachabilityInputs(HERE)
+    assert reachability(inputs).kind == "unknown"
+    assert extra_addrs(inputs) == () and not needs_relays(inputs) and not is_public(inputs)
 
 
 def test_public() -> None:
-    situation = Situation(HERE, open_at(OWN))
-    assert reachability(situation).text == "public at 192.168.1.10:31330"
-    assert is_public(situation) and extra_addrs(situation) == ()
+    inputs = ReachabilityInputs(HERE, open_at(OWN))
+    assert reachability(inputs).text == "public at 192.168.1.10:31330"
+    assert is_public(inputs) and extra_addrs(inputs) == ()
 
 
 def test_a_neighbours_word_is_told_as_such() -> None:
-    situation = Situation(HERE, open_at(OWN, outside=False))
-    assert reachability(situation).text == (
-        "reachable at 192.168.1.10:31330, as far as nodes of its own network can tell"
-    )
+    inputs = ReachabilityInputs(HERE, open_at(OWN, outside=False))
+    assert reachability(inputs).text == ("reachable at 192.168.1.10:31330, as far as nodes of its own network can tell")
 
 
 def test_forwarded_by_hand_or_by_upnp() -> None:
-    situation = Situation(HERE, open_at(OUTER))
-    assert reachability(situation).text == "public at 11.77.0.101:31330 (forwarded by a router)"
-    assert extra_addrs(situation) == ("/ip4/11.77.0.101/tcp/31330",)
-    mapped = replace(situation, mapped=(OUTER,))
+    inputs = ReachabilityInputs(HERE, open_at(OUTER))
+    assert reachability(inputs).text == "public at 11.77.0.101:31330 (forwarded by a router)"
+    assert extra_addrs(inputs) == ("/ip4/11.77.0.101/tcp/31330",)
+    mapped = replace(inputs, mapped=(OUTER,))
     assert reachability(mapped).kind == "upnp"
     assert reachability(mapped).text == "mapped by UPnP at 11.77.0.101:31330"
 
 
 def test_behind_nat_with_relays() -> None:
-    situation = Situation(HERE, NAT, circuits=CIRCUITS)
-    state = reachability(situation)
+    inputs = ReachabilityInputs(HERE, NAT, circuits=CIRCUITS)
+    state = reachability(inputs)
     assert state.kind == "relayed" and state.relays == (RELAY, OTHER)
     assert state.text == "behind NAT, reachable through relays …yOne1234 and …yTwo5678"
-    assert extra_addrs(situation) == (*CIRCUITS[RELAY], *CIRCUITS[OTHER])
+    assert extra_addrs(inputs) == (*CIRCUITS[RELAY], *CIRCUITS[OTHER])
 
 
 def test_without_relays_the_text_says_why_and_what_to_do() -> None:
     texts = [
-        reachability(Situation(HERE, verdict, relays_allowed=allowed, relays_known=known))
+        reachability(ReachabilityInputs(HERE, verdict, relays_allowed=allowed, relays_known=known))
         for verdict, allowed, known in [(NAT, False, 3), (NAT, True, 0), (FIREWALL, True, 1), (NAT, True, 3)]
     ]
     assert {state.kind for state in texts} == {"unreachable"}
@@ -76,24 +82,24 @@ def test_without_relays_the_text_says_why_and_what_to_do() -> None:
 
 
 def test_public_over_ipv6_only_is_both_announced_and_relayed() -> None:
-    situation = Situation(BOTH, NAT, open_at(OWN6), circuits={RELAY: CIRCUITS[RELAY]})
-    assert needs_relays(situation) and not is_public(situation)
-    assert reachability(situation).text == (
+    inputs = ReachabilityInputs(BOTH, NAT, open_at(OWN6), circuits={RELAY: CIRCUITS[RELAY]})
+    assert needs_relays(inputs) and not is_public(inputs)
+    assert reachability(inputs).text == (
         "public over IPv6 at [2a00:77::10]:31330, else behind NAT, reachable through relay …yOne1234"
     )
 
 
 def test_a_firewall_for_ipv6_does_not_matter_where_ipv4_is_open() -> None:
-    situation = Situation(BOTH, open_at(OWN), FIREWALL, circuits={})
-    assert not needs_relays(situation) and is_public(situation)
+    inputs = ReachabilityInputs(BOTH, open_at(OWN), FIREWALL, circuits={})
+    assert not needs_relays(inputs) and is_public(inputs)
 
 
 def test_who_does_not_listen_or_only_for_this_machine_says_so() -> None:
-    assert "does not listen" in reachability(Situation(Place((), frozenset(), ()))).text
+    assert "does not listen" in reachability(ReachabilityInputs(LocalEndpoints((), frozenset(), ()))).text
     loop = Endpoint(ip_address("127.0.0.1"), 1)
-    local = Situation(Place((loop,), frozenset({loop.ip}), ()))
+    local = ReachabilityInputs(LocalEndpoints((loop,), frozenset({loop.ip}), ()))
     assert reachability(local).text == "reachable on this machine only, where it listens"
 
 
 def test_circuits_are_announced_only_while_they_are_needed() -> None:
-    assert extra_addrs(Situation(HERE, open_at(OWN), circuits=CIRCUITS)) == ()
+    assert extra_addrs(ReachabilityInputs(HERE, open_at(OWN), circuits=CIRCUITS)) == ()

@@ -3,30 +3,30 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.network.nat.relay_plan import (
-    FAITH,
-    Bond,
-    Candidate,
+from petalnode.node.network.nat.reservations import (
+    GRACE_PERIOD,
+    RelayCandidate,
     RelayPlan,
-    RelayState,
+    RelayRecord,
+    ReservationState,
     plan_relays,
     retry_pause,
 )
 
 NOW = 500.0
-HELD = RelayState(Bond.HELD)
+HELD = RelayRecord(ReservationState.HELD)
 
 
-def relays(*names: str) -> list[Candidate]:
+def relays(*names: str) -> list[RelayCandidate]:
     """The first two are those to join by, the others offer themselves."""
-    return [Candidate(name, 0 if index < 2 else 1) for index, name in enumerate(names)]
+    return [RelayCandidate(name, 0 if index < 2 else 1) for index, name in enumerate(names)]
 
 
-def lost(ago: float, *, retry_in: float = 0.0, held: bool = True, failures: int = 1) -> RelayState:
-    return RelayState(Bond.LOST, failures, held, NOW - ago, NOW + retry_in)
+def lost(ago: float, *, retry_in: float = 0.0, held: bool = True, failures: int = 1) -> RelayRecord:
+    return RelayRecord(ReservationState.LOST, failures, held, NOW - ago, NOW + retry_in)
 
 
-def plan(names: str, states: dict[str, RelayState], wanted: int = 2) -> RelayPlan:
+def plan(names: str, states: dict[str, RelayRecord], wanted: int = 2) -> RelayPlan:
     return plan_relays(relays(*names), states, wanted=wanted, now=NOW)
 
 
@@ -46,15 +46,17 @@ def test_a_lost_relay_is_tried_again_before_another_takes_its_place() -> None:
 
 
 def test_another_relay_takes_the_place_of_one_that_stays_away() -> None:
-    assert plan("abcd", {"a": lost(FAITH, retry_in=0.5), "b": HELD}).start == ("c",)
+    assert plan("abcd", {"a": lost(GRACE_PERIOD, retry_in=0.5), "b": HELD}).start == ("c",)
 
 
 def test_that_one_is_being_tried_is_no_reason_to_wait_for_it() -> None:
-    trying = RelayState(Bond.RESERVING, 1, True, NOW - 0.5)
+    trying = RelayRecord(ReservationState.RESERVING, 1, True, NOW - 0.5)
     waiting = plan("abcd", {"a": trying, "b": HELD})
-    assert waiting.start == () and waiting.wake == NOW - 0.5 + FAITH
-    assert plan("abcd", {"a": RelayState(Bond.RESERVING, 1, True, NOW - FAITH), "b": HELD}).start == ("c",)
-    assert plan("abcd", {"a": RelayState(Bond.RESERVING), "b": HELD}).start == ()  # a first try
+    assert waiting.start == () and waiting.wake == NOW - 0.5 + GRACE_PERIOD
+    assert plan(
+        "abcd", {"a": RelayRecord(ReservationState.RESERVING, 1, True, NOW - GRACE_PERIOD), "b": HELD}
+    ).start == ("c",)
+    assert plan("abcd", {"a": RelayRecord(ReservationState.RESERVING), "b": HELD}).start == ()  # a first try
 
 
 def test_who_has_no_place_left_waits_for_nobody() -> None:
@@ -71,23 +73,23 @@ def test_one_place_too_many_is_kept_and_two_are_not() -> None:
 
 
 def test_who_refused_is_left_alone_for_a_while() -> None:
-    refused = RelayState(Bond.REFUSED, 1, False, 0.0, NOW + 30)
+    refused = RelayRecord(ReservationState.REFUSED, 1, False, 0.0, NOW + 30)
     made = plan("ab", {"a": refused, "b": HELD})
     assert made.start == () and made.wake == NOW + 30
 
 
 def test_pauses_grow_and_are_short_for_who_held_a_place() -> None:
-    quick = [retry_pause(Bond.LOST, n, True) for n in range(1, 6)]
+    quick = [retry_pause(ReservationState.LOST, n, True) for n in range(1, 6)]
     assert quick == [0.25, 0.5, 1.0, 1.0, 1.0]
-    slow = [retry_pause(Bond.LOST, n, False) for n in range(1, 9)]
+    slow = [retry_pause(ReservationState.LOST, n, False) for n in range(1, 9)]
     assert slow[0] == 1.0 and slow[-1] == 60.0 and slow == sorted(slow)
-    assert retry_pause(Bond.LOST, 500, True) == 60.0
-    assert retry_pause(Bond.REFUSED, 1, True) == 30.0
+    assert retry_pause(ReservationState.LOST, 500, True) == 60.0
+    assert retry_pause(ReservationState.REFUSED, 1, True) == 30.0
 
 
 STATES = st.builds(
-    RelayState,
-    bond=st.sampled_from(Bond),
+    RelayRecord,
+    state=st.sampled_from(ReservationState),
     failures=st.integers(0, 20),
     held_before=st.booleans(),
     lost_at=st.floats(NOW - 100, NOW),
@@ -96,13 +98,13 @@ STATES = st.builds(
 
 
 @given(st.dictionaries(st.sampled_from("abcdefgh"), STATES), st.integers(1, 3))
-def test_any_plan_can_be_carried_out(states: dict[str, RelayState], wanted: int) -> None:
+def test_any_plan_can_be_carried_out(states: dict[str, RelayRecord], wanted: int) -> None:
     made = plan("abcdef", states, wanted)
     assert len(set(made.start)) == len(made.start)
     for relay in made.start:
-        assert relay not in states or states[relay].bond in (Bond.LOST, Bond.REFUSED)
+        assert relay not in states or states[relay].state in (ReservationState.LOST, ReservationState.REFUSED)
         assert relay not in states or states[relay].retry_at <= NOW
-    assert all(states[relay].bond is Bond.HELD for relay in made.stop)
-    held = sum(state.bond is Bond.HELD for state in states.values())
+    assert all(states[relay].state is ReservationState.HELD for relay in made.stop)
+    held = sum(record.state is ReservationState.HELD for record in states.values())
     assert held - len(made.stop) >= min(held, wanted)
     assert made.wake is None or made.wake > NOW

@@ -10,10 +10,10 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.swarm.remembered_peers import (
     MAX_ADDRS,
     MAX_PEERS,
-    Acquaintance,
-    Memory,
+    PeerRecord,
+    PeerStore,
     in_order,
-    memory_file,
+    peer_store_file,
     updated,
 )
 
@@ -25,8 +25,8 @@ HERE, THERE = "/ip4/11.1.1.1/tcp/1", "/ip4/11.2.2.2/tcp/2"
 
 def test_the_address_that_worked_comes_first() -> None:
     known = updated((), {A: [HERE]}, (), NOW)
-    assert known == (Acquaintance(A, (HERE,), NOW),)
-    assert updated(known, {A: [THERE]}, (), NOW + 1) == (Acquaintance(A, (THERE, HERE), NOW + 1),)
+    assert known == (PeerRecord(A, (HERE,), NOW),)
+    assert updated(known, {A: [THERE]}, (), NOW + 1) == (PeerRecord(A, (THERE, HERE), NOW + 1),)
 
 
 def test_a_peer_without_an_address_is_not_remembered() -> None:
@@ -53,7 +53,7 @@ def test_who_fails_for_days_is_forgotten() -> None:
 def test_who_comes_back_is_trusted_again() -> None:
     known = updated(updated((), {A: [HERE]}, (), NOW), {B: [HERE]}, [A], NOW + DAY)
     known = updated(known, {A: [HERE]}, (), NOW + 2 * DAY)
-    assert in_order(known)[0] == Acquaintance(A, (HERE,), NOW + 2 * DAY)
+    assert in_order(known)[0] == PeerRecord(A, (HERE,), NOW + 2 * DAY)
 
 
 def test_who_was_not_met_for_months_is_forgotten() -> None:
@@ -62,14 +62,14 @@ def test_who_was_not_met_for_months_is_forgotten() -> None:
 
 
 def test_each_swarm_has_its_file(tmp_path: Path) -> None:
-    files = {memory_file(tmp_path, psk) for psk in (None, "00" * 32, "01" * 32)}
+    files = {peer_store_file(tmp_path, psk) for psk in (None, "00" * 32, "01" * 32)}
     assert len(files) == 3
-    assert memory_file(tmp_path, "ab" * 32) == memory_file(tmp_path, "AB" * 32)
-    assert "ab" * 4 not in memory_file(tmp_path, "ab" * 32).name
+    assert peer_store_file(tmp_path, "ab" * 32) == peer_store_file(tmp_path, "AB" * 32)
+    assert "ab" * 4 not in peer_store_file(tmp_path, "ab" * 32).name
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    memory = Memory(tmp_path / "not yet" / "public.json")
+    memory = PeerStore(tmp_path / "not yet" / "public.json")
     assert memory.load() == ()
     memory.update({A: [HERE], B: [THERE]}, (), NOW)
     memory.update({C: [HERE]}, [A], NOW + 1)
@@ -81,8 +81,8 @@ def test_several_write_at_once(tmp_path: Path) -> None:
     peers = [Identity.generate().peer_id for _ in range(24)]
     path = tmp_path / "public.json"
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda peer: Memory(path).update({peer: [HERE]}, (), NOW), peers))
-    assert {each.peer_id for each in Memory(path).load()} == set(peers)
+        list(pool.map(lambda peer: PeerStore(path).update({peer: [HERE]}, (), NOW), peers))
+    assert {each.peer_id for each in PeerStore(path).load()} == set(peers)
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
 
 
@@ -103,7 +103,7 @@ def test_several_write_at_once(tmp_path: Path) -> None:
 def test_a_damaged_file_is_an_empty_one(text: str, tmp_path: Path) -> None:
     path = tmp_path / "public.json"
     path.write_text(text)
-    memory = Memory(path)
+    memory = PeerStore(path)
     assert memory.load() == ()
     memory.update({A: [HERE]}, (), NOW)
     assert len(memory.load()) == 1
@@ -111,6 +111,6 @@ def test_a_damaged_file_is_an_empty_one(text: str, tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_to_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    memory = Memory(tmp_path / "file" / "public.json")
+    memory = PeerStore(tmp_path / "file" / "public.json")
     memory.update({A: [HERE]}, (), NOW)
     assert memory.load() == ()

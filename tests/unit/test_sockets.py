@@ -7,7 +7,7 @@ import socket
 import pytest
 import trio
 
-from petalnode.node.network.transport.sockets import PromptSockets
+from petalnode.node.network.transport.raw_connection import PromptSockets
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system has no choice of congestion control")

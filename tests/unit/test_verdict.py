@@ -4,13 +4,13 @@ from ipaddress import ip_address, ip_network
 
 import pytest
 
-from petalnode.node.network.nat.endpoint import Endpoint
-from petalnode.node.network.nat.verdict import (
+from petalnode.node.network.addresses import Endpoint
+from petalnode.node.network.nat.reachability import (
     NO_VERDICT,
     DialBack,
+    LocalEndpoints,
+    Observation,
     Observer,
-    Place,
-    Sighting,
     Standing,
     Verdict,
     candidates,
@@ -29,10 +29,10 @@ def at(address: str, port: int = 31330) -> Endpoint:
     return Endpoint(ip_address(address), port)
 
 
-def place(*addresses: str, port: int = 31330) -> Place:
+def place(*addresses: str, port: int = 31330) -> LocalEndpoints:
     ends = tuple(at(address, port) for address in addresses)
     networks = tuple(ip_network((each.ip, 24 if each.ip.version == 4 else 64), strict=False) for each in ends)
-    return Place(ends, frozenset(each.ip for each in ends), networks)
+    return LocalEndpoints(ends, frozenset(each.ip for each in ends), networks)
 
 
 def seen(
@@ -42,16 +42,16 @@ def seen(
     reached: Endpoint | None = None,
     when: float = NOW,
     name: str = "",
-) -> Sighting:
+) -> Observation:
     end = None if seen_at is None else at(seen_at, 50123)
-    return Sighting(name or observer, ip_address(observer), end, dial_back, reached, when)
+    return Observation(name or observer, ip_address(observer), end, dial_back, reached, when)
 
 
-def reached(observer: str, endpoint: Endpoint, **more: object) -> Sighting:
+def reached(observer: str, endpoint: Endpoint, **more: object) -> Observation:
     return seen(observer, str(endpoint.ip), DialBack.REACHED, endpoint, **more)
 
 
-def failed(observer: str, seen_at: str, **more: object) -> Sighting:
+def failed(observer: str, seen_at: str, **more: object) -> Observation:
     return seen(observer, seen_at, DialBack.FAILED, **more)
 
 
@@ -167,7 +167,7 @@ def test_who_could_not_say_is_asked_again_soon() -> None:
 
 
 def test_nobody_is_asked_by_who_does_not_listen() -> None:
-    nowhere = Place((), frozenset({ip_address(HOME)}), (ip_network("192.168.1.0/24"),))
+    nowhere = LocalEndpoints((), frozenset({ip_address(HOME)}), (ip_network("192.168.1.0/24"),))
     assert whom_to_ask(observers("203.0.113.1"), {}, {}, nowhere, NOW) == ()
     assert whom_to_ask(observers("127.0.0.2"), {}, {}, place("127.0.0.1"), NOW) == ()
 

@@ -1,24 +1,35 @@
-"""AutoNAT's serving side: dials peers back that want to know whether others reach them."""
+"""AutoNAT both ways, and identify: dials peers back that ask for it; asks single peers about this node's addresses."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
 
 import trio
 from multiaddr import Multiaddr
 
 from ....protocols.delimited import DelimitedStream
 from ....protocols.framing import PeerError
-from ....protocols.nat_traversal import AUTONAT, AUTONAT_MAX_MESSAGE, DialAnswer, DialStatus, answer_dial_back
+from ....protocols.nat_traversal import (
+    AUTONAT,
+    AUTONAT_MAX_MESSAGE,
+    IDENTIFY,
+    IDENTIFY_MAX_MESSAGE,
+    DialAnswer,
+    DialStatus,
+    answer_dial_back,
+    ask_dial_back,
+    ask_identify,
+)
+from ..addresses import Endpoint, IPAddress
 from ..host import Host
 from ..transport.stream_bytes import StreamBytes
-from .endpoint import Endpoint, IPAddress
 
 log = logging.getLogger(__name__)
 
-_DIAL_BACK: Final = 5.0  # seconds that we try to reach a peer, all its addresses side by side
+_DIALING: Final = 5.0  # seconds that we try to reach a peer, all its addresses side by side
 _REQUEST: Final = 5.0  # seconds for the request to come
 _MAX_DIALED: Final = 8  # addresses in one dial-back
 _PERIOD: Final = 60.0  # seconds, in which there are at most so many dial-backs:
@@ -49,7 +60,7 @@ class Budget:
         self._running -= 1
 
 
-class DialBacks:
+class DialBackService:
     """Dials peers back that ask for it, only at the IP address that they come from."""
 
     def __init__(self, host: Host) -> None:
@@ -85,8 +96,79 @@ class DialBacks:
             return DialAnswer(DialStatus.DIAL_REFUSED, "busy; ask again later")
         try:
             targets = [Multiaddr(each.multiaddr) for each in allowed]
-            return DialAnswer(DialStatus.OK, addr=await self._host.dial_fresh(peer_id, targets, timeout=_DIAL_BACK))
+            return DialAnswer(DialStatus.OK, addr=await self._host.dial_fresh(peer_id, targets, timeout=_DIALING))
         except ConnectionError as error:
             return DialAnswer(DialStatus.DIAL_ERROR, str(error))
         finally:
             self._budget.give_back()
+
+
+# --- the asking side
+
+
+_DIAL_BACK: Final = 12.0  # seconds, more than any peer tries
+
+T = TypeVar("T")
+
+
+async def observed_by(host: Host, peer_id: str, *, timeout: float) -> Endpoint | None:
+    """Where a directly connected peer sees us come from; None if it does not tell.
+
+    Raises:
+        PeerError: no answer in time.
+        ConnectionError: there is no direct connection.
+    """
+
+    async def ask(stream: DelimitedStream) -> Endpoint | None:
+        return Endpoint.parse((await ask_identify(stream, timeout=timeout)).observed or "")
+
+    return await _on_stream(host, peer_id, IDENTIFY, IDENTIFY_MAX_MESSAGE, ask)
+
+
+async def addrs_of(host: Host, peer_id: str, *, timeout: float) -> tuple[str, ...]:
+    """The multiaddrs on which a connected peer says that it listens.
+
+    Raises:
+        PeerError: no answer in time.
+        ConnectionError: there is no connection.
+    """
+
+    async def ask(stream: DelimitedStream) -> tuple[str, ...]:
+        return (await ask_identify(stream, timeout=timeout)).addrs
+
+    return await _on_stream(host, peer_id, IDENTIFY, IDENTIFY_MAX_MESSAGE, ask, direct=False)
+
+
+async def request_dial_back(host: Host, peer_id: str, endpoints: tuple[Endpoint, ...]) -> DialAnswer:
+    """Asks a directly connected peer to dial us at these endpoints.
+
+    Raises:
+        PeerError: no answer in time, or the peer does not speak AutoNAT.
+        ConnectionError: there is no direct connection.
+    """
+
+    async def ask(stream: DelimitedStream) -> DialAnswer:
+        addrs = [endpoint.multiaddr for endpoint in endpoints]
+        return await ask_dial_back(stream, host.peer_id, addrs, timeout=_DIAL_BACK)
+
+    return await _on_stream(host, peer_id, AUTONAT, AUTONAT_MAX_MESSAGE, ask)
+
+
+async def _on_stream(
+    host: Host,
+    peer_id: str,
+    protocol: str,
+    max_message: int,
+    ask: Callable[[DelimitedStream], Awaitable[T]],
+    *,
+    direct: bool = True,
+) -> T:
+    raw = await host.open_stream(peer_id, protocol, direct=direct)
+    stream = DelimitedStream(raw, peer_id, max_message=max_message)
+    try:
+        answer = await ask(stream)
+    except BaseException:
+        await stream.reset()
+        raise
+    await stream.close()
+    return answer

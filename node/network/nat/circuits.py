@@ -36,7 +36,7 @@ _MAX_PENDING: Final = 64  # peers that relays bring us, not yet done with that
 
 @dataclass(frozen=True)
 class Reservation:
-    """A place at a relay: until when (seconds since 1970), and the circuit addresses to announce, without our id."""
+    """A reservation at a relay: its end (seconds since 1970), and the circuit addresses to announce, without our id."""
 
     relay_id: str
     expires: int
@@ -53,7 +53,7 @@ class Circuits:
         host.set_stream_handler(STOP, self._accept)
 
     async def reserve(self, relay_id: str) -> Reservation:
-        """Asks a relay for a place, or to keep it; connects first if need be. It is valid on that connection only.
+        """Asks a relay for a reservation, or renews it; connects first if need be. It holds on that connection only.
 
         Raises:
             RelayRefused: with the relay's status.

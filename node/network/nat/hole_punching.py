@@ -8,7 +8,9 @@ got through (https://github.com/libp2p/specs/blob/master/relay/DCUtR.md).
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final
 
@@ -17,14 +19,13 @@ import trio
 from ....protocols.delimited import DelimitedStream
 from ....protocols.framing import PeerError
 from ....protocols.nat_traversal import PUNCH, exchange_first, exchange_second, give_sign
+from ..addresses import Endpoint
 from ..host import Host
-from ..transport.path import Path
+from ..transport.raw_connection import Path
 from ..transport.stream_bytes import StreamBytes
-from .asking import addrs_of, observed_by
-from .endpoint import Endpoint
+from .autonat import addrs_of, observed_by
 from .punch_plan import ATTEMPTS, PunchRecord, after_failure, may_punch, own_endpoints, pause_after, targets
-from .punch_sockets import dial_from, own_port
-from .verdict import Place
+from .reachability import LocalEndpoints
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,10 @@ _LOOK: Final = 2.0
 Ports = dict[int, int]  # by version of IP
 
 
-class Puncher:
+class HolePuncher:
     """Upgrades relayed connections for as long as `nursery` runs.
 
-    `place` gives where this node is, `reached` the endpoints at which others got through already.
+    `local` gives the own addresses and ports, `reached` the endpoints at which others got through already.
     """
 
     def __init__(
@@ -55,12 +56,12 @@ class Puncher:
         host: Host,
         nursery: trio.Nursery,
         *,
-        place: Callable[[], Place],
+        local: Callable[[], LocalEndpoints],
         reached: Callable[[], Sequence[Endpoint]],
     ) -> None:
         self._host = host
         self._nursery = nursery
-        self._place = place
+        self._local = local
         self._reached = reached
         self._limit = trio.CapacityLimiter(_AT_ONCE)
         self._upgrading: dict[str, trio.Event] = {}
@@ -109,7 +110,7 @@ class Puncher:
 
     def _own_addrs(self, ports: Ports) -> list[str]:
         observed = [seen for _, seen in sorted(self._views.values(), key=lambda view: -view[0])]
-        own = own_endpoints(observed, self._place(), self._reached(), ports)
+        own = own_endpoints(observed, self._local(), self._reached(), ports)
         return [endpoint.multiaddr for endpoint in own]
 
     @contextlib.asynccontextmanager
@@ -118,7 +119,7 @@ class Puncher:
         async with contextlib.AsyncExitStack() as held:
             ports: Ports = {}
             for version in (4, 6):
-                listening = self._place().ports(version)
+                listening = self._local().ports(version)
                 with contextlib.suppress(OSError):
                     port = own_port(version, listening[0] if listening else None)
                     ports[version] = await held.enter_async_context(port)
@@ -173,7 +174,7 @@ class Puncher:
                 try:
                     own = self._own_addrs(ports)
                     answer, rtt = await exchange_first(stream, own, timeout=_MESSAGE)
-                    theirs = targets(map(Endpoint.parse, answer), self._place(), ports)
+                    theirs = targets(map(Endpoint.parse, answer), self._local(), ports)
                     case = frozenset(addr.split("/")[2] for addr in own) | {str(each.ip) for each in theirs}
                     if not theirs or (attempt == 0 and not may_punch(self._records.get(peer_id), case, _now())):
                         return
@@ -204,7 +205,7 @@ class Puncher:
                 await self._view(raw.path.relay)
                 async with self._ports() as ports:
                     answer = await exchange_second(stream, self._own_addrs(ports), timeout=_MESSAGE)
-                    theirs = targets(map(Endpoint.parse, answer), self._place(), ports)
+                    theirs = targets(map(Endpoint.parse, answer), self._local(), ports)
                     with self._host.punching(peer_id, [target.multiaddr for target in theirs]):
                         await self._dial(peer_id, theirs, ports, initiator=True)
         except (PeerError, OSError) as error:
@@ -242,7 +243,7 @@ class Puncher:
                 nursery.start_soon(dial, target)
 
     async def _retire_relayed(self, peer_id: str) -> None:
-        """Closes what runs through relays once a direct connection has taken its place."""
+        """Closes what runs through relays once a direct connection has taken its local."""
         if peer_id in self._retiring:
             return
         self._retiring.add(peer_id)
@@ -260,3 +261,67 @@ class Puncher:
 
 def _now() -> float:
     return trio.current_time()
+
+
+# --- sockets that dial from a given port: a NAT maps one port of a machine to one outside
+
+
+# Several sockets, the listening one among them, may then have one port. Windows has the first only.
+_SHARED: Final = (socket.SO_REUSEADDR, *([socket.SO_REUSEPORT] if hasattr(socket, "SO_REUSEPORT") else []))
+_AGAIN: Final = 0.1  # seconds until a refused try is repeated: the other side's NAT may have opened meanwhile
+# Of this machine, not of the way: a repetition would end the same.
+_HOPELESS: Final = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EACCES, errno.EPERM, errno.EAFNOSUPPORT})
+
+
+@contextlib.asynccontextmanager
+async def own_port(version: int, listening: int | None) -> AsyncIterator[int]:
+    """The port to dial from over IP `version` for the length of the block: the one listened on, else a free one.
+
+    Raises:
+        OSError: this machine has no such IP, or no port free.
+    """
+    if listening is not None:
+        yield listening
+        return
+    with trio.socket.socket(_family(version), socket.SOCK_STREAM) as holder:
+        _share(holder)
+        await holder.bind((_any(version), 0))
+        yield int(holder.getsockname()[1])
+
+
+async def dial_from(port: int, target: Endpoint) -> trio.SocketStream:
+    """Connects to `target` from that port, trying again when refused, until it works or is cancelled.
+
+    If the other side dials us at the same time from there, the two connections become one (RFC 9293, section 3.5).
+
+    Raises:
+        OSError: it cannot work from this machine.
+    """
+    while True:
+        dialing = trio.socket.socket(_family(target.ip.version), socket.SOCK_STREAM)
+        try:
+            _share(dialing)
+            await dialing.bind((_any(target.ip.version), port))
+            await dialing.connect((str(target.ip), target.port))
+            return trio.SocketStream(dialing)
+        except OSError as error:
+            dialing.close()
+            if error.errno in _HOPELESS:
+                raise
+        except BaseException:
+            dialing.close()
+            raise
+        await trio.sleep(_AGAIN)
+
+
+def _share(made: trio.socket.SocketType) -> None:
+    for option in _SHARED:
+        made.setsockopt(socket.SOL_SOCKET, option, 1)
+
+
+def _family(version: int) -> socket.AddressFamily:
+    return socket.AF_INET6 if version == 6 else socket.AF_INET
+
+
+def _any(version: int) -> str:
+    return "::" if version == 6 else "0.0.0.0"

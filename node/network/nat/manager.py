@@ -1,8 +1,8 @@
-"""Finds out whether others reach this node, and makes itself reachable if they do not.
+"""Finds out whether other nodes reach this node, and makes it reachable if they do not.
 
-Asks peers (sightings), asks the router (UPnP), holds places at relays (reservations), punches through to those who
-come over a relay, relays for others where it can; and says in a line how things stand. What follows from what is
-decided in `verdict.py`, `reachability.py` and the plans; here it is carried out.
+Asks peers where they see this node (`observed_addresses.py`), maps a port by UPnP, keeps reservations at relays,
+punches holes to peers that come over a relay, relays for others where it can, and states the result in a line.
+`reachability.py` and the plans decide what follows from what is known; the manager gathers that and carries it out.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 from multiaddr import Multiaddr
@@ -20,27 +20,32 @@ from multiaddr import Multiaddr
 from ....protocols.announcement import RelayOffer
 from ....protocols.directory import NodeInfo
 from ....protocols.framing import PeerError
-from ...swarm.directory import Directory
 from ...version import __version__
-from ..addresses import parse_peer
+from ..addresses import Endpoint, parse_peer, plain_ip
 from ..host import Host
-from ..transport.path import Path
-from .autonat import DialBacks
+from ..transport.raw_connection import Path
+from .autonat import DialBackService
 from .circuits import Circuits
-from .endpoint import Endpoint, plain_ip
-from .hole_punching import Puncher
+from .hole_punching import HolePuncher
 from .limits import RelayLimits
-from .observed_addresses import Sightings, place_of
-from .reachability import Reachability, Situation, extra_addrs, is_public, needs_relays, reachability
+from .observed_addresses import ObservedAddresses, local_endpoints
+from .reachability import (
+    Reachability,
+    ReachabilityInputs,
+    Standing,
+    carried_over,
+    extra_addrs,
+    is_public,
+    needs_relays,
+    reachability,
+)
 from .relay import RelayService
-from .relay_plan import Candidate
-from .reservations import Reservations
+from .reservations import RelayCandidate, Reservations
 from .upnp import Upnp
-from .verdict import Standing, carried_over
 
 log = logging.getLogger(__name__)
 
-_WANTED: Final = 2  # places at relays
+_WANTED: Final = 2  # reservations
 _MAX_OBSERVERS: Final = 64  # peers to choose from whom to ask about ourselves
 _ASK_NODES: Final = 4  # peers asked side by side whether they relay
 _ASK_PAUSE: Final = 5.0  # seconds between two rounds of that
@@ -50,9 +55,26 @@ _OFFER_LASTS: Final = 600.0  # seconds
 _RESTART_PAUSE: Final = 5.0
 
 
+class ServerDirectory(Protocol):
+    """What the manager needs of the directory of servers."""
+
+    @property
+    def announces(self) -> bool:
+        """Whether this node is a server."""
+
+    def addrs_of(self, peer_id: str) -> Sequence[str]:
+        """Where a peer may be dialed."""
+
+    def relays(self) -> Collection[str]:
+        """The servers that announce free relay reservations."""
+
+    async def ask_node(self, peer_id: str, *, timeout: float) -> NodeInfo:
+        """What a peer says of itself. Raises PeerError."""
+
+
 @dataclass(frozen=True)
-class ReachConfig:
-    """What a person has decided about it.
+class NatConfig:
+    """The operator's choices.
 
     `listens`: whether others may dial this node at all; `announce`: its multiaddrs as the person gave them; `peers`:
     those to join by, which relay for who joins; `relay`: "auto", "off", or the multiaddr of the one relay to use.
@@ -65,35 +87,46 @@ class ReachConfig:
     limits: RelayLimits = field(default_factory=RelayLimits)
 
 
-class Reach:
-    """The reachability of one node. `start` begins; it ends with `nursery`.
+class NatManager:
+    """Keeps one node reachable. Its tasks run from `start` until `nursery` ends.
+
+    `addrs_changed` is called when the addresses or the relay offer of this node have changed.
 
     Raises:
         BadInput: the relay's address is malformed.
     """
 
-    def __init__(self, host: Host, directory: Directory, nursery: trio.Nursery, config: ReachConfig) -> None:
+    def __init__(
+        self,
+        host: Host,
+        directory: ServerDirectory,
+        nursery: trio.Nursery,
+        config: NatConfig,
+        *,
+        addrs_changed: Callable[[], None],
+    ) -> None:
         self._host = host
         self._directory = directory
         self._nursery = nursery
         self._config = config
+        self._addrs_changed = addrs_changed
         self._named = tuple(filter(None, map(Endpoint.parse, config.announce)))
         self._only_relay = parse_peer(config.relay) if config.relay not in ("auto", "off") else None
         self._offers: dict[str, float] = {}  # who said that it relays, and when
         self._asked: dict[str, float] = {}
         self._upnp = Upnp()
         self._asks_router = False
-        self._situation = Situation(place_of(host.libp2p.get_transport_addrs()))
+        self._inputs = ReachabilityInputs(local_endpoints(host.libp2p.get_transport_addrs()))
         self._changed = trio.Event()
-        self.reachability = reachability(self._situation)
+        self.reachability = reachability(self._inputs)
         self.circuits = Circuits(host)
         self.relay = RelayService(host, config.limits)
-        self._dial_backs = DialBacks(host)
-        self._sightings = Sightings(
+        self._dial_backs = DialBackService(host)
+        self._observed = ObservedAddresses(
             host, observers=self._observers, extra=self._extra, changed=self._update, moved=self._on_moved
         )
-        self._puncher = Puncher(
-            host, nursery, place=lambda: self._sightings.place, reached=lambda: self._situation.reached
+        self._hole_puncher = HolePuncher(
+            host, nursery, local=lambda: self._observed.local, reached=lambda: self._inputs.reached
         )
         self._reservations = Reservations(
             host,
@@ -103,11 +136,10 @@ class Reach:
             wanted=1 if self._only_relay else _WANTED,
             changed=self._update,
         )
-        directory.about = self.about
         host.on_connected(self._on_connected)
 
     def start(self) -> None:
-        parts: list[Callable[[], Awaitable[None]]] = [self._sightings.run]
+        parts: list[Callable[[], Awaitable[None]]] = [self._observed.run]
         if self._config.listens and self._config.relay != "off":
             # Only who is public offers itself, but who gets through to us may use us: that is all a relay needs.
             self.relay.start()
@@ -134,7 +166,7 @@ class Reach:
         """What this node says of itself when asked."""
         stats = self.relay.stats
         offer = None
-        if self.relay.is_serving and is_public(self._situation):
+        if self.relay.is_serving and is_public(self._inputs):
             offer = RelayOffer(max(self._config.limits.reservations - stats.reservations, 0), stats.reservations)
         role = "server" if self._directory.announces else "bootstrap" if self._config.listens else "client"
         return NodeInfo(
@@ -144,7 +176,7 @@ class Reach:
     def _observers(self) -> list[str]:
         """Whom to ask, in the order of our trust. Our NAT lets those in to whom we punched, which says nothing."""
         first = dict.fromkeys(parse_peer(peer)[0] for peer in self._config.peers)
-        peers = [peer for peer in self._host.connected() if peer not in self._puncher.punched]
+        peers = [peer for peer in self._host.connected() if peer not in self._hole_puncher.punched]
         return sorted(peers, key=lambda peer: peer not in first)[:_MAX_OBSERVERS]
 
     # --- how things stand
@@ -154,14 +186,14 @@ class Reach:
         return (*self._named, mapping.external) if mapping else self._named
 
     def _update(self) -> None:
-        """Takes in what has changed, and does what follows."""
-        before, sightings = self._situation, self._sightings
-        settling = trio.current_time() < sightings.settling_until
+        """Recomputes the reachability from what is known now, and does what follows from a change."""
+        before, observed = self._inputs, self._observed
+        settling = trio.current_time() < observed.settling_until
         mapping = self._upnp.mapping
-        self._situation = now = Situation(
-            place=sightings.place,
-            ip4=carried_over(before.ip4, sightings.verdict(4), settling=settling),
-            ip6=carried_over(before.ip6, sightings.verdict(6), settling=settling),
+        self._inputs = now = ReachabilityInputs(
+            local=observed.local,
+            ip4=carried_over(before.ip4, observed.verdict(4), settling=settling),
+            ip6=carried_over(before.ip6, observed.verdict(6), settling=settling),
             named=self._named,
             mapped=(mapping.external,) if mapping else (),
             circuits=self._reservations.circuits,
@@ -175,10 +207,10 @@ class Reach:
         if now.ip4.standing is Standing.CLOSED and now.ip4.translated and not self._asks_router:
             self._asks_router = True
             self._nursery.start_soon(self._keep_up, self._ask_router)
-        self._directory.addrs_changed()
-        self._tell(reachability(now))
+        self._addrs_changed()
+        self._publish(reachability(now))
 
-    def _tell(self, state: Reachability) -> None:
+    def _publish(self, state: Reachability) -> None:
         if state != self.reachability:
             log.info("%s", state.text)
             self.reachability = state
@@ -189,15 +221,15 @@ class Reach:
 
     def _on_connected(self, peer_id: str, path: Path) -> None:
         if path.direct:
-            self._sightings.wake()
+            self._observed.wake()
 
     def _on_moved(self) -> None:
-        self._puncher.moved()
+        self._hole_puncher.moved()
         self._nursery.start_soon(self._drop_stranded)
 
     async def _drop_stranded(self) -> None:
         """Closes the connections that run from an address which this machine no longer has; doubts the others."""
-        own = self._sightings.place.own_ips
+        own = self._observed.local.own_ips
         for peer_id in self._host.connected():
             for connection in self._host.connections(peer_id, direct=True):
                 if connection.local_host is not None and plain_ip(connection.local_host) not in own:
@@ -208,28 +240,27 @@ class Reach:
 
     async def _ask_router(self) -> None:
         """Has the router map our port. Only ever done by a node that others have found to be behind NAT."""
-        ports = self._sightings.place.ports(4)
+        ports = self._observed.local.ports(4)
         if not ports:
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._upnp.run, ports[0])
             while True:
                 await self._upnp.changed.wait()
-                self._sightings.ask_again()
+                self._observed.ask_again()
 
     # --- relays to choose from
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> list[RelayCandidate]:
         if self._only_relay is not None:
-            return [Candidate(self._only_relay[0], 0)]
+            return [RelayCandidate(self._only_relay[0], 0)]
         own = self._host.peer_id
         first = dict.fromkeys(parse_peer(peer)[0] for peer in self._config.peers)
-        servers = self._directory.view.servers(now=time.time())
-        others = set(self._offers) | {each.peer_id for each in servers if each.relay is not None and each.relay.free}
+        others = {*self._offers, *self._directory.relays()}
         # Everyone in an order of its own, so that all relays get about as many.
         spread = sorted(others - set(first), key=lambda peer: hashlib.sha256(f"{own}{peer}".encode()).digest())
-        ranked = [Candidate(peer_id, 0) for peer_id in first] + [Candidate(peer_id, 1) for peer_id in spread]
-        return [each for each in ranked if each.peer_id != own]
+        ranked = [RelayCandidate(peer_id, 0) for peer_id in first] + [RelayCandidate(peer_id, 1) for peer_id in spread]
+        return [candidate for candidate in ranked if candidate.peer_id != own]
 
     def _addrs_of(self, relay_id: str) -> Sequence[str]:
         if self._only_relay is not None and relay_id == self._only_relay[0]:
@@ -237,11 +268,11 @@ class Reach:
         return self._directory.addrs_of(relay_id)
 
     async def _find_relays(self) -> None:
-        """Asks connected peers whether they relay, as long as places are missing."""
+        """Asks connected peers whether they relay, as long as reservations are missing."""
         while True:
-            if needs_relays(self._situation) and len(self._situation.circuits) < _WANTED and not self._only_relay:
+            if needs_relays(self._inputs) and len(self._inputs.circuits) < _WANTED and not self._only_relay:
                 now = trio.current_time()
-                known = {each.peer_id for each in self._candidates()}
+                known = {candidate.peer_id for candidate in self._candidates()}
                 peers = [peer for peer in self._host.connected() if peer not in known and self._host.is_direct(peer)]
                 due = [peer for peer in peers if now - self._asked.get(peer, -_ASK_AGAIN) >= _ASK_AGAIN]
                 self._asked = {peer: when for peer, when in self._asked.items() if now - when < _ASK_AGAIN}
@@ -250,7 +281,7 @@ class Reach:
                     for peer in due[:_ASK_NODES]:
                         self._asked[peer] = now
                         nursery.start_soon(self._ask_node, peer)
-                self._reservations.wake()  # announcements may have told of others
+                self._reservations.wake()  # announcements may name others
             await trio.sleep(_ASK_PAUSE)
 
     async def _ask_node(self, peer_id: str) -> None:

@@ -11,11 +11,10 @@ from multiaddr import Multiaddr
 
 from ....protocols.framing import PeerError
 from ....protocols.nat_traversal import DialStatus
-from ..addresses import concrete, own_networks
+from ..addresses import Endpoint, concrete, own_networks
 from ..host import Host
-from .asking import observed_by, request_dial_back
-from .endpoint import Endpoint
-from .verdict import DialBack, Observer, Place, Sighting, Verdict, candidates, judge, whom_to_ask
+from .autonat import observed_by, request_dial_back
+from .reachability import DialBack, LocalEndpoints, Observation, Observer, Verdict, candidates, judge, whom_to_ask
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ _SETTLING: Final = 20.0  # seconds for the answers after a change
 _MAX_KEPT: Final = 64  # peers whose word is kept
 
 
-class Sightings:
+class ObservedAddresses:
     """What peers have said of this node since it is where it is now.
 
     `observers` gives the peers to ask, in the order of trust; `extra` the endpoints that were named by a person or
@@ -44,31 +43,31 @@ class Sightings:
         changed: Callable[[], None],
         moved: Callable[[], None],
     ) -> None:
-        self.place = place_of(host.libp2p.get_transport_addrs())
+        self.local = local_endpoints(host.libp2p.get_transport_addrs())
         self._host = host
         self._peers = observers
         self._extra = extra
         self._changed = changed
         self._moved = moved
-        self._sightings: dict[str, Sighting] = {}
+        self._observations: dict[str, Observation] = {}
         self._asked: dict[str, float] = {}
         self.settling_until = 0.0  # until then, those asked again have not all answered
         self._generation = 0  # what was asked before a move says nothing about after
         self._news = trio.Event()
 
     def verdict(self, version: int) -> Verdict:
-        return judge(version, self._sightings.values(), self.place, trio.current_time())
+        return judge(version, self._observations.values(), self.local, trio.current_time())
 
     def observed(self) -> tuple[Endpoint, ...]:
         """Where peers have seen us come from, the latest first."""
-        latest = sorted(self._sightings.values(), key=lambda sighting: -sighting.at)
-        return tuple(dict.fromkeys(sighting.seen for sighting in latest if sighting.seen))
+        latest = sorted(self._observations.values(), key=lambda observation: -observation.at)
+        return tuple(dict.fromkeys(observation.seen for observation in latest if observation.seen))
 
     def ask_again(self) -> None:
         """Forgets what was said: something has changed since."""
         self._generation += 1
         self.settling_until = trio.current_time() + _SETTLING
-        self._sightings.clear()
+        self._observations.clear()
         self._asked.clear()
         self.wake()
 
@@ -85,7 +84,7 @@ class Sightings:
                 if now - looked >= _LOOK_AROUND:
                     looked = now
                     await self._look_around()
-                for peer_id in whom_to_ask(self._observers(), self._sightings, self._asked, self.place, now):
+                for peer_id in whom_to_ask(self._observers(), self._observations, self._asked, self.local, now):
                     self._asked[peer_id] = now
                     nursery.start_soon(self._ask, peer_id)
                 await trio.sleep_until(now + _BREATH)
@@ -94,10 +93,10 @@ class Sightings:
 
     async def _look_around(self) -> None:
         # In a thread, since a machine may have many interfaces, each of which is asked about.
-        place = await trio.to_thread.run_sync(place_of, self._host.libp2p.get_transport_addrs())
-        if place != self.place:
+        local = await trio.to_thread.run_sync(local_endpoints, self._host.libp2p.get_transport_addrs())
+        if local != self.local:
             log.info("the addresses of this machine have changed")
-            self.place = place
+            self.local = local
             self.ask_again()
             self._moved()
             self._changed()
@@ -118,8 +117,10 @@ class Sightings:
                 return
             seen = await observed_by(self._host, peer_id, timeout=_IDENTIFY)
             # Already this can prove a NAT; that the dial-back fails may take seconds more.
-            self._keep(generation, Sighting(peer_id, observer.ip, seen, DialBack.NOT_TRIED, None, trio.current_time()))
-            endpoints = candidates(seen, self.place, self._extra())
+            self._keep(
+                generation, Observation(peer_id, observer.ip, seen, DialBack.NOT_TRIED, None, trio.current_time())
+            )
+            endpoints = candidates(seen, self.local, self._extra())
             answer = await request_dial_back(self._host, peer_id, endpoints)
         except (PeerError, ConnectionError) as error:
             log.debug("%s cannot tell how it sees us: %s", peer_id, error)
@@ -131,26 +132,26 @@ class Sightings:
         if outcome is DialBack.REACHED and reached not in endpoints:
             outcome, reached = DialBack.NOT_TRIED, None  # nothing that we asked for
         log.debug("%s sees us at %s; dialing back: %s %s", peer_id, seen, outcome.value, answer.text)
-        self._keep(generation, Sighting(peer_id, observer.ip, seen, outcome, reached, trio.current_time()))
+        self._keep(generation, Observation(peer_id, observer.ip, seen, outcome, reached, trio.current_time()))
 
-    def _keep(self, generation: int, sighting: Sighting) -> None:
-        before = self._sightings.get(sighting.observer)
-        says_less = sighting.dial_back is DialBack.NOT_TRIED and before is not None
+    def _keep(self, generation: int, observation: Observation) -> None:
+        before = self._observations.get(observation.observer)
+        says_less = observation.dial_back is DialBack.NOT_TRIED and before is not None
         if generation == self._generation and not says_less:
-            self._sightings.pop(sighting.observer, None)
-            self._sightings[sighting.observer] = sighting
-            while len(self._sightings) > _MAX_KEPT:
-                del self._sightings[next(iter(self._sightings))]
+            self._observations.pop(observation.observer, None)
+            self._observations[observation.observer] = observation
+            while len(self._observations) > _MAX_KEPT:
+                del self._observations[next(iter(self._observations))]
             self._changed()
 
 
-def place_of(listened: Sequence[Multiaddr]) -> Place:
+def local_endpoints(listened: Sequence[Multiaddr]) -> LocalEndpoints:
     """Where a node is now that listens on these addresses, 0.0.0.0 for instance."""
     listening = tuple(_endpoints(listened))
     # What listens on one address only is not found on the others.
     everywhere = frozenset(endpoint.ip for endpoint in _endpoints(_EVERYWHERE))
     own = everywhere | {endpoint.ip for endpoint in listening}
-    return Place(listening, own, tuple(own_networks()))
+    return LocalEndpoints(listening, own, tuple(own_networks()))
 
 
 def _endpoints(addrs: Iterable[Multiaddr]) -> Iterator[Endpoint]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .endpoint import Endpoint
-from .verdict import Place
+from ..addresses import Endpoint
+from .reachability import LocalEndpoints
 
 ATTEMPTS: Final = 3  # one after the other, as the standard has it
 _FIRST_PAUSE: Final = 60.0  # seconds until a peer is tried again after all attempts failed; doubles each time
@@ -45,7 +45,7 @@ def after_failure(record: PunchRecord | None, case: frozenset[str], now: float) 
 
 
 def own_endpoints(
-    observed: Sequence[Endpoint], place: Place, reached: Iterable[Endpoint], port: dict[int, int]
+    observed: Sequence[Endpoint], local: LocalEndpoints, reached: Iterable[Endpoint], port: dict[int, int]
 ) -> tuple[Endpoint, ...]:
     """Where the other side should dial us.
 
@@ -54,14 +54,14 @@ def own_endpoints(
     where others got through; our own addresses are for neighbours.
     """
     predicted = [Endpoint(seen.ip, port[seen.ip.version]) for seen in observed if seen.ip.version in port]
-    local = [Endpoint(own.ip, port[own.ip.version]) for own in place.listening if own.ip.version in port]
-    found = [each for each in (*reached, *predicted, *local) if each.can_be_dialed and not each.ip.is_loopback]
+    listening = [Endpoint(own.ip, port[own.ip.version]) for own in local.listening if own.ip.version in port]
+    found = [each for each in (*reached, *predicted, *listening) if each.can_be_dialed and not each.ip.is_loopback]
     return tuple(dict.fromkeys(found))[:_MAX_TARGETS]
 
 
-def targets(theirs: Iterable[Endpoint | None], place: Place, port: dict[int, int]) -> tuple[Endpoint, ...]:
+def targets(theirs: Iterable[Endpoint | None], local: LocalEndpoints, port: dict[int, int]) -> tuple[Endpoint, ...]:
     """Which of the other side's endpoints to dial: not ourselves, which homes with equal addresses would lead to."""
-    ours = {Endpoint(ip, own) for ip in place.own_ips for own in (*port.values(), *place.ports(ip.version))}
+    ours = {Endpoint(ip, own) for ip in local.own_ips for own in (*port.values(), *local.ports(ip.version))}
     found = [
         each
         for each in theirs

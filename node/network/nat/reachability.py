@@ -1,13 +1,203 @@
-"""How others reach this node, and the addresses that it announces because of it: pure functions of what is known."""
+"""Whether other nodes reach this node, from what its peers have observed, and which addresses it then announces.
+
+Pure functions. Nothing here asks whether an address is private by its range: a network may use any range, and what
+counts is who gets through.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from enum import Enum
+from ipaddress import IPv4Network, IPv6Network
+from typing import Final, Literal
 
-from .endpoint import Endpoint
-from .verdict import NO_VERDICT, Place, Standing, Verdict
+from ..addresses import Endpoint, IPAddress
+
+_OBSERVERS: Final = 3  # peers of one family whose word we want
+_REFRESH: Final = 600.0  # seconds after which a peer is asked again
+_RETRY: Final = 30.0  # seconds after which one is asked again that could not say anything
+_STALE: Final = 1500.0  # seconds after which what a peer said no longer counts
+_MAX_CANDIDATES: Final = 8  # addresses that one peer is asked to dial
+
+
+@dataclass(frozen=True)
+class LocalEndpoints:
+    """Where this node is: the addresses of its interfaces, the networks they are in, and what it listens on."""
+
+    listening: tuple[Endpoint, ...]
+    own_ips: frozenset[IPAddress]
+    networks: tuple[IPv4Network | IPv6Network, ...]
+
+    def ports(self, version: int) -> tuple[int, ...]:
+        """The ports listened on for other machines, of one version of IP."""
+        found = (each.port for each in self.listening if each.ip.version == version and not each.ip.is_loopback)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this node listens for others of this machine only."""
+        return bool(self.listening) and all(each.ip.is_loopback for each in self.listening)
+
+
+class DialBack(Enum):
+    """What became of a peer's trying to dial us."""
+
+    REACHED = "reached"
+    FAILED = "failed"
+    NOT_TRIED = "not tried"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one peer could say of us: where it saw us come from, and whether it reached us when it dialed.
+
+    `observer_ip` is where we see the peer itself; `at` in seconds.
+    """
+
+    observer: str
+    observer_ip: IPAddress
+    seen: Endpoint | None
+    dial_back: DialBack
+    reached: Endpoint | None
+    at: float
+
+
+class Standing(Enum):
+    """What is known about one version of IP."""
+
+    UNKNOWN = "nobody could say"
+    OPEN = "others reach us"
+    CLOSED = "others do not reach us"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement for one version of IP.
+
+    `reached` are the endpoints at which others got through, the surest first; that may be even where most do not.
+    `translated` says that others see us under an address that is not ours; `outside` that somebody from beyond our
+    own networks has had a say.
+    """
+
+    standing: Standing = Standing.UNKNOWN
+    reached: tuple[Endpoint, ...] = ()
+    translated: bool = False
+    outside: bool = False
+
+
+NO_VERDICT: Final = Verdict()
+
+
+def carried_over(held: Verdict, new: Verdict, *, settling: bool) -> Verdict:
+    """The verdict to go by: while all is being asked anew, one that says nothing does not replace one that did."""
+    if settling and new.standing is Standing.UNKNOWN:
+        return Verdict(held.standing, (), held.translated, held.outside)
+    return new
+
+
+def judge(version: int, observations: Iterable[Observation], local: LocalEndpoints, now: float) -> Verdict:
+    """Judges IP `version` (4 or 6).
+
+    A peer of our own networks that reaches us proves nothing about others: it has a say only while nobody from
+    outside has one. Those who see us under the same address are one public, which reaches us or does not; a single
+    one of them that is wrong, or lies, is outvoted by the others. To see us under a foreign address and to get
+    through nowhere proves a NAT. If one public does not reach us, we are closed, whatever others do: a private
+    network of friends is not the internet.
+    """
+    if not local.ports(version):
+        return NO_VERDICT
+    relevant = [each for each in observations if each.observer_ip.version == version and now - each.at < _STALE]
+    outsiders = [each for each in relevant if _is_outside(each, local)]
+    publics: dict[IPAddress, list[Observation]] = {}
+    for each in outsiders or relevant:
+        if each.seen is not None:
+            publics.setdefault(each.seen.ip, []).append(each)
+    standings = {ip: _standing(said, translated=ip not in local.own_ips) for ip, said in publics.items()}
+    reached = Counter(
+        each.reached for ip, said in publics.items() if standings[ip] is Standing.OPEN for each in said if each.reached
+    )
+    found = set(standings.values())
+    return Verdict(
+        standing=next((each for each in (Standing.CLOSED, Standing.OPEN) if each in found), Standing.UNKNOWN),
+        reached=tuple(endpoint for endpoint, _ in reached.most_common()),
+        translated=any(ip not in local.own_ips for ip in publics),
+        outside=bool(outsiders),
+    )
+
+
+def _standing(said: Sequence[Observation], *, translated: bool) -> Standing:
+    """What those say who see us under one address."""
+    reached = sum(each.dial_back is DialBack.REACHED for each in said)
+    failed = sum(each.dial_back is DialBack.FAILED for each in said)
+    if reached and reached >= failed:
+        return Standing.OPEN
+    return Standing.CLOSED if failed or translated else Standing.UNKNOWN
+
+
+def _is_foreign(observation: Observation, local: LocalEndpoints) -> bool:
+    return observation.seen is not None and observation.seen.ip not in local.own_ips
+
+
+def _is_outside(observation: Observation, local: LocalEndpoints) -> bool:
+    return _is_foreign(observation, local) or not any(observation.observer_ip in network for network in local.networks)
+
+
+def candidates(seen: Endpoint | None, local: LocalEndpoints, extra: Collection[Endpoint]) -> tuple[Endpoint, ...]:
+    """What to ask a peer to dial that sees us at `seen`: it may try no other IP address than that one.
+
+    `extra` are endpoints that somebody has mapped or named for us; beyond those, our ports are guessed to be open
+    on the address that the peer sees.
+    """
+    if seen is None:
+        return ()
+    named = [endpoint for endpoint in (*extra, *local.listening) if endpoint.ip == seen.ip]
+    guessed = [Endpoint(seen.ip, port) for port in local.ports(seen.ip.version)]
+    mapped = [Endpoint(seen.ip, endpoint.port) for endpoint in extra if endpoint.ip.version == seen.ip.version]
+    return tuple(dict.fromkeys([*named, *guessed, *mapped]))[:_MAX_CANDIDATES]
+
+
+@dataclass(frozen=True)
+class Observer:
+    """A peer that could be asked: we have a direct connection to it, and see it at `ip`."""
+
+    peer_id: str
+    ip: IPAddress
+
+
+def whom_to_ask(
+    observers: Sequence[Observer],
+    observations: Mapping[str, Observation],
+    asked: Mapping[str, float],
+    local: LocalEndpoints,
+    now: float,
+) -> tuple[str, ...]:
+    """Whom to ask about ourselves now: a few peers of each version of IP, those from outside our networks first.
+
+    `observations` and `asked` (when, in seconds) are by peer id.
+    """
+    ask: list[str] = []
+    for version in (4, 6):
+        if not local.ports(version):
+            continue
+        family = [each for each in observers if each.ip.version == version]
+        family.sort(key=lambda each: any(each.ip in network for network in local.networks))
+        silent = [each for each in family if not _says_something(observations.get(each.peer_id), now)]
+        missing = _OBSERVERS - (len(family) - len(silent))
+        due = [each.peer_id for each in silent if now - asked.get(each.peer_id, -_RETRY) >= _RETRY]
+        ask += due[: max(missing, 0)]
+    return tuple(ask)
+
+
+def _says_something(observation: Observation | None, now: float) -> bool:
+    return (
+        observation is not None and observation.dial_back is not DialBack.NOT_TRIED and now - observation.at < _REFRESH
+    )
+
+
+# --- what follows from the verdicts
+
 
 Kind = Literal["unknown", "public", "upnp", "relayed", "unreachable"]
 
@@ -25,15 +215,15 @@ NOBODY_ASKED = Reachability("unknown", (), "reachability not known yet: no other
 
 
 @dataclass(frozen=True)
-class Situation:
+class ReachabilityInputs:
     """All that reachability depends on.
 
     `named` are the endpoints that a person has told us to announce, `mapped` those that a router has opened for us;
-    `circuits` the addresses of each relay that holds a place for us, by its peer id; `relays_allowed` is false if
-    none are to be used; `relays_known` counts those that could be.
+    `circuits` the circuit addresses by relay with a reservation of ours; `relays_allowed` is false if none are to be
+    used; `relays_known` counts those that could be.
     """
 
-    place: Place
+    local: LocalEndpoints
     ip4: Verdict = NO_VERDICT
     ip6: Verdict = NO_VERDICT
     named: tuple[Endpoint, ...] = ()
@@ -48,67 +238,67 @@ class Situation:
         return (*self.ip4.reached, *self.ip6.reached)
 
 
-def needs_relays(situation: Situation) -> bool:
+def needs_relays(inputs: ReachabilityInputs) -> bool:
     """Whether some can reach this node only through a relay: those who speak IPv4 count, as everybody does."""
-    if situation.ip4.standing is Standing.UNKNOWN:
-        return situation.ip6.standing is Standing.CLOSED
-    return situation.ip4.standing is Standing.CLOSED
+    if inputs.ip4.standing is Standing.UNKNOWN:
+        return inputs.ip6.standing is Standing.CLOSED
+    return inputs.ip4.standing is Standing.CLOSED
 
 
-def is_public(situation: Situation) -> bool:
+def is_public(inputs: ReachabilityInputs) -> bool:
     """Whether everybody can be expected to reach this node."""
-    standings = (situation.ip4.standing, situation.ip6.standing)
-    return Standing.OPEN in standings and not needs_relays(situation)
+    standings = (inputs.ip4.standing, inputs.ip6.standing)
+    return Standing.OPEN in standings and not needs_relays(inputs)
 
 
-def extra_addrs(situation: Situation) -> tuple[str, ...]:
+def extra_addrs(inputs: ReachabilityInputs) -> tuple[str, ...]:
     """The multiaddrs to announce beside those of the interfaces: where others got through, then the circuits.
 
     Those of the interfaces are announced even if nobody outside gets through there: neighbours do.
     """
-    own = set(situation.place.listening)
-    direct = [endpoint.multiaddr for endpoint in situation.reached if endpoint not in own]
-    circuits = [addr for addrs in situation.circuits.values() for addr in addrs] if needs_relays(situation) else []
+    own = set(inputs.local.listening)
+    direct = [endpoint.multiaddr for endpoint in inputs.reached if endpoint not in own]
+    circuits = [addr for addrs in inputs.circuits.values() for addr in addrs] if needs_relays(inputs) else []
     return tuple(dict.fromkeys([*direct, *circuits]))
 
 
-def reachability(situation: Situation) -> Reachability:
+def reachability(inputs: ReachabilityInputs) -> Reachability:
     """The state of things, in a word and in a line."""
-    reached = situation.reached
-    if not situation.place.listening:
+    reached = inputs.reached
+    if not inputs.local.listening:
         return Reachability("unknown", (), "this node does not listen: it dials others, and nobody dials it")
-    if situation.place.is_local:
+    if inputs.local.is_local:
         return Reachability("unknown", (), "reachable on this machine only, where it listens")
-    if needs_relays(situation):
-        return _without_direct_way(situation, reached)
+    if needs_relays(inputs):
+        return _without_direct_way(inputs, reached)
     if not reached:
         return NOBODY_ASKED
     where = _enumerated([str(endpoint) for endpoint in reached])
-    if reached[0] in situation.mapped:
+    if reached[0] in inputs.mapped:
         return Reachability("upnp", (), f"mapped by UPnP at {where}")
-    if not (situation.ip4.outside or situation.ip6.outside or reached[0].ip.is_global):
+    if not (inputs.ip4.outside or inputs.ip6.outside or reached[0].ip.is_global):
         return Reachability("public", (), f"reachable at {where}, as far as nodes of its own network can tell")
-    forwarded = reached[0] not in situation.place.listening
+    forwarded = reached[0] not in inputs.local.listening
     return Reachability("public", (), f"public at {where}{' (forwarded by a router)' if forwarded else ''}")
 
 
-def _without_direct_way(situation: Situation, reached: Sequence[Endpoint]) -> Reachability:
-    closed = situation.ip4 if situation.ip4.standing is Standing.CLOSED else situation.ip6
+def _without_direct_way(inputs: ReachabilityInputs, reached: Sequence[Endpoint]) -> Reachability:
+    closed = inputs.ip4 if inputs.ip4.standing is Standing.CLOSED else inputs.ip6
     behind = "behind NAT" if closed.translated else "behind a firewall"
     how = "public over IPv6 at" if all(each.ip.version == 6 for each in reached) else "some reach it at"
     but = f"{how} {_enumerated([str(endpoint) for endpoint in reached])}, else " if reached else ""
-    relays = tuple(situation.circuits)
+    relays = tuple(inputs.circuits)
     if relays:
         through = _enumerated([short(relay) for relay in relays])
         return Reachability(
             "relayed", relays, f"{but}{behind}, reachable through relay{'s' if len(relays) > 1 else ''} {through}"
         )
-    if not situation.relays_allowed:
+    if not inputs.relays_allowed:
         why = "relays are off (--relay)"
-    elif situation.relays_known:
+    elif inputs.relays_known:
         why = (
-            f"none of {situation.relays_known} relays has taken it yet"
-            if situation.relays_known > 1
+            f"none of {inputs.relays_known} relays has taken it yet"
+            if inputs.relays_known > 1
             else ("the relay has not taken it yet")
         )
     else:

@@ -118,7 +118,7 @@ class RelayService:
         return RelayStats(len(self._live()), len(self._circuits), self._made, self._refused, self._bytes)
 
     def start(self) -> None:
-        """From now on, peers may reserve places and connect to those who did."""
+        """From now on, peers may make reservations and connect to those who did."""
         self.is_serving = True
         self._host.set_stream_handler(HOP, self._serve, window=_WINDOW)
 
@@ -203,7 +203,7 @@ class RelayService:
         origin = _origin(raw)
         status = admit_circuit(self._load(origin, source, target), self._limits)
         if status != pb.OK:
-            self._suspect_older(source, raw.connection)  # what it has left behind there may be what fills its places
+            self._suspect_older(source, raw.connection)  # what it has left behind there may be what fills its limits
             await self._refuse(stream, status)
             return
         circuit = _Circuit(source, target, origin, self._limits.circuit_bytes_per_second, self._throttle)
@@ -214,7 +214,7 @@ class RelayService:
             self._circuits.discard(circuit)
 
     async def _run(self, circuit: _Circuit, connection: Connection, raw: StreamBytes, stream: DelimitedStream) -> None:
-        onward = await self._reach(circuit, connection)
+        onward = await self._open_stop(circuit, connection)
         if onward is None:
             connection.suspect()
             await self._refuse(stream, pb.CONNECTION_FAILED)
@@ -227,7 +227,7 @@ class RelayService:
             await onward.end()
             await raw.end()
 
-    async def _reach(self, circuit: _Circuit, connection: Connection) -> StreamBytes | None:
+    async def _open_stop(self, circuit: _Circuit, connection: Connection) -> StreamBytes | None:
         """A stream to the target that has accepted the circuit."""
         try:
             onward = await connection.open_stream(STOP, window=_WINDOW)

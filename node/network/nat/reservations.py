@@ -1,7 +1,8 @@
-"""Holds places at relays, so that others can reach a node that they cannot dial.
+"""Keeps reservations at relays, so that others can reach a node that they cannot dial.
 
-`relay_plan.py` decides at which; here every relay that was chosen has a task that asks for the place, sees to it that
-the connection lives, renews, and reports the loss at once.
+`plan_relays` decides at which relays: a pure function, asked anew whenever something changes. `Reservations` carries
+that out: each chosen relay has a task that asks for the reservation, pings over the connection, renews the
+reservation, and reports its loss at once.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import math
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 import trio
@@ -22,7 +24,6 @@ from ....protocols.framing import PeerError
 from ..host import Host
 from ..transport.stream_bytes import StreamBytes
 from .circuits import Circuits
-from .relay_plan import FAITH, Bond, Candidate, RelayState, plan_relays, retry_pause
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +31,119 @@ _PING: Final = "/ipfs/ping/1.0.0"
 _PING_SIZE: Final = 32  # bytes
 _PING_EVERY: Final = 2.0  # seconds; NATs forget a silent connection, some after 15 s
 # While a stream is open, `yamux.py` drops a connection without a sign of life within 4 s. This is for a relay whose
-# pings alone hang, and
+# pings alone hang.
 _PING_LIMIT: Final = 10.0  # seconds
 _PING_LIMIT_MOVED: Final = 1.5  # for when the own address has changed, and the connection is likely to be dead
-_RESERVE_LIMIT: Final = 4.0  # seconds to connect and to get a place; a new try knocks anew
-_LEAST_LIFETIME: Final = 60.0  # seconds that a place is assumed to last, whatever the relay's clock says
-_RENEWED_AFTER: Final = 60.0  # seconds at most: a relay that has lost a place does not tell
-_MAX_STATES: Final = 256
+_RESERVE_LIMIT: Final = 4.0  # seconds to connect and to get a reservation; a new try dials anew
+_LEAST_LIFETIME: Final = 60.0  # seconds that a reservation is assumed to last, whatever the relay's clock says
+_RENEWED_AFTER: Final = 60.0  # seconds at most: a relay that has lost a reservation does not say so
+_MAX_RECORDS: Final = 256
 _MAX_ADDRS: Final = 4  # of one relay, the one that we came by first; an announcement has room for 16
+_SPARE: Final = 1  # reservations kept beyond those wanted, when a lost relay is back
+GRACE_PERIOD: Final = 2.0  # seconds for a lost relay to come back before another one replaces it
+_AT_ONCE: Final = 4  # relays tried side by side
+_QUICK: Final = (
+    0.25,
+    1.0,
+)  # seconds between tries of a relay that has held a reservation for us: the first, the longest
+_QUICK_TRIES: Final = 120  # after which it is tried as seldom as a stranger
+_SLOW: Final = (1.0, 60.0)  # the same of one that never did
+_REFUSED: Final = (30.0, 600.0)  # of one that refused
+
+
+class ReservationState(Enum):
+    """The state of our reservation at one relay."""
+
+    RESERVING = "asking for a reservation"
+    HELD = "holding a reservation"
+    LOST = "out of reach"
+    REFUSED = "the relay refused"
 
 
 @dataclass(frozen=True)
-class _Place:
+class RelayCandidate:
+    """A relay to choose from. Those of a lower `rank` are preferred."""
+
+    peer_id: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class RelayRecord:
+    """`failures` are those in a row; `lost_at` is when our last reservation there was lost, if ever; times are
+    in seconds."""
+
+    state: ReservationState
+    failures: int = 0
+    held_before: bool = False
+    lost_at: float = 0.0
+    retry_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class RelayPlan:
+    """Relays to start with and to stop with now, and when to plan again (None: when something changes)."""
+
+    start: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    wake: float | None = None
+
+
+def retry_pause(state: ReservationState, failures: int, held_before: bool) -> float:
+    """Seconds until a relay is tried again after so many `failures` in a row."""
+    if state is ReservationState.REFUSED:
+        first, longest = _REFUSED
+    else:
+        first, longest = _QUICK if held_before and failures < _QUICK_TRIES else _SLOW
+    return float(min(first * 2 ** min(failures - 1, 16), longest))
+
+
+def plan_relays(
+    candidates: Sequence[RelayCandidate], states: Mapping[str, RelayRecord], *, wanted: int, now: float
+) -> RelayPlan:
+    """What to do to hold `wanted` reservations. `states` are those of all relays that were ever tried, by peer id.
+
+    A relay that held a reservation for us is tried until it is back, which is quick since its clients know it; another
+    one replaces it meanwhile if it stays away. One reservation too many is kept: the next loss then costs nothing.
+    """
+    ranks = {candidate.peer_id: candidate.rank for candidate in candidates}
+    held = [peer for peer, record in states.items() if record.state is ReservationState.HELD]
+    busy = [peer for peer, record in states.items() if record.state is ReservationState.RESERVING]
+    lost = {
+        peer: record
+        for peer, record in states.items()
+        if record.state in (ReservationState.LOST, ReservationState.REFUSED)
+    }
+    old = [peer for peer in (*busy, *lost) if states[peer].held_before]
+    # Lost relays that may come back any moment. Without any reservation left, there is nothing to wait for.
+    expected = [peer for peer in old if held and now - states[peer].lost_at < GRACE_PERIOD]
+    missing = wanted - len(held) - len(expected) - sum(not states[peer].held_before for peer in busy)
+
+    due = [peer for peer in ranks if peer not in states or (peer in lost and lost[peer].retry_at <= now)]
+    due += [peer for peer in old if peer in lost and peer not in ranks and lost[peer].retry_at <= now]
+    due.sort(key=lambda peer: (peer not in old, ranks.get(peer, 99), _failures(states, peer)))
+    strangers = [peer for peer in due if peer not in old]
+    wanted_now = [peer for peer in due if peer in old] + strangers[: max(missing, 0)]
+    start = wanted_now[: max(_AT_ONCE - len(busy), 0)]
+
+    surplus = sorted(held, key=lambda peer: ranks.get(peer, 99))[wanted + _SPARE :]
+    wakes = [record.retry_at for peer, record in lost.items() if peer in old or missing > 0]
+    wakes += [states[peer].lost_at + GRACE_PERIOD for peer in old]  # then the grace period ends
+    if len(wanted_now) > len(start):
+        wakes.append(now + 1.0)
+    future = [when for when in wakes if when > now]
+    return RelayPlan(tuple(start), tuple(surplus), min(future, default=None))
+
+
+def _failures(states: Mapping[str, RelayRecord], peer: str) -> int:
+    return states[peer].failures if peer in states else 0
+
+
+# --- carrying it out
+
+
+@dataclass(frozen=True)
+class RelayReservation:
     """The circuit addresses that a reservation gives us, and when to renew it (trio's time)."""
 
     addrs: tuple[str, ...]
@@ -49,9 +151,9 @@ class _Place:
 
 
 class Reservations:
-    """The places at relays. `changed` is called when one was won or lost.
+    """The reservations of one node. `changed` is called when one was made or lost.
 
-    `candidates` gives the relays to choose from, `addrs_of` the multiaddrs of one; `wanted` is how many places to hold.
+    `candidates` gives the relays to choose from, `addrs_of` the multiaddrs of one; `wanted` is how many to hold.
     """
 
     def __init__(
@@ -59,7 +161,7 @@ class Reservations:
         host: Host,
         circuits: Circuits,
         *,
-        candidates: Callable[[], Sequence[Candidate]],
+        candidates: Callable[[], Sequence[RelayCandidate]],
         addrs_of: Callable[[str], Sequence[str]],
         wanted: int,
         changed: Callable[[], None],
@@ -71,25 +173,27 @@ class Reservations:
         self._wanted = wanted
         self._changed = changed
         self._enabled = False
-        self._states: dict[str, RelayState] = {}
-        self._places: dict[str, _Place] = {}
+        self._records: dict[str, RelayRecord] = {}
+        self._reservations: dict[str, RelayReservation] = {}
         self._keepers: dict[str, trio.CancelScope] = {}
         self._news = trio.Event()
         self._check = trio.Event()
 
     @property
     def circuits(self) -> dict[str, tuple[str, ...]]:
-        """The circuit addresses of each relay that holds a place for us, or will in a moment again."""
+        """The circuit addresses of each relay that holds a reservation for us, or is in its grace period."""
         now = trio.current_time()
         found = {}
-        for relay_id, place in self._places.items():
-            state = self._states.get(relay_id)
-            if state and (state.bond is Bond.HELD or (state.held_before and now - state.lost_at < FAITH)):
-                found[relay_id] = place.addrs
+        for relay_id, reservation in self._reservations.items():
+            record = self._records.get(relay_id)
+            if record and (
+                record.state is ReservationState.HELD or (record.held_before and now - record.lost_at < GRACE_PERIOD)
+            ):
+                found[relay_id] = reservation.addrs
         return found
 
     def enable(self, enabled: bool) -> None:
-        """Whether places are to be held; those held are given up otherwise."""
+        """Whether reservations are to be held; those held are given up otherwise."""
         if enabled != self._enabled:
             self._enabled = enabled
             self.wake()
@@ -121,50 +225,50 @@ class Reservations:
         for scope in self._keepers.values():
             scope.cancel()
         self._keepers.clear()
-        self._states.clear()
-        self._places.clear()
+        self._records.clear()
+        self._reservations.clear()
 
     def _carry_out(self, nursery: trio.Nursery) -> float | None:
-        plan = plan_relays(self._candidates(), self._states, wanted=self._wanted, now=trio.current_time())
+        plan = plan_relays(self._candidates(), self._records, wanted=self._wanted, now=trio.current_time())
         for relay_id in plan.stop:
             self._keepers[relay_id].cancel()
-            self._states.pop(relay_id)
-            self._places.pop(relay_id, None)
+            self._records.pop(relay_id)
+            self._reservations.pop(relay_id, None)
         for relay_id in plan.start:
-            self._become(relay_id, Bond.RESERVING)
+            self._become(relay_id, ReservationState.RESERVING)
             self._keepers[relay_id] = scope = trio.CancelScope()
             nursery.start_soon(self._keep, relay_id, scope)
         return plan.wake
 
-    def _become(self, relay_id: str, bond: Bond) -> None:
-        before = self._states.pop(relay_id, RelayState(bond))
+    def _become(self, relay_id: str, state: ReservationState) -> None:
+        before = self._records.pop(relay_id, RelayRecord(state))
         now = trio.current_time()
-        was_held = before.bond is Bond.HELD
+        was_held = before.state is ReservationState.HELD
         failures, retry_at = before.failures, 0.0
-        if bond is Bond.HELD:
+        if state is ReservationState.HELD:
             failures = 0
-        elif bond is not Bond.RESERVING:
+        elif state is not ReservationState.RESERVING:
             failures += 1
-            pause = retry_pause(bond, failures, before.held_before or was_held)
+            pause = retry_pause(state, failures, before.held_before or was_held)
             retry_at = now + pause * random.uniform(0.8, 1.2)
-        self._states[relay_id] = RelayState(
-            bond, failures, before.held_before or was_held, now if was_held else before.lost_at, retry_at
+        self._records[relay_id] = RelayRecord(
+            state, failures, before.held_before or was_held, now if was_held else before.lost_at, retry_at
         )
-        idle = [peer for peer in self._states if peer not in self._keepers]
-        for peer in idle[: len(self._states) - _MAX_STATES]:
-            del self._states[peer]
+        idle = [peer for peer in self._records if peer not in self._keepers]
+        for peer in idle[: len(self._records) - _MAX_RECORDS]:
+            del self._records[peer]
 
     async def _keep(self, relay_id: str, scope: trio.CancelScope) -> None:
-        """Gets a place at a relay and holds it until it is lost, or not to be held any more."""
-        outcome = Bond.LOST
+        """Makes a reservation and holds it until it is lost, or not to be held any more."""
+        outcome = ReservationState.LOST
         with scope:
             try:
                 await self._hold(relay_id)
             except RelayRefused as error:
-                log.info("no place at a relay: %s", error)
-                outcome = Bond.REFUSED
+                log.info("no reservation at a relay: %s", error)
+                outcome = ReservationState.REFUSED
             except (PeerError, OSError, trio.TooSlowError) as error:
-                log.info("no place at the relay %s: %s", relay_id, str(error) or "no answer")
+                log.info("no reservation at the relay %s: %s", relay_id, str(error) or "no answer")
         if self._keepers.get(relay_id) is scope:
             del self._keepers[relay_id]
             if not scope.cancelled_caught:
@@ -173,9 +277,9 @@ class Reservations:
 
     async def _hold(self, relay_id: str) -> None:
         self._host.remember(relay_id, self._addrs_of(relay_id))
-        place = await self._reserve(relay_id)
-        self._become(relay_id, Bond.HELD)
-        log.info("holding a place at the relay %s", relay_id)
+        reservation = await self._reserve(relay_id)
+        self._become(relay_id, ReservationState.HELD)
+        log.info("holding a reservation at the relay %s", relay_id)
         connections = self._host.connections(relay_id, direct=True)
         if not connections:
             raise ConnectionResetError("the connection is gone again")
@@ -191,22 +295,22 @@ class Reservations:
                 except trio.TooSlowError:
                     await self._host.disconnect(relay_id)
                     raise
-                if trio.current_time() >= place.renew_at:
-                    place = await self._reserve(relay_id)
+                if trio.current_time() >= reservation.renew_at:
+                    reservation = await self._reserve(relay_id)
                 limit = _PING_LIMIT_MOVED if await _disturbed(stream, check) else _PING_LIMIT
         finally:
             await stream.reset()
 
-    async def _reserve(self, relay_id: str) -> _Place:
-        """Gets a place, or keeps it."""
+    async def _reserve(self, relay_id: str) -> RelayReservation:
+        """Makes or renews the reservation."""
         with trio.fail_after(_RESERVE_LIMIT):
-            reservation = await self._circuits.reserve(relay_id)
-        lifetime = max(reservation.expires - time.time(), _LEAST_LIFETIME)
-        addrs = tuple(str(addr) for addr in reservation.addrs[:_MAX_ADDRS])
-        place = _Place(addrs, trio.current_time() + min(lifetime / 2, _RENEWED_AFTER))
-        self._places[relay_id] = place
+            granted = await self._circuits.reserve(relay_id)
+        lifetime = max(granted.expires - time.time(), _LEAST_LIFETIME)
+        addrs = tuple(str(addr) for addr in granted.addrs[:_MAX_ADDRS])
+        reservation = RelayReservation(addrs, trio.current_time() + min(lifetime / 2, _RENEWED_AFTER))
+        self._reservations[relay_id] = reservation
         self.wake()
-        return place
+        return reservation
 
 
 async def _ping(stream: StreamBytes) -> None:

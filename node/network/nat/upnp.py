@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import trio
 
-from .endpoint import Endpoint, plain_ip
+from ..addresses import Endpoint, plain_ip
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
-from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.connection.raw_connection import RawConnection as Libp2pRawConnection
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm as Libp2pSwarm
@@ -38,10 +38,9 @@ from .bandwidth import Bandwidth
 from .dialing import Attempt, Trouble, failed, kept, one_per_relay, plan
 from .negotiation import OneRoundTrip, question
 from .noise import BufferedNoise
-from .path import Path
-from .psk import Introduction, OtherSwarm
-from .raw_connection import CircuitWire, SocketWire, Wire, remote_multiaddr
-from .stream_bytes import StreamBytes
+from .psk import OtherSwarm, PskConnection
+from .raw_connection import Path, RawConnection, SocketConnection, remote_multiaddr
+from .stream_bytes import CircuitConnection, StreamBytes
 from .yamux import Muxer
 
 log = logging.getLogger(__name__)
@@ -156,7 +155,7 @@ class Network(Libp2pSwarm):
         usable = [conn for conn in self.live(peer_id) if conn in connections]
         return usable[0] if usable else connections[0]
 
-    async def secure(self, wire: Wire, peer_id: ID | None) -> SwarmConn:
+    async def secure(self, wire: RawConnection, peer_id: ID | None) -> SwarmConn:
         """Makes a connection of the host out of a wire: swarm key, Noise, Yamux. Closes the wire if that fails.
 
         `peer_id` is whom to expect, None for whoever it is (only if the peer made the connection).
@@ -168,7 +167,7 @@ class Network(Libp2pSwarm):
             await wire.close()
             raise SwarmException(f"there are {MAX_CONNECTIONS} connections already")
         try:
-            secured = await self.upgrader.upgrade_security(Introduction(wire, self._key), wire.is_initiator, peer_id)
+            secured = await self.upgrader.upgrade_security(PskConnection(wire, self._key), wire.is_initiator, peer_id)
             if peer_id not in (None, secured.get_remote_peer()):
                 raise PeerIDMismatchesPubkey(f"expected {peer_id}")
             muxer = await self.upgrader.upgrade_connection(secured, secured.get_remote_peer())
@@ -192,7 +191,7 @@ class Network(Libp2pSwarm):
         stream = read_write_closer.stream
         path = Path(direct=True, relay=None, remote_addr=remote_multiaddr(stream), inbound=True)
         punching = self.punching.get(path.remote_addr or "")
-        wire = SocketWire(stream, path, self.bandwidth)
+        wire = SocketConnection(stream, path, self.bandwidth)
         wire.is_initiator = punching is not None
         try:
             with trio.fail_after(_HANDSHAKES):
@@ -338,17 +337,17 @@ class Network(Libp2pSwarm):
             return await self.secure(await self._open_wire(addr, peer_id), peer_id)
         raise SwarmException(f"no answer within {limit:g} s")
 
-    async def _open_wire(self, addr: Multiaddr, peer_id: ID) -> Wire:
+    async def _open_wire(self, addr: Multiaddr, peer_id: ID) -> RawConnection:
         circuit = circuit_of(addr)
         if circuit is None:
             raw = await self._tcp.dial(addr)
-            assert isinstance(raw, RawConnection) and isinstance(raw.stream, TrioTCPStream)
+            assert isinstance(raw, Libp2pRawConnection) and isinstance(raw.stream, TrioTCPStream)
             path = Path(direct=True, relay=None, remote_addr=str(addr), inbound=False)
-            return SocketWire(raw.stream.stream, path, self.bandwidth)
+            return SocketConnection(raw.stream.stream, path, self.bandwidth)
         if self.circuit_dialer is None:
             raise SwarmException("this node does not use relays")
         stream = await self.circuit_dialer(circuit.relay_id, str(peer_id))
-        return CircuitWire(stream, Path(False, circuit.relay_id, str(addr), inbound=False))
+        return CircuitConnection(stream, Path(False, circuit.relay_id, str(addr), inbound=False))
 
     async def probe(self, addr: Multiaddr, peer_id: ID) -> None:
         """Dials one address and closes at once: whether the peer answers there, whatever connections there are.
@@ -358,7 +357,7 @@ class Network(Libp2pSwarm):
         """
         wire = await self._open_wire(addr, peer_id)
         try:
-            await self.upgrader.upgrade_security(Introduction(wire, self._key), True, peer_id)
+            await self.upgrader.upgrade_security(PskConnection(wire, self._key), True, peer_id)
         finally:
             await wire.close()
 

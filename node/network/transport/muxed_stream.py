@@ -5,16 +5,15 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import trio
 from libp2p.abc import IMuxedStream
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
 
+from .bandwidth import Throttle
 from .noise import MAX_PLAINTEXT
-
-if TYPE_CHECKING:
-    from .yamux import Muxer
+from .raw_connection import Path
 
 HEADER: Final = struct.Struct("!BBHII")  # version, type, flags, stream id, length
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
@@ -25,10 +24,32 @@ _SMALL: Final = 32 * 1024  # bytes: a token's hidden state, which does not wait 
 MAX_DATA: Final = MAX_PLAINTEXT - HEADER.size  # a frame fills one Noise message
 
 
+class StreamConnection(Protocol):
+    """What a stream needs of its connection; `yamux.Muxer` is one."""
+
+    path: Path
+    max_data: int  # bytes of one frame
+    buffered: int  # bytes that came and were not read yet, in all streams
+
+    def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> None: ...
+
+    @property
+    def has_room(self) -> bool: ...
+
+    @property
+    def upload(self) -> Throttle | None: ...
+
+    async def wait_room(self) -> None: ...
+
+    def forget_if_done(self, stream: MuxedStream) -> None: ...
+
+    def get_remote_address(self) -> tuple[str, int] | None: ...
+
+
 class MuxedStream(IMuxedStream):
     """One stream. One task may read and one may write at a time."""
 
-    def __init__(self, muxed_conn: Muxer, stream_id: int, window: int = INITIAL_WINDOW) -> None:
+    def __init__(self, muxed_conn: StreamConnection, stream_id: int, window: int = INITIAL_WINDOW) -> None:
         self.muxed_conn = muxed_conn
         self.stream_id = stream_id
         self.read_closed = False  # the peer sends nothing more

@@ -22,7 +22,7 @@ from libp2p.security.secure_session import SecureSession
 from multiaddr import Multiaddr
 from noise.exceptions import NoiseInvalidMessage  # type: ignore[import-untyped]
 
-from .psk import Introduction
+from .psk import PskConnection
 
 MAX_PLAINTEXT: Final = 65535 - 16
 # What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little.
@@ -60,7 +60,7 @@ class NoiseSession(BaseSession):
         )
         assert isinstance(session.conn, NoiseTransportReadWriter)
         self._cipher = session.conn.noise_state
-        assert isinstance(conn, Introduction)
+        assert isinstance(conn, PskConnection)
         self._wire = conn.wire
         self._veil = conn.veil
         self.path = conn.wire.path

@@ -18,7 +18,7 @@ from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID
 from libp2p.utils import encode_delim
 from multiaddr import Multiaddr
 
-from .raw_connection import Wire
+from .raw_connection import RawConnection
 
 _FIRST_WORDS: Final = encode_delim(MULTISELECT_PROTOCOL_ID.encode())
 _NONCE: Final = 8  # bytes
@@ -28,7 +28,7 @@ class OtherSwarm(IOException):
     """What is at the other end belongs to another swarm, or to none; the text says which, without its name."""
 
 
-class Veil:
+class PskCipher:
     """The key's cipher, both ways. What is sealed has to be sent, in that order."""
 
     def __init__(self, psk: str) -> None:
@@ -61,12 +61,12 @@ class Veil:
         return self._opening.decrypt(data)
 
 
-class Introduction(IRawConnection):
+class PskConnection(IRawConnection):
     """A wire for libp2p's handshakes, under the swarm's key if there is one, whose first words are checked."""
 
-    def __init__(self, wire: Wire, psk: str | None) -> None:
+    def __init__(self, wire: RawConnection, psk: str | None) -> None:
         self.wire = wire
-        self.veil = None if psk is None else Veil(psk)
+        self.veil = None if psk is None else PskCipher(psk)
         self.is_initiator = wire.is_initiator
         self._expected = _FIRST_WORDS
 

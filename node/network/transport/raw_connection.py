@@ -1,7 +1,7 @@
-"""What carries the bytes of a connection: a TCP socket, or a stream of another connection (a circuit).
+"""Raw connections: what carries the bytes below Noise. Here the TCP socket; `stream_bytes.py` has the circuit.
 
-Besides what libp2p's handshakes want (read and write), a wire can be written to without waiting for one's turn in
-trio's loop, which costs more than sending.
+Besides what libp2p's handshakes want (read and write), a raw connection can be written to without waiting for a turn
+of trio's loop, which costs more than sending.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 import socket
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import Final
 
 import trio
 from libp2p.abc import ConnectionType, IRawConnection
@@ -19,19 +20,32 @@ from libp2p.io.exceptions import ConnectionClosedError
 from multiaddr import Multiaddr
 
 from .bandwidth import Bandwidth, Recent, Throttle
-from .path import Path
-
-if TYPE_CHECKING:
-    from .stream_bytes import StreamBytes
 
 READ_SIZE: Final = 256 * 1024
 _QUIET: Final = 64 * 1024  # bytes lately, below which a connection need not wait for those that carry much
 _LEAST_RECEIVED: Final = 64 * 1024  # bytes of a socket's buffer
 _DRAIN: Final = 1.0  # seconds for a stranger to read what we said before we close
 _NOT_SENT: Final = 256 * 1024  # bytes that the kernel may hold back unsent
+_SPREADING: Final = b"bbr"  # the start of the names of all its versions
+_AT_ONCE: Final = (b"cubic", b"reno")  # systems may keep the first from ordinary users, but not the second
 
 
-class Wire(IRawConnection):
+@dataclass(frozen=True)
+class Path:
+    """The way of one connection.
+
+    `relay` is the peer id of the relay that carries it, None if `direct`; `remote_addr` the multiaddr of the other
+    end, without its peer id, as this machine sees it (a relayed peer's: its circuit address), None if unknown;
+    `inbound` says that the peer made the connection.
+    """
+
+    direct: bool
+    relay: str | None
+    remote_addr: str | None
+    inbound: bool
+
+
+class RawConnection(IRawConnection):
     """One task may read at a time, and one write. All methods but `close` raise OSError when the wire is gone."""
 
     # A gap after which TCP would forget its window is ours to fill (see `yamux.py`).
@@ -94,7 +108,7 @@ class Wire(IRawConnection):
         return ConnectionType.DIRECT if self.path.direct else ConnectionType.RELAYED
 
 
-class SocketWire(Wire):
+class SocketConnection(RawConnection):
     """A TCP socket, with no Nagle and little unsent data in the kernel, where nothing can overtake it."""
 
     is_socket = True
@@ -166,35 +180,6 @@ class SocketWire(Wire):
         return str(host), int(port)
 
 
-class CircuitWire(Wire):
-    """A stream that a relay has connected with another peer's."""
-
-    is_socket = False
-
-    def __init__(self, stream: StreamBytes, path: Path) -> None:
-        super().__init__(path)
-        self._stream = stream
-
-    def send_nowait(self, data: bytes) -> int:
-        return len(data) if self._stream.write_nowait(data) else 0
-
-    async def send(self, data: bytes) -> None:
-        await self._stream.write(data)
-
-    async def receive(self, n: int = READ_SIZE) -> bytes:
-        return await self._stream.read(n)
-
-    def divert(self, take: Callable[[bytes], None]) -> None:
-        def taken(data: bytes) -> bool:
-            take(data)
-            return True
-
-        self._stream.divert(taken)
-
-    async def close(self) -> None:
-        await self._stream.close()
-
-
 def remote_multiaddr(stream: trio.SocketStream) -> str | None:
     """Where the other end of a TCP connection is."""
     try:
@@ -204,3 +189,37 @@ def remote_multiaddr(stream: trio.SocketStream) -> str | None:
     if host.startswith("::ffff:") and "." in host:  # an IPv4 peer of a socket for both
         host = host.removeprefix("::ffff:")
     return f"/{'ip6' if ':' in host else 'ip4'}/{host.split('%')[0]}/tcp/{port}"
+
+
+class PromptSockets(trio.abc.SocketFactory):
+    """Makes trio's sockets, for `trio.socket.set_custom_socket_factory`: TCP without BBR's pacing.
+
+    BBR, which many servers have as their default, spreads what it sends over time, by a rate that it knows only after
+    some hundred kilobytes sent at once. A connection that carries a hidden state now and then stays in BBR's start-up
+    phase, where each message is spread over up to a third of a round trip: measured at 100 ms of round trip, 14 ms for
+    8 KiB and 26-32 ms for 16 KiB, in each direction, on plain TCP as well as on ours. CUBIC and Reno send at once what
+    their window holds. The choice must be made before a socket connects or listens.
+    """
+
+    def socket(
+        self,
+        family: socket.AddressFamily | int = socket.AF_INET,
+        type: socket.SocketKind | int = socket.SOCK_STREAM,
+        proto: int = 0,
+    ) -> trio.socket.SocketType:
+        made = socket.socket(family, type, proto)
+        if type & socket.SOCK_STREAM and family in (socket.AF_INET, socket.AF_INET6):
+            _send_at_once(made)
+        return trio.socket.from_stdlib_socket(made)
+
+
+def _send_at_once(made: socket.socket) -> None:
+    if not hasattr(socket, "TCP_CONGESTION"):
+        return
+    with contextlib.suppress(OSError):  # a kernel that does not let us choose is used as it is
+        if not made.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(_SPREADING):
+            return
+    for name in _AT_ONCE:
+        with contextlib.suppress(OSError):
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return

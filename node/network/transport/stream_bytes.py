@@ -1,9 +1,9 @@
-"""The bytes of one stream of a connection, for whoever speaks a protocol on it."""
+"""The bytes of one stream of a connection, for the protocol spoken on it; and a circuit made of such a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import trio
 from libp2p.custom_types import TProtocol
@@ -13,10 +13,8 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
 from .muxed_stream import WINDOW, MuxedStream
 from .negotiation import question
-from .path import Path
-
-if TYPE_CHECKING:
-    from .yamux import Muxer
+from .raw_connection import READ_SIZE, Path, RawConnection
+from .yamux import Muxer
 
 
 class Connection:
@@ -24,7 +22,7 @@ class Connection:
 
     def __init__(self, conn: SwarmConn) -> None:
         self._conn = conn
-        self._muxer = cast("Muxer", conn.muxed_conn)
+        self._muxer = cast(Muxer, conn.muxed_conn)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Connection) and other._conn is self._conn
@@ -162,3 +160,32 @@ class StreamBytes:
     def is_lost(self) -> bool:
         """Whether the stream was reset or its connection is gone."""
         return self._muxed.lost is not None
+
+
+class CircuitConnection(RawConnection):
+    """A stream that a relay has connected with another peer's."""
+
+    is_socket = False
+
+    def __init__(self, stream: StreamBytes, path: Path) -> None:
+        super().__init__(path)
+        self._stream = stream
+
+    def send_nowait(self, data: bytes) -> int:
+        return len(data) if self._stream.write_nowait(data) else 0
+
+    async def send(self, data: bytes) -> None:
+        await self._stream.write(data)
+
+    async def receive(self, n: int = READ_SIZE) -> bytes:
+        return await self._stream.read(n)
+
+    def divert(self, take: Callable[[bytes], None]) -> None:
+        def taken(data: bytes) -> bool:
+            take(data)
+            return True
+
+        self._stream.divert(taken)
+
+    async def close(self) -> None:
+        await self._stream.close()

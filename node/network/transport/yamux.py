@@ -202,7 +202,7 @@ class Muxer(IMuxedConn):
                     self._feed(data)
 
     def _feed(self, data: bytes) -> None:
-        """Does what the peer says."""
+        """Handles the frames in what came, and keeps the beginning of one that is cut off."""
         self._heard = trio.current_time()
         if self._answer:
             data = self._without_answer(data)
@@ -210,35 +210,39 @@ class Muxer(IMuxedConn):
         position = 0
         while self.lost is None:
             if self._body:
-                part = data[position : position + self._body]
-                position += len(part)
-                self._body -= len(part)
-                if self._body_of is not None and part:
-                    self._body_of.on_data(part)
+                position += self._take_body(data[position : position + self._body])
                 if self._body:
                     return
                 self._end_frame(self._body_of, self._body_flags)
             if len(data) - position < HEADER.size:
                 self._rest = data[position:]
                 return
-            version, kind, flags, stream_id, length = HEADER.unpack_from(data, position)
+            self._take_header(*HEADER.unpack_from(data, position))
             position += HEADER.size
-            if version != 0 or kind > GO_AWAY:
-                raise ConnectionAbortedError("the peer sent a frame that is no Yamux frame")
-            if kind == PING:
-                if flags & SYN:
-                    self.put(PING, ACK, 0, length)
-            elif kind == GO_AWAY:
-                raise ConnectionAbortedError("the peer closed the connection")
-            else:
-                stream = self._stream_of(kind, flags, stream_id)
-                if kind == DATA and length:
-                    self._check_room(stream, length)
-                    self._body, self._body_of, self._body_flags = length, stream, flags
-                    continue
-                if kind == WINDOW_UPDATE and stream is not None:
-                    stream.on_window(length)
-                self._end_frame(stream, flags)
+
+    def _take_body(self, part: bytes) -> int:
+        self._body -= len(part)
+        if self._body_of is not None and part:
+            self._body_of.on_data(part)
+        return len(part)
+
+    def _take_header(self, version: int, kind: int, flags: int, stream_id: int, length: int) -> None:
+        if version != 0 or kind > GO_AWAY:
+            raise ConnectionAbortedError("the peer sent a frame that is no Yamux frame")
+        if kind == GO_AWAY:
+            raise ConnectionAbortedError("the peer closed the connection")
+        if kind == PING:
+            if flags & SYN:
+                self.put(PING, ACK, 0, length)
+            return
+        stream = self._stream_of(kind, flags, stream_id)
+        if kind == DATA and length:
+            self._check_room(stream, length)
+            self._body, self._body_of, self._body_flags = length, stream, flags
+            return
+        if kind == WINDOW_UPDATE and stream is not None:
+            stream.on_window(length)
+        self._end_frame(stream, flags)
 
     def _without_answer(self, data: bytes) -> bytes:
         """What follows the peer's consent to speak Yamux, or the part of that which has come."""
@@ -341,7 +345,7 @@ class Muxer(IMuxedConn):
             self._scope.cancel()
 
     async def close(self) -> None:
-        """Says goodbye and closes the connection."""
+        """Sends GO_AWAY and closes the connection."""
         if self.lost is None:
             self.put(GO_AWAY, 0, 0, 0)
             with trio.CancelScope(shield=True):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import trio
 
-from ....protocols.framing import PeerError
 from ....protocols.ids import Span
-from ...errors import ModelError, SwarmError
+from ...errors import ModelError
 from ...models import Manifest, ModelFolder, compute_manifest, resolve, verify_part
 from ...models.disk_limit import evict_for_download
 from ...models.progress import Progress
@@ -94,12 +92,9 @@ def _fetch(options: ServerOptions, need: Any, progress: Progress) -> ModelFolder
 
 
 async def _manifest_of_swarm(swarm: Swarm, folder: ModelFolder) -> Manifest | None:
-    for server in swarm.view.servers(now=time.time()):
-        if server.model_name == folder.name and server.num_blocks == folder.num_blocks:
-            try:
-                data = await swarm.fetch_manifest(server.peer_id, server.model_version, timeout=_ASK_TIMEOUT)
-                if data is not None:
-                    return Manifest.from_wire(data, server.model_version)
-            except (PeerError, SwarmError, ModelError):
-                continue
+    async for version, data in swarm.manifests(folder.name, folder.num_blocks, timeout=_ASK_TIMEOUT):
+        try:
+            return Manifest.from_wire(data, version)
+        except ModelError:
+            continue
     return None

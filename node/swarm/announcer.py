@@ -1,0 +1,160 @@
+"""What this server says of itself: signs its announcement, sends it out, repeats it, retracts it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Final
+
+import trio
+from multiaddr import Multiaddr
+
+from ...crypto.identity import Identity
+from ...protocols.announcement import (
+    MAX_ADDRS,
+    Announcement,
+    ServerState,
+    SignedAnnouncement,
+    freshened,
+    sign_announcement,
+)
+from ...protocols.framing import PeerError
+from ..network.addresses import without_peer
+from ..network.dht import Dht
+from ..network.host import Host
+from .directory import ASK_AT_START, TABLE_DEADLINE, Directory, keep_up
+
+log = logging.getLogger(__name__)
+
+_PUSH_PEERS: Final = 16  # get the own announcement in every round, and
+_PUSH_PEERS_NEWS: Final = 32  # when something in it changed
+_PUSH_PAUSE: Final = 0.5  # seconds between two announcements that changed quickly
+
+
+class Announcer:
+    """Announces one node, as long as it is a server. What it signs is merged into `directory`, which sends it."""
+
+    def __init__(self, *, identity: Identity, ttl: float, host: Host, dht: Dht, directory: Directory) -> None:
+        self._identity = identity
+        self._ttl = ttl
+        self._host = host
+        self._dht = dht
+        self._directory = directory
+        self._own: Announcement | None = None  # as it was given: without addresses, it follows the host's
+        self._sequence = 0  # of the last announcement signed
+        self._changed = trio.Event()
+
+    async def run(self) -> None:
+        """Repeats the announcement until it is cancelled."""
+        async with trio.open_nursery() as nursery:
+            for part in (self._publish_forever, self._put_forever):
+                nursery.start_soon(keep_up, part)
+
+    def announce(self, announcement: Announcement) -> None:
+        """Publishes what this server says of itself, from now on and until it changes or is retracted.
+
+        Sequence number, expiry and, where it has none, the addresses are filled in. It is sent out at once, and
+        again at every third of its lifetime.
+
+        Raises:
+            ValueError: the announcement is another node's, or one that no reader would accept.
+        """
+        self._own = announcement
+        self._sign()
+        self._wake()
+
+    def addrs_changed(self) -> None:
+        """Announces anew at once, if the host's addresses or what it offers as a relay are other than announced."""
+        if self._own is not None and self._directory.own is not None:
+            announced, now = self._directory.own.content, self._completed(self._own)
+            if announced.addrs != now.addrs or (announced.relay is None) != (now.relay is None):
+                self._own = replace(self._own)  # another object, hence news
+                self._wake()
+
+    async def retract(self) -> None:
+        """Sends a retraction to all who may know this server, and announces no more."""
+        if self._own is None:
+            return
+        self._own = replace(self._own, state=ServerState.OFFLINE)
+        record = self._sign()
+        self._own = self._directory.own = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._push, record, _PUSH_PEERS_NEWS)
+            nursery.start_soon(self._put, record)
+
+    async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
+        """Sends these peers, and some others, the own announcement, and merges what they know of a model.
+
+        Returns those that have answered within `timeout` seconds. They had the own announcement before they answered:
+        of two peers that change what they announce and then exchange, at least one knows of the other's change.
+        """
+        answered: set[str] = set()
+
+        async def talk(peer_id: str) -> None:
+            try:
+                await self._directory.pull(peer_id, model_version=model_version, publish=True, timeout=timeout)
+                answered.add(peer_id)
+            except PeerError as error:
+                log.debug("nothing exchanged with %s: %s", peer_id, error)
+
+        async with trio.open_nursery() as nursery:
+            for peer_id in {*peers, *self._directory.peers_to_ask(ASK_AT_START)} - {self._identity.peer_id}:
+                nursery.start_soon(talk, peer_id)
+        return frozenset(answered)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _completed(self, own: Announcement) -> Announcement:
+        addrs = own.addrs or tuple(str(without_peer(Multiaddr(addr))) for addr in self._host.addrs())[:MAX_ADDRS]
+        return replace(own, addrs=addrs, relay=self._directory.about().relay)
+
+    def _sign(self) -> SignedAnnouncement:
+        assert self._own is not None
+        fresh = freshened(self._completed(self._own), now=time.time(), lifetime=self._ttl, after=self._sequence)
+        record = sign_announcement(self._identity, fresh)
+        self._sequence = fresh.sequence
+        self._directory.own = record
+        self._directory.merge([record])
+        return record
+
+    async def _put(self, record: SignedAnnouncement) -> None:
+        await self._dht.put_announcement(record, timeout=TABLE_DEADLINE)
+
+    async def _push(self, record: SignedAnnouncement, count: int) -> None:
+        """Sends the announcement to many peers, side by side."""
+        async with trio.open_nursery() as nursery:
+            for peer_id in self._directory.peers_to_ask(count):
+                nursery.start_soon(self._directory.push, peer_id, record)
+
+    async def _publish_forever(self) -> None:
+        published: Announcement | None = None
+        async with trio.open_nursery() as nursery:
+            while True:
+                changed = self._changed
+                if self._own is not None:
+                    news = self._own is not published
+                    nursery.start_soon(self._push, self._sign(), _PUSH_PEERS_NEWS if news else _PUSH_PEERS)
+                    published = self._own
+                    await trio.sleep(_PUSH_PAUSE)
+                with trio.move_on_after(self._ttl / 3 * random.uniform(0.9, 1.0)):
+                    await changed.wait()
+
+    async def _put_forever(self) -> None:
+        """Keeps the own announcement, and now and then the list of models, in Kademlia.
+
+        The directory is the quick way, and a swarm that starts has enough to do: Kademlia can wait.
+        """
+        await trio.sleep(self._ttl * random.uniform(0.15, 0.35))
+        while True:
+            if self._own is not None and self._directory.own is not None:
+                await self._put(self._directory.own)
+                # About two servers of the swarm put the list of models in every round.
+                view = self._directory.view
+                if random.random() * len(view.servers(now=time.time())) <= 2:
+                    await self._dht.put_models(view.records.values(), timeout=TABLE_DEADLINE)
+            await trio.sleep(self._ttl / 2 * random.uniform(0.9, 1.0))
