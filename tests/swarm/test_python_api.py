@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from petalnode import AutoDistributedModelForSequenceClassification
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.api.model import DEFAULTS, ModelOptions
 from petalnode.node.errors import BadInput, PetalnodeError, SwarmError
 from tests.swarm.conftest import SharedSwarm
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
@@ -347,3 +350,47 @@ def test_a_model_that_nobody_serves(shared_swarm: SharedSwarm) -> None:
         pytest.raises(SwarmError, match="serves tiny-gemma3, tiny-gpt2, tiny-llama"),
     ):
         opened.generate(prompt(1, 3))
+
+
+OPENERS = (AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification)
+opener_cases = pytest.mark.parametrize("opener", OPENERS, ids=lambda opener: opener.__name__)
+
+
+@opener_cases
+def test_every_kind_of_model_has_all_options(opener: Any) -> None:
+    """In the signature that `help` shows, with its default, and in the docstring."""
+    parameters = inspect.signature(opener.from_pretrained).parameters
+    documented = inspect.getdoc(opener.from_pretrained)
+    assert DEFAULTS.keys() == ModelOptions.__annotations__.keys()
+    for name, default in DEFAULTS.items():
+        assert parameters[name].default == default
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert f"    {name}: " in documented
+    assert "options" not in parameters
+
+
+@opener_cases
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"compare_chains": 0}, BadInput, "compare_chains"),
+        ({"share_receipts": ["/ip4/127.0.0.1/tcp/1"]}, BadInput, "p2p"),
+        ({"swarm_key": "nothing.key"}, BadInput, "nothing.key"),
+        ({"adaptor": "x"}, TypeError, "adaptor"),
+    ],
+    ids=["no chain", "an auditor without an id", "no key", "a typo"],
+)
+def test_options_that_cannot_be(
+    opener: Any, options: dict[str, Any], error: type[Exception], says: str, shared_swarm: SharedSwarm
+) -> None:
+    with pytest.raises(error, match=says):
+        opener.from_pretrained(shared_swarm.folder, initial_peers=[shared_swarm.peer], **options)
+
+
+@opener_cases
+def test_only_servers_that_pledge_are_used(opener: Any, shared_swarm: SharedSwarm) -> None:
+    with (
+        opener.from_pretrained(shared_swarm.folder, initial_peers=[shared_swarm.peer], require_pledge=1) as opened,
+        pytest.raises(SwarmError, match="0:6"),
+    ):
+        opened(prompt(1, 3))

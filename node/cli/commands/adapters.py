@@ -1,4 +1,4 @@
-"""`petalnode adapters`: find, fetch and share what was tuned."""
+"""`petalnode adapters`: search, fetch and share adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...tuning.repository import HUB, repository_of
 from ..output import Output
 
 adapters = typer.Typer(
-    no_args_is_help=True, help="Find, fetch and share adapters (folders, git repositories, the hub)."
+    no_args_is_help=True, help="Search, fetch and share adapters (in folders, git repositories or on the hub)."
 )
 
 _AT = "FOLDER|GIT|hub"
@@ -24,39 +24,40 @@ _Json = Annotated[bool, typer.Option("--json", help="One JSON object per line on
 
 @adapters.command("search")
 def search(
-    at: Annotated[str, typer.Option(metavar=_AT, help="Where to look.")] = HUB,
+    at: Annotated[str, typer.Option(metavar=_AT, help="A folder, a git repository, or the Hugging Face hub.")] = HUB,
     model: Annotated[
-        str | None, typer.Option(help="Only those of this model: its name, or the first 8 digits of a version.")
+        str | None, typer.Option(help="Only adapters of this model: its name, or at least 8 digits of its version.")
     ] = None,
-    tag: Annotated[list[str] | None, typer.Option(help="Only those with this tag; repeatable.")] = None,
+    tag: Annotated[list[str] | None, typer.Option(help="Only adapters with this tag; repeatable.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """List the adapters that are shared at a place."""
+    """List the adapters of a folder, a git repository or the hub."""
     output = Output(as_json)
     found = repository_of(at).search(model, tuple(tag or ()))
-    for each in found:
-        output.emit(**asdict(each), at=at)
+    for adapter in found:
+        output.emit(**asdict(adapter), at=at)
     if not found:
         output.say(f"no adapters {f'for {model} ' if model else ''}at {at}")
     elif not as_json:
         table = Table(box=None)
         for column in ("name", "method", "model", "version", "task", "tags"):
             table.add_column(column, overflow="fold")
-        for each in found:
-            cells = (each.name, each.method, each.model, each.model_version[:12], each.task, ", ".join(each.tags))
+        for adapter in found:
+            version, tags = adapter.model_version[:12], ", ".join(adapter.tags)
+            cells = (adapter.name, adapter.method, adapter.model, version, adapter.task, tags)
             table.add_row(*map(_printable, cells))
         output.console.print(table)
 
 
 @adapters.command("push")
 def push(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The adapter's folder, as `petalnode tune` saves it.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the adapter, as `petalnode tune` saves it.")],
     to: Annotated[str, typer.Option(metavar="FOLDER|GIT|ORG/NAME", help="A folder, a git repository, or a hub id.")],
-    name: Annotated[str | None, typer.Option(help="Its name there. Default: the folder's.")] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace the one of this name.")] = False,
+    name: Annotated[str | None, typer.Option(help="Name to share it under. Default: the name of the folder.")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an adapter of the same name.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Share an adapter. Only its safetensors, JSON and README.md leave this machine."""
+    """Share an adapter: uploads its safetensors, JSON and README.md, and no other file."""
     output = Output(as_json)
     if not folder.is_dir():
         raise BadInput(f"there is no folder {folder}")
@@ -64,20 +65,22 @@ def push(
     name = check_name(name or folder.absolute().name)
     where = repository_of(to).push(folder, name, replace=replace)
     if not found.model_version:
-        output.errors.print("it has no note of its model's version: others cannot tell whether it fits", style="dim")
+        output.errors.print(
+            "the adapter does not record the version of its model, so others cannot check it", style="dim"
+        )
     output.say(f"shared: {where}")
     output.emit(event="pushed", name=name, where=where)
 
 
 @adapters.command("pull")
 def pull(
-    name: Annotated[str, typer.Argument(help="As `petalnode adapters search` shows it; on the hub ORG/NAME.")],
-    at: Annotated[str, typer.Option(metavar=_AT, help="Where it is.")] = HUB,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to put it. Default: its name.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the adapter in --out.")] = False,
+    name: Annotated[str, typer.Argument(help="Name as in `petalnode adapters search`; on the hub ORG/NAME.")],
+    at: Annotated[str, typer.Option(metavar=_AT, help="A folder, a git repository, or the Hugging Face hub.")] = HUB,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to create. Default: the name.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Fetch an adapter."""
+    """Fetch an adapter into a folder."""
     output = Output(as_json)
     target = out or Path(check_name(name.partition("@")[0].rpartition("/")[2]))
     if target.exists() and not (target.is_dir() and (overwrite or not any(target.iterdir()))):
@@ -94,5 +97,5 @@ def _facts(found: SharedAdapter) -> dict[str, object]:
 
 
 def _printable(text: str) -> str:
-    """A stranger's text without what would move the cursor or pass for markup."""
-    return "".join(each for each in text if each.isprintable()).replace("[", "\\[")
+    """Untrusted text without control characters and rich markup."""
+    return "".join(character for character in text if character.isprintable()).replace("[", "\\[")

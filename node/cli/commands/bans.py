@@ -1,4 +1,4 @@
-"""`petalnode bans`: which servers nodes of this person do not use, and why."""
+"""`petalnode bans`: the servers that this user's nodes do not use because of a fault."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ..output import Output
 
 def bans(
     forgive: Annotated[
-        list[str] | None, typer.Option(metavar="PEER", help="Use this server again; repeatable.")
+        list[str] | None, typer.Option(metavar="PEER", help="Lift the ban of this server; repeatable.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per line on standard output.")] = False,
 ) -> None:
-    """List the servers that nodes of yours do not use any more, with the reason and for how long."""
+    """List the servers that your nodes do not use because of a fault, with the reason and for how long."""
     output = Output(json)
     book = TrustStore(trust_file(platformdirs.user_data_path("petalnode", appauthor=False)))
     book.load()
     unknown = [peer_id for peer_id in forgive or () if not book.forgive(peer_id)]
     now = time.time()
-    for each in book.bans():
-        hours = (each.until - now) / 3600
-        output.say(f"{each.peer_id}  for {hours:.1f} h more: {each.reason}")
+    for ban in book.bans():
+        hours = (ban.until - now) / 3600
+        output.say(f"{ban.peer_id}  for {hours:.1f} h more: {ban.reason}")
         output.emit(
             event="ban",
-            peer_id=each.peer_id,
-            seconds_left=round(each.until - now),
-            reason=each.reason,
-            source=each.source,
+            peer_id=ban.peer_id,
+            seconds_left=round(ban.until - now),
+            reason=ban.reason,
+            source=ban.source,
         )
     if not book.bans():
         output.say("nobody is banned")

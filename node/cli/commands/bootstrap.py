@@ -19,7 +19,7 @@ from ..terminal import StopSignal
 
 @joins_swarm
 def bootstrap(*, relay_options: RelayOptions, join: JoinOptions) -> None:
-    """Run a meeting point and relay: other nodes find and reach each other through it. Needs no model."""
+    """Run a DHT node and relay without a model: other nodes join and reach each other through it."""
     trio.run(_bootstrap, join, relay_options.limits())
 
 
@@ -42,15 +42,15 @@ async def _bootstrap(join: JoinOptions, limits: RelayLimits) -> None:
 
 
 def swarm_key(
-    file: Annotated[Path, typer.Argument(help="Where to write it; never replaces a file.")] = Path("swarm.key"),
-    as_json: Annotated[bool, typer.Option("--json", help="The file's name as one JSON object.")] = False,
+    file: Annotated[Path, typer.Argument(help="File to create; never replaces a file.")] = Path("swarm.key"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the file name as one JSON object.")] = False,
 ) -> None:
-    """Make the key of a private swarm: nobody without this file gets in."""
+    """Create the key of a private swarm, which only nodes with a copy of this file can join."""
     output = Output(as_json)
     try:
         make_swarm_key(file)
     except SwarmKeyError as error:
         raise BadInput(str(error)) from error
-    output.say(f"a new swarm key is in {file}. Give a copy to everybody who may take part, by a safe way, and start")
+    output.say(f"a new swarm key is in {file}. Copy it over a safe channel to everybody who may join, and start")
     output.say(f"  petalnode serve --swarm-key {file}")
     output.emit(file=str(file))

@@ -1,4 +1,4 @@
-"""`petalnode credits`: the points that a validator has issued to this machine's server, or to another key."""
+"""`petalnode credits`: the points that a validator has issued to a key, and transferring them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from ...network.addresses import parse_peer
 from ..join import JoinOptions, joined, joins_swarm
 from ..output import Output
 
-credits = typer.Typer(no_args_is_help=True, help="Points for verified work: how many there are, and handing them on.")
+credits = typer.Typer(no_args_is_help=True, help="Show and transfer points, which validators issue for verified work.")
 
 _Validator = Annotated[
-    str, typer.Argument(metavar="VALIDATOR", help="Its multiaddr, as `petalnode validate --issue-points` prints it.")
+    str,
+    typer.Argument(
+        metavar="VALIDATOR", help="Address of the validator, as `petalnode validate --issue-points` prints it."
+    ),
 ]
 _Key = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Whose points: a server's or client's --identity. Default: this user's server."),
+    typer.Option(metavar="FILE", help="Key file of the owner of the points. Default: that of `petalnode serve`."),
 ]
 T = TypeVar("T")
 
@@ -33,7 +36,7 @@ T = TypeVar("T")
 @credits.command("balance")
 @joins_swarm
 def balance(validator: _Validator, key: _Key = None, *, join: JoinOptions) -> None:
-    """Say how many points a key has with a validator."""
+    """Show how many points a key has at a validator."""
     output, owner = Output(join.json), _owner(key)
     credit = trio.run(_ask, join, output, owner, validator, Wallet.credit)
     deposit = f", and {credit.deposit} more that it keeps for a pledge" if credit.deposit else ""
@@ -52,18 +55,18 @@ def balance(validator: _Validator, key: _Key = None, *, join: JoinOptions) -> No
 @joins_swarm
 def transfer(
     validator: _Validator,
-    to: Annotated[str, typer.Argument(metavar="PEER", help="The peer id that gets them.")],
-    points: Annotated[int, typer.Argument(min=1)],
+    to: Annotated[str, typer.Argument(metavar="PEER", help="Peer id of the recipient.")],
+    points: Annotated[int, typer.Argument(min=1, help="How many points.")],
     key: _Key = None,
     *,
     join: JoinOptions,
 ) -> None:
-    """Hand points on, for instance from a server to its owner's client."""
+    """Transfer points to another key, for instance from a server to the client of its owner."""
     output, owner = Output(join.json), _owner(key)
     try:
         peer_id_to_bytes(to)
     except ValueError:
-        raise BadInput(f"{to}: this is no peer id; `petalnode chat --identity FILE` prints that of a client") from None
+        raise BadInput(f"{to}: not a peer id; `petalnode chat --identity FILE` prints that of a client") from None
     clearing = trio.run(_ask, join, output, owner, validator, lambda purse: purse.transfer(to, points))
     done = clearing.transfer
     output.say(f"{done.recipient} has got {done.points} points of {done.spender}")
@@ -83,7 +86,7 @@ async def _ask(
     parse_peer(validator)
     if not join.peers:
         join = replace(join, peer=[validator])
-    # Under a key of its own: the owner's may be that of a server that runs.
+    # The node has a key of its own: the owner's may be in use by a running server.
     async with joined(join, output, role="credits", listens=False) as (swarm, _):
         return await question(Wallet(swarm, owner, validator))
 
@@ -93,4 +96,4 @@ def _owner(key: Path | None) -> Identity:
     try:
         return Identity.load(file)
     except IdentityError as error:
-        raise BadInput(f"{error}; --key FILE says whose points are meant") from error
+        raise BadInput(f"{error}; give the key file of the owner of the points with --key FILE") from error

@@ -1,4 +1,4 @@
-"""`petalnode demo`: a whole swarm on this machine, to see it work."""
+"""`petalnode demo`: a swarm of server processes on this machine."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ STOP_TIMEOUT = 10.0
 
 
 def demo(
-    servers: Annotated[int, typer.Option(min=1, help="How many server processes.")] = 3,
-    prompt: Annotated[str | None, typer.Option(help="One question, one answer; without it, a chat.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
-    as_json: Annotated[bool, typer.Option("--json", help="The answer as one JSON object.")] = False,
+    servers: Annotated[int, typer.Option(min=1, help="Number of server processes.")] = 3,
+    prompt: Annotated[
+        str | None, typer.Option(help="Ask one question, print the answer and exit. Default: a chat.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
 ) -> None:
-    """Start a local swarm on the default model, apart from all others, and talk to it."""
+    """Start a swarm of the default model on this machine, separate from all others, and chat with it."""
     trio.run(_demo, servers, prompt, max_new_tokens, as_json)
 
 

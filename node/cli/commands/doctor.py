@@ -1,4 +1,4 @@
-"""`petalnode doctor`: what can go wrong on this machine and between it and the swarm, and what to do about it."""
+"""`petalnode doctor`: checks of this machine and of its connection to the swarm, with advice."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from ..output import Output
 Verdict = Literal["ok", "warning", "problem"]
 
 _GIB: Final = 1 << 30
-# A server of the default model needs 0.6 GB beside its weights; below the second nothing can be expected to load.
+# A server of the default model needs 0.6 GB beside its weights; with less than _MEMORY_NEEDED no model loads.
 _MEMORY_WANTED: Final = 4 * _GIB
 _MEMORY_NEEDED: Final = 1 * _GIB
 _DISK_WANTED: Final = 5 * _GIB
 _DISK_NEEDED: Final = _GIB // 2
 _FILES_WANTED: Final = 1024
-# Announcements carry times; readers allow for 10 s of difference, and a third of that is a clock that is not kept.
+# Readers of announcements tolerate a clock difference of 10 s.
 _CLOCK_WARNING: Final = 3.0
 _CLOCK_PROBLEM: Final = 10.0
 _REACHABILITY_WAIT: Final = 20.0  # seconds: asking others to dial back takes 5, finding no router 4, a relay 1
@@ -47,7 +47,7 @@ _MARKS: Final = {"ok": ("ok", "green"), "warning": ("!", "yellow"), "problem": (
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check saw. `advice` says what to do about anything but "ok"."""
+    """The result of one check; `advice` is what to do about a warning or problem."""
 
     check: str
     verdict: Verdict
@@ -57,7 +57,7 @@ class Finding:
 
 @joins_swarm
 def doctor(*, join: JoinOptions) -> None:
-    """Check this machine and its way to the swarm: versions, device, memory, disk, port, clock, reachability."""
+    """Check this machine and its connection to the swarm: versions, device, memory, disk, port, clock, reachability."""
     trio.run(_doctor, join)
 
 
@@ -65,7 +65,7 @@ async def _doctor(join: JoinOptions) -> None:
     output = Output(join.json)
     findings: list[Finding] = []
 
-    def tell(finding: Finding) -> None:
+    def report(finding: Finding) -> None:
         findings.append(finding)
         mark, style = _MARKS[finding.verdict]
         output.say(f"{mark:>3}  {finding.check:<13}{finding.text}", style=None if finding.verdict == "ok" else style)
@@ -74,9 +74,9 @@ async def _doctor(join: JoinOptions) -> None:
         output.emit(event="check", **asdict(finding))
 
     for finding in await trio.to_thread.run_sync(lambda: list(_machine())):
-        tell(finding)
+        report(finding)
     for finding in await _network(join, output):
-        tell(finding)
+        report(finding)
     problems = sum(finding.verdict == "problem" for finding in findings)
     warnings = sum(finding.verdict == "warning" for finding in findings)
     counted = f"{_count(problems, 'problem')}, {_count(warnings, 'warning')}"
@@ -107,7 +107,7 @@ def _machine() -> Iterator[Finding]:
 
 
 async def _network(join: JoinOptions, output: Output) -> list[Finding]:
-    """Joins the swarm as a server would, and looks back from there."""
+    """Joins the swarm as a server would, and has other nodes dial back."""
     output.say("  ..  joining the swarm, and asking others to dial back ...", style="dim")
     try:
         async with joined(join, output, role="serve", listens=True) as (swarm, _):
@@ -144,7 +144,7 @@ async def _clock(swarm: Swarm) -> Finding:
 
 async def _reachability(swarm: Swarm) -> Finding:
     with trio.move_on_after(_REACHABILITY_WAIT):
-        # "unreachable" may be followed by a relay's place.
+        # "unreachable" may change once a relay grants a reservation.
         while swarm.reachability == NOBODY_ASKED or swarm.reachability.kind == "unreachable":
             await swarm.wait_reachability_changed()
     seen = swarm.reachability
@@ -153,19 +153,22 @@ async def _reachability(swarm: Swarm) -> Finding:
         return Finding("reachability", "problem", seen.text, advice)
     if seen.kind == "unknown":
         return Finding(
-            "reachability", "warning", seen.text, "listen on all interfaces, and ask when more nodes are there"
+            "reachability",
+            "warning",
+            seen.text,
+            "listen on all interfaces, and ask again when the swarm is larger",
         )
     return Finding("reachability", "ok", seen.text)
 
 
 def check_versions() -> Finding:
-    """Whether Python and every package are of a version that this release was made for."""
+    """Whether the versions of all packages satisfy the requirements of this release."""
     wrong = list(_unmet(metadata.requires("petalnode") or ()))
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("libp2p", "trio", "torch", "transformers"))
     text = f"petalnode {metadata.version('petalnode')}, Python {sys.version.split()[0]}, {packages}"
     if wrong:
         return Finding(
-            "versions", "problem", f"{text}; {'; '.join(wrong)}", "install petalnode anew, in an environment of its own"
+            "versions", "problem", f"{text}; {'; '.join(wrong)}", "reinstall petalnode in its own virtual environment"
         )
     return Finding("versions", "ok", text)
 
@@ -184,7 +187,7 @@ def _unmet(requirements: Iterable[str]) -> Iterator[str]:
 
 
 def check_devices() -> Iterator[Finding]:
-    """Whether torch computes, on each device that it finds: a driver that does not fit shows only then."""
+    """Whether torch computes on every device that it finds: a wrong driver shows only when it is used."""
     import torch
 
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
@@ -219,7 +222,7 @@ def check_memory() -> Finding:
 
 
 def check_disk(folder: Path, purpose: str, variable: str) -> Finding:
-    """Whether `folder`, where `purpose` is kept, can be written and has room. `variable` moves it."""
+    """Whether `folder`, which holds `purpose`, is writable and has free space. `variable` sets another folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".petalnode-doctor"
@@ -238,14 +241,14 @@ def check_disk(folder: Path, purpose: str, variable: str) -> Finding:
 
 
 def check_port(port: int) -> Finding:
-    """Whether the port that a server takes by default is free; as servers do it, on all interfaces."""
+    """Whether the default port of a server is free on all interfaces."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("0.0.0.0", port))
         except OSError as error:
             advice = "fine if it is your running node; else serve with --listen /ip4/0.0.0.0/tcp/ANOTHER"
-            return Finding("port", "warning", f"port {port} cannot be taken: {error.strerror}", advice)
+            return Finding("port", "warning", f"port {port} is not available: {error.strerror}", advice)
     return Finding("port", "ok", f"port {port} is free")
 
 
@@ -266,7 +269,7 @@ def check_open_files() -> Finding:
 
 
 def judge_clock(offsets: Iterable[float]) -> Finding:
-    """From the differences to peers' clocks, in seconds (positive: theirs are ahead): the one in the middle counts."""
+    """Judges the median of the differences to peers' clocks, in seconds; positive: theirs are ahead."""
     ordered = sorted(offsets)
     if not ordered:
         return Finding("clock", "ok", f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}; no peer to compare it with")
@@ -274,7 +277,7 @@ def judge_clock(offsets: Iterable[float]) -> Finding:
     text = f"{abs(middle):.1f} s {'behind' if middle > 0 else 'ahead of'} the peers' ({len(ordered)} asked)"
     advice = "set the clock, and let the system keep it (timedatectl set-ntp true)"
     if abs(middle) > _CLOCK_PROBLEM:
-        return Finding("clock", "problem", text, f"others refuse what this node announces: {advice}")
+        return Finding("clock", "problem", text, f"other nodes refuse this node's announcements: {advice}")
     if abs(middle) > _CLOCK_WARNING:
         return Finding("clock", "warning", text, advice)
     return Finding("clock", "ok", text)

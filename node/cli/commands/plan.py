@@ -1,4 +1,4 @@
-"""`petalnode plan`: which machine should serve which blocks, and what to expect of it."""
+"""`petalnode plan`: which machine should serve which blocks, and the speed to expect."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ....protocols.announcement import Announcement, ServerState
 from ....protocols.framing import PeerError
+from ....protocols.ids import Span
 from ...client.deadlines import REFRESH_TIMEOUT, RTT_TIMEOUT
 from ...errors import BadInput, ModelError, NoChainError, SwarmError
 from ...models import Checkpoint, ModelFolder, resolve
@@ -27,25 +28,28 @@ _PINGS_AT_ONCE = 32
 @joins_swarm
 def plan(
     model: Annotated[
-        str | None, typer.Argument(help="The model: how many blocks it has, and how large they are.")
+        str | None,
+        typer.Argument(help="The model, for the number and size of its blocks. Default: that of the swarm."),
     ] = None,
     machines: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Plan for the machines of this JSON or CSV file, not for a swarm's servers."),
+        typer.Option(
+            metavar="FILE", help="Plan for the machines in this JSON or CSV file, not for servers of a swarm."
+        ),
     ] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, max=MAX_BLOCKS, help="The model has so many blocks.")] = None,
-    block_mb: Annotated[float | None, typer.Option(min=0.001, help="A block of it takes so many megabytes.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, max=MAX_BLOCKS, help="Blocks of the model.")] = None,
+    block_mb: Annotated[float | None, typer.Option(min=0.001, help="Megabytes of a block of the model.")] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.01, max=3600, metavar="S", help="Look for a better plan for so long at most.")
+        float, typer.Option(min=0.01, max=3600, metavar="S", help="Search at most this many seconds for a faster plan.")
     ] = 1.0,
     *,
     join: JoinOptions,
 ) -> None:
-    """Say which machine should serve which blocks: for the least time per token, and for the most tokens a second."""
+    """Plan which machine should serve which blocks: for the lowest latency, and for the highest throughput."""
     output = Output(join.json)
     if machines is None:
         if num_blocks is not None or block_mb is not None:
-            raise BadInput("--num-blocks and --block-mb go with --machines FILE: a swarm's servers know their model")
+            raise BadInput("--num-blocks and --block-mb are for --machines FILE: a swarm announces its model")
         trio.run(_plan_swarm, model, seconds, join, output)
         return
     file = read_machines(machines)
@@ -57,7 +61,7 @@ def plan(
 def _model(
     model: str | None, file: MachinesFile, num_blocks: int | None, block_bytes: float | None, output: Output
 ) -> tuple[int, float | None]:
-    """How many blocks there are, and the bytes of one if that is known: options, then the file, then the model."""
+    """(number of blocks, bytes of a block if known): from the options, else the file, else the model."""
     num_blocks = num_blocks or file.num_blocks
     block_bytes = block_bytes or file.block_bytes
     if model is not None and (num_blocks is None or block_bytes is None):
@@ -67,7 +71,7 @@ def _model(
         num_blocks = num_blocks or folder.num_blocks
         block_bytes = block_bytes or _block_bytes(folder)
     if num_blocks is not None and num_blocks > MAX_BLOCKS:
-        raise BadInput(f"{model} has {num_blocks} blocks, and plans are for {MAX_BLOCKS} at most")
+        raise BadInput(f"{model} has {num_blocks} blocks; a plan can have at most {MAX_BLOCKS}")
     if num_blocks is None:
         raise BadInput(
             'how many blocks has the model? Name a MODEL, or give --num-blocks, or "model": {"blocks": ..} in the file'
@@ -97,11 +101,11 @@ async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, outp
             raise BadInput(f"this swarm serves several models: name one of {', '.join(names)}")
         for version, (name, num_blocks) in sorted(models.items()):
             if num_blocks > MAX_BLOCKS:
-                raise BadInput(f"{name} has {num_blocks} blocks, and plans are for {MAX_BLOCKS} at most")
+                raise BadInput(f"{name} has {num_blocks} blocks; a plan can have at most {MAX_BLOCKS}")
             servers = [
-                each
-                for each in view.servers(version, now=time.time())
-                if each.state is ServerState.ONLINE and each.num_blocks == num_blocks
+                server
+                for server in view.servers(version, now=time.time())
+                if server.state is ServerState.ONLINE and server.num_blocks == num_blocks
             ]
             rtts: dict[str, float] = {}
             limiter = trio.CapacityLimiter(_PINGS_AT_ONCE)
@@ -193,26 +197,26 @@ def _table(plan: FleetPlan, fleet: Fleet) -> Table:
     table.add_column("tokens/s", justify="right")
     table.add_column("on the route", justify="center")
     times = fleet.block_seconds()
-    for each in plan.placed:
-        seconds = float(times[each.machine]) * len(each.span)
-        used = [visit.span for visit in plan.route if visit.machine == each.machine]
-        route = "yes" if used == [each.span] else ", ".join(map(str, used))
+    for placed in plan.placed:
+        seconds = float(times[placed.machine]) * len(placed.span)
+        used = [visit.span for visit in plan.route if visit.machine == placed.machine]
+        route = "yes" if used == [placed.span] else ", ".join(map(str, used))
         table.add_row(
-            str(each.span), fleet.machines[each.machine].name, f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}", route
+            str(placed.span), fleet.machines[placed.machine].name, f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}", route
         )
     return table
 
 
 def _as_json(plan: FleetPlan, fleet: Fleet, peers: list[str] | None) -> dict[str, Any]:
-    def described(machine: int, start: int, end: int) -> dict[str, Any]:
+    def described(machine: int, span: Span) -> dict[str, Any]:
         who = {} if peers is None else {"peer_id": peers[machine]}
-        return {"name": fleet.machines[machine].name, **who, "blocks": [start, end]}
+        return {"name": fleet.machines[machine].name, **who, "blocks": [span.start, span.end]}
 
     found: dict[str, Any] = {
         "ms_per_token": round(1000 * plan.seconds, 4),
         "tokens_per_second": round(plan.tokens_per_second, 4),
-        "machines": [described(each.machine, each.span.start, each.span.end) for each in plan.placed],
-        "route": [described(each.machine, each.span.start, each.span.end) for each in plan.route],
+        "machines": [described(placed.machine, placed.span) for placed in plan.placed],
+        "route": [described(visit.machine, visit.span) for visit in plan.route],
     }
     if plan.most_tokens_per_second is not None:
         found["most_tokens_per_second"] = round(plan.most_tokens_per_second, 4)

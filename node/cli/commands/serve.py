@@ -26,47 +26,64 @@ from ..output import Output, ProgressBars
 from ..terminal import StopSignal
 
 STOP_GRACE = 10.0
-"""Seconds for the goodbyes of a server that was ready; before that there is nothing to end in order."""
+"""Seconds after --drain-timeout in which a server that was ready retracts its announcement."""
 
 
 @joins_swarm
 def serve(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or alias.")] = DEFAULT_MODEL,
-    blocks: Annotated[str | None, typer.Option(metavar="A:B", help="Host blocks A to B-1.")] = None,
+    blocks: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="Host blocks A to B-1. Default: choose them by what the swarm lacks."),
+    ] = None,
     num_blocks: Annotated[
-        str, typer.Option(metavar="auto|N", help="Host so many, those most in need; auto: as many as memory holds.")
+        str, typer.Option(metavar="auto|N", help="How many blocks to host; auto: as many as fit in memory.")
     ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16, float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Type to compute in: auto (that of the checkpoint), float32, bfloat16 or float16.")
+    ] = "auto",
     quant: Annotated[
-        str, typer.Option(metavar="none|int8|nf4", help="How coarsely to hold the weights, in less memory.")
+        str, typer.Option(metavar="none|int8|nf4", help="Quantisation of the weights, to save memory.")
     ] = "none",
     cache_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Attention cache, in tokens through all blocks here.")
+        int | None,
+        typer.Option(min=1, help="Size of the attention cache, in tokens through all blocks held here."),
     ] = None,
     throughput: Annotated[
-        str, typer.Option(metavar="auto|F", help="Decode steps per second to announce; auto measures.")
+        str, typer.Option(metavar="auto|F", help="Decode steps per second to announce; auto: measure.")
     ] = "auto",
-    name: Annotated[str, typer.Option(help="A name that others see.")] = "",
+    name: Annotated[str, typer.Option(help="Name of this server in `petalnode status`.")] = "",
     drain_timeout: Annotated[
-        float, typer.Option(min=0, metavar="S", help="When told to stop, give sessions so long to move elsewhere.")
+        float,
+        typer.Option(
+            min=0, metavar="S", help="On Ctrl-C or SIGTERM, wait up to S seconds for sessions to move to other servers."
+        ),
     ] = 30.0,
     rebalance: Annotated[
         str,
         typer.Option(
             metavar="P%|off",
-            help="Change blocks where that gains so much, for as many as the model has; off: keep those of the start.",
+            help="Change blocks when a plan raises the throughput of the swarm by P percent; off: never.",
         ),
     ] = "20%",
     pledge: Annotated[
-        int, typer.Option(min=0, metavar="POINTS", help="Promise to lose so many points if a fault is proved.")
+        int,
+        typer.Option(min=0, metavar="POINTS", help="Pledge POINTS, which are lost if a fault is proved."),
     ] = 0,
     deposit_at: Annotated[
         str | None,
-        typer.Option(metavar="MULTIADDR", help="The validator that keeps the points of --pledge, so that they count."),
+        typer.Option(
+            metavar="MULTIADDR",
+            help="Validator that holds the points of --pledge as a deposit, so that clients count them.",
+        ),
     ] = None,
     max_disk: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Keep models on this disk within this, such as 50G.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Size limit of the model cache, such as 50G; least recently used models go first.",
+        ),
     ] = None,
     allow_client: Annotated[
         list[str] | None,
@@ -74,16 +91,16 @@ def serve(
     ] = None,
     adapter: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", help="A LoRA adapter (a peft folder) for whoever names it; repeatable."),
+        typer.Option(metavar="PATH", help="Offer this LoRA adapter (a peft folder) under its name; repeatable."),
     ] = None,
     until_eof: Annotated[
-        bool, typer.Option("--until-eof", help="Stop when standard input ends: for programs that start servers.")
+        bool, typer.Option("--until-eof", help="Stop when standard input is closed: for programs that start servers.")
     ] = False,
     *,
     relay_options: RelayOptions,
     join: JoinOptions,
 ) -> None:
-    """Host blocks of a model for the swarm. Without --blocks, those that it needs most."""
+    """Host blocks of a model for the swarm."""
     options = ServerOptions(
         model=model,
         blocks=_span(blocks),
@@ -103,7 +120,7 @@ def serve(
         adapters=tuple(adapter or ()),
     )
     if blocks is not None and options.num_blocks is not None:
-        raise BadInput("--blocks says which blocks, --num-blocks how many: give one of them")
+        raise BadInput("--blocks and --num-blocks both choose the blocks: give one of them")
     trio.run(_serve, options, join, relay_options.limits(), until_eof)
 
 
@@ -207,7 +224,7 @@ def _clients(peers: list[str] | None) -> tuple[str, ...]:
             peer_id_to_bytes(peer)
         except ValueError:
             raise BadInput(
-                f"--allow-client {peer}: this is no peer id; `petalnode chat --identity FILE` prints that of a client"
+                f"--allow-client {peer}: not a peer id; `petalnode chat --identity FILE` prints that of a client"
             ) from None
     return tuple(peers or ())
 
@@ -215,7 +232,7 @@ def _clients(peers: list[str] | None) -> tuple[str, ...]:
 def _deposit_at(address: str | None, pledge: int) -> str | None:
     if address is not None:
         if not pledge:
-            raise BadInput("--deposit-at says who keeps the points of --pledge: give that, too")
+            raise BadInput("--deposit-at needs --pledge POINTS: give that, too")
         parse_peer(address)
     return address
 

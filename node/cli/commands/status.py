@@ -1,4 +1,4 @@
-"""`petalnode status`: who serves what, drawn over the blocks."""
+"""`petalnode status`: the servers of a swarm, drawn over the blocks that they hold, and its relays."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _ANSWER_TIMEOUT = 2.5  # seconds
 
 @joins_swarm
 def status(
-    model: Annotated[str | None, typer.Argument(help="Only the model of this name.")] = None,
+    model: Annotated[str | None, typer.Argument(help="Show only the model of this name.")] = None,
     *,
     join: JoinOptions,
 ) -> None:
-    """Show the servers of a swarm and the blocks that each holds."""
+    """Show the models of a swarm, its servers and the blocks that they hold, and its relays."""
     trio.run(_status, model, join)
 
 
@@ -52,11 +52,11 @@ async def _status(model: str | None, join: JoinOptions) -> None:
             raise SwarmError(f"nobody in this swarm serves {which} (yet)")
         relays = await known_relays(swarm)
         for version, (name, num_blocks) in sorted(models.items(), key=lambda item: item[1]):
-            known = sorted(view.servers(version, now=time.time()), key=lambda each: (each.span, each.peer_id))
+            known = sorted(view.servers(version, now=time.time()), key=lambda server: (server.span, server.peer_id))
             servers = [server for server in known if server.num_blocks == num_blocks]
             coverage = coverage_of(servers, num_blocks)
             output.emit(
-                **_as_json(name, version, num_blocks, servers, coverage), relays=[each.as_json() for each in relays]
+                **_as_json(name, version, num_blocks, servers, coverage), relays=[relay.as_json() for relay in relays]
             )
             if not join.json:
                 output.console.print(_table(name, version, num_blocks, servers))
@@ -65,7 +65,7 @@ async def _status(model: str | None, join: JoinOptions) -> None:
                 missing = [block for block, count in enumerate(coverage) if not count]
                 for server in known:
                     if server.num_blocks != num_blocks:
-                        output.say(f"left out: {server.peer_id} says that {name} has {server.num_blocks} blocks")
+                        output.say(f"ignored: {server.peer_id} announces that {name} has {server.num_blocks} blocks")
                 if missing:
                     output.say(f"nobody serves {describe_blocks(missing)}: no answers until somebody does", style="red")
         if not join.json:
@@ -74,19 +74,19 @@ async def _status(model: str | None, join: JoinOptions) -> None:
 
 
 def adapter_lines(servers: Sequence[Announcement]) -> list[str]:
-    """Which adapters can be named, and on which blocks."""
+    """A line for each adapter that servers hold: its name, its hash and the blocks it is on."""
     held: dict[AnnouncedAdapter, set[int]] = {}
     for server in servers:
-        for each in announced(server):
-            held.setdefault(each, set()).update(range(server.span.start, server.span.end))
+        for adapter in announced(server):
+            held.setdefault(adapter, set()).update(range(server.span.start, server.span.end))
     return [
-        f"adapter {each.name}@{each.hash.hex()[:8]}: {describe_blocks(sorted(blocks))}"
-        for each, blocks in sorted(held.items(), key=lambda item: (item[0].name, item[0].hash))
+        f"adapter {adapter.name}@{adapter.hash.hex()[:8]}: {describe_blocks(sorted(blocks))}"
+        for adapter, blocks in sorted(held.items(), key=lambda item: (item[0].name, item[0].hash))
     ]
 
 
 def coverage_of(servers: Sequence[Announcement], num_blocks: int) -> list[int]:
-    """How many servers that take sessions hold each block."""
+    """For each block, the number of online servers that hold it."""
     online = [server.span for server in servers if server.state is ServerState.ONLINE]
     return [sum(block in span for span in online) for block in range(num_blocks)]
 
@@ -110,7 +110,7 @@ def _as_json(
                 "cache_tokens": server.cache_tokens,
                 "dtype": server.dtype,
                 "quantisation": server.quantisation,
-                "adapters": [each.name for each in announced(server)],
+                "adapters": [adapter.name for adapter in announced(server)],
                 "queue_depth": server.queue_depth,
                 "fixed": server.fixed,
                 "next_blocks": [server.next_span.start, server.next_span.end] if server.next_span else None,
@@ -123,7 +123,7 @@ def _as_json(
 
 
 def _state(server: Announcement) -> str:
-    """What it does, and what it will do if it has said so."""
+    """The announced state, and the blocks that the server will change to, if any."""
     state = server.state.name.lower()
     if server.next_span is not None and server.next_span != server.span:
         return f"{state}, goes to {server.next_span}"
@@ -170,8 +170,7 @@ def _bar(server: Announcement, num_blocks: int) -> Text:
 
 @dataclass(frozen=True)
 class Relay:
-    """A node that relays: places that peers hold and that are free, circuits and bytes of them so far, None where it
-    did not answer."""
+    """A node that relays, and its load; circuits and relayed bytes are None if it did not answer."""
 
     peer_id: str
     role: str
@@ -191,11 +190,11 @@ class Relay:
 
 
 async def known_relays(swarm: Swarm) -> list[Relay]:
-    """The relays among the servers that are known and the peers that are connected."""
+    """The relays among the known servers and the connected peers: as they answer, else as they announce."""
     announced = {
-        each.peer_id: Relay(each.peer_id, "server", each.relay.reservations, each.relay.free)
-        for each in swarm.view.servers(now=time.time())
-        if each.relay is not None
+        server.peer_id: Relay(server.peer_id, "server", server.relay.reservations, server.relay.free)
+        for server in swarm.view.servers(now=time.time())
+        if server.relay is not None
     }
     asked = list(dict.fromkeys([*swarm.connected(), *announced]))[:_MAX_ASKED]
     found = dict(announced)
@@ -215,11 +214,11 @@ async def known_relays(swarm: Swarm) -> list[Relay]:
     async with trio.open_nursery() as nursery:
         for peer_id in asked:
             nursery.start_soon(ask, peer_id)
-    return sorted(found.values(), key=lambda each: (each.role, each.peer_id))
+    return sorted(found.values(), key=lambda relay: (relay.role, relay.peer_id))
 
 
 def relay_lines(relays: Sequence[Relay]) -> list[str]:
-    """For a person."""
+    """Lines for a person."""
     if not relays:
         return ["relays: none known, so nodes behind NAT cannot be reached from outside their network"]
     return [f"relay {relay}" for relay in relays]

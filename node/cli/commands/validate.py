@@ -38,27 +38,28 @@ _STYLES = {"ok": "green", "inconclusive": "yellow", "faulty": "bold red"}
 @joins_swarm
 def validate(
     model: Annotated[
-        str | None, typer.Argument(help="Folder, .gguf file, hub id or alias, with all weights. Default: the swarm's.")
+        str | None,
+        typer.Argument(help="Folder, .gguf file, hub id or alias, with all weights. Default: that of the swarm."),
     ] = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Look at every server once; exit code 1 if any is faulty.")
+        bool, typer.Option("--once", help="Probe every server once and exit, with code 1 if any is faulty.")
     ] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Seconds between two probes in the mean; when, nobody can tell.")
+        float, typer.Option(min=0.1, metavar="S", help="Mean seconds between two probes; the times are random.")
     ] = 300.0,
     evidence_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep evidence of faults here (`petalnode verify-evidence`).")
+        Path | None, typer.Option(metavar="DIR", help="Save evidence of faults here, for `petalnode verify-evidence`.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to recompute: cpu, cuda, cuda:1, mps, auto.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device to recompute on: auto, cpu, cuda, cuda:N or mps.")] = "cpu",
     issue_points: Annotated[
-        bool, typer.Option("--issue-points", help="Keep accounts: servers earn points for what was verified.")
+        bool, typer.Option("--issue-points", help="Keep a ledger and issue points to servers for verified work.")
     ] = False,
     *,
     join: JoinOptions,
 ) -> None:
-    """Check that servers compute what they say: probe them as a user would, and recompute block by block."""
+    """Check servers: send requests like those of a client, and recompute the answers block by block."""
     if once and issue_points:
-        raise BadInput("--issue-points is for a validator that goes on: leave --once out")
+        raise BadInput("--issue-points needs a validator that keeps running: leave --once out")
     code = trio.run(_validate, model, once, interval, device, issue_points, evidence_dir, join)
     raise typer.Exit(code)
 
@@ -113,7 +114,7 @@ async def _validate(
             bars.stop()
             rewards: Rewards | None = None
             if issue_points:
-                # One file for each key: points are the word of one issuer.
+                # One ledger per key, which is the issuer of its points.
                 file = data_dir / "validator" / f"ledger-{identity.peer_id}.sqlite"
                 ledger = stack.enter_context(await trio.to_thread.run_sync(Ledger, file, identity))
                 CreditsService(swarm, ledger)
@@ -133,7 +134,7 @@ async def _validate(
                     model=ProbeModel(identified, local, text),
                     judge=Judge(folder.path, target),
                     history=history,
-                    on_verdict=table.tell,
+                    on_verdict=table.on_verdict,
                     on_judged=rewards.verified if rewards is not None else None,
                     evidence_dir=evidence_dir,
                     accuser=identity,
@@ -149,7 +150,7 @@ async def _validate(
         nursery.cancel_scope.cancel()
     if not finished:
         return stop.exit_code
-    return int(ExitCode.RESULT_SAYS_NO if any(each.verdict == "faulty" for each in found) else ExitCode.DONE)
+    return int(ExitCode.RESULT_SAYS_NO if any(verdict.verdict == "faulty" for verdict in found) else ExitCode.DONE)
 
 
 def _say_ready(output: Output, swarm: Swarm, issue_points: bool) -> None:
@@ -157,15 +158,13 @@ def _say_ready(output: Output, swarm: Swarm, issue_points: bool) -> None:
     for address in swarm.addrs[:1]:
         output.say(f"to have your answers audited:  petalnode chat --share-receipts {address}")
     if issue_points:
-        output.say(
-            f"points of this validator count where it is trusted:  petalnode serve --trust-validator {swarm.peer_id}"
-        )
+        output.say(f"to accept the points of this validator:  petalnode serve --trust-validator {swarm.peer_id}")
         for address in swarm.addrs[:1]:
-            output.say(f"to see what has been earned:  petalnode credits balance {address}")
+            output.say(f"to see the points of your server:  petalnode credits balance {address}")
 
 
 class _Findings:
-    """Verdicts as they come: JSON lines, lines of text, or a table where there is a terminal."""
+    """Prints verdicts: as JSON lines, as lines of text, or as a live table on a terminal."""
 
     def __init__(self, output: Output, once: bool) -> None:
         self._output = output
@@ -180,7 +179,7 @@ class _Findings:
 
     def __enter__(self) -> _Findings:
         if self._live is not None:
-            self._output.say("waiting for the first probe to be made; Ctrl-C ends it", style="dim")
+            self._output.say("waiting for the first probe; Ctrl-C stops the validator", style="dim")
             self._live.start()
         return self
 
@@ -190,7 +189,7 @@ class _Findings:
         elif self._once and self._last and not self._output.as_json:
             self._output.console.print(self._table())
 
-    def tell(self, verdict: Verdict) -> None:
+    def on_verdict(self, verdict: Verdict) -> None:
         self._last[verdict.peer_id] = (time.time(), verdict)
         self._counts[verdict.peer_id] = self._counts.get(verdict.peer_id, 0) + 1
         if self._output.as_json:
@@ -208,7 +207,7 @@ class _Findings:
 
 
 def findings_table(last: Mapping[str, tuple[float, Verdict]], counts: Mapping[str, int]) -> Table:
-    """The last verdict on each server: `last` by peer id with its time, `counts` how many there were."""
+    """The last verdict on each server. `last`: (time, verdict) by peer id; `counts`: verdicts so far."""
     table = Table(title="What servers answer, recomputed", title_justify="left")
     for column in ("server", "blocks", "verdict", "error", "tolerance", "requests", "when", "why"):
         table.add_column(column, justify="right" if column in ("blocks", "error", "tolerance", "requests") else "left")
@@ -228,17 +227,17 @@ def findings_table(last: Mapping[str, tuple[float, Verdict]], counts: Mapping[st
 
 
 def verify_evidence(
-    file: Annotated[Path, typer.Argument(help="The evidence, as `petalnode validate --evidence-dir` writes it.")],
+    file: Annotated[Path, typer.Argument(help="Evidence file, as `petalnode validate --evidence-dir` writes it.")],
     model: Annotated[
         str | None,
-        typer.Argument(help="The model that it is about: folder, .gguf file, hub id or alias. Default: smollm2."),
+        typer.Argument(help="The model of the server: folder, .gguf file, hub id or alias. Default: smollm2."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to recompute: auto, cpu, cuda, cuda:1, mps.")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    device: Annotated[str, typer.Option(help="Device to recompute on: auto, cpu, cuda, cuda:N or mps.")] = "cpu",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")] = False,
 ) -> None:
-    """Check a server's fault alone: exit code 0 if it is proved, 1 if it is not, 2 if that cannot be checked.
+    """Check evidence of a server's fault: exit code 0 if it is proved, 1 if it is not, 2 if it cannot be checked.
 
-    Faults that prove themselves need no model. Others are recomputed block by block from your own weights.
+    Two contradicting signatures need no model. Wrong outputs are recomputed block by block from your own weights.
     """
     output = Output(json)
     bundle = Bundle.load(file)
