@@ -1,4 +1,4 @@
-"""What a work is for the threads that compute: bytes to tensors, a pass, tensors to bytes.
+"""What a batch request is for the threads that compute: bytes to tensors, a pass, tensors to bytes.
 
 Hashing and unpacking run in worker threads, the pass on the compute thread.
 """
@@ -28,7 +28,7 @@ from .passes import Batch, Gradients, PassGenerator, SavedActivations, SpanPasse
 
 @dataclass(frozen=True)
 class KeptTensors:
-    """Tensors that works of a stream may name, by their names there."""
+    """Tensors that requests of a stream may name, by their names there."""
 
     keep: wire.Keep
     tensors: dict[str, torch.Tensor]
@@ -37,9 +37,9 @@ class KeptTensors:
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A work, ready to be computed. `gradient` is None in a forward pass."""
+    """A batch request, ready to be computed. `gradient` is None in a forward pass."""
 
-    work: wire.BatchRequest
+    request: wire.BatchRequest
     batch: Batch
     gradient: torch.Tensor | None
     kept: KeptTensors | None
@@ -68,35 +68,39 @@ def unpack_keep(keep: wire.Keep, payloads: Sequence[bytearray]) -> KeptTensors:
     return KeptTensors(keep, tensors, described)
 
 
-def unpack_work(
-    protocol: str, terms: BatchTerms, work: wire.BatchRequest, payloads: Sequence[bytearray], kept: KeptTensors | None
+def unpack_request(
+    protocol: str,
+    terms: BatchTerms,
+    request: wire.BatchRequest,
+    payloads: Sequence[bytearray],
+    kept: KeptTensors | None,
 ) -> BatchJob:
-    """A checked work with its bytes, which it takes over.
+    """A checked request with its bytes, which it takes over.
 
     Raises:
         Refusal: values that are not finite.
     """
-    request = hash_of_batch(protocol, work, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
-    batch = unpack_batch(terms, work, payloads[0], kept)
-    gradient = _finite(work.tensors[1], payloads[1], "the gradient") if len(payloads) > 1 else None
-    return BatchJob(work, batch, gradient, kept, request)
+    request_hash = hash_of_batch(protocol, request, hash_of_payloads(payloads), kept.hash if kept else NOTHING_KEPT)
+    batch = unpack_batch(terms, request, payloads[0], kept)
+    gradient = _finite(request.tensors[1], payloads[1], "the gradient") if len(payloads) > 1 else None
+    return BatchJob(request, batch, gradient, kept, request_hash)
 
 
-def unpack_batch(terms: BatchTerms, work: wire.BatchRequest, payload: bytearray, kept: KeptTensors | None) -> Batch:
+def unpack_batch(terms: BatchTerms, request: wire.BatchRequest, payload: bytearray, kept: KeptTensors | None) -> Batch:
     """What goes forward through the blocks; `payload` is that of the hidden states.
 
     Raises:
         Refusal: values that are not finite.
     """
-    hidden = _finite(work.tensors[0], payload, "the hidden states")
+    hidden = _finite(request.tensors[0], payload, "the hidden states")
     rows, tokens = hidden.shape[:2]
     mask = positions = None
-    if work.mask:
-        bits = torch.frombuffer(bytearray(work.mask), dtype=torch.uint8)
+    if request.mask:
+        bits = torch.frombuffer(bytearray(request.mask), dtype=torch.uint8)
         each = bits.unsqueeze(1).bitwise_right_shift(torch.arange(7, -1, -1, dtype=torch.uint8)) & 1
         mask = each.view(-1)[: rows * tokens].view(rows, tokens).bool()
-    if work.positions:
-        positions = torch.tensor(work.positions, dtype=torch.long).view(rows, tokens)
+    if request.positions:
+        positions = torch.tensor(request.positions, dtype=torch.long).view(rows, tokens)
     tensors = kept.tensors if kept else {}
     lora = {parsed: tensor for name, tensor in tensors.items() if (parsed := LoraName.parse(name)) is not None}
     return Batch(terms.span, hidden, mask, positions, tensors.get(PROMPTS), lora)
@@ -109,7 +113,7 @@ def run_job(
 
     With `saved` it is the second half of a backward pass.
     """
-    described = list(job.work.tensors[:1])
+    described = list(job.request.tensors[:1])
     if job.gradient is None:
         results = [(yield from passes.forward(job.batch))]
     else:
@@ -134,8 +138,8 @@ def gradient_of(gradients: Gradients, name: str) -> torch.Tensor:
 
 
 def pack(job: BatchJob, results: Sequence[torch.Tensor]) -> PackedReply:
-    """The reply, under the codecs that the work came with."""
-    described = [*job.work.tensors[:1], *(job.kept.keep.tensors if job.kept else ())]
+    """The reply, under the codecs that the request came with."""
+    described = [*job.request.tensors[:1], *(job.kept.keep.tensors if job.kept else ())]
     packed = [encode(result, each.codec) for result, each in zip(results, described, strict=False)]
     payloads = [payload for _, payload in packed]
     return PackedReply([tensor for tensor, _ in packed], payloads, hash_of_payloads(payloads))

@@ -1,4 +1,4 @@
-"""The attention cache of a server as a hard budget of tokens, with a fair queue in front of it."""
+"""Memory of a server as a hard budget, with a fair queue in front of it."""
 
 from __future__ import annotations
 
@@ -25,82 +25,76 @@ def now_overtaken(paid: Sequence[bool], chosen: int, overtaken: int) -> int:
     return overtaken + 1 if paid[chosen] and False in paid else 0
 
 
-class CacheFull(Exception):
+class BudgetFull(Exception):
     """No room came free in time; the text says how much was wanted and how much there is."""
 
 
 @dataclass
 class _Waiter:
-    tokens: int
+    amount: int
     paid: bool
     granted: trio.Event = field(default_factory=trio.Event)
 
 
-class CacheBudget:
-    """Tokens of one sequence through all blocks of the server; sessions reserve batch x max_length of them.
+class MemoryBudget:
+    """Room for requests: cache tokens (of one sequence through all blocks of the server), or bytes. Whoever is refused
+    is told in `unit`s, which are `scale` each.
 
-    Reservations are granted strictly first come, first served: a large one is not overtaken for ever by small ones. Who
-    has paid comes first, as `next_in_line` has it.
-    What is held only in case that somebody comes back may be lent: whoever needs the room takes it.
+    Requests wait strictly first come, first served: a large one is not overtaken for ever by small ones. Who has paid
+    comes first, as `next_in_line` has it. What is held only in case that somebody comes back may be lent: whoever needs
+    the room takes it.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, capacity: int, unit: str = "cache tokens", scale: int = 1) -> None:
+        self.capacity = capacity
+        self._unit = unit
+        self._scale = scale
         self._used = 0
         self._waiting: list[_Waiter] = []
         self._overtaken = 0
-        self._loans: dict[Loan, int] = {}  # the oldest first
+        self._lent: dict[Lease, Callable[[], None]] = {}  # the oldest first
 
     @property
     def free(self) -> int:
-        """Tokens that nobody holds. What is lent counts as held."""
-        return self.tokens - self._used
+        """What nobody holds. What is lent counts as held."""
+        return self.capacity - self._used
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def acquire(self, tokens: int, timeout: float, *, paid: bool = False) -> None:
-        """Takes `tokens`, after waiting its turn for at most `timeout` seconds. Takes nothing if cancelled. `paid`: has
+    async def acquire(self, amount: int, timeout: float, *, paid: bool = False) -> Lease:
+        """Takes `amount`, after waiting its turn for at most `timeout` seconds. Takes nothing if cancelled. `paid`: has
         priority.
 
         Raises:
-            CacheFull: at once if it can never fit, else after the deadline.
+            BudgetFull: at once if it can never fit, else after the deadline.
         """
-        if tokens > self.tokens:
-            raise CacheFull(f"{tokens} cache tokens are wanted, this server has {self.tokens} in all")
-        if self._waiting or not self._make_room(tokens):
-            await self._wait(tokens, timeout, paid)
+        if amount > self.capacity:
+            raise self._full(amount, f"this server has {self.capacity // self._scale} in all")
+        if self._waiting or not self._make_room(amount):
+            await self._wait(amount, timeout, paid)
         else:
-            self._used += tokens
+            self._used += amount
+        return Lease(self, amount)
 
-    def release(self, tokens: int) -> None:
-        """Gives back what `acquire` took."""
-        self._used -= tokens
-        self._grant()
+    def _full(self, amount: int, there: str) -> BudgetFull:
+        return BudgetFull(f"{amount // self._scale} {self._unit} are wanted, {there}")
 
-    def lend(self, tokens: int, on_taken: Callable[[], None]) -> Loan:
-        """Offers what `acquire` took to whoever needs it. `on_taken` is called when it is taken, perhaps at once;
-        it must not be released then."""
-        loan = Loan(self, on_taken)
-        self._loans[loan] = tokens
-        self._grant()
-        return loan
-
-    def _make_room(self, tokens: int) -> bool:
-        """Whether so many are free now; takes what is lent, the oldest first, if that is enough."""
-        if tokens > self.free + sum(self._loans.values()):
+    def _make_room(self, amount: int) -> bool:
+        """Whether so much is free now; takes what is lent, the oldest first, if that is enough."""
+        if amount > self.free + sum(lease.amount for lease in self._lent):
             return False
-        while tokens > self.free:
-            loan, lent = next(iter(self._loans.items()))
-            del self._loans[loan]
-            self._used -= lent
-            loan.taken = True
-            loan.on_taken()
+        while amount > self.free:
+            lease, on_taken = next(iter(self._lent.items()))
+            del self._lent[lease]
+            self._used -= lease.amount
+            lease.taken = lease.over = True
+            on_taken()
         return True
 
-    async def _wait(self, tokens: int, timeout: float, paid: bool) -> None:
-        waiter = _Waiter(tokens, paid)
+    async def _wait(self, amount: int, timeout: float, paid: bool) -> None:
+        waiter = _Waiter(amount, paid)
         self._waiting.append(waiter)
         self._grant()  # whom it overtakes may wait for more than is free
         try:
@@ -112,11 +106,12 @@ class CacheBudget:
         # The grant may come in the instant of the deadline: then it holds.
         if not waiter.granted.is_set():
             self._leave(waiter)
-            raise CacheFull(f"{tokens} cache tokens are wanted, {self.free} of {self.tokens} are free")
+            scale = self._scale
+            raise self._full(amount, f"{self.free // scale} of {self.capacity // scale} are free")
 
     def _leave(self, waiter: _Waiter) -> None:
         if waiter.granted.is_set():
-            self._used -= waiter.tokens
+            self._used -= waiter.amount
         else:
             self._waiting.remove(waiter)
         self._grant()
@@ -125,23 +120,43 @@ class CacheBudget:
         while self._waiting:
             paid = [waiter.paid for waiter in self._waiting]
             place = next_in_line(paid, self._overtaken)
-            if not self._make_room(self._waiting[place].tokens):
+            if not self._make_room(self._waiting[place].amount):
                 return
             self._overtaken = now_overtaken(paid, place, self._overtaken)
             waiter = self._waiting.pop(place)
-            self._used += waiter.tokens
+            self._used += waiter.amount
             waiter.granted.set()
 
 
-class Loan:
-    """Room of a `CacheBudget` that may be taken. `taken` says whether it was."""
+@dataclass(eq=False)
+class Lease:
+    """Room of a `MemoryBudget` that a request holds, until it is released, or taken while it is lent.
 
-    def __init__(self, budget: CacheBudget, on_taken: Callable[[], None]) -> None:
-        self.taken = False
-        self.on_taken = on_taken
-        self._budget = budget
+    Attributes:
+        taken: somebody else took it; it must not be used any more.
+        over: it was taken or released.
+    """
+
+    _budget: MemoryBudget
+    amount: int
+    taken: bool = False
+    over: bool = False
+
+    def release(self) -> None:
+        """Gives the room back; does nothing if it is over already."""
+        if not self.over:
+            self.over = True
+            self._budget._lent.pop(self, None)
+            self._budget._used -= self.amount
+            self._budget._grant()
+
+    def lend(self, on_taken: Callable[[], None]) -> None:
+        """Offers the room to whoever needs it. `on_taken` is called when it is taken, perhaps at once."""
+        if not self.over:
+            self._budget._lent[self] = on_taken
+            self._budget._grant()
 
     def recall(self) -> bool:
-        """Ends the offer; false if it was taken already. Safe to call twice."""
-        self._budget._loans.pop(self, None)
+        """Ends the offer; false if the room was taken already. Safe to call twice."""
+        self._budget._lent.pop(self, None)
         return not self.taken

@@ -16,7 +16,7 @@ from ...protocols.ids import BACKWARD, Span
 from ...protocols.inference import Refusal
 from ...protocols.tensors import decode
 from ...protocols.training import BatchTerms
-from ..blocks.batch_job import gradient_of, unpack_keep, unpack_work
+from ..blocks.batch_job import gradient_of, unpack_keep, unpack_request
 from ..errors import BadInput
 from ..models import ModelFolder, compute_manifest
 from ..models.progress import Progress, no_progress
@@ -131,7 +131,7 @@ def _judge_work(claim: BatchClaim, folder: ModelFolder, device: str, progress: P
         described += claim.keep.tensors
     tensor = described[0]
     terms = BatchTerms(claim.receipt.model_version, Span(*claim.receipt.span), tensor.codec, tensor.dtype, b"")
-    job = unpack_work(claim.protocol, terms, claim.request, [bytearray(each) for each in claim.inputs], kept)
+    job = unpack_request(claim.protocol, terms, claim.request, [bytearray(each) for each in claim.inputs], kept)
     (answer,) = _truth(claim, folder, device, progress).answer([PassQuestion(job.batch, job.gradient)])
     assert isinstance(answer, PassAnswer)
     claimed = [decode(each, payload) for each, payload in zip(described, claim.outputs, strict=False)]

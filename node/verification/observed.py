@@ -10,7 +10,7 @@ import torch
 from ...protocols.ids import Span
 from ...protocols.tensors import decode
 from ...protocols.training import BatchTerms
-from ..blocks.batch_job import unpack_keep, unpack_work
+from ..blocks.batch_job import unpack_keep, unpack_request
 from ..trust.receipt_log import LoggedBatch, SessionLog
 from .recomputation import PassQuestion, Question, SessionQuestion, Step
 from .tolerances import Pass
@@ -100,7 +100,7 @@ def observed_batch(logged: LoggedBatch, device: str = "") -> Observed:
     wire = logged.request.tensors[0]
     terms = BatchTerms(receipt.model_version, span, wire.codec, wire.dtype, receipt.nonce)
     kept = None if logged.keep is None else unpack_keep(logged.keep, [bytearray(each) for each in logged.kept])
-    job = unpack_work(logged.protocol, terms, logged.request, [bytearray(each) for each in logged.inputs], kept)
+    job = unpack_request(logged.protocol, terms, logged.request, [bytearray(each) for each in logged.inputs], kept)
     gradients = {}
     if logged.keep is not None and job.gradient is not None:
         others = zip(logged.keep.names, logged.keep.tensors, logged.outputs[1:], strict=True)

@@ -52,9 +52,9 @@ def install(control: Path) -> None:
     span_module.load_span = load_false  # type: ignore[assignment]  # the server imports it when it loads
     opening = session_module.ServerSession.__init__
 
-    def opened(self: Any, service: Any, client: str, terms: Any, compute: Any, *rest: Any) -> None:
+    def opened(self: Any, context: Any, client: str, terms: Any, compute: Any, *rest: Any) -> None:
         compute.cache.meets(client)
-        opening(self, service, client, terms, compute, *rest)
+        opening(self, context, client, terms, compute, *rest)
 
     session_module.ServerSession.__init__ = opened  # type: ignore[method-assign,assignment]
     forward, backward = SpanPasses.forward, SpanPasses.backward

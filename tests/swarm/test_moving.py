@@ -25,12 +25,13 @@ from petalnode.node.errors import NoChainError, ServerFailed
 from petalnode.node.network.host import Host
 from petalnode.node.network.transport.raw_connection import Path as Way
 from petalnode.node.network.transport.stream_bytes import StreamBytes
-from petalnode.node.server.budget import CacheBudget
+from petalnode.node.server.budget import MemoryBudget
 from petalnode.node.server.compute_thread import ComputeThread
 from petalnode.node.server.requests.adapters import Adapters
 from petalnode.node.server.requests.admission import Hosted
+from petalnode.node.server.requests.opening import RequestContext
 from petalnode.node.server.requests.pushes import PushStream
-from petalnode.node.server.requests.service import InferenceService
+from petalnode.node.server.requests.service import RequestService
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.trust.receipt_log import ReceiptArchive
 from petalnode.protocols import wire_pb2 as wire
@@ -138,17 +139,17 @@ class OneRoute(Ways):
 
 
 @asynccontextmanager
-async def server_here(blocks: BlockSpan) -> AsyncIterator[tuple[Host, InferenceService]]:
+async def server_here(blocks: BlockSpan) -> AsyncIterator[tuple[Host, RequestService]]:
     identity = Identity.generate()
     async with host_here(listens=True, identity=identity) as host:
         compute = ComputeThread(blocks)
         compute.start()
         hosted = Hosted(VERSION, "tiny", 6, blocks.span, HIDDEN, "float32", "none", blocks.max_positions)
-        adapters = Adapters(hosted, compute)
-        service = InferenceService(hosted, compute, CacheBudget(CACHE), identity, Ways(host), adapters)
+        context = RequestContext(hosted, compute, identity)
+        service = RequestService(context, MemoryBudget(CACHE), Ways(host), Adapters(context))
 
         async def serve(raw: StreamBytes, peer_id: str) -> None:
-            await service.handle(MessageStream(raw, wire.InferenceFrame, peer_id, max_payload=MAX_STEP_BYTES))
+            await service.handle_session(MessageStream(raw, wire.InferenceFrame, peer_id, max_payload=MAX_STEP_BYTES))
 
         async def serve_push(raw: StreamBytes, peer_id: str) -> None:
             stream = MessageStream(raw, wire.PushFrame, peer_id, max_payload=MAX_STEP_BYTES)
@@ -326,6 +327,6 @@ def test_connections_that_come_and_go_at_any_moment(
             assert session.paths.rejoined + session.paths.moved > 0
             await session.close()
             await until(lambda: all(service.sessions == 0 for service in services), "no session is left")
-            assert all(service.budget.free == CACHE for service in services)
+            assert all(service.cache.free == CACHE for service in services)
 
     trio.run(main)

@@ -21,7 +21,7 @@ NEW_TOKENS = 20
 # A server whose neighbours' pushes go wrong: in this process only, before the real program runs.
 _DEAF = """
 import sys
-from petalnode.node.server.requests.service import InferenceService
+from petalnode.node.server.requests.service import RequestService
 
 async def swallow(self, stream):
     while True:
@@ -30,7 +30,7 @@ async def swallow(self, stream):
 async def refuse(self, stream):
     await stream.reset()
 
-InferenceService.handle_push = {"swallow": swallow, "refuse": refuse}[sys.argv.pop(1)]
+RequestService.handle_push = {"swallow": swallow, "refuse": refuse}[sys.argv.pop(1)]
 from petalnode.node.cli.app import main
 main()
 """

@@ -1,4 +1,4 @@
-"""A work whose gradient comes later holds memory on loan only, and not for ever."""
+"""A batch whose gradient comes later holds memory on loan only, and not for ever."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import trio
 from petalnode.node.blocks.batch_job import BatchJob, run_job
 from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.server.budget import CacheBudget, CacheFull
+from petalnode.node.server.budget import BudgetFull, Lease, MemoryBudget
 from petalnode.node.server.compute_thread import ComputeThread
-from petalnode.node.server.requests import deferred_backward as late_work
+from petalnode.node.server.requests import deferred_backward
 from petalnode.node.server.requests.deferred_backward import DeferredBackward
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
@@ -37,19 +37,22 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
     return load_span(save_tiny("llama", folder), ALL)
 
 
-def run(blocks: BlockSpan, main: Callable[[ComputeThread, SpanPasses, DeferredBackward, CacheBudget], Any]) -> None:
+def run(
+    blocks: BlockSpan, main: Callable[[ComputeThread, SpanPasses, DeferredBackward, MemoryBudget, Lease], Any]
+) -> None:
     async def bounded() -> None:
         compute = ComputeThread(blocks)
         compute.start()
-        budget = CacheBudget(100)
+        budget = MemoryBudget(100)
         try:
             with trio.fail_after(60):
-                await budget.acquire(60, 1)
+                lease = await budget.acquire(60, 1)
                 await main(
                     compute,
                     SpanPasses(blocks, 1 << 40),
                     DeferredBackward(WORK, bytearray(PAYLOAD), None, BATCH),
                     budget,
+                    lease,
                 )
         finally:
             await compute.stop()
@@ -58,14 +61,17 @@ def run(blocks: BlockSpan, main: Callable[[ComputeThread, SpanPasses, DeferredBa
 
 
 def test_a_gradient_that_comes_in_time(blocks: BlockSpan) -> None:
-    async def main(compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: CacheBudget) -> None:
-        late.lend(budget, 60, lambda: pytest.fail("nobody needed it"))
+    async def main(
+        compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: MemoryBudget, lease: Lease
+    ) -> None:
+        late.lend(lease)
         await late.recompute(compute, passes)
         late.settle(JOB)
         late.give_up("too late for that")
         job, first = await late.ready()
-        with pytest.raises(CacheFull):  # it is no longer offered to others
+        with pytest.raises(BudgetFull):  # it is no longer offered to others
             await budget.acquire(60, 0.01)
+        assert not lease.taken  # nobody needed it
         assert job is JOB and len(first.value.graphs) == NUM_BLOCKS
         second = await compute.run_pass(run_job(job, passes, first.value), resumed=True)
         [expected] = (await compute.run_pass(run_job(JOB, passes))).value
@@ -75,12 +81,13 @@ def test_a_gradient_that_comes_in_time(blocks: BlockSpan) -> None:
 
 
 def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
-    async def main(compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: CacheBudget) -> None:
-        taken: list[bool] = []
-        late.lend(budget, 60, lambda: taken.append(True))
+    async def main(
+        compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: MemoryBudget, lease: Lease
+    ) -> None:
+        late.lend(lease)
         await late.recompute(compute, passes)
         await budget.acquire(60, 0.01)
-        assert taken == [True] and not late.payload  # and nothing else holds it
+        assert lease.taken and not late.payload  # and nothing else holds it
         with pytest.raises(Refusal, match="memory"):
             late.check()
         late.settle(JOB)
@@ -92,9 +99,11 @@ def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
 
 
 def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_work, "GRADIENT_TIMEOUT", 0.05)
+    monkeypatch.setattr(deferred_backward, "GRADIENT_TIMEOUT", 0.05)
 
-    async def main(compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: CacheBudget) -> None:
+    async def main(
+        compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: MemoryBudget, lease: Lease
+    ) -> None:
         with pytest.raises(Refusal, match="did not come") as caught:
             await late.ready()
         assert caught.value.code == wire.ERROR_BUSY
@@ -106,7 +115,9 @@ def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pytest.Mo
 
 
 def test_a_first_half_that_fails(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: CacheBudget) -> None:
+    async def main(
+        compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: MemoryBudget, lease: Lease
+    ) -> None:
         def too_large(batch: Batch) -> Any:
             yield
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -14,7 +14,7 @@ from petalnode.crypto.credits import Clearing, Transfer
 from petalnode.crypto.identity import Identity
 from petalnode.node.credits import payment_verifier as till_module
 from petalnode.node.credits.payment_verifier import PaymentVerifier
-from petalnode.node.server.budget import MOST_OVERTAKING, CacheBudget, next_in_line, now_overtaken
+from petalnode.node.server.budget import MOST_OVERTAKING, MemoryBudget, next_in_line, now_overtaken
 from petalnode.node.server.turns import Turn, Waiting, next_turn
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.credits import HONOURED_MS, SKEW_MS, clearing_to_wire
@@ -71,21 +71,21 @@ def test_cache_is_granted_to_who_has_paid_first() -> None:
     order: list[str] = []
 
     async def main() -> None:
-        budget = CacheBudget(10)
-        await budget.acquire(10, 0)
+        budget = MemoryBudget(10)
+        first = await budget.acquire(10, 0)
 
         async def wait(name: str, tokens: int, paid: bool) -> None:
-            await budget.acquire(tokens, 1000, paid=paid)
+            lease = await budget.acquire(tokens, 1000, paid=paid)
             order.append(name)
             await trio.sleep(1)
-            budget.release(tokens)
+            lease.release()
 
         async with trio.open_nursery() as nursery:
             names = ["first", "second", *(f"paid {number}" for number in range(5))]
             for name in names:
                 nursery.start_soon(wait, name, 10, name.startswith("paid"))
                 await trio.testing.wait_all_tasks_blocked()
-            budget.release(10)
+            first.release()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     assert order == ["paid 0", "paid 1", "paid 2", "first", "paid 3", "paid 4", "second"]
@@ -93,7 +93,7 @@ def test_cache_is_granted_to_who_has_paid_first() -> None:
 
 def test_what_is_free_is_for_who_has_paid_if_the_first_waits_for_more() -> None:
     async def main() -> None:
-        budget = CacheBudget(10)
+        budget = MemoryBudget(10)
         await budget.acquire(5, 0)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(budget.acquire, 10, 1000)

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ...blocks.span import BlockSpan
     from ...models.adapter import Adapter
     from ..compute_thread import ComputeThread
-    from ..requests.batch_service import TrainingService
-    from ..requests.service import InferenceService
 
 log = logging.getLogger(__name__)
 
@@ -109,11 +107,11 @@ class _Hosting:
 
     async def run(self, on_ready: Callable[[dict[str, object]], None], stop: trio.Event) -> Move | None:
         from ...credits.payment_verifier import PaymentVerifier
-        from ..budget import CacheBudget
+        from ..budget import MemoryBudget
         from ..requests.adapters import Adapters
         from ..requests.admission import Hosted
-        from ..requests.batch_service import TrainingService
-        from ..requests.service import InferenceService
+        from ..requests.opening import RequestContext
+        from ..requests.service import RequestService
 
         post, options, blocks = self._post, self._post.options, self._compute.blocks
         speed = await self._speed()
@@ -137,24 +135,21 @@ class _Hosting:
         )
         pledging = Pledging(post.identity, hosted, options.pledge)
         self._pledger = pledging.current
-        self._adapters = Adapters(hosted, self._compute, options.allow_clients)
+        context = RequestContext(
+            hosted, self._compute, post.identity, frozenset(options.allow_clients), pledging.current
+        )
+        self._context = context
+        self._adapters = Adapters(context)
         await self._adapters.load(post.adapters)
-        self._service = service = InferenceService(
-            hosted,
-            self._compute,
-            CacheBudget(self._tokens),
-            post.identity,
+        self._service = RequestService(
+            context,
+            MemoryBudget(self._tokens),
             ServerConnector(post.swarm, hosted.model_version),
             self._adapters,
-            self._on_change,
-            options.allow_clients,
-            self._pledger,
             PaymentVerifier(post.identity.peer_id, self._issuers()),
+            self._on_change,
         )
-        training = TrainingService(
-            hosted, self._compute, post.identity, blocks.can_backward, options.allow_clients, self._pledger
-        )
-        self._serve(service, training)
+        self._serve()
         self._compute.on_decode = self._live.note_decode
         self._compute.on_prefill = self._live.note_prefill
         await self._compute.call(return_memory)
@@ -194,13 +189,13 @@ class _Hosting:
             nursery.start_soon(watch_stop)
         if stop.is_set():
             move = None
-        await self._leave(move, training)
+        await self._leave(move)
         return move
 
-    async def _leave(self, move: Move | None, training: TrainingService) -> None:
+    async def _leave(self, move: Move | None) -> None:
         """Takes no new work, tells the clients of the present sessions, and waits until they have moved."""
         timeout = self._post.options.drain_timeout
-        training.draining = self._service.draining = True
+        self._context.draining = True
         self._next_span = move.target if move is not None else None
         if move is None:
             self._post.on_event("stopping", sessions=self._service.sessions)
@@ -218,7 +213,6 @@ class _Hosting:
             self._post.swarm.announce(self._current())
         with trio.move_on_after(timeout):
             await self._service.wait_idle()
-            await training.wait_idle()
 
     async def _speed(self) -> BlockSpeed:
         """What was measured in an earlier run, else now."""
@@ -245,13 +239,13 @@ class _Hosting:
             claim(weights + tokens * blocks.cache_bytes_per_token)
         return tokens
 
-    def _serve(self, service: InferenceService, training: TrainingService) -> None:
-        swarm = self._post.swarm
-        swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle, max_payload=MAX_STEP_BYTES)
+    def _serve(self) -> None:
+        swarm, service = self._post.swarm, self._service
+        swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle_session, max_payload=MAX_STEP_BYTES)
         swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, max_payload=MAX_STEP_BYTES)
         for protocol, handler, max_header in (
-            (FORWARD, training.handle_forward, MAX_WORK_HEADER),
-            (BACKWARD, training.handle_backward, MAX_WORK_HEADER),
+            (FORWARD, service.handle_forward, MAX_WORK_HEADER),
+            (BACKWARD, service.handle_backward, MAX_WORK_HEADER),
             (ADAPTER, self._adapters.handle, MAX_ADAPTER_HEADER),
         ):
             swarm.set_handler(protocol, wire.BatchFrame, handler, max_header=max_header, max_payload=PIECE_BYTES)
@@ -280,12 +274,12 @@ class _Hosting:
     def _current(self) -> Announcement:
         return replace(
             self._announcement,
-            state=ServerState.DRAINING if self._service.draining else ServerState.ONLINE,
+            state=ServerState.DRAINING if self._context.draining else ServerState.ONLINE,
             step_seconds=self._live.step_seconds,
             forward_tokens_per_second=1 / self._live.token_seconds,
             dtype=self._hosted.dtype,
             cache_tokens=self._tokens,
-            cache_tokens_free=self._service.budget.free,
+            cache_tokens_free=self._service.cache.free,
             queue_depth=self._compute.depth,
             rtts=dict(self._rtts),
             max_session_length=self._hosted.max_length,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,22 +14,20 @@ import trio
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.adapter import AnnouncedAdapter, digests_match
-from ....protocols.framing import PeerError, TensorError
+from ....protocols.framing import TensorError
 from ....protocols.ids import Span
 from ....protocols.inference import Refusal, bad_request
 from ....protocols.tensors import decode
 from ....protocols.training import BatchFrames, receive_pieces
 from ...blocks.span_adapter import SpanAdapter
 from ...models.adapter import Adapter, digests_of
-from ..budget import CacheBudget, CacheFull
-from ..compute_thread import ComputeThread
-from .admission import Hosted, check_adapter, check_client
+from ..budget import Lease, MemoryBudget
+from .admission import check_adapter, check_client
+from .opening import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
 
 MAX_STREAMS: Final = 64
 BROUGHT_SHARE: Final = 0.05
 """Of the free memory, for what clients bring."""
-OPEN_TIMEOUT: Final = 10.0
-SEND_TIMEOUT: Final = 30.0
 PIECE_TIMEOUT: Final = 30.0
 BRING_TIMEOUT: Final = 600.0
 """For all of an adapter to come."""
@@ -38,32 +37,30 @@ HOLD_TIMEOUT: Final = 120.0
 
 
 @dataclass(eq=False)
-class Borrowed:
-    """An adapter that sessions use; `users` are those and the stream on which it came. None of the owner's counts."""
+class _Held:
+    """An adapter for the blocks of `span`. One that a client has brought holds memory, and goes with its last user."""
 
     adapter: SpanAdapter
     span: Span
-    key: tuple[str, bytes] | None = None
-    nbytes: int = 0
+    hash: bytes
+    client: str | None = None
+    lease: Lease | None = None
     users: int = 0
 
 
 class Adapters:
     """Holds adapters for one hosted span. All but the tensors is the trio thread's.
 
-    Memory is bounded: the owner's are what the owner has named, and what clients bring stays within `budget`, which
-    counts bytes, as long as sessions use it.
+    Memory is bounded: the owner's are what the owner has named, and what clients bring has a budget, as long as
+    sessions use it.
     """
 
-    def __init__(self, hosted: Hosted, compute: ComputeThread, allowed_clients: Collection[str] = ()) -> None:
-        self.budget = CacheBudget(int(BROUGHT_SHARE * psutil.virtual_memory().available))
-        self._hosted = hosted
-        self._compute = compute
-        self._allowed_clients = frozenset(allowed_clients)
-        self._loaded: dict[bytes, Borrowed] = {}
+    def __init__(self, context: RequestContext) -> None:
+        self._context = context
+        self._budget = MemoryBudget(int(BROUGHT_SHARE * psutil.virtual_memory().available), "MiB for adapters", 1 << 20)
+        self._held: list[_Held] = []
         self._names: list[AnnouncedAdapter] = []
-        self._brought: dict[tuple[str, bytes], list[Borrowed]] = {}
-        self._streams = 0
+        self._streams = OpenCount("adapters on their way", MAX_STREAMS)
 
     async def load(self, adapters: Sequence[Adapter]) -> None:
         """Takes the owner's adapters, which have been checked against the model's version.
@@ -71,116 +68,99 @@ class Adapters:
         Raises:
             BadInput: one does not fit the blocks.
         """
-        hosted, blocks = self._hosted, self._compute.blocks
-        for each in adapters:
-            each.check_fits(hosted.span, blocks.linears, hosted.hidden_size, hosted.num_blocks)
-            part = each.part(hosted.span)
-            adapter = await self._compute.call(lambda part=part: blocks.make_adapter(part))  # type: ignore[misc]
-            self._loaded[each.hash] = Borrowed(adapter, hosted.span)
-            self._names.append(AnnouncedAdapter(each.name, each.hash))
+        hosted, blocks = self._context.hosted, self._context.compute.blocks
+        for owned in adapters:
+            owned.check_fits(hosted.span, blocks.linears, hosted.hidden_size, hosted.num_blocks)
+            adapter = await self._made(owned.part(hosted.span))
+            self._held.append(_Held(adapter, hosted.span, owned.hash))
+            self._names.append(AnnouncedAdapter(owned.name, owned.hash))
 
     @property
     def announced(self) -> tuple[str, ...]:
         """The owner's adapters, as an announcement names them."""
         return tuple(str(name) for name in self._names)
 
-    def borrow(self, adapter: bytes, client: str, span: Span) -> Borrowed | None:
+    @contextmanager
+    def borrowed(self, adapter: bytes, client: str, span: Span) -> Iterator[SpanAdapter | None]:
         """The adapter of this hash for a session of `client` through the blocks of `span`; None for no hash.
 
         Raises:
             Refusal: ERROR_UNSUPPORTED, it is not here.
         """
         if not adapter:
-            return None
-        found = self._find(adapter, client, span)
-        if found is None:
-            raise Refusal(wire.ERROR_UNSUPPORTED, f"the adapter {adapter.hex()[:12]} is not here")
-        found.users += 1
-        return found
-
-    def give_back(self, borrowed: Borrowed | None) -> None:
-        """Ends what `borrow` began; the last user of what a client has brought takes it away."""
-        if borrowed is None:
+            yield None
             return
-        borrowed.users -= 1
-        if not borrowed.users and borrowed.key is not None:
-            held = self._brought[borrowed.key]
-            held.remove(borrowed)
-            if not held:
-                del self._brought[borrowed.key]
-            self.budget.release(borrowed.nbytes)
+        held = self._find(adapter, client, span)
+        if held is None:
+            raise Refusal(wire.ERROR_UNSUPPORTED, f"the adapter {adapter.hex()[:12]} is not here")
+        with self._used(held):
+            yield held.adapter
 
-    def _find(self, adapter: bytes, client: str, span: Span) -> Borrowed | None:
-        candidates = [*self._brought.get((client, adapter), ())]
-        if adapter in self._loaded:
-            candidates.append(self._loaded[adapter])
-        return next((candidate for candidate in candidates if candidate.span.covers(span)), None)
+    @contextmanager
+    def _used(self, held: _Held) -> Iterator[None]:
+        """The last user of what a client has brought takes it away."""
+        held.users += 1
+        try:
+            yield
+        finally:
+            held.users -= 1
+            if not held.users and held.lease is not None:
+                self._held.remove(held)
+                held.lease.release()
+
+    def _find(self, adapter: bytes, client: str, span: Span) -> _Held | None:
+        fitting = (held for held in self._held if held.hash == adapter and held.client in (None, client))
+        return next((held for held in fitting if held.span.covers(span)), None)
 
     async def handle(self, stream: BatchFrames) -> None:
         """One stream on which a client brings an adapter. Never raises for anything that the client did."""
-        self._streams += 1
-        borrowed: Borrowed | None = None
+        await serve_stream(stream, self._serve)
+
+    async def _serve(self, stream: BatchFrames, frame: wire.BatchFrame) -> None:
+        if frame.WhichOneof("body") != "adapter":
+            raise bad_request("a stream for an adapter begins with Adapter")
+        check_client(stream.peer_id, self._context.allowed_clients)
+        self._streams.check()
+        span = check_adapter(frame.adapter, self._context.hosted, self._context.compute.blocks.linears)
+        self._streams.add(1)
         try:
-            frame, _ = await stream.receive(timeout=OPEN_TIMEOUT)
-            try:
-                borrowed = await self._take(stream, frame)
+            held = self._find(frame.adapter.hash, stream.peer_id, span)
+            if held is None:
+                held = await self._receive(stream, frame.adapter, span)
+            with self._used(held):
                 await _say(stream, held=True)
                 # The stream holds it until the client says Close, or leaves: its sessions do by then.
                 with trio.move_on_after(HOLD_TIMEOUT):
                     await stream.receive(timeout=None)
-            except Refusal as refusal:
-                await stream.send(wire.BatchFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
-            await stream.close()
-        except PeerError:
-            await stream.reset()
         finally:
-            self.give_back(borrowed)
-            self._streams -= 1
+            self._streams.add(-1)
 
-    async def _take(self, stream: BatchFrames, frame: wire.BatchFrame) -> Borrowed:
+    async def _receive(self, stream: BatchFrames, offer: wire.Adapter, span: Span) -> _Held:
         """
         Raises:
             Refusal: it cannot be taken.
             PeerError: the client is gone.
         """
-        if frame.WhichOneof("body") != "adapter":
-            raise bad_request("a stream for an adapter begins with Adapter")
-        check_client(stream.peer_id, self._allowed_clients)
-        if self._streams > MAX_STREAMS:
-            raise Refusal(wire.ERROR_BUSY, f"{MAX_STREAMS} adapters are on their way to this server already")
-        offer, span = frame.adapter, check_adapter(frame.adapter, self._hosted, self._compute.blocks.linears)
-        if self._find(offer.hash, stream.peer_id, span) is not None:
-            found = self.borrow(offer.hash, stream.peer_id, span)
-            assert found is not None
-            return found
-        nbytes = sum(math.prod(tensor.shape) for tensor in offer.tensors) * 4
-        try:
-            await self.budget.acquire(nbytes, MEMORY_WAIT)
-        except CacheFull:
-            raise Refusal(
-                wire.ERROR_BUSY,
-                f"an adapter of {nbytes >> 20} MiB is wanted, {self.budget.free >> 20} of the server's "
-                f"{self.budget.tokens >> 20} MiB for adapters are free",
-            ) from None
+        lease = await reserve(self._budget, sum(math.prod(tensor.shape) for tensor in offer.tensors) * 4, MEMORY_WAIT)
         try:
             await _say(stream, held=False)
-            adapter = await self._receive(stream, offer)
+            sizes = [tensor.nbytes for tensor in offer.tensors]
+            try:
+                with trio.fail_after(BRING_TIMEOUT):
+                    payloads = await receive_pieces(stream, sizes, timeout=PIECE_TIMEOUT)
+            except trio.TooSlowError:
+                raise Refusal(wire.ERROR_BUSY, f"the adapter did not come within {BRING_TIMEOUT:.0f} s") from None
+            adapter = await self._made(await trio.to_thread.run_sync(_unpack, offer, payloads))
         except BaseException:
-            self.budget.release(nbytes)
+            lease.release()
             raise
-        key = (stream.peer_id, offer.hash)
-        borrowed = Borrowed(adapter, span, key, nbytes, users=1)
-        self._brought.setdefault(key, []).append(borrowed)
-        return borrowed
+        held = _Held(adapter, span, offer.hash, stream.peer_id, lease)
+        self._held.append(held)
+        return held
 
-    async def _receive(self, stream: BatchFrames, offer: wire.Adapter) -> SpanAdapter:
-        payloads: list[bytearray] | None = None
-        with trio.move_on_after(BRING_TIMEOUT):
-            payloads = await receive_pieces(stream, [tensor.nbytes for tensor in offer.tensors], timeout=PIECE_TIMEOUT)
-        if payloads is None:
-            raise Refusal(wire.ERROR_BUSY, f"the adapter did not come within {BRING_TIMEOUT:.0f} s")
-        tensors = await trio.to_thread.run_sync(_unpack, offer, payloads)
-        return await self._compute.call(lambda: self._compute.blocks.make_adapter(tensors))
+    async def _made(self, tensors: dict[str, torch.Tensor]) -> SpanAdapter:
+        compute = self._context.compute
+        return await compute.call(lambda: compute.blocks.make_adapter(tensors))
 
 
 async def _say(stream: BatchFrames, *, held: bool) -> None:

@@ -1,95 +1,93 @@
-"""One stream of works at a server: reads ahead, has them computed one behind the other, answers with receipts."""
+"""One stream of batches at a server: reads ahead, has them computed one behind the other, answers with receipts."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import trio
 
-from ....crypto.receipts import NO_RECEIPT, Receipt
 from ....protocols import wire_pb2 as wire
-from ....protocols.announcement import pledge_to_wire
 from ....protocols.framing import PeerError, StreamTimeout
-from ....protocols.ids import BACKWARD, PROTOCOL_VERSION
-from ....protocols.inference import EPOCH_BYTES, Refusal, bad_request, receipt_to_wire
-from ....protocols.training import (
-    KEPT_SETS,
-    BatchFrames,
-    BatchTerms,
-    raw_bytes,
-    receive_pieces,
-    send_in_pieces,
-)
-from ...blocks.batch_job import (
-    BatchJob,
-    KeptTensors,
-    PackedReply,
-    pack,
-    run_job,
-    unpack_batch,
-    unpack_keep,
-    unpack_work,
-)
+from ....protocols.ids import BACKWARD
+from ....protocols.inference import Refusal, bad_request, receipt_to_wire
+from ....protocols.training import KEPT_SETS, BatchFrames, BatchTerms, raw_bytes, receive_pieces, send_in_pieces
+from ...blocks.batch_job import BatchJob, KeptTensors, pack, run_job, unpack_batch, unpack_keep, unpack_request
+from ...blocks.passes import SpanPasses
 from ...errors import unwrapped
-from ..budget import CacheBudget, CacheFull
+from ..budget import Lease, MemoryBudget
 from ..compute_thread import PassResult
 from .admission import batch_bytes, check_batch, check_keep
 from .deferred_backward import DeferredBackward
-
-if TYPE_CHECKING:
-    from .batch_service import TrainingService
+from .opening import OpenCount, RequestContext, reserve
+from .receipts import ReceiptChain
 
 CREDITS: Final = 4
 IDLE_TIMEOUT: Final = 60.0
 """A stream that asks for nothing so long is ended; its client opens another."""
 PIECE_TIMEOUT: Final = 30.0
 MEMORY_WAIT: Final = 20.0
-"""How long a work waits for others to give memory back."""
+"""How long a request waits for others to give memory back."""
+
+
+@dataclass(frozen=True)
+class BatchMemory:
+    """What all streams share: for `requests` under way, for what clients want `kept`, and the one who runs passes."""
+
+    requests: MemoryBudget
+    kept: MemoryBudget
+    passes: SpanPasses
 
 
 @dataclass(frozen=True)
 class _Item:
-    """A work on its way to be computed."""
+    """A request on its way to be computed."""
 
-    work: BatchJob | DeferredBackward
-    nbytes: int
+    batch: BatchJob | DeferredBackward
+    lease: Lease
 
 
 @dataclass(frozen=True)
 class _Done:
     job: BatchJob
-    passed: PassResult[list[torch.Tensor]]
-    nbytes: int
+    result: PassResult[list[torch.Tensor]]
+    lease: Lease
 
 
-class TrainingStream:
-    """Serves one stream that was granted.
+class BatchStream:
+    """Serves one stream of batches that was admitted.
 
-    Three tasks hand works on to each other: one reads, one computes, one answers. An error of any of them goes the same
-    way, so that the answers before it are not lost.
+    Three tasks hand requests on to each other: one reads, one computes, one answers. An error of any of them goes the
+    same way, so that the answers before it are not lost.
     """
 
-    def __init__(self, service: TrainingService, stream: BatchFrames, terms: BatchTerms, protocol: str) -> None:
-        self._service = service
+    def __init__(
+        self,
+        context: RequestContext,
+        memory: BatchMemory,
+        open_requests: OpenCount,
+        stream: BatchFrames,
+        terms: BatchTerms,
+        protocol: str,
+    ) -> None:
+        self._context = context
+        self._memory = memory
+        self._open_requests = open_requests
         self._stream = stream
         self._terms = terms
         self._protocol = protocol
-        self._epoch = os.urandom(EPOCH_BYTES)
-        self._kept: OrderedDict[int, KeptTensors] = OrderedDict()
+        self._receipts = ReceiptChain(context, stream.peer_id, terms)
+        self._kept: OrderedDict[int, tuple[KeptTensors, Lease]] = OrderedDict()
         self._kept_number = 0
         self._sequence = 0
-        self._under_way = 0  # works that count against the credits
+        self._under_way = 0  # requests that count against the credits
         self._unanswered = 0
-        self._last_receipt = NO_RECEIPT
-        self._late: dict[int, DeferredBackward] = {}  # by their numbers, those whose gradients have not come
-        self._held: dict[CacheBudget, int] = {service.budget: 0, service.kept_budget: 0}
+        self._deferred: dict[int, DeferredBackward] = {}  # by their numbers, those whose gradients have not come
+        self._leases: set[Lease] = set()
 
     async def run(self) -> None:
         """Serves until the client closes, leaves, breaks the protocol or says nothing for long.
@@ -97,14 +95,8 @@ class TrainingStream:
         Raises:
             PeerError: the client is gone.
         """
-        hosted, pledge = self._service.hosted, self._service.pledger()
         granted = wire.BatchGranted(
-            session_epoch=self._epoch,
-            dtype=hosted.dtype,
-            quantisation=hosted.quantisation,
-            credits=CREDITS,
-            pledge=pledge_to_wire(pledge) if pledge is not None else None,
-            gradient_may_follow=self._protocol == BACKWARD,
+            **self._receipts.granted(), credits=CREDITS, gradient_may_follow=self._protocol == BACKWARD
         )
         await self._stream.send(wire.BatchFrame(granted=granted), timeout=PIECE_TIMEOUT)
         try:
@@ -118,155 +110,147 @@ class TrainingStream:
                     await self._answer(answering)
                     nursery.cancel_scope.cancel()
         finally:
-            self._service.note(-self._unanswered)
+            self._open_requests.add(-self._unanswered)
             self._give_up("the stream is over")
-            for budget, nbytes in self._held.items():
-                budget.release(nbytes)
+            for lease in self._leases:
+                lease.release()
 
     async def _watch(self, scope: trio.CancelScope) -> None:
-        """Works of a client that is gone are given up at once."""
+        """The requests of a client that is gone are given up at once."""
         await self._stream.wait_lost()
         scope.cancel()
 
     def _give_up(self, why: str) -> None:
-        for late in self._late.values():
-            late.give_up(why)
-        self._late.clear()
+        for deferred in self._deferred.values():
+            deferred.give_up(why)
+        self._deferred.clear()
 
-    async def _read(self, works: trio.MemorySendChannel[_Item | Refusal], nursery: trio.Nursery) -> None:
-        async with works:
+    async def _read(self, items: trio.MemorySendChannel[_Item | Refusal], nursery: trio.Nursery) -> None:
+        async with items:
             try:
-                while True:
-                    try:
-                        frame, _ = await self._stream.receive(timeout=IDLE_TIMEOUT)
-                    except StreamTimeout:
-                        if self._under_way:
-                            continue
-                        return
-                    body = frame.WhichOneof("body")
-                    if body == "close":
-                        return
-                    if body == "gradient":
-                        await self._gradient(frame.gradient)
+                while (frame := await self._next_frame()) is not None:
+                    item = await self._take_frame(frame)
+                    if item is None:
                         continue
-                    if self._service.draining:
-                        raise Refusal(wire.ERROR_DRAINING, "this server is about to stop")
-                    if body == "keep":
-                        await self._keep(frame.keep)
-                    elif body == "work":
-                        item = await self._work(frame.work)
-                        if isinstance(item.work, DeferredBackward):
-                            nursery.start_soon(item.work.recompute, self._service.compute, self._service.passes)
-                        await works.send(item)
-                    else:
-                        raise bad_request(f"a stream of works takes Keep, Work, Gradient or Close, not {body}")
+                    if isinstance(item.batch, DeferredBackward):
+                        nursery.start_soon(item.batch.recompute, self._context.compute, self._memory.passes)
+                    await items.send(item)
             except Refusal as refusal:
                 with suppress(trio.BrokenResourceError):
-                    await works.send(refusal)
+                    await items.send(refusal)
             except trio.BrokenResourceError:
-                pass  # a pass has failed: nobody takes works any more, and the answering task ends the stream
+                pass  # a pass has failed: nobody takes requests any more, and the answering task ends the stream
             finally:
                 self._give_up("nothing more is read from its stream")
 
-    async def _keep(self, keep: wire.Keep) -> None:
-        check_keep(
-            keep, self._terms, self._service.hosted, self._service.compute.blocks.linears, last=self._kept_number
-        )
+    async def _next_frame(self) -> wire.BatchFrame | None:
+        """None when the client has closed the stream, or asks for nothing any more."""
+        while True:
+            try:
+                frame, _ = await self._stream.receive(timeout=IDLE_TIMEOUT)
+                return None if frame.WhichOneof("body") == "close" else frame
+            except StreamTimeout:
+                if not self._under_way:
+                    return None
+
+    async def _take_frame(self, frame: wire.BatchFrame) -> _Item | None:
+        """What is to be computed next, if the frame brings that."""
+        body = frame.WhichOneof("body")
+        if body == "gradient":
+            await self._take_gradient(frame.gradient)
+            return None
+        if self._context.draining:
+            raise Refusal(wire.ERROR_DRAINING, "this server is about to stop")
+        if body == "keep":
+            await self._take_kept(frame.keep)
+            return None
+        if body != "work":
+            raise bad_request(f"a stream of works takes Keep, Work, Gradient or Close, not {body}")
+        return await self._take_request(frame.work)
+
+    async def _take_kept(self, keep: wire.Keep) -> None:
+        context = self._context
+        check_keep(keep, self._terms, context.hosted, context.compute.blocks.linears, last=self._kept_number)
         if len(self._kept) == KEPT_SETS:
-            _, oldest = self._kept.popitem(last=False)
-            self._give_back(self._service.kept_budget, raw_bytes(oldest.keep.tensors))
-        await self._take(self._service.kept_budget, raw_bytes(keep.tensors))
+            _, (_, lease) = self._kept.popitem(last=False)
+            self._release(lease)
+        lease = await self._reserve(self._memory.kept, raw_bytes(keep.tensors))
         payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in keep.tensors], timeout=PIECE_TIMEOUT)
         self._kept_number = keep.number
-        self._kept[keep.number] = await trio.to_thread.run_sync(unpack_keep, keep, payloads)
+        self._kept[keep.number] = await trio.to_thread.run_sync(unpack_keep, keep, payloads), lease
 
-    async def _work(self, work: wire.BatchRequest) -> _Item:
+    async def _take_request(self, request: wire.BatchRequest) -> _Item:
         check_batch(
-            work,
+            request,
             self._terms,
-            self._service.hosted,
-            {number: kept.keep for number, kept in self._kept.items()},
+            self._context.hosted,
+            {number: kept.keep for number, (kept, _) in self._kept.items()},
             backward=self._protocol == BACKWARD,
             last=self._sequence,
         )
         if self._under_way >= CREDITS:
             raise Refusal(wire.ERROR_BUSY, f"{CREDITS} works may be under way at once, not more")
-        kept = self._kept.get(work.kept)
-        nbytes = batch_bytes(work, kept.keep if kept else None)
-        self._sequence = work.sequence
+        kept, _ = self._kept.get(request.kept, (None, None))
+        self._sequence = request.sequence
         self._under_way += 1
         self._unanswered += 1
-        self._service.note(1)
-        await self._take(self._service.budget, nbytes)
-        here = work.tensors[:1] if work.gradient_follows else work.tensors
-        payloads = await receive_pieces(self._stream, [each.nbytes for each in here], timeout=PIECE_TIMEOUT)
-        if not work.gradient_follows:
-            return _Item(await self._unpack(work, payloads, kept), nbytes)
-        batch = await trio.to_thread.run_sync(unpack_batch, self._terms, work, payloads[0], kept)
-        late = self._late[work.sequence] = DeferredBackward(work, payloads[0], kept, batch)
-        budget = self._service.budget
+        self._open_requests.add(1)
+        lease = await self._reserve(self._memory.requests, batch_bytes(request, kept.keep if kept else None))
+        here = request.tensors[:1] if request.gradient_follows else request.tensors
+        payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in here], timeout=PIECE_TIMEOUT)
+        if not request.gradient_follows:
+            return _Item(await self._unpack(request, payloads, kept), lease)
+        batch = await trio.to_thread.run_sync(unpack_batch, self._terms, request, payloads[0], kept)
+        deferred = self._deferred[request.sequence] = DeferredBackward(request, payloads[0], kept, batch)
+        deferred.lend(lease)
+        return _Item(deferred, lease)
 
-        def taken() -> None:
-            self._held[budget] -= nbytes
-
-        late.lend(budget, nbytes, taken)
-        return _Item(late, nbytes)
-
-    async def _gradient(self, gradient: wire.Gradient) -> None:
-        late = self._late.get(gradient.sequence)
-        if late is None:
+    async def _take_gradient(self, gradient: wire.Gradient) -> None:
+        deferred = self._deferred.get(gradient.sequence)
+        if deferred is None:
             raise bad_request(f"no work {gradient.sequence} waits for its gradient")
-        late.check()
-        [payload] = await receive_pieces(self._stream, [late.work.tensors[1].nbytes], timeout=PIECE_TIMEOUT)
-        late.check()
-        job = await self._unpack(late.work, [late.payload, payload], late.kept)
-        late.settle(job)
-        self._late.pop(gradient.sequence, None)
+        deferred.check()
+        size = deferred.request.tensors[1].nbytes
+        [payload] = await receive_pieces(self._stream, [size], timeout=PIECE_TIMEOUT)
+        deferred.check()
+        deferred.settle(await self._unpack(deferred.request, [deferred.payload, payload], deferred.kept))
+        self._deferred.pop(gradient.sequence, None)
 
     async def _unpack(
-        self, work: wire.BatchRequest, payloads: Sequence[bytearray], kept: KeptTensors | None
+        self, request: wire.BatchRequest, payloads: Sequence[bytearray], kept: KeptTensors | None
     ) -> BatchJob:
-        return await trio.to_thread.run_sync(unpack_work, self._protocol, self._terms, work, payloads, kept)
+        return await trio.to_thread.run_sync(unpack_request, self._protocol, self._terms, request, payloads, kept)
 
-    async def _take(self, budget: CacheBudget, nbytes: int) -> None:
-        try:
-            await budget.acquire(nbytes, MEMORY_WAIT)
-        except CacheFull:
-            if nbytes > budget.tokens:
-                raise Refusal(
-                    wire.ERROR_TOO_LONG,
-                    f"{nbytes >> 20} MiB are wanted and the server has {budget.tokens >> 20} MiB: send less at once",
-                ) from None
-            raise Refusal(wire.ERROR_BUSY, "the server's memory for training is taken by others") from None
-        self._held[budget] += nbytes
+    async def _reserve(self, budget: MemoryBudget, nbytes: int) -> Lease:
+        lease = await reserve(budget, nbytes, MEMORY_WAIT, never=wire.ERROR_TOO_LONG)
+        self._leases.add(lease)
+        return lease
 
-    def _give_back(self, budget: CacheBudget, nbytes: int) -> None:
-        self._held[budget] -= nbytes
-        budget.release(nbytes)
+    def _release(self, lease: Lease) -> None:
+        self._leases.discard(lease)
+        lease.release()
 
     async def _compute(
-        self,
-        works: trio.MemoryReceiveChannel[_Item | Refusal],
-        answers: trio.MemorySendChannel[_Done | Refusal],
+        self, items: trio.MemoryReceiveChannel[_Item | Refusal], answers: trio.MemorySendChannel[_Done | Refusal]
     ) -> None:
-        async with works, answers:
-            async for item in works:
+        async with items, answers:
+            async for item in items:
                 if isinstance(item, Refusal):
                     await answers.send(item)
                     return
                 try:
-                    job, passed = await self._pass(item.work)
+                    job, result = await self._run(item.batch)
                 except Refusal as refusal:
                     await answers.send(refusal)
                     return
-                await answers.send(_Done(job, passed, item.nbytes))
+                await answers.send(_Done(job, result, item.lease))
 
-    async def _pass(self, work: BatchJob | DeferredBackward) -> tuple[BatchJob, PassResult[list[torch.Tensor]]]:
-        run, passes = self._service.compute.run_pass, self._service.passes
-        if isinstance(work, BatchJob):
-            return work, await run(run_job(work, passes))
-        job, first = await work.ready()
-        second = await run(run_job(job, passes, first.value), resumed=True)
+    async def _run(self, batch: BatchJob | DeferredBackward) -> tuple[BatchJob, PassResult[list[torch.Tensor]]]:
+        run_pass, passes = self._context.compute.run_pass, self._memory.passes
+        if isinstance(batch, BatchJob):
+            return batch, await run_pass(run_job(batch, passes))
+        job, first = await batch.ready()
+        second = await run_pass(run_job(job, passes, first.value), resumed=True)
         return job, replace(second, compute_seconds=first.compute_seconds + second.compute_seconds)
 
     async def _answer(self, answers: trio.MemoryReceiveChannel[_Done | Refusal]) -> None:
@@ -274,38 +258,18 @@ class TrainingStream:
             if isinstance(done, Refusal):
                 await self._stream.send(wire.BatchFrame(error=done.to_wire()), timeout=PIECE_TIMEOUT)
                 return
-            result = await trio.to_thread.run_sync(pack, done.job, done.passed.value)
+            packed = await trio.to_thread.run_sync(pack, done.job, done.result.value)
+            sequence = done.job.request.sequence
             reply = wire.BatchReply(
-                sequence=done.job.work.sequence,
-                receipt=receipt_to_wire(self._receipt(done.job, result)),
-                tensors=result.tensors,
-                queue_us=round(done.passed.queue_seconds * 1e6),
-                compute_us=round(done.passed.compute_seconds * 1e6),
+                sequence=sequence,
+                receipt=receipt_to_wire(self._receipts.sign(sequence, done.job.request_hash, packed.hash)),
+                tensors=packed.tensors,
+                queue_us=round(done.result.queue_seconds * 1e6),
+                compute_us=round(done.result.compute_seconds * 1e6),
             )
-            # Before the last byte is out, because the client may send the next work at once.
+            # Before the last byte is out, because the client may send the next request at once.
             self._under_way -= 1
-            await send_in_pieces(self._stream, wire.BatchFrame(reply=reply), result.payloads, timeout=PIECE_TIMEOUT)
-            self._give_back(self._service.budget, done.nbytes)
+            await send_in_pieces(self._stream, wire.BatchFrame(reply=reply), packed.payloads, timeout=PIECE_TIMEOUT)
+            self._release(done.lease)
             self._unanswered -= 1
-            self._service.note(-1)
-
-    def _receipt(self, job: BatchJob, result: PackedReply) -> Receipt:
-        hosted = self._service.hosted
-        receipt = Receipt(
-            protocol_version=PROTOCOL_VERSION,
-            model_version=hosted.model_version,
-            span=(self._terms.span.start, self._terms.span.end),
-            dtype=hosted.dtype,
-            quantisation=hosted.quantisation,
-            client=self._stream.peer_id,
-            nonce=self._terms.nonce,
-            session_epoch=self._epoch,
-            sequence=job.work.sequence,
-            request_hash=job.request_hash,
-            reply_hash=result.hash,
-            previous_receipt=self._last_receipt,
-            upstream_receipt=b"",
-            time_ms=time.time_ns() // 1_000_000,
-        ).signed(self._service.identity)
-        self._last_receipt = receipt.hash()
-        return receipt
+            self._open_requests.add(-1)

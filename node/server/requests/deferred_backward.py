@@ -1,8 +1,7 @@
-"""A work whose gradient comes later than its input: the server computes forward while the one behind it goes back."""
+"""A batch whose gradient comes later than its input: the server computes forward while another batch goes back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import trio
@@ -11,22 +10,22 @@ from ....protocols import wire_pb2 as wire
 from ....protocols.inference import Refusal
 from ...blocks.batch_job import BatchJob, KeptTensors
 from ...blocks.passes import Batch, SavedActivations, SpanPasses
-from ..budget import CacheBudget
+from ..budget import Lease
 from ..compute_thread import ComputeThread, PassResult
 
 GRADIENT_TIMEOUT: Final = 60.0
-"""How long a work whose turn it is waits for its gradient."""
+"""How long a batch whose turn it is waits for its gradient."""
 
 
 class DeferredBackward:
     """Waits for a gradient with what `SpanPasses.recompute` has kept.
 
     It may be given up at any time until the gradient is there: the memory that it takes is lent, so whoever has need of
-    it takes it. The client then sends the whole work.
+    it takes it. The client then sends the whole request.
     """
 
-    def __init__(self, work: wire.BatchRequest, payload: bytearray, kept: KeptTensors | None, batch: Batch) -> None:
-        self.work = work
+    def __init__(self, request: wire.BatchRequest, payload: bytearray, kept: KeptTensors | None, batch: Batch) -> None:
+        self.request = request
         self.payload = payload
         self.kept = kept
         self._batch: Batch | None = batch
@@ -36,22 +35,23 @@ class DeferredBackward:
         self._settled = trio.Event()
         self._done = trio.Event()
         self._scope = trio.CancelScope()
-        self._recall: Callable[[], bool] = lambda: True
+        self._lease: Lease | None = None
 
-    def lend(self, budget: CacheBudget, nbytes: int, on_taken: Callable[[], None]) -> None:
-        """Offers the `nbytes` that it holds of `budget` to others; `on_taken` hears of it if they are taken."""
+    def lend(self, lease: Lease) -> None:
+        """Offers the memory that it holds to others."""
+        self._lease = lease
+        lease.lend(lambda: self.give_up("its memory was needed for others"))
 
-        def taken() -> None:
-            self.give_up("its memory was needed for others")
-            on_taken()
-
-        self._recall = budget.lend(nbytes, taken).recall
+    def _recall(self) -> bool:
+        return self._lease is None or self._lease.recall()
 
     def give_up(self, why: str) -> None:
         """Drops what it holds. Does nothing once the gradient is there."""
         self._recall()
         if not self._settled.is_set():
-            self._refusal = Refusal(wire.ERROR_BUSY, f"work {self.work.sequence} was given up: {why}; send all of it")
+            self._refusal = Refusal(
+                wire.ERROR_BUSY, f"work {self.request.sequence} was given up: {why}; send all of it"
+            )
             self.payload, self._batch, self._recomputed = bytearray(), None, None
             self._scope.cancel()
             self._settled.set()
@@ -81,7 +81,7 @@ class DeferredBackward:
         self._done.set()
 
     async def ready(self) -> tuple[BatchJob, PassResult[SavedActivations]]:
-        """The whole work and its first half, once both are there.
+        """The whole batch and its first half, once both are there.
 
         Raises:
             Refusal: it was given up, its gradient did not come, or the first half failed.

@@ -1,90 +1,174 @@
-"""The server's side of `/petalnode/inference/1` and `/petalnode/push/1`: who gets a session, and whose a stream is."""
+"""Answers the requests for one hosted span: who gets a session or a stream of batches, and whose a stream is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, Protocol
 
+import psutil
+import torch
 import trio
 
-from ....crypto.identity import Identity, peer_id_from_bytes
+from ....crypto.identity import peer_id_from_bytes
 from ....protocols import wire_pb2 as wire
-from ....protocols.framing import PeerError, StreamClosed
+from ....protocols.framing import StreamClosed
+from ....protocols.ids import BACKWARD, FORWARD
 from ....protocols.inference import Refusal, SessionTerms, bad_request, terms_of
-from ...credits.payment_verifier import PaymentVerifier
-from ..budget import CacheBudget, CacheFull
-from ..compute_thread import ComputeThread
-from ..lifecycle.pledging import Pledger
-from .adapters import Adapters, Borrowed
-from .admission import Hosted, check_client, check_terms
+from ....protocols.training import MICRO_BATCH_TOKENS, BatchFrames, batch_terms_of
+from ...blocks.passes import SpanPasses
+from ...errors import unwrapped
+from ..budget import Lease, MemoryBudget
+from .adapters import Adapters
+from .batch_stream import BatchMemory, BatchStream
+from .opening import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
 from .pushes import PushConnector, PushStream
-from .session import IDLE_TIMEOUT, SEND_TIMEOUT, InferenceStream, ServerSession, not_held
+from .session import IDLE_TIMEOUT, InferenceStream, ServerSession, not_held
 
-OPEN_TIMEOUT: Final = 10.0
 MAX_WAIT: Final = 60.0
 MAX_KEEP: Final = 120.0
 """Seconds that a session may ask to be kept when its client is lost. Its cache goes to whoever needs it before that."""
 MAX_SESSIONS: Final = 512
+MAX_STREAMS: Final = 256
+BATCH_SHARE: Final = 0.05
+"""Parts of the free memory: for batches under way, for what clients want kept, and for what autograd keeps."""
+KEPT_SHARE: Final = 0.05
+ACTIVATION_SHARE: Final = 0.15
 
 
-class InferenceService:
-    """Serves sessions of one hosted span. `on_change` is called when free cache or queue depth have changed.
+class PriorityPayments(Protocol):
+    """Takes points that clients show for priority."""
 
-    `allowed_clients`: the peer ids that get sessions; none lets everybody. `pledger` gives the pledge for
-    a session that is opened. `till` takes points for priority; by default it takes none.
+    def take(self, opened: wire.Open, client: str, terms: SessionTerms) -> Any | None:
+        """What was paid; None if what the client shows buys no priority here, which is no error."""
 
-    Attributes:
-        draining: set it and new sessions are refused and present clients told to leave.
+    def give_back(self, payment: Any | None) -> None:
+        """The session was not granted: the client may show the payment again."""
+
+
+class RequestService:
+    """Serves sessions and batches of one hosted span; anyone's chat goes before batches.
+
+    Sessions reserve cache from `cache`, with priority if `payments` are given and taken. Batches have memory of their
+    own, and one pass at a time computes within its share for what autograd keeps. `on_change` is called when free cache
+    or queue depth have changed.
     """
 
     def __init__(
         self,
-        hosted: Hosted,
-        compute: ComputeThread,
-        budget: CacheBudget,
-        identity: Identity,
+        context: RequestContext,
+        cache: MemoryBudget,
         connector: PushConnector,
         adapters: Adapters,
+        payments: PriorityPayments | None = None,
         on_change: Callable[[], None] = lambda: None,
-        allowed_clients: Collection[str] = (),
-        pledger: Pledger = lambda: None,
-        till: PaymentVerifier | None = None,
     ) -> None:
-        self.hosted = hosted
-        self.budget = budget
-        self.compute = compute
-        self.identity = identity
-        self.connector = connector
-        self.pledger = pledger
-        self.till = till or PaymentVerifier(identity.peer_id, ())
-        self.adapters = adapters
-        self.draining = False
-        self.sessions = 0
-        self._by_key: dict[tuple[str, bytes], ServerSession] = {}
+        self.context = context
+        self.cache = cache
+        self._connector = connector
+        self._adapters = adapters
+        self._payments = payments
         self._on_change = on_change
-        self._allowed_clients = frozenset(allowed_clients)
-        self._idle = trio.Event()
+        self._by_key: dict[tuple[str, bytes], ServerSession] = {}
+        self._sessions = OpenCount("sessions", MAX_SESSIONS)
+        self._batches = OpenCount("batches")
+        self._streams = OpenCount("streams of batches", MAX_STREAMS)
+        self._memory = _batch_memory(context)
+
+    @property
+    def sessions(self) -> int:
+        """Those that are open, or wait for cache."""
+        return self._sessions.count
 
     async def wait_idle(self) -> None:
-        """Returns once there are no sessions."""
-        while self.sessions:
-            await self._idle.wait()
+        """Returns once there are no sessions, and no batch is under way."""
+        await self._sessions.wait_none()
+        await self._batches.wait_none()
 
-    async def handle(self, stream: InferenceStream) -> None:
+    # --- sessions
+
+    async def handle_session(self, stream: InferenceStream) -> None:
         """One stream from Open or Resume to its end. Never raises for anything that the client did."""
-        try:
-            frame, _ = await stream.receive(timeout=OPEN_TIMEOUT)
+        await serve_stream(stream, self._serve_session)
+
+    async def _serve_session(self, stream: InferenceStream, frame: wire.InferenceFrame) -> None:
+        body = frame.WhichOneof("body")
+        if body == "resume":
+            await self._find(stream.peer_id, frame.resume.nonce).resume(stream, frame.resume)
+            return
+        if body != "open":
+            raise bad_request("a session begins with Open")
+        terms = terms_of(frame.open)
+        self.context.admit(stream.peer_id, terms, self._sessions)
+        if (stream.peer_id, terms.nonce) in self._by_key:
+            raise bad_request("this nonce names another session")
+        with self._adapters.borrowed(terms.adapter, stream.peer_id, terms.span) as adapter:
+            self._sessions.add(1)
             try:
-                if frame.WhichOneof("body") == "resume":
-                    await self._resume(stream, frame.resume)
-                else:
-                    await self._serve(stream, frame)
-            except Refusal as refusal:
-                await stream.send(wire.InferenceFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
-            await stream.close()
-        except PeerError:
-            # The client is gone, silent or speaks nonsense; its cache has been given back on the way here.
-            await stream.reset()
+                lease, paid = await self._reserve(stream, frame.open, terms)
+                try:
+                    self._on_change()
+                    compute = await self.context.compute.open(
+                        terms.batch, terms.max_length, terms.left_padding, terms.codec, terms.span, adapter, paid
+                    )
+                    keep = min(frame.open.keep_ms / 1000, MAX_KEEP)
+                    session = ServerSession(
+                        self.context, stream.peer_id, terms, compute, lease, self._connector, keep, paid
+                    )
+                    await self._run(session, stream, frame.open)
+                finally:
+                    lease.release()
+            finally:
+                self._sessions.add(-1)
+                self._on_change()
+
+    async def _run(self, session: ServerSession, stream: InferenceStream, opened: wire.Open) -> None:
+        key = (stream.peer_id, opened.nonce)
+        self._by_key[key] = session
+        try:
+            await session.run(stream, opened.downstream)
+        finally:
+            del self._by_key[key]
+
+    async def _reserve(self, stream: InferenceStream, opened: wire.Open, terms: SessionTerms) -> tuple[Lease, bool]:
+        """Cache for a session, and whether it has priority.
+
+        Raises:
+            Refusal: ERROR_CACHE_FULL.
+            PeerError: the client is gone.
+        """
+        payment = self._payments.take(opened, stream.peer_id, terms) if self._payments is not None else None
+        paid = payment is not None
+        try:
+            lease = await self._cache_for(stream, terms.cache_tokens, min(opened.wait_ms / 1000, MAX_WAIT), paid)
+        except BaseException:
+            if self._payments is not None:
+                self._payments.give_back(payment)
+            raise
+        return lease, paid
+
+    async def _cache_for(self, stream: InferenceStream, tokens: int, wait: float, paid: bool) -> Lease:
+        """Waits for cache; a client that dies in the queue loses its place at once."""
+        lease: Lease | None = None
+        full = wire.ERROR_CACHE_FULL
+        try:
+            with unwrapped(Refusal):
+                async with trio.open_nursery() as nursery:
+
+                    async def watch() -> None:
+                        await stream.wait_lost()
+                        nursery.cancel_scope.cancel()
+
+                    nursery.start_soon(watch)
+                    lease = await reserve(self.cache, tokens, wait, full=full, never=full, paid=paid)
+                    nursery.cancel_scope.cancel()
+        except BaseException:
+            if lease is not None:
+                lease.release()
+            raise
+        if lease is None:
+            raise StreamClosed(f"{stream.peer_id} left while it waited for cache", stream.peer_id)
+        return lease
 
     async def handle_push(self, stream: PushStream) -> None:
         """Steps that another server pushes into a session here."""
@@ -93,116 +177,55 @@ class InferenceService:
             try:
                 if frame.WhichOneof("body") != "push" or len(frame.tensors) != 1:
                     raise bad_request("a push stream takes Push with one tensor")
-                session = self._find(frame.push.client, frame.push.nonce)
+                session = self._find(_peer_id(frame.push.client), frame.push.nonce)
                 await session.take_push(frame.push, frame.tensors[0], payloads[0], stream.peer_id)
             except Refusal as refusal:
                 await stream.send(wire.PushFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
                 return
 
-    def _find(self, client: bytes, nonce: bytes) -> ServerSession:
-        try:
-            session = self._by_key.get((peer_id_from_bytes(client), nonce))
-        except ValueError:
-            session = None
+    def _find(self, client: str, nonce: bytes) -> ServerSession:
+        session = self._by_key.get((client, nonce))
         if session is None:
             raise not_held()
         return session
 
-    async def _serve(self, stream: InferenceStream, frame: wire.InferenceFrame) -> None:
+    # --- batches
+
+    async def handle_forward(self, stream: BatchFrames) -> None:
+        """One stream of forward passes. Never raises for anything that the client did."""
+        await serve_stream(stream, partial(self._serve_batches, FORWARD))
+
+    async def handle_backward(self, stream: BatchFrames) -> None:
+        """One stream of backward passes. Never raises for anything that the client did."""
+        await serve_stream(stream, partial(self._serve_batches, BACKWARD))
+
+    async def _serve_batches(self, protocol: str, stream: BatchFrames, frame: wire.BatchFrame) -> None:
         if frame.WhichOneof("body") != "open":
-            raise bad_request("a session begins with Open")
-        check_client(stream.peer_id, self._allowed_clients)
-        terms = terms_of(frame.open)
-        check_terms(terms, self.hosted)
-        if self.draining:
-            raise Refusal(wire.ERROR_DRAINING, "this server is about to stop")
-        if self.sessions >= MAX_SESSIONS:
-            raise Refusal(wire.ERROR_BUSY, f"this server already has {self.sessions} sessions")
-        if (stream.peer_id, terms.nonce) in self._by_key:
-            raise bad_request("this nonce names another session")
-        adapter = self.adapters.borrow(terms.adapter, stream.peer_id, terms.span)
-        self.sessions += 1
+            raise bad_request("a stream of batches begins with BatchOpen")
+        terms = batch_terms_of(frame.open)
+        self.context.admit(stream.peer_id, terms, self._streams)
+        self._streams.add(1)
         try:
-            payment = self.till.take(frame.open, stream.peer_id, terms)
-            wait = min(frame.open.wait_ms / 1000, MAX_WAIT)
-            try:
-                await self._acquire(stream, terms.cache_tokens, wait, payment is not None)
-            except BaseException:
-                self.till.give_back(payment)
-                raise
-            evicted = False
-            try:
-                self._on_change()
-                evicted = await self._run(stream, terms, frame.open, adapter, payment is not None)
-            finally:
-                if not evicted:
-                    self.budget.release(terms.cache_tokens)
+            await BatchStream(self.context, self._memory, self._batches, stream, terms, protocol).run()
         finally:
-            self.adapters.give_back(adapter)
-            self.sessions -= 1
-            if not self.sessions:
-                self._idle.set()
-                self._idle = trio.Event()
-            self._on_change()
+            self._streams.add(-1)
 
-    async def _acquire(self, stream: InferenceStream, tokens: int, wait: float, paid: bool) -> None:
-        """Takes cache for a session. A client that dies in the queue loses its place at once.
 
-        Raises:
-            Refusal: ERROR_CACHE_FULL after `wait` seconds.
-            PeerError: the client is gone.
-        """
-        full: CacheFull | None = None
-        held = lost = False
-        async with trio.open_nursery() as nursery:
+def _batch_memory(context: RequestContext) -> BatchMemory:
+    """Bounds for batches: what they hold from the moment that they are read until they are answered (two of the largest
+    at least), what streams keep, and what autograd keeps of a pass."""
+    free, device = psutil.virtual_memory().available, context.compute.blocks.device
+    on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free
+    largest = 4 * MICRO_BATCH_TOKENS * context.hosted.hidden_size * 4  # a backward pass and its reply, in float32
+    return BatchMemory(
+        MemoryBudget(max(int(BATCH_SHARE * free), 2 * largest), "MiB for batches", 1 << 20),
+        MemoryBudget(int(KEPT_SHARE * free), "MiB for tensors that are kept", 1 << 20),
+        SpanPasses(context.compute.blocks, int(ACTIVATION_SHARE * on_device)),
+    )
 
-            async def watch() -> None:
-                nonlocal lost
-                await stream.wait_lost()
-                lost = True
-                nursery.cancel_scope.cancel()
 
-            nursery.start_soon(watch)
-            try:
-                await self.budget.acquire(tokens, wait, paid=paid)
-                held = True
-            except CacheFull as error:
-                full = error
-            nursery.cancel_scope.cancel()
-        if full is not None:
-            raise Refusal(wire.ERROR_CACHE_FULL, str(full))
-        if lost:
-            if held:
-                self.budget.release(tokens)
-            raise StreamClosed(f"{stream.peer_id} left while it waited for cache", stream.peer_id)
-
-    async def _run(
-        self, stream: InferenceStream, terms: SessionTerms, opened: wire.Open, adapter: Borrowed | None, paid: bool
-    ) -> bool:
-        """Serves one session to its end; whether its cache was taken while it waited for its client."""
-        compute = await self.compute.open(
-            terms.batch,
-            terms.max_length,
-            terms.left_padding,
-            terms.codec,
-            terms.span,
-            adapter.adapter if adapter is not None else None,
-            paid,
-        )
-        keep = min(opened.keep_ms / 1000, MAX_KEEP)
-        session = ServerSession(self, stream.peer_id, terms, compute, keep, paid)
-        key = (stream.peer_id, terms.nonce)
-        self._by_key[key] = session
-        try:
-            await session.run(stream, opened.downstream)
-        finally:
-            del self._by_key[key]
-            if not session.evicted:
-                self.compute.close(compute)
-        return session.evicted
-
-    async def _resume(self, stream: InferenceStream, resume: wire.Resume) -> None:
-        session = self._by_key.get((stream.peer_id, resume.nonce))
-        if session is None:
-            raise not_held()
-        await session.resume(stream, resume)
+def _peer_id(client: bytes) -> str:
+    try:
+        return peer_id_from_bytes(client)
+    except ValueError:
+        raise not_held() from None

@@ -3,45 +3,36 @@ answers with receipts, and pushes the output on. It may outlive the stream that 
 
 from __future__ import annotations
 
-import os
-import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import trio
 
 from ....crypto.identity import peer_id_to_bytes
-from ....crypto.receipts import Receipt, session_root
 from ....protocols import wire_pb2 as wire
-from ....protocols.announcement import pledge_to_wire
 from ....protocols.framing import MessageStream, PeerError, StreamClosed, StreamTimeout
-from ....protocols.ids import PROTOCOL_VERSION
 from ....protocols.inference import (
-    EPOCH_BYTES,
     Refusal,
     SessionTerms,
     bad_request,
     hash_of_step,
     pushed_step,
-    receipt_from_wire,
     receipt_to_wire,
     sha256,
 )
-from ..budget import Loan
+from ..budget import Lease
 from ..compute_thread import ComputeSession, StepInput, StepOutput
 from .admission import check_step, step_tokens
-from .pushes import Pushes
-
-if TYPE_CHECKING:
-    from .service import InferenceService
+from .opening import SEND_TIMEOUT, RequestContext
+from .pushes import PushConnector, Pushes
+from .receipts import ReceiptChain, check_upstream
 
 InferenceStream = MessageStream[wire.InferenceFrame]
 
 IDLE_TIMEOUT: Final = 1800.0
 """A session that asks nothing for this long gives its cache back; a dead connection is noticed far sooner."""
-SEND_TIMEOUT: Final = 30.0
 CREDITS: Final = 4
 
 
@@ -60,26 +51,25 @@ class ServerSession:
     stream is lost the session waits for its client to take it up on another one, unless somebody needs the cache. A
     client may also take it up while the stream still lives, to move it: replies that were lost with the old stream are
     sent again on the new one, those that come later go there, and no step is taken from the old one any more.
-
-    Attributes:
-        evicted: its cache was taken while it waited, and is freed.
     """
 
     def __init__(
         self,
-        service: InferenceService,
+        context: RequestContext,
         client: str,
         terms: SessionTerms,
         compute: ComputeSession,
+        lease: Lease,
+        connector: PushConnector,
         keep: float,
         paid: bool = False,
     ) -> None:
-        self.epoch = os.urandom(EPOCH_BYTES)
-        self.evicted = False
-        self._service = service
+        self._context = context
         self._client = client
         self._terms = terms
         self._compute = compute
+        self._lease = lease
+        self._connector = connector
         self._keep = keep
         self._paid = paid
         self._stream: InferenceStream | None = None
@@ -88,22 +78,8 @@ class ServerSession:
         self._sequence = 0
         self._position = 0
         self._route_epoch = terms.route_epoch
-        self._pledge = service.pledger()
-        self._last_receipt = session_root(
-            client=client,
-            nonce=terms.nonce,
-            session_epoch=self.epoch,
-            model_version=terms.model_version,
-            span=(terms.span.start, terms.span.end),
-            batch=terms.batch,
-            left_padding=terms.left_padding,
-            codec=terms.codec,
-            dtype=terms.dtype,
-            adapter=terms.adapter,
-            pledge=self._pledge.hash() if self._pledge is not None else b"",
-        )
+        self._receipts = ReceiptChain(context, client, terms)
         self._replies: deque[_SentReply] = deque(maxlen=CREDITS)
-        self._loan: Loan | None = None
         self._attempt = 0
         self._resuming = 0
         self._over = False
@@ -118,18 +94,22 @@ class ServerSession:
             PeerError: the client is lost.
         """
         ended: Refusal | PeerError | None = None
-        async with trio.open_nursery() as nursery:
-            self._pushes = Pushes(self._service.connector, nursery)
-            if downstream:
-                self._pushes.prepare(downstream)
-            try:
-                await self._greet(stream)
-                await self._attend(stream)
-            except (Refusal, PeerError) as error:
-                ended = error
-            await self._wait_until_over()
-            await self._pushes.close()
-            nursery.cancel_scope.cancel()
+        try:
+            async with trio.open_nursery() as nursery:
+                self._pushes = Pushes(self._connector, nursery)
+                if downstream:
+                    self._pushes.prepare(downstream)
+                try:
+                    await self._greet(stream)
+                    await self._attend(stream)
+                except (Refusal, PeerError) as error:
+                    ended = error
+                await self._wait_until_over()
+                await self._pushes.close()
+                nursery.cancel_scope.cancel()
+        finally:
+            if not self._lease.taken:
+                self._context.compute.close(self._compute)
         if ended is not None:
             raise ended
 
@@ -140,13 +120,12 @@ class ServerSession:
             Refusal: the session is over or a later attempt came first, or the client broke the protocol.
             PeerError: the client is lost.
         """
-        if self._over or resume.session_epoch != self.epoch:
+        if self._over or resume.session_epoch != self._receipts.epoch:
             raise not_held()
         if resume.attempt and resume.attempt <= self._attempt:
             raise bad_request(f"attempt {resume.attempt} came after attempt {self._attempt}")
         self._attempt = resume.attempt
-        if self._loan is not None:
-            self._loan.recall()
+        self._lease.recall()
         self._resuming += 1
         before, self._stream = self._stream, None
         try:
@@ -173,16 +152,16 @@ class ServerSession:
             if self._stream is not None or self._resuming:
                 await changed.wait()
                 continue
-            self._loan = loan = self._service.budget.lend(self._terms.cache_tokens, self._evict)
+            self._lease.lend(self._evict)
             with trio.move_on_after(self._keep) as scope:
                 await changed.wait()
-            loan.recall()
+            self._lease.recall()
             if scope.cancelled_caught and self._stream is None and not self._resuming:
                 self._over = True
 
     def _evict(self) -> None:
-        self.evicted = self._over = True
-        self._service.compute.close(self._compute)  # before the cache of whoever takes the room is made
+        self._over = True
+        self._context.compute.close(self._compute)  # before the cache of whoever takes the room is made
         self._notify()
 
     def _notify(self) -> None:
@@ -240,20 +219,16 @@ class ServerSession:
             self._notify()
 
     def _granted(self) -> wire.Granted:
-        hosted = self._service.hosted
         return wire.Granted(
-            session_epoch=self.epoch,
+            **self._receipts.granted(),
             cache_tokens=self._terms.cache_tokens,
             codec=self._terms.codec,
-            dtype=hosted.dtype,
-            quantisation=hosted.quantisation,
             credits=CREDITS,
             max_step_tokens=step_tokens(self._terms.batch),
             keep_ms=round(self._keep * 1000),
             position=self._position,
             sequence=self._sequence,
-            last_receipt=self._last_receipt,
-            pledge=pledge_to_wire(self._pledge) if self._pledge is not None else None,
+            last_receipt=self._receipts.last,
             priority=self._paid,
         )
 
@@ -281,9 +256,12 @@ class ServerSession:
         Raises:
             Refusal: the step does not fit the session, or the receipt is not the pusher's for these bytes.
         """
-        await self._take(push.step, tensor, payload, _Upstream(push.receipt, pusher))
+        await self._take(push.step, tensor, payload, (push.receipt, pusher))
 
-    async def _take(self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: _Upstream | None) -> None:
+    async def _take(
+        self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: tuple[wire.Receipt, str] | None
+    ) -> None:
+        """`upstream` is the receipt that came with a push, and who sent it."""
         async with self._lock:
             if self._over:
                 raise not_held()
@@ -294,16 +272,16 @@ class ServerSession:
                 step,
                 [tensor],
                 self._terms,
-                self._service.hosted,
+                self._context.hosted,
                 last=self._sequence,
                 position=self._position,
                 route_epoch=self._route_epoch,
             )
-            output = await self._service.compute.step(
+            output = await self._context.compute.step(
                 self._compute, StepInput(step.position, tuple(step.reorder), tensor, payload)
             )
             if upstream is not None:
-                upstream.check(self._client, step, output.input_hash)
+                check_upstream(*upstream, self._client, step, output.input_hash)
             await self._answer(step, tensor, output, upstream is not None)
 
     async def _answer(self, step: wire.Step, tensor: wire.Tensor, output: StepOutput, pushed: bool) -> None:
@@ -311,28 +289,28 @@ class ServerSession:
         self._position = output.position
         self._route_epoch = step.route_epoch
         request = hash_of_step(step, tensor, output.input_hash)
-        receipt = self._receipt(step, request, output)
-        self._last_receipt = receipt.hash()
-        wire_receipt = receipt_to_wire(receipt)
+        receipt = receipt_to_wire(
+            self._receipts.sign(step.sequence, request, output.output_hash, upstream=step.previous_receipt)
+        )
         handed_on = False
         if step.targets and self._pushes is not None:
             push = wire.Push(
                 client=peer_id_to_bytes(self._client),
                 nonce=step.targets[0].nonce,
-                step=pushed_step(step, self._last_receipt),
-                receipt=wire_receipt,
+                step=pushed_step(step, self._receipts.last),
+                receipt=receipt,
             )
             # Before the reply: the next server's work is what the client waits for.
             handed_on = await self._pushes.send(step.targets[0].peer_id, push, output)
         reply = wire.Reply(
             sequence=step.sequence,
             position=output.position,
-            receipt=wire_receipt,
+            receipt=receipt,
             queue_us=round(output.queue_seconds * 1e6),
             compute_us=round(output.compute_seconds * 1e6),
             pushed=pushed,
             handed_on=handed_on,
-            draining=self._service.draining,
+            draining=self._context.draining,
         )
         frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor])
         self._replies.append(_SentReply(step.sequence, request, frame, output.payload))
@@ -358,51 +336,6 @@ class ServerSession:
                 return
         if not pushed:
             raise bad_request(f"step {step.sequence} is over, and was another request or is too old to be repeated")
-
-    def _receipt(self, step: wire.Step, request: bytes, output: StepOutput) -> Receipt:
-        hosted = self._service.hosted
-        return Receipt(
-            protocol_version=PROTOCOL_VERSION,
-            model_version=hosted.model_version,
-            span=(self._terms.span.start, self._terms.span.end),
-            dtype=hosted.dtype,
-            quantisation=hosted.quantisation,
-            client=self._client,
-            nonce=self._terms.nonce,
-            session_epoch=self.epoch,
-            sequence=step.sequence,
-            request_hash=request,
-            reply_hash=output.output_hash,
-            previous_receipt=self._last_receipt,
-            upstream_receipt=step.previous_receipt,
-            time_ms=time.time_ns() // 1_000_000,
-            adapter=self._terms.adapter,
-        ).signed(self._service.identity)
-
-
-@dataclass(frozen=True)
-class _Upstream:
-    """The receipt that came with a push, and who sent it."""
-
-    receipt: wire.Receipt
-    pusher: str
-
-    def check(self, client: str, step: wire.Step, payload_hash: bytes) -> None:
-        """
-        Raises:
-            Refusal: it is not the pusher's receipt for these bytes and this client.
-        """
-        try:
-            receipt = receipt_from_wire(self.receipt)
-        except ValueError as error:
-            raise bad_request(f"the receipt cannot be read: {error}") from None
-        if (
-            receipt.client != client
-            or receipt.reply_hash != payload_hash
-            or receipt.hash() != step.previous_receipt
-            or not receipt.is_signed_by(self.pusher)
-        ):
-            raise bad_request("the pusher's receipt is not for what it pushed")
 
 
 def not_held() -> Refusal:
