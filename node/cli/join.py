@@ -25,7 +25,7 @@ from ..network.nat.limits import RelayLimits
 from ..swarm.config import SwarmConfig
 from ..swarm.remembered_peers import peer_store_file
 from ..swarm.swarm import Swarm, open_swarm
-from ..trust.bans import Trusted, parse_trusted
+from ..trust.evidence_message import TrustedValidators, parse_trusted
 from ..trust.store import TrustStore, trust_file
 from .output import Output
 
@@ -170,14 +170,14 @@ class JoinOptions:
             raise BadInput(str(error)) from error
 
     @property
-    def trusted(self) -> Trusted:
+    def trusted(self) -> TrustedValidators:
         """The validators whose verdicts count.
 
         Raises:
             BadInput: a peer id is malformed.
         """
         try:
-            return Trusted(dict(map(parse_trusted, self.trust_validator or ())), self.trust_quorum)
+            return TrustedValidators(dict(map(parse_trusted, self.trust_validator or ())), self.trust_quorum)
         except ValueError as error:
             raise BadInput(f"--trust-validator: {error}") from error
 

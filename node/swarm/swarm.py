@@ -31,7 +31,7 @@ from ..network.nat.reachability import Reachability
 from ..network.transport.raw_connection import Path
 from ..trust.bundle import Bundle
 from ..trust.evidence_gossip import TOPIC, EvidenceGossip, fetch_bundle
-from ..trust.notice import MAX_MESSAGE, EvidenceMessage
+from ..trust.evidence_message import MAX_MESSAGE, EvidenceMessage
 from ..trust.store import TrustStore
 from .announcer import Announcer
 from .config import SwarmConfig, checked
@@ -145,18 +145,18 @@ class Swarm(MessageStreams):
     # --- evidence
 
     async def publish_evidence(self, bundle: Bundle, *, recomputed: bool) -> None:
-        """Bans the server whose fault this node has checked itself, and tells all who listen.
+        """Bans the server whose fault this node has checked itself, and publishes the evidence.
 
         `recomputed`: this node has recomputed the answer, and signs that it has.
         """
-        data = self._evidence.found(bundle, recomputed=recomputed, addrs=self.addrs)
+        data = self._evidence.record_proven(bundle, recomputed=recomputed, addrs=self.addrs)
         if self.gossip is not None:
             await self.gossip.publish(data)
 
     async def fetch_evidence(
         self, peer_id: str, evidence_id: bytes, *, addrs: Sequence[str] = (), timeout: float
     ) -> Bundle:
-        """The bundle of this id from a peer that has spread it, and may be dialed at `addrs`.
+        """The bundle of this id from a peer that has published it, and may be dialed at `addrs`.
 
         Raises:
             PeerError, Refusal, BadBundle: it has not, or sends nonsense.
@@ -173,11 +173,11 @@ class Swarm(MessageStreams):
             return await fetch_bundle(stream, evidence_id)
 
     def on_proven(self, callback: Callable[[Bundle], None]) -> None:
-        """`callback` hears of evidence whose fault this node has checked itself; it must not raise."""
+        """`callback(bundle)` is called with evidence that this node has checked itself; it must not raise."""
         self._evidence.on_proven.append(callback)
 
     def on_evidence(self, callback: Callable[[EvidenceMessage, str], None]) -> None:
-        """`callback(notice, who brings it)` hears of evidence that would have to be recomputed; it must not raise."""
+        """`callback(message, author)` is called with evidence that would have to be recomputed; it must not raise."""
         self._evidence.on_evidence.append(callback)
 
     # --- reachability
@@ -340,14 +340,16 @@ class Swarm(MessageStreams):
 
 @contextlib.asynccontextmanager
 async def _evidence(config: SwarmConfig, host: Host) -> AsyncIterator[tuple[EvidenceGossip, Gossip | None]]:
-    spread = EvidenceGossip(config.identity, config.trust)
+    evidence = EvidenceGossip(config.identity, config.trust)
     if not config.gossip:
-        yield spread, None
+        yield evidence, None
         return
     from ..network.gossip import open_gossip
 
-    async with open_gossip(host, TOPIC, max_bytes=MAX_MESSAGE, accept=spread.accept, deliver=spread.deliver) as gossip:
-        yield spread, gossip
+    async with open_gossip(
+        host, TOPIC, max_bytes=MAX_MESSAGE, accept=evidence.accept, deliver=evidence.deliver
+    ) as gossip:
+        yield evidence, gossip
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""What a node keeps about other peers: receipts, evidence of faults, bans and reputation.
+"""What a node knows of its peers' honesty: receipts, evidence of faults and its gossip, bans and reputation.
 
-Needs no torch and no network. May use `errors`.
+No module here needs torch or opens a connection. May use `errors` and no other room.
 """

@@ -1,8 +1,8 @@
-"""Evidence as a file: everything that a third party needs to check a server's fault alone, signed by who brings it.
+"""Evidence as a file (bundle): everything that a third party needs to check a server's fault.
 
-A bundle is a `.safetensors` file: its tensors, all of type U8, are payloads as they stood on the wire, and its metadata
-holds one entry, a serialised and signed `wire.Evidence` in base64. So any tool of the format lists it, and no number is
-copied or converted on the way. The accuser's signature says who brings it, nothing else: what counts are the server's.
+A bundle is a `.safetensors` file. Its tensors, all of type U8, are payloads as they stood on the wire; its metadata has
+one entry, a serialised and signed `wire.Evidence` in base64. The accuser's signature only says who brings the evidence:
+what proves the fault are the server's signatures.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from ...crypto.canonical import digest
 from ...crypto.evidence import ACCUSATION_DOMAIN, is_accusation_signed
 from ...crypto.identity import Identity, peer_id_from_bytes, peer_id_to_bytes
 from ...crypto.receipts import Receipt
+from ...crypto.statement import now_ms
 from ...protocols import wire_pb2 as wire
 from ...protocols.inference import receipt_to_wire
 from ..errors import BadInput
@@ -44,9 +44,9 @@ class BadBundle(BadInput):
 
 @dataclass(frozen=True)
 class Bundle:
-    """Evidence that can be read; whether it proves anything is another matter.
+    """Evidence that can be read; whether it proves anything is another matter (`check_statement`).
 
-    `statement` is the serialised `wire.Evidence` that the `accuser` signed; `payloads` the bytes that it speaks of.
+    `statement` is the serialised `wire.Evidence` that the `accuser` signed; `payloads` are tensors by name.
     """
 
     statement: bytes
@@ -64,7 +64,7 @@ class Bundle:
 
     @cached_property
     def id(self) -> bytes:
-        """32 bytes that name the evidence, whoever stores it how."""
+        """32 bytes that name the evidence: a hash of the statement."""
         return digest(ACCUSATION_DOMAIN, self.statement)
 
     def to_bytes(self) -> bytes:
@@ -81,7 +81,7 @@ class Bundle:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Bundle:
-        """Reads a file, from anybody.
+        """Parses a file from an untrusted source.
 
         Raises:
             BadBundle: with the reason.
@@ -119,10 +119,7 @@ class Bundle:
 
     @classmethod
     def load(cls, path: Path) -> Bundle:
-        """
-        Raises:
-            BadBundle: the file cannot be read, or is no evidence.
-        """
+        """Raises BadBundle if the file cannot be read, or is no evidence."""
         try:
             if path.stat().st_size > MAX_BUNDLE:
                 raise BadBundle(f"{path} has more than {MAX_BUNDLE >> 20} MiB: that is no evidence")
@@ -150,12 +147,12 @@ def _metadata(data: bytes) -> bytes:
         raise ValueError(str(error)) from None
 
 
-# --- making them
+# --- making bundles
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What the accuser has computed itself, and on what the server says to compute; for information only."""
+    """What the accuser measured, and the kind of device that the server announced; for information only."""
 
     error: float = 0.0
     tolerance: float = 0.0
@@ -163,28 +160,14 @@ class Measurement:
 
 
 def equivocation_bundle(accuser: Identity, accused: str, first: Receipt, second: Receipt) -> Bundle:
-    """Of two receipts that contradict each other."""
+    """Evidence of two receipts that contradict each other."""
     evidence = _evidence("equivocation", accused)
     evidence.receipts.extend([receipt_to_wire(first), receipt_to_wire(second)])
     return _signed(accuser, evidence, {})
 
 
-def pledge_bundle(accuser: Identity, log: SessionLog, receipts: Sequence[Receipt]) -> Bundle:
-    """Of a session whose last receipt is outside of the pledge that it ran under; `receipts` are all of it.
-
-    Raises:
-        ValueError: there is no pledge.
-    """
-    evidence = _evidence("pledge", log.peer_id)
-    _opened(evidence, log)
-    if not evidence.HasField("pledge"):
-        raise ValueError("the session ran under no pledge")
-    evidence.receipts.extend(map(receipt_to_wire, receipts))
-    return _signed(accuser, evidence, {})
-
-
 def session_bundle(accuser: Identity, log: SessionLog, index: int, measured: Measurement | None = None) -> Bundle:
-    """Of the answer to step `index` of a session, counted in the log from 0, and all that led to it.
+    """Evidence of the answer to step `index` of a session, counted in the log from 0, and all that led to it.
 
     Raises:
         ValueError: the log does not go back to the beginning, or the tensors were not kept, or are too large.
@@ -192,21 +175,26 @@ def session_bundle(accuser: Identity, log: SessionLog, index: int, measured: Mea
     if not log.complete:
         raise ValueError("not all of the session's receipts are here")
     evidence = _evidence("answer", log.peer_id, measured)
-    _opened(evidence, log)
+    if log.opening is None or log.granted is None:
+        raise ValueError("it is not known here how the session was opened")
+    evidence.opening.CopyFrom(log.opening)
+    evidence.session_epoch = log.granted.session_epoch
+    if log.granted.HasField("pledge"):
+        evidence.pledge.CopyFrom(log.granted.pledge)
     entries = [log.entries[number] for number in range(index + 1)]
     payloads = {}
-    for number in needed([_known(each.step) for each in entries]):
+    for number in needed([_known(entry.step) for entry in entries]):
         payloads[f"input.{number}"] = _kept(entries[number].input)
     payloads["output"] = _kept(entries[-1].output)
-    for each in entries:
+    for entry in entries:
         evidence.steps.append(
-            wire.EvidenceStep(receipt=receipt_to_wire(each.receipt), step=each.step, tensor=each.asked)
+            wire.EvidenceStep(receipt=receipt_to_wire(entry.receipt), step=entry.step, tensor=entry.asked)
         )
     return _signed(accuser, evidence, payloads)
 
 
 def batch_bundle(accuser: Identity, batch: LoggedBatch, measured: Measurement | None = None) -> Bundle:
-    """Of the reply to one batch request.
+    """Evidence of the reply to one batch request.
 
     Raises:
         ValueError: it is too large.
@@ -225,13 +213,13 @@ def batch_bundle(accuser: Identity, batch: LoggedBatch, measured: Measurement | 
 
 
 def resigned(bundle: Bundle, accuser: Identity, measured: Measurement | None = None) -> Bundle:
-    """The same facts, brought by another: an auditor that has recomputed what a client showed it."""
+    """The same evidence signed by another accuser: an auditor that has recomputed what a client shared."""
     evidence = wire.Evidence()
     evidence.CopyFrom(bundle.evidence)
     measured = measured or Measurement()
     evidence.error, evidence.tolerance = measured.error, measured.tolerance
     evidence.server_device = measured.server_device
-    evidence.time_ms = time.time_ns() // 1_000_000
+    evidence.time_ms = now_ms()
     return _signed(accuser, evidence, bundle.payloads)
 
 
@@ -257,17 +245,8 @@ def _evidence(kind: str, accused: str, measured: Measurement | None = None) -> w
         error=measured.error,
         tolerance=measured.tolerance,
         server_device=measured.server_device,
-        time_ms=time.time_ns() // 1_000_000,
+        time_ms=now_ms(),
     )
-
-
-def _opened(evidence: wire.Evidence, log: SessionLog) -> None:
-    if log.opening is None or log.granted is None:
-        raise ValueError("it is not known here how the session was opened")
-    evidence.opening.CopyFrom(log.opening)
-    evidence.session_epoch = log.granted.session_epoch
-    if log.granted.HasField("pledge"):
-        evidence.pledge.CopyFrom(log.granted.pledge)
 
 
 def _known(step: wire.Step | None) -> wire.Step:

@@ -1,8 +1,8 @@
-"""Passes evidence on, and acts on what it shows: by what this node has checked, or whom its owner trusts.
+"""Evidence by gossip: which messages are forwarded, and what this node does about the servers that they accuse.
 
-Every message is checked before it is passed on: form, age, signatures, how much its sender has said lately; evidence
-that is said to prove itself has to, or nobody hears of it again. What would have to be recomputed is passed on
-unchecked, since it does nothing to anybody by itself.
+Every message is checked before it is forwarded: form, age, signatures, and the rate of its sender. Evidence that is
+said to prove itself has to, or it is not forwarded. Evidence that would have to be recomputed is forwarded unchecked,
+because it has no effect by itself: a node bans by what it has checked, or by the validators that its owner trusts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Final
 from ...crypto.evidence import NotProven
 from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
-from ...protocols.evidence import MAX_SHARED, EvidenceStream, send_bundle
+from ...protocols.evidence import MAX_SHARED, EvidenceStream, receive_bundle, send_bundle
 from ...protocols.framing import PeerError
-from .bans import Endorsement
 from .bundle import Bundle
-from .notice import MAX_ENDORSEMENTS, BadEvidenceMessage, EvidenceMessage, Rates
+from .evidence_message import MAX_ENDORSEMENTS, BadEvidenceMessage, Endorsement, EvidenceMessage, RateLimiter
 from .statement import SelfProven, check_statement
 from .store import TrustStore
 
@@ -30,98 +29,97 @@ TOPIC: Final = "petalnode/evidence/1"
 MAX_KNOWN: Final = 1000
 """Pieces of evidence that are remembered, without their tensors."""
 MAX_HELD_BYTES: Final = 128 << 20
-"""Of bundles that this node hands out to whoever asks."""
+"""Of bundles that this node serves."""
 MAX_PER_ACCUSED: Final = 16
 """Pieces of evidence about one server that are remembered."""
-_IDLE: Final = 30.0
+_IDLE_TIMEOUT: Final = 30.0
 _PIECE_TIMEOUT: Final = 30.0
-_FETCHES: Final = 20
-"""Of one stream."""
+_FETCHES_PER_STREAM: Final = 20
 
 
 class EvidenceGossip:
-    """What one node knows of evidence. Knows no gossip: `accept` and `deliver` are its ears, `found` its mouth.
+    """The evidence that one node knows. It does no input or output of its own: the swarm passes gossip messages to
+    `accept` and `deliver`, and publishes the message that `record_proven` returns.
 
     Attributes:
-        on_proven: each is called with evidence that this node has checked itself; must not raise.
-        on_evidence: each is called with evidence that would have to be recomputed, and who brings it; must not raise.
+        on_proven: callbacks for evidence that this node has checked itself; they must not raise.
+        on_evidence: callbacks for messages about evidence that would have to be recomputed, and the peer id of their
+            author; they must not raise.
     """
 
-    def __init__(self, identity: Identity, book: TrustStore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, identity: Identity, store: TrustStore, clock: Callable[[], float] = time.time) -> None:
         self.on_proven: list[Callable[[Bundle], None]] = []
         self.on_evidence: list[Callable[[EvidenceMessage, str], None]] = []
         self._identity = identity
-        self._book = book
+        self._store = store
         self._clock = clock
         self._endorsements: OrderedDict[bytes, dict[str, Endorsement]] = OrderedDict()
         self._accused: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
-        self._makers, self._forwarders = Rates(), Rates(limit=30)
-        self._checked: OrderedDict[bytes, EvidenceMessage] = (
-            OrderedDict()
-        )  # of the last messages, until they are delivered
+        self._authors, self._forwarders = RateLimiter(), RateLimiter(limit=30)
+        self._checked: OrderedDict[bytes, EvidenceMessage] = OrderedDict()  # accepted, not yet delivered
 
-    # --- what comes
+    # --- messages of others
 
-    def accept(self, maker: str, forwarder: str, data: bytes) -> bool:
-        """Whether a message is passed on. Quick: it may be called for every byte that strangers send."""
+    def accept(self, author: str, forwarder: str, data: bytes) -> bool:
+        """Whether a message is forwarded. Quick: it is called for every message that strangers send."""
         now = self._clock()
-        if not self._forwarders.allows(forwarder, now) or not self._makers.allows(maker, now):
+        if not self._forwarders.allows(forwarder, now) or not self._authors.allows(author, now):
             return False
         try:
-            notice = EvidenceMessage.from_bytes(data, now)
-            if notice.bundle is not None and notice.bundle.evidence.kind != "answer":
-                shown = check_statement(notice.bundle)
+            message = EvidenceMessage.from_bytes(data, now)
+            if message.bundle is not None and message.is_self_proving:
+                shown = check_statement(message.bundle)
                 assert isinstance(shown, SelfProven)
         except (BadEvidenceMessage, NotProven) as error:
-            log.debug("%s spreads nonsense: %s", maker, error)
+            log.debug("%s spreads invalid evidence: %s", author, error)
             return False
-        self._checked[data] = notice
+        self._checked[data] = message
         while len(self._checked) > 8:
             self._checked.popitem(last=False)
         return True
 
-    def deliver(self, maker: str, data: bytes) -> None:
+    def deliver(self, author: str, data: bytes) -> None:
         """Acts on a message that was accepted."""
-        notice = self._checked.pop(data, None)
-        if notice is None:
+        message = self._checked.pop(data, None)
+        if message is None:
             return
-        self._remember(notice)
-        if notice.bundle is not None and notice.bundle.evidence.kind != "answer":
-            self._ban(notice, check_statement(notice.bundle))
+        self._remember(message)
+        if message.bundle is not None and message.is_self_proving:
+            shown = check_statement(message.bundle)
+            if isinstance(shown, SelfProven) and message.accused != self._identity.peer_id:
+                self._notify_proven(message.bundle)
+                reason = f"{shown.reason} (evidence {message.evidence_id.hex()[:12]})"
+                self._store.ban(message.accused, reason, "evidence")
             return
         for callback in self.on_evidence:
-            callback(notice, maker)
-        together = [
-            each
-            for each in self._endorsements[notice.evidence_id].values()
-            if not self._book.is_banned(each.validator)  # whose evidence was refuted here is not believed
+            callback(message, author)
+        believed = [
+            endorsement
+            for endorsement in self._endorsements[message.evidence_id].values()
+            if not self._store.is_banned(endorsement.validator)  # its evidence was refuted here
         ]
-        if self._book.trusted.convinced_by(together):
-            who = ", ".join(sorted(each.validator for each in together if each.validator in self._book.trusted.owners))
-            self._book.ban(notice.accused, f"validators that are trusted here have recomputed it: {who}", "validators")
+        trusted = self._store.trusted
+        if trusted.convinced_by(believed):
+            names = sorted(signed.validator for signed in believed if signed.validator in trusted.owners)
+            reason = f"validators that are trusted here have recomputed it: {', '.join(names)}"
+            self._store.ban(message.accused, reason, "validators")
 
-    def _ban(self, notice: EvidenceMessage, shown: object) -> None:
-        if isinstance(shown, SelfProven) and notice.accused != self._identity.peer_id:
-            if notice.bundle is not None:
-                self._tell(notice.bundle)
-            self._book.ban(notice.accused, f"{shown.reason} (evidence {notice.evidence_id.hex()[:12]})", "evidence")
-
-    def _tell(self, bundle: Bundle) -> None:
+    def _notify_proven(self, bundle: Bundle) -> None:
         for callback in self.on_proven:
             callback(bundle)
 
-    def _remember(self, notice: EvidenceMessage) -> None:
-        key = notice.evidence_id
+    def _remember(self, message: EvidenceMessage) -> None:
+        key = message.evidence_id
         endorsed = self._endorsements.pop(key, {})
-        for each in notice.endorsements:
-            # Those of trusted validators stay, whoever else signs: others can make as many keys as they like.
-            if len(endorsed) < MAX_ENDORSEMENTS or each.validator in self._book.trusted.owners:
-                endorsed[each.validator] = each
+        for endorsement in message.endorsements:
+            # Those of trusted validators stay, however many others sign: keys cost nothing.
+            if len(endorsed) < MAX_ENDORSEMENTS or endorsement.validator in self._store.trusted.owners:
+                endorsed[endorsement.validator] = endorsement
         self._endorsements[key] = endorsed
-        self._note_accused(notice.accused, key)
-        if notice.bundle is not None:
-            self._hold(notice.bundle)
+        self._note_accused(message.accused, key)
+        if message.bundle is not None:
+            self._hold(message.bundle)
         while len(self._endorsements) > MAX_KNOWN:
             self._endorsements.popitem(last=False)
 
@@ -146,27 +144,29 @@ class EvidenceGossip:
         while sum(map(len, self._held.values())) > MAX_HELD_BYTES:
             self._held.popitem(last=False)
 
-    # --- what goes
+    # --- evidence of this node
 
-    def found(self, bundle: Bundle, *, recomputed: bool, addrs: Sequence[str] = ()) -> bytes:
-        """The message for evidence that this node has checked itself, and by which it bans; with its endorsement if it
-        has `recomputed` it, and with the `addrs` where it can be dialed."""
+    def record_proven(self, bundle: Bundle, *, recomputed: bool, addrs: Sequence[str] = ()) -> bytes:
+        """Bans the server whose fault this node has checked itself; returns the message to publish.
+
+        It has this node's endorsement if it has `recomputed` the answer, and the `addrs` where it can be dialed.
+        """
         now = round(self._clock() * 1000)
         mine = [Endorsement.made(self._identity, bundle.id, bundle.accused, now)] if recomputed else []
         others = self._endorsements.get(bundle.id, {}).values()
-        notice = EvidenceMessage.of(bundle, [*mine, *others], addrs)
+        message = EvidenceMessage.of(bundle, [*mine, *others], addrs)
         self._hold(bundle)
-        self._remember(notice)
-        self._book.ban(bundle.accused, f"proved here (evidence {bundle.id.hex()[:12]})", "evidence")
-        self._tell(bundle)
-        return notice.to_bytes()
+        self._remember(message)
+        self._store.ban(bundle.accused, f"proved here (evidence {bundle.id.hex()[:12]})", "evidence")
+        self._notify_proven(bundle)
+        return message.to_bytes()
 
     # --- /petalnode/evidence/1
 
     async def serve(self, stream: EvidenceStream) -> None:
-        """Hands out bundles by their ids."""
-        for _ in range(_FETCHES):
-            frame, _ = await stream.receive(timeout=_IDLE)
+        """Sends bundles by their ids."""
+        for _ in range(_FETCHES_PER_STREAM):
+            frame, _ = await stream.receive(timeout=_IDLE_TIMEOUT)
             if frame.WhichOneof("body") != "fetch":
                 return
             data = self._held.get(frame.fetch.id)
@@ -181,14 +181,11 @@ async def fetch_bundle(stream: EvidenceStream, evidence_id: bytes) -> Bundle:
     """The bundle of this id from a peer that has it.
 
     Raises:
-        PeerError, Refusal: it has not, or something else comes.
-        BadBundle: it sends nonsense.
+        PeerError, Refusal: it has not, or sends another bundle.
+        BadBundle: it sends no evidence.
     """
-    from ...protocols.evidence import receive_bundle
-
     await stream.send(wire.EvidenceFrame(fetch=wire.Fetch(id=evidence_id)), timeout=_PIECE_TIMEOUT)
-    data = await receive_bundle(stream, limit=MAX_SHARED, timeout=_PIECE_TIMEOUT)
-    bundle = Bundle.from_bytes(data)
+    bundle = Bundle.from_bytes(await receive_bundle(stream, limit=MAX_SHARED, timeout=_PIECE_TIMEOUT))
     if bundle.id != evidence_id:
         raise PeerError(f"{stream.peer_id} sent other evidence than was asked for", stream.peer_id)
     return bundle

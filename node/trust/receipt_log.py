@@ -1,8 +1,8 @@
-"""The receipts that a client keeps of what servers did for it, each with what was asked. Bounded; no clock, no network.
+"""The receipts that a client keeps, with the requests that they are for. Bounded; no clock, no network.
 
-A receipt alone proves what a server signed. To judge whether that was right, somebody has to see what it was asked, and
-for a step of a session everything that was asked before. Clients that let others audit their receipts keep the tensors
-too, as long as there is room; they mostly are in memory in any case, because a session can be rebuilt from them.
+A receipt alone proves what a server signed. To judge whether that was right, an auditor has to see the request, and for
+a step of a session all steps before it. A client that shares its receipts keeps the tensors too, as long as there is
+room; most of them are in memory anyway, because a session is replayed from them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 
 LAST_RECEIPTS: Final = 256
-"""Of one session, by a client that shows them to nobody; about 2 KB each."""
+"""Receipts of one session, by a client that does not share them; about 2 KB apiece."""
 LAST_SHARED: Final = 4096
-"""Of one session, by a client that shares them: one that is longer cannot be audited from its beginning."""
+"""Receipts of one session, by a client that shares them: a longer one cannot be audited from its beginning."""
 LAST_SESSIONS: Final = 64
 LAST_BATCHES: Final = 64
 SHARED_BYTES: Final = 256 << 20
-"""Tensors that a client keeps for auditors, all sessions together."""
+"""Bytes of tensors that a client keeps for auditors, all sessions together."""
 _MAX_PENDING: Final = 1024
 
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """A step that a server answered. `step` is None if it is not known any more what it was; tensors that are not kept
-    are None. `asked` describes `input`; the output has its shape, dtype and codec."""
+    """A step that a server answered. `step` is None if the request is forgotten; tensors that are not kept are None.
+    `asked` is the header of `input`; the output has the same shape, dtype and codec."""
 
     receipt: Receipt
     step: wire.Step | None
@@ -55,11 +55,11 @@ class LoggedBatch:
 
     @property
     def nbytes(self) -> int:
-        return sum(len(each) for each in (*self.inputs, *self.kept, *self.outputs))
+        return sum(len(payload) for payload in (*self.inputs, *self.kept, *self.outputs))
 
 
 class SessionLog:
-    """The receipts of one session at one server, in order. With `keeps_tensors`, what was sent and came back too.
+    """The receipts of one session at one server, in order. With `keeps_tensors`, the tensors of steps and replies too.
 
     Attributes:
         opening, granted: how it was opened; None before that, and of a session that another process has opened.
@@ -88,14 +88,14 @@ class SessionLog:
         self.complete = True
 
     def asked(self, step: wire.Step, tensor: wire.Tensor, payload: bytes | bytearray) -> None:
-        """Notes what is sent, or has been sent on by another server."""
+        """Notes a step that is sent, or that another server has pushed."""
         self._pending[step.sequence] = (step, tensor, payload if self._keeps else None)
         if len(self._pending) > _MAX_PENDING:
             self._pending.popitem(last=False)
 
     def answered(self, sequence: int, receipt: Receipt, output: bytes | bytearray | None) -> None:
-        """Notes a receipt whose signature and place in the chain are right."""
-        for old in [each for each in self._pending if each < sequence]:
+        """Notes a receipt whose signature and place in the chain were checked."""
+        for old in [number for number in self._pending if number < sequence]:
             del self._pending[old]
         step, tensor, payload = self._pending.pop(sequence, (None, None, None))
         kept = output if self._keeps else None
@@ -110,13 +110,13 @@ class SessionLog:
     def find(self, sequence: int) -> Receipt | None:
         """The receipt of this request, if it is one of the last few."""
         last = islice(reversed(self._entries), 16)
-        return next((each.receipt for each in last if each.receipt.sequence == sequence), None)
+        return next((entry.receipt for entry in last if entry.receipt.sequence == sequence), None)
 
     def forget_tensors(self) -> None:
         """Keeps the receipts only, from now on."""
         self._keeps = False
         self._pending = OrderedDict((key, (step, tensor, None)) for key, (step, tensor, _) in self._pending.items())
-        self._entries = deque(LoggedStep(each.receipt, each.step, each.asked, None, None) for each in self._entries)
+        self._entries = deque(LoggedStep(entry.receipt, entry.step, entry.asked, None, None) for entry in self._entries)
         self.nbytes = 0
 
 

@@ -1,30 +1,43 @@
-"""What a node thinks of another one: a number from 0 to 1 of its own making, told to nobody. Pure; no clock, no file.
+"""What a node thinks of another one: its reputation, 0 to 1, and whether it is banned. Pure; no clock, no file.
 
-It grows with work that was done for this node and with work that was recomputed, decays when nothing is heard, and
-falls with every fault. A new key starts at nothing, so that throwing away a key that was caught gains nobody anything.
+The reputation grows with tokens that the peer computed for this node and with tokens that were recomputed, decays over
+time, and falls with every fault. A new key starts at 0, so that throwing away a key that was caught gains nothing. A
+node publishes neither reputations nor bans.
+
+A node bans for what it has checked itself: what it was sent, evidence that proves itself, evidence that it recomputed.
+Beyond that only for what `quorum` validators that its owner trusts, of as many owners, state that they have recomputed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 HALF_LIFE: Final = 14 * 86400.0
-"""Seconds after which what was done, and what was done wrong, counts half."""
+"""Seconds after which tokens and faults count half."""
 NEWCOMER_TOKENS: Final = 10_000.0
 """Recomputed tokens that bring a newcomer half of the way to 1."""
 SERVED_SHARE: Final = 0.01
-"""What a token counts that was answered with a receipt in order, and that nobody recomputed."""
+"""What a token counts that was answered with a valid receipt, and that nobody recomputed."""
 FAULT_FACTOR: Final = 0.1
 """What a fault leaves of a reputation."""
 NEWCOMER_SECONDS: Final = 0.002
-"""By which a server without any reputation seems farther away than one with the best."""
+"""Added to the cost of a server without any reputation, compared with one of reputation 1."""
+
+PROVEN_SECONDS: Final = 7 * 86400.0
+"""A ban for a fault that was proved, by whomever."""
+CHEATED_SECONDS: Final = 3600.0
+"""A ban for an answer that does not fit its receipt, the first time; twice as long every other time."""
+LONGEST_SECONDS: Final = 30 * 86400.0
+MAX_BANS: Final = 10_000
+
+Source = Literal["own", "evidence", "validators"]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of a peer at `updated` (seconds since 1970): tokens, recomputed or the like of it, and faults, both
-    decayed until then."""
+    """What is known of a peer at `updated` (seconds since 1970): recomputed tokens (or their equivalent) and faults,
+    both decayed until then."""
 
     first_seen: float
     updated: float
@@ -32,17 +45,17 @@ class Standing:
     faults: float = 0.0
 
     def at(self, now: float) -> Standing:
-        """The same later."""
+        """The same, decayed until `now`."""
         left = 0.5 ** (max(0.0, now - self.updated) / HALF_LIFE)
         return replace(self, updated=max(now, self.updated), tokens=self.tokens * left, faults=self.faults * left)
 
     def after_tokens(self, tokens: int, now: float, *, recomputed: bool) -> Standing:
-        """With tokens that were answered right; `recomputed` if somebody has made sure of it."""
+        """With more tokens that were answered right; `recomputed` if somebody has made sure of it."""
         later = self.at(now)
         return replace(later, tokens=later.tokens + tokens * (1.0 if recomputed else SERVED_SHARE))
 
     def after_fault(self, now: float) -> Standing:
-        """With one fault more. What was done before counts no more: it may have been done to be trusted."""
+        """With one more fault. Earlier tokens count no more: they may have been computed to gain trust."""
         later = self.at(now)
         return replace(later, tokens=0.0, faults=later.faults + 1)
 
@@ -52,7 +65,7 @@ def newcomer(now: float) -> Standing:
 
 
 def reputation(standing: Standing | None, now: float) -> float:
-    """From 0, a stranger or a cheat, to 1."""
+    """From 0, for a stranger or a cheat, to 1."""
     if standing is None:
         return 0.0
     later = standing.at(now)
@@ -60,7 +73,31 @@ def reputation(standing: Standing | None, now: float) -> float:
 
 
 def penalty_seconds(standing: Standing | None, now: float) -> float:
-    """How much farther away a server shall seem when a route is chosen: next to nothing for a newcomer, so that new
-    servers get work, and a last resort for one that was at fault lately."""
+    """What routing adds to the cost of a server: next to nothing for a newcomer, so that new servers get sessions, and
+    a minute or more for one that was at fault lately, which is a last resort."""
     faults = standing.at(now).faults if standing is not None else 0.0
     return NEWCOMER_SECONDS * (1.0 - reputation(standing, now)) + 60.0 * min(faults, 10.0) * (faults > 0.05)
+
+
+@dataclass(frozen=True)
+class Ban:
+    """`until` is in seconds since 1970; `count` how often the peer was banned here."""
+
+    peer_id: str
+    until: float
+    reason: str
+    source: Source
+    count: int = 1
+
+    def holds(self, now: float) -> bool:
+        return now < self.until
+
+
+def extended(before: Ban | None, peer_id: str, reason: str, source: Source, now: float) -> Ban:
+    """The ban for another fault; never shorter than the one that holds already."""
+    count = before.count + 1 if before is not None else 1
+    seconds = PROVEN_SECONDS if source != "own" else CHEATED_SECONDS * 2.0 ** min(count - 1, 16)
+    until = now + min(seconds, LONGEST_SECONDS)
+    if before is not None and before.until > until:
+        return Ban(peer_id, before.until, before.reason, before.source, count)
+    return Ban(peer_id, until, reason[:500], source, count)

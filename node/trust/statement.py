@@ -1,6 +1,6 @@
-"""What evidence shows before anything is recomputed: signatures, chains and hashes. Needs no weights and no torch.
+"""Checks what evidence proves by signatures, chains of receipts and hashes alone. Needs no weights and no torch.
 
-Every check here is of the server's own signatures. What the accuser adds (its findings, the time) decides nothing.
+Every check here is of the server's own signatures. What the accuser adds (its measurements, the time) decides nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SelfProven:
 class SessionClaim:
     """The server did answer the last of `steps` with `output`; whether that is right has to be recomputed.
 
-    `steps` are those that the answer depends on, each with its tensor's header and bytes.
+    `steps` are those that the answer depends on, with the header and bytes of their tensors.
     """
 
     receipt: Receipt
@@ -60,11 +60,11 @@ class BatchClaim:
     outputs: tuple[bytes, ...]
 
 
-Shown = SelfProven | SessionClaim | BatchClaim
+CheckedEvidence = SelfProven | SessionClaim | BatchClaim
 
 
-def check_statement(bundle: Bundle) -> Shown:
-    """What the server's signatures say.
+def check_statement(bundle: Bundle) -> CheckedEvidence:
+    """What the server's signatures prove.
 
     Raises:
         NotProven: something does not belong together, or is not signed by the accused.
@@ -76,13 +76,13 @@ def check_statement(bundle: Bundle) -> Shown:
                 raise NotProven("two receipts are wanted")
             return SelfProven(check_equivocation(accused, *map(receipt_from_wire, evidence.receipts)))
         if evidence.kind == "pledge":
-            receipts = [receipt_from_wire(each) for each in evidence.receipts]
+            receipts = [receipt_from_wire(receipt) for receipt in evidence.receipts]
             if not receipts:
                 raise NotProven("there is no receipt")
             pledge = pledge_from_wire(evidence.pledge)
             return SelfProven(check_pledge_broken(accused, pledge, _root(evidence, receipts[0]), receipts))
         if evidence.HasField("work"):
-            return _work(bundle)
+            return _batch(bundle)
         return _session(bundle)
     except Refusal as refusal:
         raise NotProven(f"no server takes such a request: {refusal.message}") from None
@@ -99,44 +99,44 @@ def _session(bundle: Bundle) -> SessionClaim:
     evidence = bundle.evidence
     if not evidence.steps:
         raise NotProven("there is no receipt")
-    receipts = [receipt_from_wire(each.receipt) for each in evidence.steps]
+    receipts = [receipt_from_wire(step.receipt) for step in evidence.steps]
     last = receipts[-1]
     check_chain(bundle.accused, _root(evidence, receipts[0]), receipts)
     terms = terms_of(evidence.opening)
     if (last.model_version, Span(*last.span)) != (terms.model_version, terms.span):
         raise NotProven("the receipt is for other blocks than the session was opened for")
-    wanted = frozenset(needed([each.step for each in evidence.steps]))
+    wanted = frozenset(needed([step.step for step in evidence.steps]))
     length = 0
     steps = []
-    for number, (each, receipt) in enumerate(zip(evidence.steps, receipts, strict=True)):
-        _check_form(each, terms, length)
-        length = each.step.position + each.tensor.shape[1]
+    for number, (entry, receipt) in enumerate(zip(evidence.steps, receipts, strict=True)):
+        _check_form(entry.step, entry.tensor, terms, length)
+        length = entry.step.position + entry.tensor.shape[1]
         if number not in wanted:
             continue
         payload = _payload(bundle, f"input.{number}")
-        if hash_of_step(each.step, each.tensor, sha256(payload)) != receipt.request_hash:
+        if hash_of_step(entry.step, entry.tensor, sha256(payload)) != receipt.request_hash:
             raise NotProven(f"step {receipt.sequence} is not what the server's receipt says that it was asked")
-        steps.append((each.step, each.tensor, payload))
+        steps.append((entry.step, entry.tensor, payload))
     output = _payload(bundle, "output")
     if sha256(output) != last.reply_hash:
         raise NotProven("the answer is not the one that the server signed")
     return SessionClaim(last, terms, tuple(steps), output)
 
 
-def _check_form(each: wire.EvidenceStep, terms: SessionTerms, length: int) -> None:
-    """Whether it is a step that a server takes in a session of these terms that holds `length` tokens of a row."""
-    shape = tuple(each.tensor.shape)
+def _check_form(step: wire.Step, tensor: wire.Tensor, terms: SessionTerms, length: int) -> None:
+    """Whether a server takes this step in a session of these terms that holds `length` tokens of a row."""
+    shape = tuple(tensor.shape)
     if len(shape) != 3 or shape[0] != terms.batch or not shape[1] or not shape[2]:
         raise NotProven(f"a step of shape {shape} is none of {terms.batch} rows")
-    if each.step.position > length or each.step.position + shape[1] > min(terms.max_length, MAX_LENGTH):
-        raise NotProven(f"step {each.step.sequence} does not follow what the session holds")
-    if each.step.reorder and (len(each.step.reorder) != terms.batch or max(each.step.reorder) >= terms.batch):
-        raise NotProven(f"step {each.step.sequence} takes rows from where there are none")
-    if (each.tensor.codec, each.tensor.dtype) != (terms.codec, terms.dtype):
-        raise NotProven(f"step {each.step.sequence} has another codec than the session")
+    if step.position > length or step.position + shape[1] > min(terms.max_length, MAX_LENGTH):
+        raise NotProven(f"step {step.sequence} does not follow what the session holds")
+    if step.reorder and (len(step.reorder) != terms.batch or max(step.reorder) >= terms.batch):
+        raise NotProven(f"step {step.sequence} takes rows from where there are none")
+    if (tensor.codec, tensor.dtype) != (terms.codec, terms.dtype):
+        raise NotProven(f"step {step.sequence} has another codec than the session")
 
 
-def _work(bundle: Bundle) -> BatchClaim:
+def _batch(bundle: Bundle) -> BatchClaim:
     evidence = bundle.evidence.work
     receipt = receipt_from_wire(evidence.receipt)
     if not receipt.is_signed_by(bundle.accused):

@@ -1,4 +1,4 @@
-"""Where a node writes down what it thinks of others: bans and standings, kept from run to run in one sqlite file."""
+"""Bans and reputations of peers, kept from run to run in one sqlite file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Final
 
 import trio
 
-from .bans import MAX_BANS, NOBODY, Ban, Source, Trusted, extended
-from .reputation import Standing, newcomer, penalty_seconds, reputation
+from .evidence_message import NO_VALIDATORS, TrustedValidators
+from .reputation import MAX_BANS, Ban, Source, Standing, extended, newcomer, penalty_seconds, reputation
 
 log = logging.getLogger(__name__)
 
 SAVE_INTERVAL: Final = 15.0
+"""Seconds."""
 MAX_STANDINGS: Final = 20_000
 _BUSY_SECONDS: Final = 5.0
 _TABLES: Final = """
@@ -29,19 +30,22 @@ CREATE TABLE IF NOT EXISTS standings
 
 
 def trust_file(data_dir: Path) -> Path:
-    """Where nodes of this person keep the book; all of them share it."""
+    """The file that all nodes of this person share."""
     return data_dir / "trust.sqlite"
 
 
 class TrustStore:
     """Bans and standings in memory, written to `file` now and then; without a file they last as long as the process.
 
-    Several processes of one person may use one file: each reads what the others wrote when it reads or writes it. Of
-    two bans the longer one stays. A file that cannot be read or written is told once and does no harm.
+    Several processes of one person may use one file: every process reads what the others wrote when it reads or writes
+    it. Of two bans the longer one stays. A file that cannot be read or written is logged once and not used any more.
     """
 
     def __init__(
-        self, file: Path | None = None, trusted: Trusted = NOBODY, clock: Callable[[], float] = time.time
+        self,
+        file: Path | None = None,
+        trusted: TrustedValidators = NO_VALIDATORS,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.trusted = trusted
         self._file = file
@@ -54,14 +58,14 @@ class TrustStore:
     # --- bans
 
     def ban(self, peer_id: str, reason: str, source: Source) -> Ban:
-        """Bans a peer, for longer if it was banned before, and takes its reputation."""
+        """Bans a peer, for longer if it was banned before, and resets its reputation."""
         now = self._clock()
         found = extended(self._bans.get(peer_id), peer_id, reason, source, now)
         self._bans[peer_id] = found
         self._dirty_bans.add(peer_id)
         self._note(peer_id, (self._standings.get(peer_id) or newcomer(now)).after_fault(now))
         while len(self._bans) > MAX_BANS:
-            del self._bans[min(self._bans, key=lambda each: self._bans[each].until)]
+            del self._bans[min(self._bans, key=lambda peer: self._bans[peer].until)]
         log.warning("%s is not used any more: %s", peer_id, reason)
         return found
 
@@ -74,12 +78,12 @@ class TrustStore:
         return self.ban_of(peer_id) is not None
 
     def bans(self) -> list[Ban]:
-        """All that hold now, the longest first."""
+        """All bans that hold now, the longest first."""
         now = self._clock()
-        return sorted((each for each in self._bans.values() if each.holds(now)), key=lambda each: -each.until)
+        return sorted((ban for ban in self._bans.values() if ban.holds(now)), key=lambda ban: -ban.until)
 
     def forgive(self, peer_id: str) -> bool:
-        """Lifts a ban, here and in the file at once; whether there was one. Processes that run keep to theirs."""
+        """Lifts a ban, here and in the file at once; whether there was one. Other processes that run keep theirs."""
         found = self._bans.pop(peer_id, None) is not None
         self._dirty_bans.discard(peer_id)
         self._standings.pop(peer_id, None)
@@ -95,7 +99,7 @@ class TrustStore:
     # --- reputation
 
     def note_tokens(self, peer_id: str, tokens: int, *, recomputed: bool = False) -> None:
-        """Hears of tokens that a peer answered with receipts in order, or that were recomputed and right."""
+        """Counts tokens that a peer answered with valid receipts, or that were recomputed and right."""
         now = self._clock()
         self._note(
             peer_id, (self._standings.get(peer_id) or newcomer(now)).after_tokens(tokens, now, recomputed=recomputed)
@@ -106,16 +110,15 @@ class TrustStore:
         return reputation(self._standings.get(peer_id), self._clock())
 
     def penalty_seconds(self, peer_id: str) -> float:
-        """How much farther away the peer shall seem when a route is chosen."""
+        """What routing adds to the cost of the peer."""
         return penalty_seconds(self._standings.get(peer_id), self._clock())
 
     def _note(self, peer_id: str, standing: Standing) -> None:
         self._standings[peer_id] = standing
         self._dirty_standings.add(peer_id)
         if len(self._standings) > MAX_STANDINGS:
-            for oldest in sorted(self._standings, key=lambda each: self._standings[each].updated)[
-                : MAX_STANDINGS // 10
-            ]:
+            by_age = sorted(self._standings, key=lambda peer: self._standings[peer].updated)
+            for oldest in by_age[: MAX_STANDINGS // 10]:
                 del self._standings[oldest]
 
     # --- the file
@@ -136,20 +139,20 @@ class TrustStore:
 
     def save(self) -> None:
         """Writes what has changed, and reads what others have."""
-        bans = [self._bans[each] for each in self._take(self._dirty_bans) if each in self._bans]
+        bans = [self._bans[peer] for peer in self._take(self._dirty_bans) if peer in self._bans]
         names = self._take(self._dirty_standings)
-        standings = [(each, self._standings[each]) for each in names if each in self._standings]
+        standings = [(name, self._standings[name]) for name in names if name in self._standings]
 
         def work(connection: sqlite3.Connection) -> None:
             connection.executemany(
                 "INSERT INTO bans VALUES (?, ?, ?, ?, ?) ON CONFLICT (peer_id) DO UPDATE SET "
                 "until = max(until, excluded.until), reason = excluded.reason, source = excluded.source, "
                 "count = max(count, excluded.count)",
-                [(each.peer_id, each.until, each.reason, each.source, each.count) for each in bans],
+                [(ban.peer_id, ban.until, ban.reason, ban.source, ban.count) for ban in bans],
             )
             connection.executemany(
                 "INSERT OR REPLACE INTO standings VALUES (?, ?, ?, ?, ?)",
-                [(name, each.first_seen, each.updated, each.tokens, each.faults) for name, each in standings],
+                [(name, held.first_seen, held.updated, held.tokens, held.faults) for name, held in standings],
             )
             connection.execute("DELETE FROM bans WHERE until < ?", (self._clock(),))
             self._read(connection)
@@ -178,7 +181,7 @@ class TrustStore:
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """For the length of the block the file and the book follow each other."""
+        """Reads the file at once, and writes it every `SAVE_INTERVAL` and at the end of the block."""
         await trio.to_thread.run_sync(self.load)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep)

@@ -126,8 +126,8 @@ def load_adapter(model: DistributedModel, folder: Path | str) -> PromptTuning | 
         model,
         rank,
         lora_alpha=rank,  # the scaling is in the weights
-        target_modules=sorted({each.path for each in names.values()}),
-        layers_to_transform=sorted({each.block for each in names.values()}),
+        target_modules=sorted({name.path for name in names.values()}),
+        layers_to_transform=sorted({name.block for name in names.values()}),
     )
     tuned.load({parsed: adapter.tensors[name] for name, parsed in names.items()})
     return tuned

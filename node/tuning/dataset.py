@@ -44,7 +44,7 @@ class Dataset:
     @property
     def labels(self) -> tuple[str, ...]:
         """The classes, in order; none if this is no classification."""
-        found = {each.label for each in self.examples if each.label is not None}
+        found = {example.label for example in self.examples if example.label is not None}
         return tuple(sorted(found, key=lambda label: (0, int(label), "") if _is_number(label) else (1, 0, label)))
 
 
@@ -182,7 +182,7 @@ def rows_of(
             continue
         tokens += [] if tokens[-1:] == end else end
         rows += [Row(tuple(tokens[start : start + max_length])) for start in range(0, len(tokens), max_length)]
-    return [each for each in rows if _teaches(each)]
+    return [row for row in rows if _teaches(row)]
 
 
 def _teaches(row: Row) -> bool:
@@ -204,7 +204,7 @@ def batch_of(rows: Sequence[Row], padding: int) -> Batch:
     """Rows padded with the token id `padding`."""
     import torch  # `petalnode tune --help` does without
 
-    length = max(len(each.tokens) for each in rows)
+    length = max(len(row.tokens) for row in rows)
     ids = torch.full((len(rows), length), padding)
     mask = torch.zeros_like(ids)
     labels = torch.full_like(ids, IGNORED)
@@ -213,7 +213,7 @@ def batch_of(rows: Sequence[Row], padding: int) -> Batch:
         ids[index, : len(tokens)] = tokens
         mask[index, : len(tokens)] = 1
         labels[index, row.given : len(tokens)] = tokens[row.given :]
-    classes = [each.label for each in rows if each.label is not None]
+    classes = [row.label for row in rows if row.label is not None]
     if classes:
         labels = torch.tensor(classes)
     return Batch(ids, mask, labels, int(mask.sum()))

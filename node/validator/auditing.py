@@ -101,7 +101,7 @@ class ReceiptAuditService:
 
     async def _take(self, stream: EvidenceStream, offer: wire.Offer) -> None:
         try:
-            receipts = [receipt_from_wire(each) for each in offer.receipts[:MAX_OFFER]]
+            receipts = [receipt_from_wire(receipt) for receipt in offer.receipts[:MAX_OFFER]]
         except ValueError as error:
             raise ProtocolError(f"{stream.peer_id} offers what is no receipt: {error}", stream.peer_id) from None
         signatures = offer.countersignatures

@@ -17,7 +17,7 @@ from ..errors import PetalnodeError
 from ..models import ModelFolder
 from ..swarm.swarm import Swarm
 from ..trust.bundle import BadBundle, Bundle
-from ..trust.notice import EvidenceMessage
+from ..trust.evidence_message import EvidenceMessage
 from ..verification.evidence_check import Outcome, check_evidence
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,9 @@ class Endorser:
             self._distrust(notice, bundle, outcome.reason)
 
     def _distrust(self, notice: EvidenceMessage, bundle: Bundle, reason: str) -> None:
-        liars = {bundle.accuser, *(each.validator for each in notice.endorsements)} - {self._swarm.peer_id}
+        liars = {bundle.accuser, *(endorsement.validator for endorsement in notice.endorsements)} - {
+            self._swarm.peer_id
+        }
         for liar in liars:
             self._swarm.trust.ban(liar, f"its evidence against {notice.accused} was refuted here: {reason}", "evidence")
 

@@ -65,12 +65,12 @@ def chain_through(target: Serving, servers: Collection[Serving], num_blocks: int
 
     Where nobody has a block, the chain begins behind it or ends before it.
     """
-    others = sorted((each for each in servers if each.peer_id != target.peer_id), key=lambda each: each.peer_id)
+    others = sorted((server for server in servers if server.peer_id != target.peer_id), key=lambda each: each.peer_id)
     start = target.span.start
-    while start > 0 and any(start - 1 in each.span for each in others):
+    while start > 0 and any(start - 1 in other.span for other in others):
         start -= 1
     end = target.span.end
-    while end < num_blocks and any(end in each.span for each in others):
+    while end < num_blocks and any(end in other.span for other in others):
         end += 1
     before = _filled(others, start, target.span.start, random)
     return (*before, Hop(target.peer_id, target.span), *_filled(others, target.span.end, end, random))
@@ -79,7 +79,7 @@ def chain_through(target: Serving, servers: Collection[Serving], num_blocks: int
 def _filled(servers: Sequence[Serving], start: int, end: int, random: Random) -> list[Hop]:
     hops: list[Hop] = []
     while start < end:
-        chosen = random.choice([each for each in servers if start in each.span])
+        chosen = random.choice([server for server in servers if start in server.span])
         until = min(end, chosen.span.end)
         hops.append(Hop(chosen.peer_id, Span(start, until)))
         start = until
@@ -101,7 +101,7 @@ def whole_round(
     """
     probes: list[Probe] = []
     for kind in kinds:
-        left = {each.peer_id: each for each in servers if targets is None or each.peer_id in targets}
+        left = {server.peer_id: server for server in servers if targets is None or server.peer_id in targets}
         while left:
             target = left[random.choice(sorted(left))]
             route = chain_through(target, servers, num_blocks, random)

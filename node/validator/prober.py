@@ -107,7 +107,9 @@ async def run_probe(config: SwarmConfig, model: ProbeModel, probe: Probe) -> Pro
     async with open_swarm(host) as swarm:
         with suppress(SwarmError):
             await swarm.refresh(model_version=model.swarm_model.version, timeout=REFRESH_TIMEOUT)
-        devices = {each.peer_id: each.device for each in swarm.view.servers(model.swarm_model.version, now=time.time())}
+        devices = {
+            server.peer_id: server.device for server in swarm.view.servers(model.swarm_model.version, now=time.time())
+        }
         async with trio.open_nursery() as nursery:
             client = _RoutedClient(swarm, model.swarm_model, nursery, probe.route)
             client.receipts = archive
@@ -204,8 +206,10 @@ def _entering(model: ProbeModel, block: int, tokens: torch.Tensor) -> torch.Tens
 def _session_limit(client: SwarmClient, probe: Probe) -> int:
     """Tokens of a session that all servers of the chain take."""
     route = {hop.peer_id for hop in probe.route}
-    servers = [each for each in client.servers() if each.peer_id in route]
-    return min((min(each.max_session_length or _CONTEXT, max(each.cache_tokens, 1)) for each in servers), default=1)
+    servers = [server for server in client.servers() if server.peer_id in route]
+    return min(
+        (min(server.max_session_length or _CONTEXT, max(server.cache_tokens, 1)) for server in servers), default=1
+    )
 
 
 # --- a batch of a fine-tuning

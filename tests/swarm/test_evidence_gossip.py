@@ -16,17 +16,18 @@ from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
-from petalnode.node.trust.bans import Endorsement, Trusted
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, session_bundle
 from petalnode.node.trust.evidence_gossip import MAX_PER_ACCUSED, EvidenceGossip
-from petalnode.node.trust.notice import (
+from petalnode.node.trust.evidence_message import (
     MAX_AGE,
     MAX_ENDORSEMENTS,
     MAX_MESSAGE,
     RATE,
     BadEvidenceMessage,
+    Endorsement,
     EvidenceMessage,
-    Rates,
+    RateLimiter,
+    TrustedValidators,
 )
 from petalnode.node.trust.store import TrustStore
 from petalnode.node.validator.endorsing import Endorser
@@ -49,8 +50,8 @@ def equivocation(accused: Identity = LIAR, nonce: bytes = b"n" * 16, *, real: bo
     return equivocation_bundle(ACCUSER, accused.peer_id, first, second)
 
 
-def dated(notice: EvidenceMessage, now: float) -> bytes:
-    return replace(notice, time_ms=round(now * 1000)).to_bytes()
+def dated(message: EvidenceMessage, now: float) -> bytes:
+    return replace(message, time_ms=round(now * 1000)).to_bytes()
 
 
 def numeric(number: int = 0, *endorsers: Identity, accused: Identity = LIAR) -> bytes:
@@ -60,15 +61,15 @@ def numeric(number: int = 0, *endorsers: Identity, accused: Identity = LIAR) -> 
     return EvidenceMessage(key, accused.peer_id, round(NOW * 1000), None, tuple(signed)).to_bytes()
 
 
-def spread(trusted: Trusted | None = None) -> tuple[EvidenceGossip, TrustStore]:
-    book = TrustStore(None, trusted or Trusted({}), clock=lambda: NOW)
-    return EvidenceGossip(Identity.generate(), book, clock=lambda: NOW), book
+def node(trusted: TrustedValidators | None = None) -> tuple[EvidenceGossip, TrustStore]:
+    store = TrustStore(None, trusted or TrustedValidators({}), clock=lambda: NOW)
+    return EvidenceGossip(Identity.generate(), store, clock=lambda: NOW), store
 
 
-def hear(ears: EvidenceGossip, data: bytes, maker: str = "maker", forwarder: str = "forwarder") -> bool:
-    accepted = ears.accept(maker, forwarder, data)
+def receive(gossip: EvidenceGossip, data: bytes, author: str = "author", forwarder: str = "forwarder") -> bool:
+    accepted = gossip.accept(author, forwarder, data)
     if accepted:
-        ears.deliver(maker, data)
+        gossip.deliver(author, data)
     return accepted
 
 
@@ -76,52 +77,56 @@ def hear(ears: EvidenceGossip, data: bytes, maker: str = "maker", forwarder: str
 
 
 def test_evidence_that_proves_itself_bans_and_is_passed_on() -> None:
-    ears, book = spread()
+    gossip, store = node()
     proven: list[Bundle] = []
-    ears.on_proven.append(proven.append)
-    assert hear(ears, dated(EvidenceMessage.of(equivocation()), NOW))
+    gossip.on_proven.append(proven.append)
+    assert receive(gossip, dated(EvidenceMessage.of(equivocation()), NOW))
     assert [each.accused for each in proven] == [LIAR.peer_id]
-    ban = book.ban_of(LIAR.peer_id)
+    ban = store.ban_of(LIAR.peer_id)
     assert ban is not None and ban.source == "evidence" and "two answers" in ban.reason
-    assert not book.is_banned(ACCUSER.peer_id)
+    assert not store.is_banned(ACCUSER.peer_id)
 
 
 def test_a_lie_is_neither_believed_nor_passed_on() -> None:
-    ears, book = spread()
-    assert not hear(ears, dated(EvidenceMessage.of(equivocation(real=False)), NOW))
-    assert not book.is_banned(LIAR.peer_id)
+    gossip, store = node()
+    assert not receive(gossip, dated(EvidenceMessage.of(equivocation(real=False)), NOW))
+    assert not store.is_banned(LIAR.peer_id)
 
 
 def test_what_has_to_be_recomputed_bans_only_with_enough_owners_that_are_trusted() -> None:
-    trusted = Trusted({ANN.peer_id: "ann", BEN.peer_id: "ben", STRANGER.peer_id: "ann"}, quorum=2)
-    ears, book = spread(trusted)
-    assert hear(ears, numeric(1)) and hear(ears, numeric(1, ANN)) and hear(ears, numeric(1, STRANGER), "another")
-    assert hear(ears, numeric(2, BEN), "a third") and hear(ears, numeric(1, *KEYS[5:]), "a fourth")
-    assert not book.is_banned(LIAR.peer_id)  # two keys of one owner; and one of another's for other evidence
-    assert hear(ears, numeric(1, BEN), "a fifth")
-    ban = book.ban_of(LIAR.peer_id)
+    trusted = TrustedValidators({ANN.peer_id: "ann", BEN.peer_id: "ben", STRANGER.peer_id: "ann"}, quorum=2)
+    gossip, store = node(trusted)
+    assert (
+        receive(gossip, numeric(1))
+        and receive(gossip, numeric(1, ANN))
+        and receive(gossip, numeric(1, STRANGER), "another")
+    )
+    assert receive(gossip, numeric(2, BEN), "a third") and receive(gossip, numeric(1, *KEYS[5:]), "a fourth")
+    assert not store.is_banned(LIAR.peer_id)  # two keys of one owner; and one of another's for other evidence
+    assert receive(gossip, numeric(1, BEN), "a fifth")
+    ban = store.ban_of(LIAR.peer_id)
     assert ban is not None and ban.source == "validators" and BEN.peer_id in ban.reason
 
 
 def test_who_trusts_nobody_bans_nobody_for_others() -> None:
-    ears, book = spread()
-    assert hear(ears, numeric(1, ANN, BEN, STRANGER))
-    assert not book.bans()
+    gossip, store = node()
+    assert receive(gossip, numeric(1, ANN, BEN, STRANGER))
+    assert not store.bans()
 
 
 def test_strangers_cannot_crowd_out_a_trusted_validator() -> None:
-    ears, book = spread(Trusted({ANN.peer_id: "ann"}, quorum=1))
+    gossip, store = node(TrustedValidators({ANN.peer_id: "ann"}, quorum=1))
     for number in range(MAX_ENDORSEMENTS + 5):
-        assert hear(ears, numeric(1, Identity.generate()), f"maker {number}", f"forwarder {number}")
-    assert hear(ears, numeric(1, ANN), "somebody")
-    assert book.is_banned(LIAR.peer_id)
+        assert receive(gossip, numeric(1, Identity.generate()), f"author {number}", f"forwarder {number}")
+    assert receive(gossip, numeric(1, ANN), "somebody")
+    assert store.is_banned(LIAR.peer_id)
 
 
 @pytest.mark.parametrize("later", [-MAX_AGE - 60, MAX_AGE + 60])
 def test_old_evidence_and_that_of_tomorrow_is_dropped(later: float) -> None:
-    ears, book = spread()
-    assert not hear(ears, dated(EvidenceMessage.of(equivocation()), NOW + later))
-    assert not book.bans()
+    gossip, store = node()
+    assert not receive(gossip, dated(EvidenceMessage.of(equivocation()), NOW + later))
+    assert not store.bans()
 
 
 def test_forged_endorsements_and_nonsense_are_dropped() -> None:
@@ -142,24 +147,24 @@ def test_forged_endorsements_and_nonsense_are_dropped() -> None:
 
 
 def test_a_flood_is_cut_off_by_its_maker_and_by_who_hands_it_on() -> None:
-    ears, _ = spread()
-    accepted = [hear(ears, numeric(number % 8), "flooder", f"{number}") for number in range(50)]
+    gossip, _ = node()
+    accepted = [receive(gossip, numeric(number % 8), "flooder", f"{number}") for number in range(50)]
     assert sum(accepted) == RATE
-    assert sum(hear(ears, numeric(number % 8), f"maker {number}", "one neighbour") for number in range(200)) <= 30
-    assert hear(ears, numeric(1), "somebody else", "another neighbour")
+    assert sum(receive(gossip, numeric(number % 8), f"author {number}", "one neighbour") for number in range(200)) <= 30
+    assert receive(gossip, numeric(1), "somebody else", "another neighbour")
 
 
 def test_what_is_remembered_of_one_server_is_bounded_and_junk_keeps_nobody_out() -> None:
-    ears, book = spread(Trusted({ANN.peer_id: "ann"}, quorum=1))
+    gossip, store = node(TrustedValidators({ANN.peer_id: "ann"}, quorum=1))
     for number in range(50):
-        assert hear(ears, numeric(number), f"{number}", f"{number}")
-    assert len(ears._endorsements) == len(ears._accused[LIAR.peer_id]) == MAX_PER_ACCUSED
-    assert hear(ears, numeric(99, ANN), "x", "y")
-    assert book.is_banned(LIAR.peer_id)
+        assert receive(gossip, numeric(number), f"{number}", f"{number}")
+    assert len(gossip._endorsements) == len(gossip._accused[LIAR.peer_id]) == MAX_PER_ACCUSED
+    assert receive(gossip, numeric(99, ANN), "x", "y")
+    assert store.is_banned(LIAR.peer_id)
 
 
 def test_rates_forget_and_are_bounded() -> None:
-    rates = Rates(limit=2, seconds=10)
+    rates = RateLimiter(limit=2, seconds=10)
     assert [rates.allows("a", now) for now in (0, 1, 2, 11, 12)] == [True, True, False, True, True]
     for number in range(3000):
         rates.allows(f"{number}", 20)
@@ -170,16 +175,16 @@ def test_rates_forget_and_are_bounded() -> None:
 
 
 @asynccontextmanager
-async def nodes(*books: TrustStore) -> AsyncIterator[Sequence[Swarm]]:
+async def nodes(*stores: TrustStore) -> AsyncIterator[Sequence[Swarm]]:
     """The first is met by all others."""
     async with AsyncExitStack() as stack:
         started: list[Swarm] = []
-        for book in books:
+        for store in stores:
             config = SwarmConfig(
                 Identity.generate(),
                 listen=(LOOPBACK,),
                 peers=tuple(started[0].addrs) if started else (),
-                trust=book,
+                trust=store,
                 gossip=True,
             )
             started.append(await stack.enter_async_context(open_swarm(config)))
@@ -201,12 +206,12 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_evidence_reaches_nodes_that_are_not_connected_to_its_finder() -> None:
     async def main() -> None:
-        books = [TrustStore() for _ in range(3)]
-        async with nodes(*books) as (_, finder, other):
+        stores = [TrustStore() for _ in range(3)]
+        async with nodes(*stores) as (_, finder, other):
             await until(lambda: bool(finder.gossip.peers()) and bool(other.gossip.peers()))
             bundle = equivocation()
             await finder.publish_evidence(bundle, recomputed=False)
-            await until(lambda: all(book.is_banned(LIAR.peer_id) for book in books))
+            await until(lambda: all(store.is_banned(LIAR.peer_id) for store in stores))
             fetched = await finder.fetch_evidence(other.peer_id, bundle.id, addrs=other.addrs, timeout=10)
             assert fetched == bundle
             with pytest.raises((PeerError, Refusal)):
@@ -217,18 +222,18 @@ def test_evidence_reaches_nodes_that_are_not_connected_to_its_finder() -> None:
 
 def test_a_node_that_lies_about_a_server_convinces_nobody() -> None:
     async def main() -> None:
-        books = [TrustStore() for _ in range(3)]
-        async with nodes(*books) as (_, liar, other):
+        stores = [TrustStore() for _ in range(3)]
+        async with nodes(*stores) as (_, liar, other):
             await until(lambda: bool(liar.gossip.peers()) and bool(other.gossip.peers()))
             await liar.publish_evidence(equivocation(real=False), recomputed=True)
             for number in range(20):
                 await liar.publish_evidence(equivocation(BEN, bytes([number]) * 16, real=False), recomputed=True)
             true = equivocation(STRANGER)
             await other.publish_evidence(true, recomputed=False)
-            await until(lambda: books[0].is_banned(STRANGER.peer_id))
+            await until(lambda: stores[0].is_banned(STRANGER.peer_id))
             await trio.sleep(0.2)
-            assert [ban.peer_id for ban in books[0].bans()] == [STRANGER.peer_id]
-            assert [ban.peer_id for ban in books[2].bans()] == [STRANGER.peer_id]
+            assert [ban.peer_id for ban in stores[0].bans()] == [STRANGER.peer_id]
+            assert [ban.peer_id for ban in stores[2].bans()] == [STRANGER.peer_id]
 
     run(main)
 
@@ -258,10 +263,12 @@ def test_validators_recompute_what_they_hear_and_convince_who_trusts_them(folder
     steps = [(0, hidden(98), ()), (98, hidden(1, 1), ())]  # 25 KB: too much for gossip
 
     async def main() -> None:
-        books = [TrustStore() for _ in range(4)]
-        async with nodes(*books) as (client, finder, other, liar):
+        stores = [TrustStore() for _ in range(4)]
+        async with nodes(*stores) as (client, finder, other, liar):
             for each in (finder, other):
-                books[0].trusted = Trusted({finder.peer_id: "ann", other.peer_id: "ben", liar.peer_id: "carl"}, 2)
+                stores[0].trusted = TrustedValidators(
+                    {finder.peer_id: "ann", other.peer_id: "ben", liar.peer_id: "carl"}, 2
+                )
                 await until(lambda each=each: bool(each.gossip.peers()))
             await until(lambda: bool(liar.gossip.peers()))
             endorser = Endorser(other, folder, server.version)
@@ -269,16 +276,16 @@ def test_validators_recompute_what_they_hear_and_convince_who_trusts_them(folder
                 nursery.start_soon(endorser.run)
                 found = session_bundle(finder.identity, server.session(steps, spoil=spoiled), 1)
                 await finder.publish_evidence(found, recomputed=True)
-                await until(lambda: books[0].is_banned(server.identity.peer_id))
-                ban = books[0].ban_of(server.identity.peer_id)
+                await until(lambda: stores[0].is_banned(server.identity.peer_id))
+                ban = stores[0].ban_of(server.identity.peer_id)
                 assert ban is not None and ban.source == "validators"
                 false = session_bundle(liar.identity, honest.session(steps), 1)
                 await liar.publish_evidence(false, recomputed=True)
                 await until(lambda: endorser.checked.get(false.id) is not None)
-                await until(lambda: books[2].is_banned(liar.peer_id))
-                assert not books[2].is_banned(honest.identity.peer_id)
-                assert not books[0].is_banned(honest.identity.peer_id)
+                await until(lambda: stores[2].is_banned(liar.peer_id))
+                assert not stores[2].is_banned(honest.identity.peer_id)
+                assert not stores[0].is_banned(honest.identity.peer_id)
                 nursery.cancel_scope.cancel()
-            assert client.trust is books[0]
+            assert client.trust is stores[0]
 
     run(main)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
-from petalnode.crypto.identity import Identity
+from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.crypto.receipts import Receipt
 from petalnode.node.errors import BadInput
 from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
@@ -23,7 +24,6 @@ from petalnode.node.trust.bundle import (
     batch_bundle,
     equivocation_bundle,
     needed,
-    pledge_bundle,
     resigned,
     session_bundle,
 )
@@ -31,6 +31,7 @@ from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import receipt_to_wire
 from tests.signing_server import SigningServer, spoiled
 from tests.swarm.processes import environment, petalnode
 from tests.tiny_models import HIDDEN, save_tiny
@@ -192,17 +193,30 @@ def test_nobody_can_accuse_with_his_own_signature(server: SigningServer, folder:
 # --- faults that prove themselves
 
 
+def pledge_bundle(log: SessionLog, receipts: Sequence[Receipt]) -> Bundle:
+    """Evidence of a session whose last receipt is outside of the pledge that it ran under."""
+    assert log.granted is not None
+    statement = wire.Evidence(
+        version=1,
+        accused=peer_id_to_bytes(log.peer_id),
+        kind="pledge",
+        opening=log.opening,
+        session_epoch=log.granted.session_epoch,
+        pledge=log.granted.pledge,
+        receipts=map(receipt_to_wire, receipts),
+    ).SerializeToString(deterministic=True)
+    return Bundle(statement, ACCUSER.peer_id, ACCUSER.sign(ACCUSATION_DOMAIN, statement), {})
+
+
 def test_equivocation_and_broken_pledges_need_no_weights(server: SigningServer) -> None:
     log = server.session(STEPS)
     receipts = [each.receipt for each in log.entries]
     other = replace(receipts[3], reply_hash=b"x" * 32).signed(server.identity)
     assert check_evidence(reread(equivocation_bundle(ACCUSER, log.peer_id, receipts[3], other)), None).proven
     assert not check_evidence(reread(equivocation_bundle(ACCUSER, log.peer_id, receipts[3], receipts[3])), None).proven
-    assert not check_evidence(reread(pledge_bundle(ACCUSER, log, receipts)), None).proven
+    assert not check_evidence(reread(pledge_bundle(log, receipts)), None).proven
     outside = server.session(STEPS, span=(1, 5))
-    assert check_evidence(
-        reread(pledge_bundle(ACCUSER, outside, [each.receipt for each in outside.entries])), None
-    ).proven
+    assert check_evidence(reread(pledge_bundle(outside, [each.receipt for each in outside.entries])), None).proven
 
 
 def test_what_cannot_be_checked_is_said(server: SigningServer, folder: ModelFolder, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reputation, bans and the book that keeps them."""
+"""Reputation, bans and the store that keeps them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.trust.bans import (
-    CHEATED_SECONDS,
-    LONGEST_SECONDS,
-    PROVEN_SECONDS,
-    Ban,
-    Endorsement,
-    Trusted,
-    extended,
-    parse_trusted,
-)
+from petalnode.node.trust.evidence_message import Endorsement, TrustedValidators, parse_trusted
 from petalnode.node.trust.reputation import (
+    CHEATED_SECONDS,
     HALF_LIFE,
+    LONGEST_SECONDS,
     NEWCOMER_SECONDS,
     NEWCOMER_TOKENS,
+    PROVEN_SECONDS,
+    Ban,
     Standing,
+    extended,
     newcomer,
     penalty_seconds,
     reputation,
@@ -98,12 +94,12 @@ def endorsements(*validators: Identity) -> list[Endorsement]:
 
 
 def test_validators_of_different_owners_have_to_agree() -> None:
-    trusted = Trusted({KEYS[0].peer_id: "ann", KEYS[1].peer_id: "ann", KEYS[2].peer_id: "ben"}, quorum=2)
+    trusted = TrustedValidators({KEYS[0].peer_id: "ann", KEYS[1].peer_id: "ann", KEYS[2].peer_id: "ben"}, quorum=2)
     assert not trusted.convinced_by(endorsements(KEYS[0]))
     assert not trusted.convinced_by(endorsements(KEYS[0], KEYS[1], KEYS[0]))
     assert not trusted.convinced_by(endorsements(KEYS[0], KEYS[3], KEYS[4]))
     assert trusted.convinced_by(endorsements(KEYS[1], KEYS[2]))
-    assert not Trusted({}, quorum=0).convinced_by(endorsements(*KEYS))
+    assert not TrustedValidators({}, quorum=0).convinced_by(endorsements(*KEYS))
 
 
 def test_an_endorsement_is_signed() -> None:
@@ -120,7 +116,7 @@ def test_a_trusted_validator_is_named_with_its_owner() -> None:
         parse_trusted("nobody")
 
 
-# --- the book
+# --- the store
 
 
 class Clock:
@@ -133,10 +129,10 @@ class Clock:
 
 def test_a_book_outlives_its_process(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "data" / "trust.sqlite"
-    book = TrustStore(file, clock=clock)
-    book.note_tokens("good", 10_000, recomputed=True)
-    book.ban("bad", "it lied", "own")
-    book.save()
+    store = TrustStore(file, clock=clock)
+    store.note_tokens("good", 10_000, recomputed=True)
+    store.ban("bad", "it lied", "own")
+    store.save()
     again = TrustStore(file, clock=clock)
     again.load()
     ban = again.ban_of("bad")
@@ -152,21 +148,21 @@ def test_a_book_outlives_its_process(tmp_path: Path) -> None:
 
 def test_a_ban_can_be_lifted(tmp_path: Path) -> None:
     file = tmp_path / "trust.sqlite"
-    book = TrustStore(file)
-    book.ban("bad", "it lied", "own")
-    book.save()
-    assert book.forgive("bad") and not book.forgive("bad")
+    store = TrustStore(file)
+    store.ban("bad", "it lied", "own")
+    store.save()
+    assert store.forgive("bad") and not store.forgive("bad")
     again = TrustStore(file)
     again.load()
     assert again.bans() == [] and again.penalty_seconds("bad") == NEWCOMER_SECONDS
 
 
 def test_a_new_key_is_a_newcomer_whatever_the_old_one_was() -> None:
-    book = TrustStore()
-    book.note_tokens("old", 10**6, recomputed=True)
-    book.ban("old", "it lied", "evidence")
-    assert book.is_banned("old") and not book.is_banned("new")
-    assert book.reputation("new") == 0 and book.penalty_seconds("new") == NEWCOMER_SECONDS
+    store = TrustStore()
+    store.note_tokens("old", 10**6, recomputed=True)
+    store.ban("old", "it lied", "evidence")
+    assert store.is_banned("old") and not store.is_banned("new")
+    assert store.reputation("new") == 0 and store.penalty_seconds("new") == NEWCOMER_SECONDS
 
 
 def test_two_processes_share_a_book_and_the_longer_ban_stays(tmp_path: Path) -> None:
@@ -179,8 +175,8 @@ def test_two_processes_share_a_book_and_the_longer_ban_stays(tmp_path: Path) -> 
     other.save()
     one.save()
     assert one.is_banned("worse")
-    for book in (one, other):
-        ban = book.ban_of("bad")
+    for store in (one, other):
+        ban = store.ban_of("bad")
         assert ban is not None and ban.until == NOW + PROVEN_SECONDS
 
 
@@ -188,29 +184,29 @@ def test_books_of_many_threads_do_not_lose_each_other_s_bans(tmp_path: Path) -> 
     file = tmp_path / "trust.sqlite"
 
     def write(number: int) -> None:
-        book = TrustStore(file)
+        store = TrustStore(file)
         for turn in range(5):
-            book.ban(f"peer {number} {turn}", "lied", "own")
-            book.save()
+            store.ban(f"peer {number} {turn}", "lied", "own")
+            store.save()
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    book = TrustStore(file)
-    book.load()
-    assert len(book.bans()) == 20
+    store = TrustStore(file)
+    store.load()
+    assert len(store.bans()) == 20
 
 
 def test_a_damaged_book_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "trust.sqlite"
     file.write_bytes(b"this is no database at all, whatever its name says" * 100)
-    book = TrustStore(file)
-    book.load()
-    book.ban("bad", "it lied", "own")
-    book.save()
-    assert book.is_banned("bad") and "cannot keep" in caplog.text
+    store = TrustStore(file)
+    store.load()
+    store.ban("bad", "it lied", "own")
+    store.save()
+    assert store.is_banned("bad") and "cannot keep" in caplog.text
     with pytest.raises(sqlite3.Error):
         sqlite3.connect(file).execute("SELECT * FROM bans")
 
@@ -221,10 +217,10 @@ def test_a_ban_says_why() -> None:
 
 def test_the_command_lists_bans_and_lifts_them(tmp_path: Path) -> None:
     env = environment(tmp_path)
-    book = TrustStore(trust_file(tmp_path / "data" / "petalnode"))
-    book.ban("12D3bad", "it lied", "own")
-    book.ban("12D3worse", "it lied more", "evidence")
-    book.save()
+    store = TrustStore(trust_file(tmp_path / "data" / "petalnode"))
+    store.ban("12D3bad", "it lied", "own")
+    store.ban("12D3worse", "it lied more", "evidence")
+    store.save()
     done = petalnode("bans", "--json", "--forgive", "12D3bad", env=env)
     assert done.code == 0, done
     (told,) = done.objects
