@@ -6,21 +6,24 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 
 from ..errors import BadInput, ModelError
 from ..models.checkpoint import Checkpoint
 from .attention import RAGGED
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
-from .lora import linear_shapes
 from .remote import Remote, RemoteBlocks, RemoteCache, RemoteCall
 from .skeleton import BlockList, Skeleton, build, fill
+from .span_adapter import linear_shapes
 
 
 class ClientModel:
@@ -274,3 +277,41 @@ def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto") -> C
             raise ModelError(f"{folder / 'generation_config.json'} cannot be used: {error}") from error
     client.finish()
     return client
+
+
+def sequence_classifier(client: ClientModel, num_labels: int, problem_type: str | None = None) -> PreTrainedModel:
+    """transformers' own ...ForSequenceClassification with `client`'s embeddings, norm and remote blocks inside.
+
+    What is new, the head, is initialised by transformers' rules and is all that has gradients.
+
+    Raises:
+        BadInput: fewer than one label.
+        ModelError: transformers has no such model of this architecture.
+    """
+    if num_labels < 1:
+        raise BadInput(f"{num_labels} labels are none: give num_labels of 1 (regression) or more")
+    config = deepcopy(client.model.config)
+    config.num_labels = num_labels
+    config.problem_type = problem_type
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=client.dtype)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise ModelError(
+            f"transformers cannot build a classifier of type {config.model_type!r}: {reason}. "
+            "Put a head of your own behind model.remote_blocks"
+        ) from error
+    setattr(model, model.base_model_prefix, getattr(client.model, client.model.base_model_prefix))
+    for module in model.modules():
+        if any(weight.is_meta for weight in module.parameters(recurse=False)):
+            module.to_empty(device=client.device, recurse=False)
+            _initialise(model, module)
+    return model.eval()
+
+
+@torch.no_grad()
+def _initialise(model: PreTrainedModel, module: nn.Module) -> None:
+    for weight in module.parameters(recurse=False):
+        weight.zero_()
+    model._init_weights(module)

@@ -16,8 +16,8 @@ import torch
 
 from ...protocols.ids import Span
 from ...protocols.training import LORA_PARTS, LoraName
-from .lora import changed
 from .span import BlockSpan
+from .span_adapter import with_lora
 from .stack import BlockStack
 
 T = TypeVar("T")
@@ -240,7 +240,7 @@ class _BatchRun:
             for name, tensor in inputs.lora.items()
             if name.part == LORA_PARTS[0]
         }
-        with changed(self._stack.blocks[index], pairs):
+        with with_lora(self._stack.blocks[index], pairs):
             return self._stack.run(hidden, None, self._positions, self._mask, part=range(index, index + 1))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from transformers.utils import logging
 from ...protocols.ids import Span
 from ..errors import ModelError
 from ..models.checkpoint import Checkpoint
-from .stack import strip
+from ..models.quantisation import Quantisation, held_bytes
+from .config import choose_dtype, read_config
 
 _LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
 
@@ -90,7 +92,7 @@ class Skeleton:
         makes their positions and masks.
         """
         blocks = self.blocks[span.start : span.end]
-        strip(self.model, self.decoder_path, self.list_name)
+        _strip(self.model, self.decoder_path, self.list_name)
         self.model.all_tied_weights_keys = {}
         self.set_blocks(BlockList(dict(zip(range(span.start, span.end), blocks, strict=True))))
         return blocks
@@ -109,6 +111,30 @@ class Skeleton:
     @property
     def _blocks_prefix(self) -> str:
         return f"{self.decoder_path}.{self.list_name}." if self.decoder_path else f"{self.list_name}."
+
+
+class _ZeroEmbedding(nn.Module):
+    """In the place of an embedding that the client has added already: adds nothing."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+
+class _PassThrough(nn.Module):
+    """In the place of a norm or projection that the client applies: returns its input."""
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden
+
+
+def _strip(root: nn.Module, path: str, keep: str) -> None:
+    """Takes every module with weights out of `root` but those on the way to `path` and its child `keep`."""
+    module = root
+    for step in [*(path.split(".") if path else []), keep]:
+        for name, child in module.named_children():
+            if name != step and next(child.parameters(), None) is not None:
+                setattr(module, name, _ZeroEmbedding() if isinstance(child, nn.Embedding) else _PassThrough())
+        module = getattr(module, step)
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
@@ -246,3 +272,28 @@ def _check(model: PreTrainedModel, info: Any) -> None:
 def _some(names: list[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """Bytes: of a block as a server holds it, before it is quantised, and of one value of an attention cache."""
+
+    held: int
+    whole: int
+    item: int
+
+
+def largest_block(folder: Path, dtype: str, quantisation: Quantisation) -> BlockSize:
+    """The largest block of the model in `folder`, of which only the configuration has to be there.
+
+    Raises:
+        ModelError, BadInput: as `load_span`.
+    """
+    config = read_config(folder)
+    skeleton = build(config, choose_dtype(dtype, config))
+    held, whole = [0], [0]
+    for block in skeleton.blocks:
+        values = list(block.parameters())
+        whole.append(sum(value.nbytes for value in values))
+        held.append(sum(held_bytes(quantisation, tuple(value.shape), value.nbytes) for value in values))
+    return BlockSize(max(held), max(whole), skeleton.dtype.itemsize)

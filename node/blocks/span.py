@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,16 +24,28 @@ from .attention import RaggedView, SessionView
 from .cache import BlockCacheSpec, SpanCache
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
-from .lora import linear_shapes
-from .ragged import agrees_with_single_steps
 from .skeleton import Skeleton, build, fill
-from .span_adapter import NotByRow, SpanAdapter, Use, changed_by, make_span_adapter, prompted_by
+from .span_adapter import (
+    AdapterRows,
+    NotByRow,
+    SpanAdapter,
+    linear_shapes,
+    make_span_adapter,
+    with_adapters,
+    with_prompts,
+)
 from .stack import BlockStack
 
 PREFILL_CHUNK: Final = 256
 """Tokens (rows times positions) of a prefill that are computed at once; a recomputation splits it likewise."""
 
+_log = logging.getLogger(__name__)
+
 _UNBOUNDED_POSITIONS = 1 << 20  # architectures without a table or rotary range (alibi): a bound for sanity only
+# Largest relative rms difference between a ragged step and separate ones. Kernels differ in the last bits; a
+# wrong mask or position differs by tens of percent.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+_QUANTISED_TOLERANCE = 6e-2  # they round what comes in, so that the last bits decide over the eighth
 
 
 class BlockSpan:
@@ -75,7 +88,7 @@ class BlockSpan:
     def weight_bytes(self) -> int:
         """Of the weights in memory, or of the files that are mapped there."""
         modules = self.stack.blocks
-        return sum(each.nbytes for module in modules for each in (*module.parameters(), *module.buffers()))
+        return sum(parameter.nbytes for module in modules for parameter in (*module.parameters(), *module.buffers()))
 
     def make_cache(
         self, batch: int, max_length: int, left_padding: Sequence[int] | None = None, part: Span | None = None
@@ -132,8 +145,8 @@ class BlockSpan:
             padding = torch.tensor(cache.left_padding, device=self.device).unsqueeze(1)
             positions = (positions - padding).clamp(min=0)
             mask = (torch.arange(cache.length + tokens, device=self.device) >= padding).long()
-        uses = [Use(adapter, 0, cache.batch, cache.batch)] if adapter is not None else []
-        with changed_by(uses), self._prompted(cache, tokens, adapter):
+        adapter_rows = [AdapterRows(adapter, 0, cache.batch, cache.batch)] if adapter is not None else []
+        with with_adapters(adapter_rows), self._prompted(cache, tokens, adapter):
             output = self.stack.run(
                 hidden.to(self.device, self.dtype), SessionView(cache), positions, mask, part=self._part(cache)
             )
@@ -168,29 +181,31 @@ class BlockSpan:
         ]
         outputs: dict[int, torch.Tensor] = {}
         together: dict[object, list[_Member]] = {}
-        for each in members:
-            if not self.supports_ragged or self._among_prompts(each.cache, each.adapter):
-                outputs[each.index] = self.forward(each.hidden, each.cache, each.adapter)
+        for member in members:
+            if not self.supports_ragged or self._among_prompts(member.cache, member.adapter):
+                outputs[member.index] = self.forward(member.hidden, member.cache, member.adapter)
             else:
-                key = (self._part(each.cache), None if self._mixes_adapters else id(each.adapter))
-                together.setdefault(key, []).append(each)
+                key = (self._part(member.cache), None if self._mixes_adapters else id(member.adapter))
+                together.setdefault(key, []).append(member)
         for batch in together.values():
             try:
                 outputs.update(self._decode_together(batch))
             except NotByRow:
                 # Nothing has advanced: what was written is written again.
                 self._mixes_adapters = False
-                rest = self.decode([(each.hidden, each.cache) for each in batch], [each.adapter for each in batch])
-                outputs.update(zip((each.index for each in batch), rest, strict=True))
+                rest = self.decode(
+                    [(member.hidden, member.cache) for member in batch], [member.adapter for member in batch]
+                )
+                outputs.update(zip((member.index for member in batch), rest, strict=True))
         return [outputs[index] for index in range(len(steps))]
 
     def _decode_together(self, batch: list[_Member]) -> dict[int, torch.Tensor]:
-        if any(each.adapter is not None for each in batch):
-            batch = sorted(batch, key=lambda each: id(each.adapter))  # each adapter's rows stand together
-        caches = [each.cache for each in batch]
-        hidden = [each.hidden.to(self.device, self.dtype) for each in batch]
+        if any(member.adapter is not None for member in batch):
+            batch = sorted(batch, key=lambda member: id(member.adapter))  # each adapter's rows stand together
+        caches = [member.cache for member in batch]
+        hidden = [member.hidden.to(self.device, self.dtype) for member in batch]
         positions = [max(cache.length - padding, 0) for cache in caches for padding in cache.left_padding]
-        with changed_by(_uses(batch)):
+        with with_adapters(_adapter_rows(batch)):
             output = self.stack.run(
                 hidden[0] if len(hidden) == 1 else torch.cat(hidden),
                 RaggedView(caches),
@@ -202,7 +217,8 @@ class BlockSpan:
             cache.advance(1)
         parts = torch.split(output, [cache.batch for cache in caches])
         return {
-            each.index: part.to(each.hidden.device, each.hidden.dtype) for part, each in zip(parts, batch, strict=True)
+            member.index: part.to(member.hidden.device, member.hidden.dtype)
+            for part, member in zip(parts, batch, strict=True)
         }
 
     def _among_prompts(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
@@ -220,7 +236,7 @@ class BlockSpan:
             for block, prompt in adapter.prompts.items()
             if cache.first <= block - self.span.start < cache.first + len(cache.specs)
         ]
-        return prompted_by(prompts, places)
+        return with_prompts(prompts, places)
 
     def _part(self, cache: SpanCache) -> range | None:
         """The indices of the session's blocks within the span; None if it runs through all of them."""
@@ -247,17 +263,17 @@ class _Member:
     adapter: SpanAdapter | None
 
 
-def _uses(batch: Sequence[_Member]) -> list[Use]:
+def _adapter_rows(batch: Sequence[_Member]) -> list[AdapterRows]:
     """Whose rows are changed by what; those of one adapter stand together."""
-    rows = sum(each.cache.batch for each in batch)
-    uses: list[Use] = []
+    rows = sum(member.cache.batch for member in batch)
+    adapter_rows: list[AdapterRows] = []
     start = 0
-    for adapter, members in groupby(batch, lambda each: each.adapter):
-        end = start + sum(each.cache.batch for each in members)
+    for adapter, members in groupby(batch, lambda member: member.adapter):
+        end = start + sum(member.cache.batch for member in members)
         if adapter is not None:
-            uses.append(Use(adapter, start, end, rows))
+            adapter_rows.append(AdapterRows(adapter, start, end, rows))
         start = end
-    return uses
+    return adapter_rows
 
 
 def load_span(
@@ -311,7 +327,7 @@ def load_span(
     loaded = BlockSpan(span, num_blocks, stack, specs, skeleton.config, skeleton.dtype, target, quant)
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.
     chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
-    loaded.supports_ragged = not chunked and not stack.depends_on_length and agrees_with_single_steps(loaded)
+    loaded.supports_ragged = not chunked and not stack.depends_on_length and _agrees_with_single_steps(loaded)
     return loaded
 
 
@@ -389,3 +405,32 @@ def _cache_specs(
         keys, values = seen
         specs.append(BlockCacheSpec(keys.shape[1], keys.shape[3], values.shape[3], window))
     return specs
+
+
+def _agrees_with_single_steps(span: BlockSpan) -> bool:
+    """Whether this architecture's decode steps may run as one ragged batch: runs two tiny sessions both ways, one of
+    them with two rows and left padding, and compares."""
+    generator = torch.Generator().manual_seed(0)
+    sessions = []
+    for batch, length, padding in ((1, 3, None), (2, 2, [1, 0])):
+        cache = span.make_cache(batch, length + 1, padding)
+        hidden = torch.randn(batch, length + 1, span.hidden_size, generator=generator)
+        span.forward(hidden[:, :length], cache)
+        sessions.append((hidden[:, length:], cache))
+    try:
+        span.supports_ragged = True
+        together = span.decode(sessions)
+    except Exception as error:  # other architectures break in their own ways
+        _log.debug("decode steps run one by one: %s", error)
+        return False
+    finally:
+        span.supports_ragged = False
+    tolerance = _TOLERANCE[span.dtype] if span.quantisation == "none" else _QUANTISED_TOLERANCE
+    for (hidden, cache), ragged in zip(sessions, together, strict=True):
+        cache.rollback(cache.max_length - 1)
+        single = span.forward(hidden, cache)
+        difference = float((ragged - single).norm() / single.norm())
+        if not difference <= tolerance:
+            _log.warning("decode steps run one by one: a batch of them differs by %.1g", difference)
+            return False
+    return True

@@ -1,4 +1,7 @@
-"""Adapters at work: low-rank changes and deep prompts of several sessions in one pass through the blocks."""
+"""Adapters in the blocks: LoRA (Hu et al. 2021) and deep prompts, added by hooks for the time of a pass.
+
+`with_lora` changes one block for a batch, with gradients; `with_adapters` the blocks for several sessions in one pass.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,40 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
 
 from ...protocols.training import LORA_PARTS, LoraName
-from .lora import Pair
+
+LoraPair = tuple[torch.Tensor, torch.Tensor]
+"""A [rank, in] and B [out, rank], any factor included."""
+
+
+def linear_shapes(block: nn.Module) -> dict[str, tuple[int, int]]:
+    """(values in, values out) of every linear layer of a block, by its path there; quantised ones too."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for path, module in block.named_modules():
+        if isinstance(module, Conv1D):
+            shapes[path] = (module.nx, module.nf)
+        elif isinstance(getattr(module, "in_features", None), int) and next(module.children(), None) is None:
+            shapes[path] = (int(module.in_features), int(module.out_features))
+    return shapes
+
+
+@contextmanager
+def with_lora(block: nn.Module, pairs: Mapping[str, LoraPair]) -> Iterator[None]:
+    """Within it, the layers of `block` at these paths return B A x more than their own."""
+    with ExitStack() as hooks:
+        for path, pair in pairs.items():
+            hooks.callback(block.get_submodule(path).register_forward_hook(_lora_hook(*pair)).remove)
+        yield
+
+
+def _lora_hook(a: torch.Tensor, b: torch.Tensor) -> Any:
+    def add(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        given = args[0]
+        return output + linear(linear(given, a.to(given.dtype)), b.to(given.dtype)).to(output.dtype)
+
+    return add
 
 
 class NotByRow(Exception):
@@ -29,13 +63,13 @@ class SpanAdapter:
             prefix for all.
     """
 
-    pairs: tuple[tuple[nn.Module, Pair], ...]
+    pairs: tuple[tuple[nn.Module, LoraPair], ...]
     prompts: Mapping[int, torch.Tensor]
 
     @property
     def prefix(self) -> int:
         """Positions to which prompts are added."""
-        return next((each.shape[0] for each in self.prompts.values()), 0)
+        return next((prompt.shape[0] for prompt in self.prompts.values()), 0)
 
 
 def make_span_adapter(
@@ -56,7 +90,7 @@ def make_span_adapter(
 
 
 @dataclass(frozen=True)
-class Use:
+class AdapterRows:
     """An adapter and whose it is in a pass: rows `start` .. `end - 1` of `rows`."""
 
     adapter: SpanAdapter
@@ -66,7 +100,7 @@ class Use:
 
 
 @contextmanager
-def changed_by(uses: Sequence[Use]) -> Iterator[None]:
+def with_adapters(adapter_rows: Sequence[AdapterRows]) -> Iterator[None]:
     """Within it, the layers return for the rows of each use what its adapter makes of them. For inference only.
 
     Layers that no use changes are left alone, and without any use nothing is done.
@@ -74,17 +108,17 @@ def changed_by(uses: Sequence[Use]) -> Iterator[None]:
     Raises:
         NotByRow: in the pass, if not all rows have the same adapter.
     """
-    changes: dict[nn.Module, list[tuple[Use, Pair]]] = {}
-    for use in uses:
+    changes: dict[nn.Module, list[tuple[AdapterRows, LoraPair]]] = {}
+    for use in adapter_rows:
         for module, pair in use.adapter.pairs:
             changes.setdefault(module, []).append((use, pair))
     with ExitStack() as hooks:
         for module, of_module in changes.items():
-            hooks.callback(module.register_forward_hook(_adding(of_module)).remove)
+            hooks.callback(module.register_forward_hook(_adapter_hook(of_module)).remove)
         yield
 
 
-def _adding(changes: list[tuple[Use, Pair]]) -> Any:
+def _adapter_hook(changes: list[tuple[AdapterRows, LoraPair]]) -> Any:
     def add(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         given = args[0]
         for use, (a, b) in changes:
@@ -100,7 +134,7 @@ def _adding(changes: list[tuple[Use, Pair]]) -> Any:
 
 
 @contextmanager
-def prompted_by(prompts: Sequence[tuple[nn.Module, torch.Tensor]], places: torch.Tensor) -> Iterator[None]:
+def with_prompts(prompts: Sequence[tuple[nn.Module, torch.Tensor]], places: torch.Tensor) -> Iterator[None]:
     """Within it, prompts [prefix, hidden] are added to what enters their blocks.
 
     `places` int64 [rows, tokens]: which of the prefix is added to each token; outside of it, none.
@@ -109,11 +143,11 @@ def prompted_by(prompts: Sequence[tuple[nn.Module, torch.Tensor]], places: torch
         for block, prompt in prompts:
             meant = ((places >= 0) & (places < len(prompt))).unsqueeze(2)
             added = torch.where(meant, prompt[places.clamp(0, len(prompt) - 1)], 0)
-            hooks.callback(block.register_forward_pre_hook(_put(added), with_kwargs=True).remove)
+            hooks.callback(block.register_forward_pre_hook(_prompt_hook(added), with_kwargs=True).remove)
         yield
 
 
-def _put(added: torch.Tensor) -> Any:
+def _prompt_hook(added: torch.Tensor) -> Any:
     def put(block: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:
             return (args[0] + added, *args[1:]), kwargs

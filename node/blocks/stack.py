@@ -18,30 +18,6 @@ from transformers.modeling_utils import PreTrainedModel
 from .attention import RAGGED
 
 
-class _Nothing(nn.Module):
-    """Stands for an embedding that was added on the client: adds nothing here."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(())
-
-
-class _Unchanged(nn.Module):
-    """Stands for a norm or projection that the client applies: hands its input on."""
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden
-
-
-def strip(root: nn.Module, path: str, keep: str) -> None:
-    """Takes every module with weights out of `root` but those on the way to `path` and its child `keep`."""
-    module = root
-    for step in [*(path.split(".") if path else []), keep]:
-        for name, child in module.named_children():
-            if name != step and next(child.parameters(), None) is not None:
-                setattr(module, name, _Nothing() if isinstance(child, nn.Embedding) else _Unchanged())
-        module = getattr(module, step)
-
-
 class BlockStack:
     """Runs hidden states through `blocks` by calling the decoder that owns them.
 
@@ -142,8 +118,8 @@ class BlockStack:
 def _rotary_kinds(config: Any) -> list[str]:
     """The kinds of rotary embedding in a configuration; some have one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return [entry["rope_type"] for entry in each if "rope_type" in entry]
+    parts = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return [entry["rope_type"] for entry in parts if "rope_type" in entry]
 
 
 def _growing_rotaries(decoder: PreTrainedModel) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from torch import nn
 from petalnode.node.blocks.quantisation.int8 import Int8Matrix
 from petalnode.node.blocks.quantisation.matrix import QuantisedMatrix
 from petalnode.node.blocks.quantisation.nf4 import nf4_kind
-from petalnode.node.blocks.quantisation.places import places
+from petalnode.node.blocks.quantisation.slots import matrix_slots
 from tests.tiny_models import NUM_BLOCKS, load_whole
 
 
@@ -20,7 +20,7 @@ def save_dequantised(folder: Path, target: Path, quantisation: str) -> Path:
     model = load_whole(folder)
     blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == NUM_BLOCKS)
     for block in blocks:
-        for place in places(block):
+        for place in matrix_slots(block):
             weight = place.weight(block)
             kind: type[QuantisedMatrix] = Int8Matrix
             if quantisation == "nf4":

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from petalnode.node.blocks.quantisation.experts import QuantisedExperts
 from petalnode.node.blocks.quantisation.matrix import QuantisedLinear
+from petalnode.node.blocks.quantisation.slots import QuantisedExperts
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.errors import MachineError, ModelError
 from petalnode.protocols.ids import Span

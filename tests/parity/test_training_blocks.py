@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from petalnode.node.blocks.lora import linear_shapes
 from petalnode.node.blocks.passes import Batch, Gradients, PassGenerator, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.blocks.span_adapter import linear_shapes
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import LoraName
 from tests.tiny_models import ARCHITECTURES, HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole

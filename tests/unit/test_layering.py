@@ -149,10 +149,9 @@ KNOWN_IMPORTS_UP: set[tuple[str, str]] = {
     ("petalnode.node.server.lifecycle.hosting", "petalnode.node.credits.wallet"),
     ("petalnode.node.server.lifecycle.pledging", "petalnode.node.credits.wallet"),
     ("petalnode.node.server.session.service", "petalnode.node.credits.payment_verifier"),
-    ("petalnode.node.swarm.cost", "petalnode.node.placement.planning.cycle"),
 }
 KNOWN_CIRCLES: list[set[str]] = [
-    {"petalnode.node.blocks.ragged", "petalnode.node.blocks.span"},
+    {"petalnode.node.blocks.span"},
     {"petalnode.node.client.session.server_session", "petalnode.node.client.session_adapter"},
     {
         "petalnode.node.client.batch.work_pool",

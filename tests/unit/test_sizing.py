@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.blocks.sizes import largest_block
+from petalnode.node.blocks.skeleton import largest_block
 from petalnode.node.errors import MachineError
 from petalnode.node.models import Checkpoint
 from petalnode.node.server.lifecycle.memory import (

@@ -25,7 +25,7 @@ from .disk_cache import QuantisedCache
 from .int8 import Int8Matrix
 from .matrix import QuantisedMatrix, bitsandbytes
 from .nf4 import nf4_kind, nf4_layout
-from .places import Place, places, put, share
+from .slots import MatrixSlot, matrix_slots, put_matrices, quantised_share
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _PRODUCT_TOLERANCE: Final = 0.05
 _WORTH: Final = 0.5
 """Of a span's weights that quantisation must reach: it is asked for because memory is short."""
 
-Matrices = Mapping[Place, QuantisedMatrix]
+Matrices = Mapping[MatrixSlot, QuantisedMatrix]
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class Quantiser:
             matrices = kept[number] or {}
             for matrix in matrices.values():
                 products.check(matrix)
-            put(block, matrices, self.skeleton.dtype)
-            gone.update(self.skeleton.parameter(number, place.parameter) for place in matrices)
+            put_matrices(block, matrices, self.skeleton.dtype)
+            gone.update(self.skeleton.parameter(number, slot.parameter) for slot in matrices)
         return gone
 
     def _refuse_useless(self, blocks: Mapping[int, nn.Module]) -> None:
-        counts = [share(block) for block in blocks.values()]
+        counts = [quantised_share(block) for block in blocks.values()]
         part = sum(quantised for quantised, _ in counts) / sum(weights for _, weights in counts)
         if part < _WORTH:
             raise ModelError(
@@ -109,9 +109,9 @@ class Quantiser:
             return None
         matrices = {}
         try:
-            for place in places(block):
-                own = {each: tensors.pop(f"{place.name}.{each}") for each in ("weight", "scale")}
-                matrices[place] = self._kind(place.shape).restore(own, place.shape, self.device)
+            for slot in matrix_slots(block):
+                own = {kind: tensors.pop(f"{slot.name}.{kind}") for kind in ("weight", "scale")}
+                matrices[slot] = self._kind(slot.shape).restore(own, slot.shape, self.device)
         except (KeyError, ValueError) as error:
             _log.warning("a kept block is not what it should be and is made again: %s", error)
             return None
@@ -123,16 +123,16 @@ class Quantiser:
         (block,) = alone.keep_only(Span(number, number + 1))
         fill(alone, self.weights, lambda wanted: wanted == number, self.device)
         matrices = {}
-        for place in places(block):
-            weight = place.weight(block)
-            matrix = self._kind(place.shape).quantise(weight)
+        for slot in matrix_slots(block):
+            weight = slot.weight(block)
+            matrix = self._kind(slot.shape).quantise(weight)
             error = matrix.error(weight)
             if not error <= _WORST[self.quantisation]:
                 raise ModelError(
-                    f"{self.quantisation} does not hold the weights of block {number} ({place.name}: relative error "
+                    f"{self.quantisation} does not hold the weights of block {number} ({slot.name}: relative error "
                     f"{error:.2g}): serve this model with --quant none"
                 )
-            matrices[place] = matrix
+            matrices[slot] = matrix
         self.weights.release()
         return matrices
 
@@ -172,7 +172,5 @@ class _Products:
 
 def _tensors(matrices: Matrices) -> dict[str, torch.Tensor]:
     return {
-        f"{place.name}.{each}": tensor
-        for place, matrix in matrices.items()
-        for each, tensor in matrix.tensors().items()
+        f"{slot.name}.{kind}": tensor for slot, matrix in matrices.items() for kind, tensor in matrix.tensors().items()
     }

@@ -138,7 +138,7 @@ async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, save
 
 
 def _import_generation() -> None:
-    from ...blocks.collector import collector_paused
+    from ...blocks import collector_paused
 
     with collector_paused():
         from ...client import generation  # noqa: F401

@@ -8,7 +8,7 @@ from typing import Unpack
 import torch
 from torch import nn
 
-from ...blocks.classifier import sequence_classifier
+from ...blocks.client_part import sequence_classifier
 from ...errors import BadInput
 from ...models.adapter import Adapter
 from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options

@@ -219,7 +219,7 @@ def _sizing(folder: ModelFolder, options: ServerOptions) -> Sizing:
     """
     from filelock import FileLock
 
-    from ...blocks.sizes import largest_block
+    from ...blocks.skeleton import largest_block
 
     block = largest_block(folder.path, options.dtype, options.quant)
     tokens = options.cache_tokens or USUAL_CACHE_TOKENS
@@ -271,7 +271,7 @@ async def _load(path: Path, span: Span, options: ServerOptions, progress: Progre
 
 
 def _import_blocks() -> None:
-    from ...blocks.collector import collector_paused
+    from ...blocks import collector_paused
 
     with collector_paused():
         from ...blocks import span  # noqa: F401
