@@ -7,11 +7,13 @@ PROMPT ?=
 SERVERS ?= 3
 # Test files at once; for two cores. Most of a test is waiting for processes.
 JOBS ?= 3
+# For `make coverage`.
+TESTS ?= tests
 
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
 
-.PHONY: setup nat-tools demo test lint types check clean
+.PHONY: setup nat-tools demo test test-unit coverage format lint types check clean
 
 setup: $(VENV)/.ready
 
@@ -28,10 +30,26 @@ demo: setup
 test: setup nat-tools
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# Without processes of petalnode: under a minute.
+test-unit: setup
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit
+
+# Which lines the tests run, in the processes that they start as well. It takes longer than the tests alone.
+coverage: setup nat-tools
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(BIN)/coverage run -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage html --quiet
+	$(BIN)/coverage report --skip-covered --sort cover
+
 nat-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v ip && command -v iptables-restore; } >/dev/null; then \
 	  apt-get install -y -qq $(NAT_TOOLS) >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq $(NAT_TOOLS) >/dev/null; } || true; \
 	fi
+
+format: setup
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format .
 
 lint: setup
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import children
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -24,14 +26,8 @@ def used_by(pid: int) -> float:
         # Fields 14 to 17 of proc(5): utime, stime, cutime, cstime. The name before them may have spaces in it.
         times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
         total = sum(map(int, times)) / _TICKS
-        total += sum(used_by(child) for child in _children(pid))
+        total += sum(used_by(child) for child in children(pid))
     return total
-
-
-def _children(pid: int) -> Iterator[int]:
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with suppress(OSError):
-            yield from map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
 
 
 class ProcessorTime:

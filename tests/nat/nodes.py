@@ -11,10 +11,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 from tests.nat.lab import Host
+from tests.patience import Patience
 from tests.swarm.processes import STOP_TIMEOUT, Node, Outcome, Running, environment, petalnode
 
 _ROOT = Path(__file__).parents[2]
@@ -72,9 +73,9 @@ class LightNode(Running):
 
     def wait_log(self, text: str, patience: float = 60) -> None:
         """Until it has said so on standard error."""
-        deadline = monotonic() + patience
+        waiting = Patience(patience, self.pid, lambda: len(self.errors))
         while text not in self.errors:
-            if monotonic() > deadline:
+            if waiting.is_over:
                 raise AssertionError(f"never said {text!r}; its standard error:\n{self.errors}")
             sleep(0.05)
 
@@ -82,9 +83,8 @@ class LightNode(Running):
         for index, line in enumerate(self._passed):
             if wanted(line):
                 return self._passed.pop(index)
-        deadline = monotonic() + patience
         while True:
-            line = json.loads(self.line(max(0.01, deadline - monotonic())))
+            line = json.loads(self.line(patience))
             if wanted(line):
                 return line
             self._passed.append(line)

@@ -14,13 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
-from time import monotonic
 from typing import IO, Any, TypeVar
 
+from tests.patience import Patience
 from tests.swarm import warm_python
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-# Generous: they only end what would hang.
+# Seconds without any progress of the process that is waited for.
 START_TIMEOUT = 120.0
 STOP_TIMEOUT = 40.0
 _MEETING_POINT = Path(__file__).with_name("announcer.py")
@@ -73,7 +73,10 @@ def petalnode(
     timeout: float = 120,
     prefix: Sequence[str] = (),
 ) -> Outcome:
-    """Runs one command to its end, with `given` on its standard input. `prefix` comes before the command line."""
+    """Runs one command to its end, with `given` on its standard input. `prefix` comes before the command line.
+
+    `timeout` is for how long it may make no progress.
+    """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = warm_python.start(
             [*prefix, sys.executable, "-m", "petalnode", *arguments], env, cwd, stdout=out, stderr=err
@@ -82,12 +85,27 @@ def petalnode(
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin as stdin:
                 stdin.write(given)
-            code = process.wait(timeout)
+            code = wait_ended(process, timeout)
         finally:
             process.kill()
         out.seek(0)
         err.seek(0)
         return Outcome(code, out.read().decode(), err.read().decode())
+
+
+def wait_ended(process: warm_python.Process, timeout: float) -> int:
+    """The exit code, once a process has ended.
+
+    Raises:
+        subprocess.TimeoutExpired: it has made no progress for `timeout` seconds.
+    """
+    patience = Patience(timeout, process.pid)
+    while True:
+        try:
+            return process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            if patience.is_over:
+                raise
 
 
 class Running:
@@ -98,6 +116,7 @@ class Running:
         self._command = " ".join(command)
         self._lines: Queue[str | None] = Queue()
         self._errors: list[str] = []
+        self._read = 0
         self._readers = [
             threading.Thread(target=self._read_lines, args=(self.process.stdout,), daemon=True),
             threading.Thread(target=self._read_errors, args=(self.process.stderr,), daemon=True),
@@ -114,21 +133,24 @@ class Running:
         return "".join(self._errors)
 
     def line(self, timeout: float = START_TIMEOUT) -> str:
-        """The next line of standard output."""
-        try:
-            line = self._lines.get(timeout=timeout)
-        except Empty:
-            raise AssertionError(self._told(f"said nothing within {timeout:.0f} s")) from None
+        """The next line of standard output; `timeout` is for how long the process may make no progress."""
+        patience = Patience(timeout, self.pid, lambda: self._read + len(self._errors))
+        while True:
+            try:
+                line = self._lines.get(timeout=min(timeout, 1.0))
+                break
+            except Empty:
+                if patience.is_over:
+                    raise AssertionError(self._told(f"said and did nothing for {timeout:.0f} s")) from None
         if line is None:
-            code = self.process.wait(STOP_TIMEOUT)
+            code = wait_ended(self.process, STOP_TIMEOUT)
             raise AssertionError(self._told(f"ended with exit code {code}"))
         return line
 
     def event(self, name: str, timeout: float = START_TIMEOUT) -> dict[str, Any]:
         """The next JSON line with this `event`; others are passed over."""
-        deadline = monotonic() + timeout
         while True:
-            found: dict[str, Any] = json.loads(self.line(max(0.1, deadline - monotonic())))
+            found: dict[str, Any] = json.loads(self.line(timeout))
             if found.get("event") == name:
                 return found
 
@@ -154,9 +176,9 @@ class Running:
     def wait(self, timeout: float = STOP_TIMEOUT) -> int:
         """The exit code, once the process has ended."""
         try:
-            code = self.process.wait(timeout)
+            code = wait_ended(self.process, timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(self._told(f"did not end within {timeout:.0f} s")) from None
+            raise AssertionError(self._told(f"did not end and did nothing for {timeout:.0f} s")) from None
         for reader in self._readers:
             reader.join(STOP_TIMEOUT)
         return code
@@ -181,6 +203,7 @@ class Running:
     def _read_lines(self, stream: IO[str]) -> None:
         with stream:
             for line in stream:
+                self._read += 1
                 self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
@@ -277,10 +300,14 @@ def nodes(home: Path) -> Iterator[Nodes]:
 
 
 def until(condition: Callable[[], bool], what: str, timeout: float = 30) -> None:
-    """Asks again and again until `condition` holds. The deadline is generous: it only ends what would hang."""
-    pause = threading.Event()
-    deadline = monotonic() + timeout
+    """Asks again and again until `condition` holds.
+
+    Gives up once neither this process nor any that it started has worked in earnest for `timeout` seconds.
+    """
+    pause, seconds = threading.Event(), 0.01
+    patience = Patience(timeout, os.getpid(), working=0.5)
     while not condition():
-        if monotonic() > deadline:
-            raise AssertionError(f"not within {timeout:.0f} s: {what}")
-        pause.wait(0.05)
+        if patience.is_over:
+            raise AssertionError(f"not within {timeout:.0f} s in which not much was done: {what}")
+        pause.wait(seconds)
+        seconds = min(0.1, seconds * 1.2)

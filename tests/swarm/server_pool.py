@@ -14,9 +14,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
+from tests.patience import Patience
 from tests.swarm import warm_python
 from tests.swarm.processes import LOOPBACK, START_TIMEOUT, STOP_TIMEOUT, environment
 
@@ -38,13 +38,13 @@ class PooledServer:
     @property
     def ready(self) -> dict[str, Any]:
         """Its ready event; waits for it the first time."""
-        deadline = monotonic() + START_TIMEOUT
+        patience = Patience(START_TIMEOUT, self.pid, lambda: self._output.stat().st_size)
         pause = threading.Event()
         while self._ready is None:
             self._ready = next((event for event in self.events if event["event"] == "ready"), None)
             if self._ready is None:
-                assert monotonic() < deadline, f"{self.arguments} is not ready: {self.errors[-3000:]}"
-                pause.wait(0.02)
+                assert not patience.is_over, f"{self.arguments} is not ready: {self.errors[-3000:]}"
+                pause.wait(0.05)
         return self._ready
 
     @property

@@ -50,7 +50,6 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.timeout(400)
 def test_the_capital_of_france(env: dict[str, str]) -> None:
     outcome = petalnode(
         *("demo", "--servers", "3", "--prompt", "What is the capital of France?", "--json", "--max-new-tokens", "40"),

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from time import monotonic
 
 import pytest
 
+from tests.patience import Patience
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import START_TIMEOUT, STOP_TIMEOUT, Nodes
 
@@ -40,9 +40,8 @@ class Terminal:
 
     def until(self, text: str) -> str:
         """What is shown up to and with `text`."""
-        deadline = monotonic() + START_TIMEOUT
         while text not in self._unread:
-            if not select.select([self._descriptor], [], [], max(0.0, deadline - monotonic()))[0]:
+            if not self._shows_more(START_TIMEOUT):
                 raise AssertionError(f"never showed {text!r}:\n{self._all}")
             try:
                 data = os.read(self._descriptor, 4096).decode(errors="replace")
@@ -58,13 +57,21 @@ class Terminal:
     def wait_for_more(self) -> None:
         """Returns as soon as anything more is shown."""
         if not self._unread:
-            assert select.select([self._descriptor], [], [], START_TIMEOUT)[0], self._all
+            assert self._shows_more(START_TIMEOUT), self._all
+
+    def _shows_more(self, seconds: float) -> bool:
+        """Waits for that as long as the process makes progress; false if it has made none for so many seconds."""
+        patience = Patience(seconds, self.process.pid)
+        while not select.select([self._descriptor], [], [], 1.0)[0]:
+            if patience.is_over:
+                return False
+        return True
 
     def exit_code(self) -> int:
         """Reads what is left and waits for the end."""
         while True:
             try:
-                if not select.select([self._descriptor], [], [], STOP_TIMEOUT)[0]:
+                if not self._shows_more(STOP_TIMEOUT):
                     raise AssertionError(f"did not end:\n{self._all}")
                 data = os.read(self._descriptor, 4096)
             except OSError:

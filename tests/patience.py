@@ -1,0 +1,59 @@
+"""Deadlines that do not depend on how fast this machine is, or on what else it does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+_LOOK: Final = 1.0
+"""Seconds between two looks at a process; only the waiting for a core in between counts as well."""
+WORKING: Final = 0.1
+"""Of a core: who uses more, or would if it got it, is at work. Idle nodes use about a hundredth."""
+
+
+def children(pid: int) -> Iterator[int]:
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                yield from map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+
+
+def worked(pid: int) -> float:
+    """Seconds that a process and its descendants have computed, or waited for a core to compute on."""
+    total = 0.0
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                ran, waited, _ = Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()
+                total += (int(ran) + int(waited)) / 1e9
+    return total + sum(worked(child) for child in children(pid))
+
+
+class Patience:
+    """Is over once a process has made no progress for so many seconds: it neither worked nor wrote anything.
+
+    Where the system does not tell (it is not Linux), after so many seconds.
+    """
+
+    def __init__(self, seconds: float, pid: int, written: Callable[[], int] = int, working: float = WORKING) -> None:
+        self._seconds = seconds
+        self._pid = pid
+        self._written = written
+        self._working = working
+        self._looked = monotonic()
+        self._deadline = self._looked + seconds
+        self._seen = (worked(pid), written())
+
+    @property
+    def is_over(self) -> bool:
+        now = monotonic()
+        if now >= self._looked + _LOOK:
+            before, self._seen = self._seen, (worked(self._pid), self._written())
+            if self._seen[1] != before[1] or abs(self._seen[0] - before[0]) > self._working * (now - self._looked):
+                self._deadline = now + self._seconds
+            self._looked = now
+        return now >= self._deadline
