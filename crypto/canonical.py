@@ -58,8 +58,8 @@ def _encode(value: Field, chunks: Chunks) -> None:
         chunks.append(b"i" + value.to_bytes(_INT_BYTES, "big", signed=True))
     elif isinstance(value, (list, tuple)):
         chunks.append(b"l" + len(value).to_bytes(8, "big"))
-        for each in value:
-            _encode(each, chunks)
+        for item in value:
+            _encode(item, chunks)
     elif isinstance(value, memoryview):
         chunks += (b"b" + value.nbytes.to_bytes(8, "big"), value if value.c_contiguous else value.tobytes())
     else:

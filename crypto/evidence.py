@@ -11,6 +11,10 @@ from .pledge import Pledge
 from .receipts import Receipt
 
 ACCUSATION_DOMAIN = "petalnode/evidence/1"
+_SAME_REQUEST = (
+    *("client", "nonce", "session_epoch", "sequence"),
+    *("request_hash", "previous_receipt", "upstream_receipt"),
+)
 
 
 class NotProven(Exception):
@@ -29,16 +33,7 @@ def check_equivocation(accused: str, first: Receipt, second: Receipt) -> str:
     for receipt in (first, second):
         if not receipt.is_signed_by(accused):
             raise NotProven(f"a receipt is not signed by {accused}")
-    same = (
-        "client",
-        "nonce",
-        "session_epoch",
-        "sequence",
-        "request_hash",
-        "previous_receipt",
-        "upstream_receipt",
-    )
-    for name in same:
+    for name in _SAME_REQUEST:
         if getattr(first, name) != getattr(second, name):
             raise NotProven(f"the receipts are for two requests: their {name.replace('_', ' ')} differs")
     if first.reply_hash == second.reply_hash:

@@ -7,6 +7,7 @@ peer id can check the node's signatures without asking anyone.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections.abc import Iterator
 from functools import lru_cache
@@ -19,7 +20,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from filelock import FileLock, Timeout
 
 from .canonical import canonical
-from .private_file import write_private
 
 # Multihash code 0 (identity), length 36; then libp2p's PublicKey message: type 1 (Ed25519), 32 bytes of data.
 _PEER_ID_HEAD: Final = bytes.fromhex("002408011220")
@@ -206,3 +206,22 @@ def _try_lock(path: Path) -> FileLock | None:
     except OSError as error:
         raise IdentityError(f"cannot lock the identity {path}: {error.strerror}") from error
     return lock
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Puts `data` in the place of `path`, mode 0600. Its folder must exist; a crash leaves what was there before.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

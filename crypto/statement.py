@@ -32,7 +32,8 @@ class Statement:
 
     def canonical_bytes(self) -> bytes:
         """The bytes that are signed: every field but the signature, in the order of declaration."""
-        return canonical(self.DOMAIN, *(getattr(self, each.name) for each in fields(self) if each.name != "signature"))
+        names = [field.name for field in fields(self) if field.name != "signature"]
+        return canonical(self.DOMAIN, *(getattr(self, name) for name in names))
 
     def signed(self, identity: Identity) -> Self:
         """A copy with the signature.

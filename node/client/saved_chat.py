@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from filelock import FileLock, Timeout
 
-from ...crypto.identity import Identity
-from ...crypto.private_file import write_private
+from ...crypto.identity import Identity, write_private
 from ..errors import BadInput, MachineError
 from .dialogue import Dialogue, Turn
 from .session.saved_session import SavedLink, SavedSession

@@ -1,4 +1,4 @@
-"""Who holds which blocks, and how fast: what placement decides from. Pure; no clock, no network."""
+"""Servers with their spans and throughputs, and what they yield for every block: the input of placement. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..swarm.cost import Floats
 class PlacedServer:
     """A server as placement sees it.
 
-    `span` is where it is, or where it goes if it has said so; `throughput`, above 0, the decode steps a second that it
-    adds to each of its blocks; `movable` false for one that stays where it is, because a person said so or because it
-    loads; `reload_weight` weighs the blocks that it reloads, 1 where that is quick and drops no caches.
+    `span` is the one that it hosts, or the next one that it has announced; `throughput`, above 0, the decode steps a
+    second that it adds to each of its blocks; `movable` is false if its span was fixed by a person or is being loaded;
+    `reload_weight` weighs the blocks that it would reload, 1 where that is quick and drops no caches.
     """
 
     peer_id: str

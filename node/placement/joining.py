@@ -1,4 +1,8 @@
-"""Where a newcomer goes, and whether those that join at the same time are agreed. Pure."""
+"""Which blocks a newcomer takes, also while others join at the same time. Pure.
+
+`joining_span` and `moves_to` are Petals' own rule (NeurIPS 2023, appendix D): the first is where the search for a span
+begins, the second the baseline of benchmarks/load_balancing.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from .plan import DEFAULT, NOTABLE, Policy, make_plan
 
 _SETTLING_ROUNDS: Final = 10
 _MOST_FIRST: Final = 32
-"""Newcomers whose choice is worked out before one's own; each costs as much time as a plan."""
+"""Newcomers with smaller peer ids whose choice is computed before the own one; each takes as long as a plan."""
 _MOST_RIVALS: Final = 64
 
 
@@ -23,9 +27,9 @@ _MOST_RIVALS: Final = 64
 class Choice:
     """The blocks that a newcomer takes if it begins to load now.
 
-    `others` are the servers that it reckons with, the newcomers before it where it reckons that they go. `rivals` are
-    the peer ids of newcomers that have not begun to load, either, and with whom it has to agree; `disputed` those of
-    them that go before it and have announced something else than it reckons.
+    `others` are the servers that the choice is based on; newcomers with smaller peer ids stand where they are expected
+    to go. `rivals` are the peer ids of other newcomers that have not begun to load either and must agree; `disputed`
+    those of them with smaller peer ids that have announced another span than expected.
     """
 
     span: Span
@@ -34,12 +38,12 @@ class Choice:
     disputed: frozenset[str] = frozenset()
 
     def stands(self, announced: Span | None, told: Collection[str], silent: Collection[str] = ()) -> bool:
-        """Whether the newcomer may begin to load: it has announced this, its rivals have been `told` of that and have
-        answered, and those before it mean to do what it reckons with. It does not wait for those that are `silent`.
+        """Whether the newcomer may begin to load: it has announced this span, its rivals have been notified (`told`)
+        and have answered, and no choice of a smaller peer id is disputed. It does not wait for those that are `silent`.
 
-        If it is so for two newcomers, they have reckoned with each other. Say A goes before B, and B begins to load.
-        Then B had told A, and knew of A what A had announced. If A has changed its mind since, A tells B before it
-        loads, and has in B's answer that B loads.
+        Two newcomers that both may load have taken account of each other. Let A have the smaller peer id, and let B
+        begin to load: then B had notified A and knew what A had announced. If A has chosen anew since, A notifies B
+        before it loads, and B's answer says that B loads.
         """
         return announced == self.span and self.rivals <= {*told, *silent} and self.disputed <= set(silent)
 
@@ -57,9 +61,9 @@ def choice_of_newcomer(
 ) -> Choice:
     """The `count` blocks that `newcomer` (a peer id) takes, while `newcomers`, it may be one of them, choose theirs.
 
-    The newcomers choose in the order of their peer ids: all who see the same servers reckon the same. So what depends
-    on who looks does not count as long as there are several: nobody else is moved along, and throughputs are those
-    that are announced. `throughput` is for the time before that.
+    The newcomers choose in the order of their peer ids: all who see the same announcements compute the same. So with
+    several newcomers no other server is moved, and throughputs are the announced ones; `throughput` is used before the
+    newcomer has announced itself.
     """
     known = {rival.peer_id: rival for rival in newcomers}
     others = [server for server in servers if server.peer_id not in known and server.peer_id != newcomer]
@@ -93,7 +97,7 @@ def span_for_newcomer(
     policy: Policy = DEFAULT,
 ) -> Span:
     """The `count` blocks that `newcomer` (a peer id) takes: those that nobody holds, then where it raises the swarm's
-    throughput most, by the plan that moves others along with it. `throughput` in steps a second, None: average.
+    throughput most, by a plan that may move others too. `throughput` in steps a second, None: average.
     """
     others = [server for server in servers if server.peer_id != newcomer]
     first = joining_span(others, num_blocks, count)
@@ -101,7 +105,7 @@ def span_for_newcomer(
         return first
     speeds = sorted(server.throughput for server in others)
     own = PlacedServer(newcomer, first, throughput or speeds[(len(speeds) - 1) // 2])
-    # Where blocks have no server, nobody waits for the others to move along.
+    # Where blocks have no server, the newcomer does not wait for the others to move.
     around = [replace(server, movable=False) for server in others] if gaps(others, num_blocks) else others
     plan = make_plan([*around, own], num_blocks, turnover=turnover, newcomers={newcomer}, policy=policy)
     move = plan.of(newcomer)

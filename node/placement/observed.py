@@ -18,32 +18,33 @@ from ..swarm.cost import steps_per_second
 from .coverage import PlacedServer
 
 MOST_OF_MEDIAN: Final = 100.0
-"""No server is taken for faster than so many times the middle one: a liar must not keep everybody else from a block."""
+"""No server counts as faster than so many times the median: a false announcement must not keep others from a block."""
 _LEAST: Final = 1e-3
 USUAL_LOAD: Final = 20.0
 """Seconds to load a block after which a move counts twice as dear as one that loads at once."""
 _DIGITS: Final = 2
 WINDOW: Final = 45 * 60.0
 _PRIOR: Final = 5 * 60.0
-"""So much time at the usual turnover is counted besides, because a window with nothing in it proves little."""
+"""Seconds at the usual turnover that are added to the window: a window with nothing in it proves little."""
 USUAL_PER_HOUR: Final = 0.113
 """Changes per server and hour that count as usual: those of the swarm of Petals' appendix E over a day."""
 LEAST, MOST = 0.5, 2.0
 _LEFT, _JOINED = 4 / 3, 2 / 3
-"""What the throughput has gained is lost when servers leave, much less so when they join."""
+"""Weights of changes: what the throughput has gained is lost when servers leave, much less so when they join."""
 AT_ONCE: Final = 16
-"""Servers that are asked together."""
+"""Servers that are pinged together."""
 ASKERS: Final = 64
-"""About so many servers ask after the only holder of a block at each check, however large the swarm is."""
+"""About so many servers ping the only holder of a block at each check, however large the swarm is."""
 
 
 @dataclass(frozen=True)
 class ObservedServers:
     """The servers of one model.
 
-    `servers` are where each is, or where it goes if it has said so; `serving` those that take sessions, where they are.
-    `newcomers` are those that have not begun to load, this one too, where they mean to go; the others of them are among
-    the servers, too. `doubts` are sentences about announcements that were corrected or left out, by peer id.
+    `servers` have the spans that they host, or the next ones that they have announced; `serving` are those that take
+    sessions, with the spans that they host. `newcomers` have not begun to load, this one included, and have the spans
+    that they have announced; the others of them are among `servers`, too. `doubts` are sentences about announcements
+    that were corrected or left out, by peer id.
     """
 
     servers: tuple[PlacedServer, ...]
@@ -58,11 +59,11 @@ class ObservedServers:
 def observe_servers(
     announcements: Sequence[Announcement], num_blocks: int, own: str = "", *, contested: bool = False
 ) -> ObservedServers:
-    """The servers that count for placement, this one (`own`, a peer id) among them, where it is, if it is there.
+    """The servers that count for placement, this one (`own`, a peer id) among them with the span that it hosts.
 
-    `contested` settles what several do at once, without a word between them: the smaller peer id goes first, and does
-    not see where the larger ones mean to go. A newcomer that has not begun to load announces its span as its next one,
-    too.
+    `contested` decides between several that would move at once, without messages: the smaller peer id goes first, and
+    ignores the next spans that larger ones have announced. A newcomer that has not begun to load announces its span as
+    its next one, too.
     """
     doubts: dict[str, str] = {}
     believed = []
@@ -81,7 +82,7 @@ def observe_servers(
         speed, next_span = speeds[said.peer_id], said.next_span
         if said.state is ServerState.JOINING and next_span is not None:
             newcomers.append(PlacedServer(said.peer_id, next_span, speed, False))
-        # Who drains goes, whatever others mean to do.
+        # A draining server leaves in any case.
         undecided = said.state is not ServerState.DRAINING
         if undecided and (said.peer_id == own or (contested and said.peer_id > own)):
             if said.state is ServerState.JOINING and next_span is not None:
@@ -102,7 +103,7 @@ def _reload_weight(said: Announcement) -> float:
 
 
 def _believable(announcements: Sequence[Announcement], doubts: dict[str, str]) -> dict[str, float]:
-    """Throughputs by peer id: of computing and network the slower, in few digits, none absurdly high."""
+    """Throughputs by peer id: the lower one of computing and network, in two digits, bounded by `MOST_OF_MEDIAN`."""
     said = {
         announcement.peer_id: min(
             steps_per_second(announcement.step_seconds), steps_per_second(announcement.network_seconds)
@@ -115,7 +116,7 @@ def _believable(announcements: Sequence[Announcement], doubts: dict[str, str]) -
     middle = statistics.median_low(measured) if measured else 1.0
     believed = {}
     for announcement in announcements:
-        # Who has not measured yet is taken for average.
+        # A server without a measurement counts as the median.
         speed = said[announcement.peer_id] if announcement.step_seconds else middle
         most = MOST_OF_MEDIAN * middle
         if speed > most:
@@ -141,7 +142,7 @@ def recent(changes: Sequence[Change], now: float) -> tuple[Change, ...]:
 
 
 def turnover(changes: Sequence[Change], servers: int, now: float) -> float:
-    """How fast `servers` servers come and go by what was seen of late: 1 is usual, within LEAST .. MOST."""
+    """How fast `servers` servers come and go, from the changes of the last 45 minutes: 1 is usual, LEAST .. MOST."""
     usual = USUAL_PER_HOUR / 3600 * max(servers, 1)
     weighed = sum(_JOINED if change.joined else _LEFT for change in recent(changes, now))
     return min(max((weighed + _PRIOR * usual) / ((WINDOW + _PRIOR) * usual), LEAST), MOST)
@@ -150,10 +151,10 @@ def turnover(changes: Sequence[Change], servers: int, now: float) -> float:
 def worth_asking(
     servers: Sequence[PlacedServer], own: str, sure: Collection[str], num_blocks: int, chance: random.Random
 ) -> tuple[str, ...]:
-    """The peer ids of those that should be asked whether they are still there: the only holders of a block first, then
-    any, at random, so that each server is asked about as often as it asks.
+    """The peer ids of servers to ping: one that was killed has sent no retraction. The only holders of a block first,
+    then others at random, so that each server is asked about as often as it asks.
 
-    Not those that are `sure` to be there, because there is a connection to them or they have just been asked.
+    Those that are `sure` to be there are left out: there is a connection to them, or they have just been asked.
     """
     counts = np.zeros(num_blocks, np.intp)
     for server in servers:
@@ -171,8 +172,8 @@ def worth_asking(
 
 
 def is_overdue(made: float, expires: float, now: float) -> bool:
-    """Whether a server has not repeated its announcement when it should have; times in seconds since 1970.
+    """Whether a server's next announcement is overdue; times in seconds since 1970.
 
-    It does so after a third of an announcement's lifetime; half of it leaves time for that to come round.
+    Servers announce themselves again after a third of an announcement's lifetime; half of it leaves time to spread.
     """
     return now > made + (expires - made) / 2

@@ -1,7 +1,7 @@
-"""Which servers should move where: the same answer from the same view, whoever asks. Pure.
+"""Which servers should move where: equal views give equal plans, whichever server computes them. Pure.
 
-Petals (appendix D) lets each server guess where all others would go after it; here one plan is made for all. It weighs
-what the swarm gains against what is reloaded: see docs/placement.md for what this reaches in Petals' own simulation.
+In Petals (appendix D) each server simulates the moves of all others after its own; here one plan is made for all. It
+weighs the swarm's gain against what is reloaded: docs/placement.md has the result in Petals' own simulation.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .search import Search, State, Terms
 class Policy:
     """When a move pays. All shares are of the throughput that no placement exceeds.
 
-    `gain`: what a plan has to gain that reloads two thirds as many blocks as the model has, in a swarm of usual
-    turnover; one that reloads fewer needs less in proportion, and one in a swarm that changes half as quickly half of
-    that, since the gain lasts twice as long. `least_gain` is needed for anything at all, so that noise moves nobody.
-    `evenness` weighs how far blocks are below `level`: those are the next to be the slowest.
+    `gain`: what a plan has to gain if it reloads two thirds as many blocks as the model has, at usual turnover. Fewer
+    blocks need less in proportion; at half the turnover half is enough, since the gain lasts twice as long. Below
+    `least_gain` nothing moves, so that noise has no effect. `evenness` weighs how far blocks are below `level`: those
+    are the next to be the slowest.
     """
 
     gain: float = 0.2
@@ -37,9 +37,9 @@ class Policy:
 DEFAULT: Final = Policy()
 _GAIN_FOR: Final = 2 / 3
 _SAME: Final = 1.25
-"""A plan stands while no server is so many times as fast or slow as it was: no two measurements are alike."""
+"""A plan stays valid while no server is so many times faster or slower than it was: measurements vary."""
 _MANY: Final = 100
-"""More moves are taken as they come, because weighing each against each takes too long."""
+"""More moves are not compared one by one, which would take too long."""
 _EQUAL: Final = 1e-9
 NOTABLE: Final = 1.005
 """A throughput that is not so many times another is not worth a word."""
@@ -72,9 +72,9 @@ class PlacementPlan:
     def rest(self, servers: Sequence[PlacedServer]) -> PlacementPlan | None:
         """What is left of the plan now that the servers are these; None if a new plan is due.
 
-        The plan stands as long as the servers are those that it was made for, at about the throughput that they had,
-        each where it was or, if the plan moves it, where the plan sends it. So a plan is carried out to its end, by
-        everybody who made it, and half of a swap is not taken for a new situation. One that is done is no plan.
+        The plan stays valid as long as the servers are those that it was made for, at about the throughput that they
+        had, each at its old span or at the plan's target. So every server that made the plan completes it, and half of
+        a swap causes no new plan. A completed plan is None.
         """
         now = {server.peer_id: server for server in servers}
         if len(now) != len(self.made_for):
@@ -106,10 +106,10 @@ def make_plan(
 ) -> PlacementPlan:
     """The moves that pay, together; none if none do.
 
-    Blocks that nobody holds come before everything, then what the policy weighs. A plan never leaves more of them, nor
-    less throughput, than there was, and its moves, one after the other, open no gap. `newcomers` have loaded nothing
-    yet: where they go costs nothing, and they are given a place even if nobody else moves. `turnover` is 1 in a swarm
-    that changes as usual. Servers of a high `reload_weight` are moved last.
+    Gaps (blocks that nobody holds) come first, then what the policy weighs. A plan never leaves more gaps nor less
+    throughput than before, and its moves, one after the other, open no gap. `newcomers` have loaded nothing yet: their
+    moves cost nothing, and they get a span even if no other server moves. `turnover` is 1 in a swarm that changes as
+    usual. Servers of a high `reload_weight` are moved last.
     """
     ordered = sorted(servers, key=lambda server: server.peer_id)
     if not any(server.movable for server in ordered):
@@ -151,9 +151,9 @@ def make_plan(
 def in_order(search: Search, start: State, target: Ints) -> tuple[list[int], State]:
     """The servers that go from `start` to `target` (int [N]), one after the other, and the state when they have.
 
-    Next is always the one after which the placement costs least, among those that are not the only holder of a block
-    (with a gap open, among all). Those at the end that make it dearer stay, as do those that cannot leave: what is
-    returned can be carried out as it is, and its throughput is not below that of `start` unless it closes gaps.
+    Each time the move is taken that leaves the least cost, among servers that are not the only holder of a block (all,
+    while a gap is open). Moves at the end that raise the cost are dropped, as are servers that cannot leave: the order
+    can be carried out as it is, and its throughput is not below that of `start` unless it closes gaps.
     """
     starts = start.starts.copy()
     waiting = np.flatnonzero(starts != target)
@@ -180,7 +180,7 @@ def better(one: State, other: State, by: float = 0.0) -> bool:
 
 
 def tiled(starts: Ints, lengths: Ints, movable: Ints, num_blocks: int) -> Ints:
-    """Starts with as few gaps as this finds: the movable servers, from the left, fill what the others leave open.
+    """Starts int [N] with few gaps: the movable servers, from the left, fill what the others leave open.
 
     If nobody is fixed and there are enough blocks in all, no gap is left.
     """
@@ -203,13 +203,13 @@ def tiled(starts: Ints, lengths: Ints, movable: Ints, num_blocks: int) -> Ints:
 
 
 def may_leave(move: Move, serving: Sequence[PlacedServer], num_blocks: int) -> bool:
-    """Whether the model still has a server for every block while this one moves, or has none anyhow.
+    """Whether the model still has a server for every block while this one moves, or has a gap already.
 
-    `serving` are the servers that take sessions now, where they are now, the one that moves among them or not; one that
-    has said that it will move does not count.
+    `serving` are the servers that take sessions now, with the spans that they host, the moving one among them or not; a
+    server that has announced its next span does not count.
     """
     others = [server for server in serving if server.peer_id != move.peer_id]
-    # With a gap no chain works as it is, and it closes soonest if all that the plan moves do so at once.
+    # With a gap no chain works, and the gap closes soonest if all servers of the plan move at once.
     open_now = gaps([*others, PlacedServer(move.peer_id, move.source, 1.0)], num_blocks)
     return bool(open_now) or not gaps(others, num_blocks)
 

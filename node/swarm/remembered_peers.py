@@ -16,8 +16,7 @@ from typing import Any, Final
 from filelock import FileLock, Timeout
 
 from ...crypto.canonical import digest
-from ...crypto.identity import peer_id_to_bytes
-from ...crypto.private_file import write_private
+from ...crypto.identity import peer_id_to_bytes, write_private
 
 log = logging.getLogger(__name__)
 

@@ -151,7 +151,6 @@ KNOWN_IMPORTS_UP: set[tuple[str, str]] = {
     ("petalnode.node.server.session.service", "petalnode.node.credits.payment_verifier"),
 }
 KNOWN_CIRCLES: list[set[str]] = [
-    {"petalnode.node.blocks.span"},
     {"petalnode.node.client.session.server_session", "petalnode.node.client.session_adapter"},
     {
         "petalnode.node.client.batch.work_pool",
@@ -163,7 +162,6 @@ KNOWN_CIRCLES: list[set[str]] = [
     {"petalnode.node.client.api.model", "petalnode.node.client.api.tuning"},
 ]
 KNOWN_LARGE: set[str] = {
-    "node/blocks",
     "node/client/core.py",
     "node/client/session/compared_session.py",
     "node/client/session/server_session.py",
