@@ -183,7 +183,8 @@ class _Windows:
         """The sum over the window at each start."""
         sums = np.zeros((self._shape[0], self._shape[1] + 1))
         np.cumsum(values, axis=1, out=sums[:, 1:])
-        return sums.ravel().take(self._ends) - sums[:, :-1]
+        windows: Floats = sums.ravel().take(self._ends) - sums[:, :-1]
+        return windows
 
     def least(self, without: Floats, speed: Floats) -> Floats:
         """The least of a whole row if `speed` [rows, 1] is added to the window at each start."""
@@ -202,4 +203,5 @@ class _Windows:
             if len(some):
                 first = window[some]
                 inside[some] = np.minimum(first, first.ravel().take(second))
-        return np.minimum(np.minimum(inside + speed, before), after.ravel().take(self._ends))
+        least: Floats = np.minimum(np.minimum(inside + speed, before), after.ravel().take(self._ends))
+        return least

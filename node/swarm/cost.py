@@ -32,7 +32,8 @@ Measured 0.8 to 1.3 ms."""
 
 def bounded(seconds: Sequence[float] | Floats) -> Floats:
     """Times within 0 .. MAX_SECONDS; what is no number is the longest."""
-    return np.nan_to_num(np.clip(np.asarray(seconds, float), 0.0, MAX_SECONDS), nan=MAX_SECONDS)
+    values: Floats = np.nan_to_num(np.clip(np.asarray(seconds, float), 0.0, MAX_SECONDS), nan=MAX_SECONDS)
+    return values
 
 
 def one_way(round_trips: Sequence[float] | Floats) -> Floats:
@@ -62,7 +63,8 @@ def span_seconds(
 
 def block_seconds(span: Floats, blocks: Sequence[int] | Floats) -> Floats:
     """What one block of a span takes."""
-    return np.maximum(span / np.asarray(blocks, float), MIN_BLOCK_SECONDS)
+    seconds: Floats = np.maximum(span / np.asarray(blocks, float), MIN_BLOCK_SECONDS)
+    return seconds
 
 
 def transfer_seconds(tokens: int, token_bytes: int, seconds_per_byte: Sequence[float]) -> Floats:

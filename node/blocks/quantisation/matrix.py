@@ -64,7 +64,7 @@ class QuantisedMatrix(ABC):
     def multiply(self, values: torch.Tensor) -> torch.Tensor:
         """Float [..., in] times the transpose of this: [..., out]. Gradients flow through it to `values`."""
         if torch.is_grad_enabled() and values.requires_grad:
-            product: torch.Tensor = _Product.apply(values, self)
+            product: torch.Tensor = _Product.apply(values, self)  # type: ignore[no-untyped-call]
             return product
         return self._of_any_shape(values)
 

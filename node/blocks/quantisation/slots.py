@@ -142,7 +142,7 @@ class QuantisedExperts(nn.Module):
         tokens, per_token = chosen.shape
         flat = chosen.reshape(-1)
         outputs, positions = [], []
-        for expert in flat.unique().tolist():
+        for expert in flat.unique().tolist():  # type: ignore[no-untyped-call]
             position = (flat == expert).nonzero().squeeze(1)
             outputs.append(self._one(expert, hidden[position // per_token]))
             positions.append(position)

@@ -113,7 +113,8 @@ def _promising(problem: Problem, order: Ints) -> Ints:
     score[:, machines.capacity == 0] = np.inf
     nearest = np.argsort(score, axis=1, kind="stable").T.ravel()  # by turns around each centre
     wanted = dict.fromkeys([*best.machines, *centres.tolist(), *nearest.tolist()])
-    return order[np.sort(np.array(list(wanted)[:MAX_MACHINES]))]
+    promising: Ints = order[np.sort(np.array(list(wanted)[:MAX_MACHINES]))]
+    return promising
 
 
 def _home(problem: Problem, order: Ints) -> int | None:

@@ -142,7 +142,7 @@ def _way_on(bound: Bound, rate: Ints, to_do: Ints | int, root: Ints, here: Ints,
     _, amounts, roots, size = bound.on.shape
     at = ((rate * amounts + to_do) * roots + root) * size + here
     turns = bound.following.ravel().take(at) == before
-    on = bound.on.ravel().take(at)
+    on: Floats = bound.on.ravel().take(at)
     on[turns] = bound.otherwise.ravel().take(at[turns])
     return on
 
