@@ -37,8 +37,7 @@ from .deadlines import (
 )
 from .request import ServerClaims, close_stream, pledged_points
 from .router import Payments
-from .session.saved_session import SavedSession
-from .session.session import ClientSession
+from .session.session import ClientSession, SavedSession
 from .session.stream import HopTiming, InferenceStream, SessionSpec
 from .session_adapter import SessionAdapter, bring, named, names_held
 from .swarm_model import SwarmModel

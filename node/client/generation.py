@@ -23,9 +23,9 @@ from ..swarm.routing import Hop
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
 from .request import WireTensor
+from .session.chain import HistoryLost
 from .session.compared_session import Session
-from .session.links import HistoryLost
-from .session.saved_session import SavedSession
+from .session.session import SavedSession
 from .session.stream import SessionSpec
 
 KEEP_SECONDS: Final = 60.0

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from ...crypto.identity import Identity, write_private
 from ..errors import BadInput, MachineError
 from .dialogue import Dialogue, Turn
-from .session.saved_session import SavedLink, SavedSession
+from .session.session import SavedLink, SavedSession
 
 FORMAT: Final = "petalnode-chat/1"
 

@@ -53,7 +53,7 @@ class Watch:
         if self._number == 1:
             say(event="first", seconds=now - self._begun)
         if self._number:  # the prompt comes first
-            links = self._session._session._links
+            links = self._session._session.links
             say(
                 event="token",
                 number=self._number,
@@ -79,7 +79,7 @@ class Watch:
             "moved": session.paths.moved,
             "rejoined": session.paths.rejoined,
             "changed": session.paths.rejoined + session.recoveries,
-            "direct": all(link.server.direct for link in session._links),
+            "direct": all(link.server.direct for link in session.links),
         }
         return all(seen[name] >= wanted for name, wanted in self._until.items())
 
@@ -103,7 +103,7 @@ def generate(model: Any, order: dict[str, Any], begun: float) -> None:
             event="done",
             ids=out[0].tolist(),
             route=[peer_id for peer_id, _ in session.route],
-            direct=[link.server.direct for link in inside._links],
+            direct=[link.server.direct for link in inside.links],
             recoveries=session.recoveries,
             rejoined=inside.paths.rejoined,
             moved=inside.paths.moved,

@@ -241,11 +241,11 @@ def test_a_line_that_is_down_for_a_while(over: Lines, whole: Any) -> None:
             threading.Thread(target=mend_later).start()
 
         def mend_later() -> None:
-            tether = session._session._links[1].tether
-            until(lambda: tether.attempts >= 3, "three attempts fail")
+            reconnector = session._session.links[1].reconnector
+            until(lambda: reconnector.state.attempts >= 3, "three attempts fail")
             line[0].mend()
             mended = monotonic()
-            until(lambda: not tether.may_return, "the session is back")
+            until(lambda: not reconnector.state.may_return, "the session is back")
             times.append(monotonic() - mended)
 
         out = generate(over.model, ids, streamer=At({5: take_down}))

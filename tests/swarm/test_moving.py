@@ -232,10 +232,10 @@ def test_a_session_moves_between_two_steps(
                 out = await step(session, hidden[:, index : index + 1])
                 assert torch.allclose(out, right[:, index : index + 1], atol=1e-5)
                 if index == 10:
-                    assert [link.server.direct for link in session._links] == [False, False]
+                    assert [link.server.direct for link in session.links] == [False, False]
                     await go_direct(client, hosts[0])
                     await until(lambda: session.paths.moved == 1, "the first one moves")
-                    assert [link.server.direct for link in session._links] == [True, False]
+                    assert [link.server.direct for link in session.links] == [True, False]
                 if index == 20:
                     await go_direct(client, hosts[1])  # and goes on at once
             await until(lambda: session.paths.moved == 2, "both have moved")

@@ -24,9 +24,9 @@ from ..chunks import from_chunks
 from ..deadlines import RETRY_INTERVAL
 from ..request import WireTensor
 from ..router import ModelClient, Router
+from .chain import Link
 from .comparing import Agreement, decide, parting, tolerance_between
 from .disjoint import Disagreement, Settled, Weights, plan_chains
-from .links import Link
 from .session import ClientSession
 from .stream import SessionSpec
 

@@ -1,10 +1,9 @@
-"""What holds a client to one server: takes the session up when its stream is lost, and moves it to a better path."""
+"""Keeps one session reachable at one server: reconnects a lost stream, and moves it to a better path."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final
 
 import trio
 
@@ -12,11 +11,24 @@ from ...errors import ServerFailed
 from ..deadlines import KEEP_GRACE, MOVE_RETRY, MOVE_TIMEOUT
 from ..request import StreamLost
 from ..router import Router
-from .recovery import PAUSE, attempt_timeout
+from .recovery import (
+    AttemptFailed,
+    DirectConnection,
+    Dismissed,
+    Move,
+    NotMoved,
+    PathAction,
+    PathEvent,
+    PathLost,
+    PathRestored,
+    PathState,
+    Stop,
+    TakeUp,
+    Watch,
+    attempt_timeout,
+    next_path_action,
+)
 from .stream import SessionStream
-
-_REFRESH_AFTER: Final = 2
-"""Failed attempts after which the swarm is asked where the server is now."""
 
 
 @dataclass
@@ -28,26 +40,23 @@ class PathChanges:
 
 
 class SessionReconnector:
-    """Keeps one session at one server reachable, in the background; `run` is its task.
+    """Carries out `recovery.next_path_action` for one server of a session, in the background; `run` is its task.
 
     A lost stream is replaced by another one to the same server as soon as it can be reached again, whether a step is
     under way or not, for as long as the server keeps the session. A relayed stream is replaced by a direct one as soon
     as there is a direct connection, and only between two steps, which hold `between_steps`.
 
     Attributes:
-        gone: the session is over at the server, or was looked for long enough.
-        attempts: of taking the session up that have failed since the stream was lost.
+        state: what is known of the stream.
     """
 
     def __init__(self, router: Router, server: SessionStream, between_steps: trio.Lock, changes: PathChanges) -> None:
-        self.gone = False
-        self.attempts = 0
+        self.state = PathState()
         self._router = router
         self._server = server
         self._between_steps = between_steps
         self._changes = changes
         self._scope = trio.CancelScope()
-        self._lost = False
         self._reported = trio.Event()
         self._changed = trio.Event()
         self._move_after = 0.0
@@ -56,104 +65,87 @@ class SessionReconnector:
 
     def cancel(self) -> None:
         """Lets go of the server."""
-        self.gone = True
+        self._take(Dismissed())
         self._scope.cancel()
-        self._notify()
 
     def report_lost(self) -> None:
         """Says that a step has found the stream at its end."""
-        self._lost = True
+        self._take(self._lost())
         self._reported.set()
         self._waiting.cancel()  # for the end of that very step
 
-    @property
-    def may_return(self) -> bool:
-        """Whether a lost stream is being replaced."""
-        return self._lost and not self.gone
-
     async def settled(self) -> bool:
         """Whether the session goes on at this server, once that is known."""
-        while self.may_return:
+        while self.state.may_return:
             await self._changed.wait()
-        return not self.gone
+        return not self.state.gone
 
-    async def failed(self) -> None:
-        """Returns when an attempt to take the session up has failed."""
-        while not self.attempts and not self.gone:
+    async def settled_or_failed(self) -> None:
+        """Returns once that is known, or an attempt to take the session up has failed."""
+        while self.state.may_return and not self.state.attempts:
             await self._changed.wait()
 
     async def run(self) -> None:
+        action: PathAction = Watch()
         with self._scope:
-            while not self.gone:
-                await self._lost_or_direct()
-                if self._lost:
-                    await self._rejoin()
-                else:
-                    await self._move()
+            while not isinstance(action, Stop):
+                action = self._take(await self._carry_out(action))
 
-    def _go_on(self) -> None:
-        self._lost, self.attempts = False, 0
-        self._reported = trio.Event()
-        self._notify()
-
-    def _notify(self) -> None:
+    def _take(self, event: PathEvent) -> PathAction:
+        self.state, action = next_path_action(self.state, event)
         self._changed.set()
         self._changed = trio.Event()
+        return action
 
-    async def _lost_or_direct(self) -> None:
+    async def _carry_out(self, action: PathAction) -> PathEvent:
+        if isinstance(action, TakeUp):
+            return await self._take_up(action)
+        return await (self._move() if isinstance(action, Move) else self._watch())
+
+    def _lost(self) -> PathLost:
+        return PathLost(trio.current_time() + self._server.kept + KEEP_GRACE)
+
+    async def _watch(self) -> PathEvent:
         """Returns when the stream is lost, or when a direct connection is there for a relayed one."""
+        events: list[PathEvent] = []
         async with trio.open_nursery() as nursery:
 
-            async def first(wait: Callable[[], Awaitable[object]]) -> None:
+            async def first(wait: Callable[[], Awaitable[object]], event: Callable[[], PathEvent]) -> None:
                 await wait()
+                events.append(event())
                 nursery.cancel_scope.cancel()
-
-            async def lost() -> None:
-                await self._server.wait_lost()
-                self._lost = True
 
             async def direct() -> None:
                 await trio.sleep_until(self._move_after)
                 await self._router.watch_direct(self._server.hop.peer_id).wait()
 
-            nursery.start_soon(first, lost)
-            nursery.start_soon(first, self._reported.wait)
+            nursery.start_soon(first, self._server.wait_lost, self._lost)
+            nursery.start_soon(first, self._reported.wait, self._lost)
             if not self._server.direct:
-                nursery.start_soon(first, direct)
+                nursery.start_soon(first, direct, DirectConnection)
+        return next((event for event in events if isinstance(event, PathLost)), events[0])
 
-    async def _rejoin(self) -> None:
-        deadline = trio.current_time() + self._server.kept + KEEP_GRACE
-        while not self.gone:
+    async def _take_up(self, action: TakeUp) -> PathEvent:
+        if action.refresh and not self._refreshing:
+            self._refreshing = True
+            self._router.start_soon(self._refresh)
+        await trio.sleep(action.pause)
+        with trio.move_on_after(attempt_timeout(action.attempts, self._server.round_trip)):
             try:
-                with trio.move_on_after(attempt_timeout(self.attempts, self._server.round_trip)):
-                    if await self._attempt():
-                        self._changes.rejoined += 1
-                        self._go_on()
-                        return
+                stream = await self._router.connect(self._server.hop)
             except ServerFailed:
-                self.gone = True  # it has lost the session, or lies about it
-            self.attempts += 1
-            self.gone = self.gone or trio.current_time() >= deadline
-            self._notify()
-            if self.attempts >= _REFRESH_AFTER and not self._refreshing:
-                self._refreshing = True
-                self._router.start_soon(self._refresh)
-            await trio.sleep(PAUSE)
+                return AttemptFailed(trio.current_time())
+            try:
+                await self._server.take_up(stream)
+            except ServerFailed as error:  # else it has lost the session, or lies about it
+                return AttemptFailed(trio.current_time(), refused=not isinstance(error, StreamLost))
+            self._changes.rejoined += 1
+            return self._restored()
+        return AttemptFailed(trio.current_time())
 
-    async def _attempt(self) -> bool:
-        """
-        Raises:
-            ServerFailed: the server is there, and the session is not as it was left.
-        """
-        try:
-            stream = await self._router.connect(self._server.hop)
-        except ServerFailed:
-            return False
-        try:
-            await self._server.take_up(stream)
-        except StreamLost:
-            return False
-        return True
+    def _restored(self) -> PathRestored:
+        self._reported = trio.Event()
+        return PathRestored()
 
     async def _refresh(self) -> None:
         try:
@@ -161,29 +153,30 @@ class SessionReconnector:
         finally:
             self._refreshing = False
 
-    async def _move(self) -> None:
+    async def _move(self) -> PathEvent:
         """Goes on over a direct connection. Where that fails the stream that there is still serves."""
         self._move_after = trio.current_time() + MOVE_RETRY
         try:
             stream = await self._router.connect(self._server.hop, direct=True)
         except ServerFailed:
-            return
+            return NotMoved()
         held = False
         try:
             with trio.CancelScope() as self._waiting:
-                if self._lost:  # while we connected: a step waits for us, and must not be waited for
-                    return
+                if self.state.lost:  # while we connected: a step waits for us, and must not be waited for
+                    return NotMoved()
                 await self._between_steps.acquire()
                 held = True
             if held:
                 with trio.move_on_after(MOVE_TIMEOUT):
                     await self._server.take_up(stream)
                     self._changes.moved += 1
-                    self._go_on()
+                    return self._restored()
         except ServerFailed:
-            return
+            pass
         finally:
             if held:
                 self._between_steps.release()
             if not self._server.uses(stream):
                 await stream.reset()
+        return NotMoved()

@@ -1,0 +1,275 @@
+"""One step of a session on its way through the chain: carries out what `recovery` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import trio
+
+from ....protocols import wire_pb2 as wire
+from ....protocols.inference import pushed_step
+from ...errors import BadInput, ServerFailed, SwarmError
+from ..deadlines import PUSH_RETRY, STANDBY_POLL, patience, push_patience
+from ..request import StreamLost, WireTensor, blames_request
+from .chain import Chain, Link
+from .history import Input
+from .recovery import (
+    Answered,
+    Finish,
+    HeadStartOver,
+    Late,
+    Loss,
+    NobodyElse,
+    Phase,
+    Race,
+    Receive,
+    Reconnect,
+    Reconnected,
+    Replace,
+    Replaced,
+    Send,
+    Sent,
+    ServerError,
+    SessionGone,
+    StandbyReady,
+    StepAction,
+    StepEvent,
+    StreamEnded,
+    Switch,
+    SwitchFailed,
+    begin_step,
+    next_action,
+)
+from .stream import Answer
+
+
+class PushFailures:
+    """Between which servers a push was lost, so that for a while this client sends to the second one itself."""
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[str, str], float] = {}
+
+    def note(self, sender: Link, receiver: Link) -> None:
+        self._until[_peers(sender, receiver)] = trio.current_time() + PUSH_RETRY
+
+    def may_push(self, sender: Link, receiver: Link) -> bool:
+        return self._until.get(_peers(sender, receiver), 0.0) <= trio.current_time()
+
+
+def _peers(sender: Link, receiver: Link) -> tuple[str, str]:
+    return sender.server.hop.peer_id, receiver.server.hop.peer_id
+
+
+class StepRun:
+    """Runs `step` through `links`, replacing in that list whichever server fails.
+
+    With `push` the first server is told of the others and every server hands its output to the next one itself; this
+    client sends a step only where that has failed (`push_failures`).
+    """
+
+    def __init__(
+        self, chain: Chain, links: list[Link], step: Input, push_failures: PushFailures, *, push: bool
+    ) -> None:
+        self._chain = chain
+        self._links = links
+        self._step = step
+        self._push_failures = push_failures
+        self._push = push
+        self._index = 0
+        self._chunk = step.chunk  # what enters the server at `index`
+        self._receipt = b""  # of what left the server before it
+        self._asked: wire.Step | None = None  # what the server at `index` is asked, if that is settled
+        self._generation = 0  # of its stream, when it was asked
+        self._deadline: float | None = None  # for its answer
+        self._pushed = False  # by the server before
+        self._pushed_before = 0  # steps, until then
+        self._disturbed = False  # a stream was lost: what the answer took says nothing of the server
+        self._failures: list[ServerFailed] = []
+        self._impossible: SwarmError | BadInput | None = None
+
+    async def run(self) -> WireTensor:
+        """What leaves the last server.
+
+        Raises:
+            NoChainError: servers failed, and no others hold their blocks.
+            SwarmError: several servers in a row failed at this step.
+        """
+        state, action = begin_step(len(self._links))
+        while not isinstance(action, Finish):
+            state, action = next_action(state, await self._carry_out(action))
+        return self._chunk
+
+    @property
+    def _link(self) -> Link:
+        return self._links[self._index]
+
+    async def _carry_out(self, action: StepAction) -> StepEvent:
+        match action:
+            case Send():
+                return await self._noting_failures(self._send, action.anew)
+            case Receive():
+                return await self._noting_failures(self._receive, action.phase)
+            case Reconnect():
+                return await self._reconnect(action.head_start)
+            case Race():
+                return await self._race()
+            case Replace():
+                return await self._replace()
+            case Switch():
+                servers = await self._chain.switch(self._links, self._index)
+                return Replaced(servers) if servers else SwitchFailed()
+            case _:
+                raise self._impossible or SwarmError(
+                    f"{len(self._failures)} servers in a row failed at one step: {self._failures[-1]}"
+                )
+
+    async def _noting_failures(self, function: Callable[..., Awaitable[StepEvent]], argument: object) -> StepEvent:
+        try:
+            return await function(argument)
+        except StreamLost as error:
+            self._failures.append(error)
+            return self._stream_ended()
+        except ServerFailed as error:
+            self._failures.append(error)
+            return ServerError(blames_request(error))
+
+    # --- asking
+
+    async def _send(self, anew: bool) -> StepEvent:
+        link = self._link
+        if anew or self._asked is None:
+            self._asked = self._request()
+            self._deadline, self._pushed = None, False
+        self._begin()
+        await link.server.send(self._asked, self._chunk)
+        return Sent()
+
+    def _begin(self) -> None:
+        server = self._link.server
+        self._generation = server.generation
+        if self._deadline is None:
+            self._deadline = trio.current_time() + self._chain.spec.step_timeout
+
+    def _request(self) -> wire.Step:
+        targets = []
+        if self._push:
+            for sender, receiver in zip(self._links[self._index :], self._links[self._index + 1 :], strict=False):
+                if not self._push_failures.may_push(sender, receiver):
+                    break
+                targets.append(receiver.server.target())
+        return wire.Step(
+            sequence=self._link.server.next_sequence(),
+            position=self._step.position,
+            reorder=self._step.reorder,
+            route_epoch=self._chain.route_epoch,
+            previous_receipt=self._receipt,
+            targets=targets,
+        )
+
+    async def _receive(self, phase: Phase) -> StepEvent:
+        """Waits for a server's answer; one that is late has a standby prepared."""
+        link, asked = self._link, self._asked
+        assert asked is not None
+        nbytes, round_trip = len(self._chunk.payload), link.server.round_trip
+        patient = min(patience(link.usual, self._chunk.tokens, nbytes, round_trip), self._chain.spec.step_timeout)
+        if phase == "late":
+            return await self._receive_late(link, asked)
+        if phase == "pushed":
+            self._begin()
+            self._pushed, self._pushed_before = True, link.server.pushed_steps
+            patient = min(patient, push_patience(round_trip, nbytes))
+        answer = await link.server.receive(asked, self._chunk, patient)
+        return Late() if answer is None else self._answered(answer, phase)
+
+    async def _receive_late(self, link: Link, asked: wire.Step) -> StepEvent:
+        while self._deadline is not None and trio.current_time() < self._deadline:
+            self._chain.prepare_standby(link)
+            answer = await link.server.receive(asked, self._chunk, STANDBY_POLL)
+            if answer is not None:
+                return self._answered(answer, "late")
+            if link.standby_ready:
+                return StandbyReady()
+        raise link.server.silent(self._chain.spec.step_timeout)
+
+    def _answered(self, answer: Answer, phase: Phase) -> StepEvent:
+        """Commits the step at this server, and goes on to the next one."""
+        link, chunk, asked = self._link, self._chunk, self._asked
+        assert asked is not None
+        if phase != "pushed":
+            self._judge_push(link)
+        link.history.append(replace(self._step, chunk=chunk))
+        self._chain.router.note_tokens(link.server.hop.peer_id, chunk.tokens)
+        if not self._disturbed:
+            link.note(chunk.tokens)
+            self._chain.router.note_transfer(link.server.timing, len(chunk.payload) + len(answer.chunk.payload))
+        if link.server.draining:
+            self._chain.prepare_standby(link)
+        self._chunk, self._receipt = answer.chunk, answer.receipt_hash
+        self._asked = pushed_step(asked, answer.receipt_hash) if asked.targets else None
+        self._index += 1
+        self._deadline, self._pushed, self._disturbed = None, False, False
+        self._failures.clear()
+        return Answered(answer.handed_on and self._asked is not None)
+
+    def _judge_push(self, link: Link) -> None:
+        """Ends the pushing between two servers for a while if this client had to send the second what the first had."""
+        if self._pushed and not self._disturbed and self._index and link.server.pushed_steps == self._pushed_before:
+            self._push_failures.note(self._links[self._index - 1], link)
+
+    # --- recovery
+
+    def _stream_ended(self) -> StepEvent:
+        link, asked = self._link, self._asked
+        assert asked is not None
+        self._disturbed = True
+        reconnector = self._chain.reconnector(link)
+        returned = link.server.generation != self._generation  # in the background, before this step noticed
+        if not returned:
+            reconnector.report_lost()
+        path = reconnector.state
+        loss = Loss(link.server.kept, path.gone, path.attempts, 1, link.standby_ready, link.server.round_trip)
+        return StreamEnded(loss, returned, link.server.held >= asked.sequence)
+
+    async def _reconnect(self, head_start: float) -> StepEvent:
+        reconnector = self._chain.reconnector(self._link)
+        with trio.move_on_after(head_start):
+            await reconnector.settled_or_failed()
+        if reconnector.state.may_return:
+            return HeadStartOver()
+        return SessionGone() if reconnector.state.gone else self._reconnected()
+
+    def _reconnected(self) -> Reconnected:
+        assert self._asked is not None
+        self._deadline = self._impossible = None
+        return Reconnected(self._link.server.held >= self._asked.sequence)
+
+    async def _race(self) -> StepEvent:
+        """Reconnects and replaces side by side; the first that succeeds goes on."""
+        won: list[StepEvent] = []
+        reconnector = self._chain.reconnector(self._link)
+
+        async def reconnect() -> None:
+            if await reconnector.settled():
+                won.append(self._reconnected())
+                nursery.cancel_scope.cancel()
+
+        async def take_others() -> None:
+            event = await self._replace()
+            if isinstance(event, Replaced):
+                won.insert(0, event)  # the links have changed already
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reconnect)
+            nursery.start_soon(take_others)
+        return won[0] if won else NobodyElse()
+
+    async def _replace(self) -> StepEvent:
+        failure = self._failures[-1]
+        self._impossible = None
+        try:
+            return Replaced(await self._chain.replace(self._links, self._index, self._step.position, failure))
+        except (SwarmError, BadInput) as error:
+            self._impossible = error
+            return NobodyElse()
