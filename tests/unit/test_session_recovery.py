@@ -1,0 +1,313 @@
+"""One step of a session through servers that fail in any order: what the state machine decides, and that it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.node.client.request import MAX_FAILURES
+from petalnode.node.client.session.recovery import (
+    Answered,
+    AttemptFailed,
+    DirectConnection,
+    Dismissed,
+    Finish,
+    GiveUp,
+    HeadStartOver,
+    Late,
+    Loss,
+    Move,
+    NobodyElse,
+    NotMoved,
+    PathEvent,
+    PathLost,
+    PathRestored,
+    PathState,
+    Race,
+    Receive,
+    Reconnect,
+    Reconnected,
+    Replace,
+    Replaced,
+    Send,
+    Sent,
+    ServerError,
+    SessionGone,
+    StandbyReady,
+    StepAction,
+    StepEvent,
+    StepState,
+    Stop,
+    StreamEnded,
+    Switch,
+    SwitchFailed,
+    TakeUp,
+    Watch,
+    after_loss,
+    begin_step,
+    next_action,
+    next_path_action,
+)
+
+KEPT = Loss(kept=15.0)
+
+
+@dataclass
+class Server:
+    """What is true of a server, as the swarm around the state machine has it.
+
+    `asked`: the number of its present request; `done`: the last one that it has carried out; `answers`: it has given.
+    """
+
+    sequence: int = 0
+    asked: int = 0
+    done: int = 0
+    committed: list[int] = field(default_factory=list)
+
+
+class World:
+    """Servers that do whatever `draw` says, and a client that does what the state machine says."""
+
+    def __init__(self, draw: Callable[[st.SearchStrategy[object]], object], servers: int) -> None:
+        self._draw = draw
+        self.servers = [Server() for _ in range(servers)]
+        self.index = 0
+        self.actions: list[StepAction] = []
+        self.events: list[StepEvent] = []
+        self.pushed = False
+
+    @property
+    def server(self) -> Server:
+        return self.servers[self.index]
+
+    def _choose(self, *names: str) -> str:
+        return str(self._draw(st.sampled_from(names)))
+
+    def run(self) -> StepState:
+        state, action = begin_step(len(self.servers))
+        while True:
+            self.actions.append(action)
+            assert len(self.actions) < 40 * (MAX_FAILURES + 1) * 10, "it does not end"
+            if isinstance(action, Finish | GiveUp):
+                return state
+            event = self.carry_out(action)
+            self.events.append(event)
+            assert state.servers == len(self.servers) - self.index + isinstance(event, Answered) or isinstance(
+                event, Replaced
+            )
+            state, action = next_action(state, event)
+
+    def carry_out(self, action: StepAction) -> StepEvent:
+        match action:
+            case Send():
+                return self.send(action)
+            case Receive():
+                return self.receive(action)
+            case Reconnect():
+                return {
+                    "back": self.back,
+                    "over": lambda: HeadStartOver(),
+                    "gone": lambda: SessionGone(),
+                }[self._choose("back", "over", "gone")]()
+            case Race():
+                return {"back": self.back, "others": self.others, "nobody": lambda: NobodyElse()}[
+                    self._choose("back", "others", "nobody")
+                ]()
+            case Replace():
+                return self.others() if self._draw(st.integers(0, 4)) else NobodyElse()
+            case Switch():
+                return self.others() if self._draw(st.booleans()) else SwitchFailed()
+            case _:
+                raise AssertionError(action)
+
+    def send(self, action: Send) -> StepEvent:
+        server = self.server
+        if action.anew or not server.asked:
+            before, server.asked = server.asked, server.sequence + 1
+            server.sequence = server.asked
+            assert server.asked > before, "numbers only go up"
+        assert server.asked not in server.committed, "a step that was answered is sent once more"
+        outcome = self._choose("sent", "sent", "sent", "lost", "error")
+        if outcome == "error":
+            return ServerError(bool(self._draw(st.booleans())))
+        if outcome == "lost":
+            return self.lost(bool(self._draw(st.booleans())))
+        if self._draw(st.booleans()):
+            server.done = server.asked
+        return Sent()
+
+    def receive(self, action: Receive) -> StepEvent:
+        server = self.server
+        assert server.asked, "an answer to nothing is waited for"
+        outcomes = ["answer", "answer", "late", "lost", "error"] + ["standby"] * (action.phase == "late")
+        match self._choose(*outcomes):
+            case "answer":
+                server.done = server.asked
+                assert server.asked not in server.committed
+                server.committed.append(server.asked)
+                self.index += 1
+                handed_on = bool(self._draw(st.booleans())) and self.index < len(self.servers)
+                if handed_on:
+                    following = self.server
+                    following.sequence += 1
+                    following.asked = following.sequence
+                return Answered(handed_on)
+            case "late":
+                return Late()
+            case "standby":
+                return StandbyReady()
+            case "error":
+                return ServerError(bool(self._draw(st.booleans())))
+            case _:
+                return self.lost(bool(self._draw(st.booleans())))
+
+    def lost(self, carried_out: bool) -> StepEvent:
+        server = self.server
+        if carried_out:
+            server.done = max(server.done, server.asked)
+        loss = self._draw(
+            st.builds(
+                Loss,
+                kept=st.sampled_from([0.0, 15.0]),
+                gone=st.booleans(),
+                attempts=st.integers(0, 2),
+                standby_ready=st.booleans(),
+                round_trip=st.floats(0, 10),
+            )
+        )
+        assert isinstance(loss, Loss)
+        return StreamEnded(loss, bool(self._draw(st.booleans())), server.done >= server.asked)
+
+    def back(self) -> StepEvent:
+        return Reconnected(self.server.done >= self.server.asked)
+
+    def others(self) -> StepEvent:
+        count = int(str(self._draw(st.integers(1, 3))))
+        self.servers[self.index : self.index + 1] = [Server() for _ in range(count)]
+        for server in self.servers[self.index + count :]:
+            server.asked = 0
+        return Replaced(count)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[World, StepState]:
+    world = World(draw, draw(st.integers(1, 4)))
+    return world, world.run()
+
+
+@given(worlds())
+def test_every_step_ends_and_no_server_does_it_twice(ran: tuple[World, StepState]) -> None:
+    world, state = ran
+    assert state.phase == "over"
+    if isinstance(world.actions[-1], Finish):
+        assert state.servers == 0 and world.index == len(world.servers)
+        assert all(len(server.committed) == 1 for server in world.servers)
+    else:
+        assert isinstance(world.events[-1], NobodyElse | ServerError | StreamEnded | StandbyReady | Late)
+
+
+@given(worlds())
+def test_every_failure_leads_to_a_reconnection_a_replacement_or_the_end(ran: tuple[World, StepState]) -> None:
+    world, _ = ran
+    for event, action in zip(world.events, world.actions[1:], strict=True):
+        if isinstance(event, ServerError):
+            assert isinstance(action, Replace | GiveUp)
+        elif isinstance(event, StreamEnded):
+            returned = isinstance(action, Receive | Send) and event.returned
+            assert returned or isinstance(action, Reconnect | Race | Replace | GiveUp)
+        elif isinstance(event, SessionGone):
+            assert isinstance(action, Replace)
+
+
+@given(worlds())
+def test_a_server_that_may_come_back_gets_its_head_start(ran: tuple[World, StepState]) -> None:
+    """No lost stream leads to a replacement before the patience with its server is over."""
+    world, _ = ran
+    losses = 0
+    for event, action in zip(world.events, world.actions[1:], strict=True):
+        if isinstance(event, Answered | Replaced):
+            losses = 0
+        if isinstance(event, StreamEnded):
+            losses += 1
+            loss = Loss(**{**event.loss.__dict__, "losses": losses})
+            if after_loss(loss).replace_after:
+                assert not isinstance(action, Race | Replace)
+        if isinstance(action, Race):
+            assert isinstance(event, HeadStartOver) or (isinstance(event, StreamEnded) and event.loss.attempts)
+
+
+@given(worlds())
+def test_what_a_server_has_is_not_sent_again_before_its_answer_is_late(ran: tuple[World, StepState]) -> None:
+    world, _ = ran
+    for event, action in zip(world.events, world.actions[1:], strict=True):
+        if isinstance(event, Reconnected):
+            assert action == (Receive("pushed") if event.held else Send(anew=False))
+
+
+@given(st.sampled_from(["pushed", "sent", "late"]), st.integers(0, MAX_FAILURES))
+def test_a_second_refusal_blames_the_step(phase: str, failures: int) -> None:
+    state = StepState(2, phase, failures=failures)  # type: ignore[arg-type]
+    state, action = next_action(state, ServerError(blames_step=True))
+    assert isinstance(action, Replace if failures < MAX_FAILURES else GiveUp)
+    if isinstance(action, Replace):
+        state, action = next_action(state, Replaced(1))
+        _, action = next_action(state, ServerError(blames_step=True))
+        assert isinstance(action, GiveUp)
+
+
+def test_a_pushed_step_that_is_late_is_sent_and_then_waited_for() -> None:
+    state, action = next_action(StepState(2, "pushed"), Late())
+    assert action == Send(anew=False)
+    state, action = next_action(state, Sent())
+    assert action == Receive("sent")
+    state, action = next_action(state, Late())
+    assert action == Receive("late")
+    _, action = next_action(state, Late())
+    assert isinstance(action, Replace)
+
+
+def test_an_event_that_cannot_come_is_an_error() -> None:
+    with pytest.raises(ValueError, match="cannot come"):
+        next_action(StepState(1, "sending"), Answered(False))
+
+
+# --- the stream to one server
+
+PATH_EVENTS: st.SearchStrategy[PathEvent] = st.one_of(
+    st.builds(PathLost, until=st.floats(0, 100)),
+    st.just(DirectConnection()),
+    st.builds(AttemptFailed, now=st.floats(0, 200), refused=st.booleans()),
+    st.just(PathRestored()),
+    st.just(NotMoved()),
+    st.just(Dismissed()),
+)
+
+
+@given(st.lists(PATH_EVENTS, max_size=30))
+def test_a_session_that_is_gone_stays_gone_and_a_lost_one_is_looked_for(events: list[PathEvent]) -> None:
+    state, action = PathState(), Watch()
+    for event in events:
+        gone = state.gone
+        state, action = next_path_action(state, event)  # type: ignore[assignment]
+        assert state.gone or not gone
+        assert isinstance(action, Stop) == state.gone
+        if state.may_return:
+            assert action == TakeUp(state.attempts, 0.3 if state.attempts else 0.0, state.attempts >= 2)
+        if isinstance(action, Move):
+            assert not state.lost
+        if isinstance(event, PathRestored):
+            assert not state.lost and not state.attempts
+
+
+def test_a_server_is_looked_for_as_long_as_it_keeps_the_session() -> None:
+    state, _ = next_path_action(PathState(), PathLost(until=20.0))
+    state, action = next_path_action(state, PathLost(until=30.0))  # the step says so, too
+    assert state.until == 20.0 and isinstance(action, TakeUp)
+    state, action = next_path_action(state, AttemptFailed(now=19.0))
+    assert isinstance(action, TakeUp) and state.attempts == 1
+    state, action = next_path_action(state, AttemptFailed(now=20.0))
+    assert isinstance(action, Stop) and state.gone
