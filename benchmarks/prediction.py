@@ -37,7 +37,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
-from petalnode.node.client.core import BYTES_PER_VALUE
+from petalnode.node.client.server_selection import BYTES_PER_VALUE
 from petalnode.node.models import resolve
 from petalnode.node.swarm.routing import Hop, chain_seconds
 from petalnode.protocols.ids import Span

@@ -13,7 +13,7 @@ import torch
 import trio
 
 from petalnode import PromptTuning
-from petalnode.node.client import core
+from petalnode.node.client import server_selection
 from petalnode.node.client.batch import batch_client as work_pool
 from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.protocols import wire_pb2 as wire
@@ -47,7 +47,9 @@ def pool(home: Path, folder: Path, node_starter: Nodes) -> Iterator[ServerPool]:
 def _every_chain_gets_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast servers happen to be here must not decide which of them a test is about."""
     monkeypatch.setattr(work_pool, "apportion", lambda count, chains: [number % len(chains) for number in range(count)])
-    monkeypatch.setattr(core, "RTT_TIMEOUT", core.MEASURE_TIMEOUT)  # one that is slow to answer counts, too
+    monkeypatch.setattr(
+        server_selection, "RTT_TIMEOUT", server_selection.MEASURE_TIMEOUT
+    )  # one that is slow to answer counts, too
 
 
 class Works:

@@ -1,0 +1,228 @@
+"""Which servers of one model a client uses: those that it may use, how near they are, and the best chain of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import trio
+
+from ...protocols.announcement import Announcement, ServerState
+from ...protocols.framing import PeerError
+from ..errors import BadInput, NoChainError, SwarmError
+from ..swarm.routing import Hop, RouteCandidate, cheapest_chain, second_best
+from ..swarm.swarm import Swarm
+from .deadlines import MEASURE_TIMEOUT, REFRESH_TIMEOUT, RTT_LIFETIME, RTT_TIMEOUT, SUSPECT_SECONDS
+from .request import now_ms, pledged_points
+from .session.stream import HopTiming, SessionSpec
+from .session_adapter import SessionAdapter
+from .swarm_model import SwarmModel
+
+BANDWIDTH_BYTES: Final = 1 << 16
+"""Steps below this say more of the round trip than of the bandwidth."""
+BYTES_PER_VALUE: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+SUSPECT_PENALTY: Final = 60.0
+"""A server that failed seems this many seconds farther away for so long: it is asked only if nobody else is left."""
+
+
+class ServerSelection:
+    """Measures the servers of `model` and chooses among them; `swarm` is where they announce themselves."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        model: SwarmModel,
+        nursery: trio.Nursery,
+        *,
+        allowed: Collection[str] = (),
+        blocked: Collection[str] = (),
+        require_pledge: int | None = None,
+    ) -> None:
+        self.swarm = swarm
+        self.model = model
+        self._nursery = nursery
+        self._allowed = frozenset(allowed)
+        self._blocked = frozenset(blocked)
+        self._require_pledge = require_pledge
+        self._rtts: dict[str, tuple[float, float]] = {}
+        self._measures: dict[str, trio.Event] = {}
+        self._suspects: dict[str, float] = {}
+        self._seconds_per_byte: dict[str, float] = {}
+
+    def servers(self) -> tuple[Announcement, ...]:
+        """The servers of this model that may be used and take sessions, as far as this node has heard."""
+        return tuple(
+            server
+            for server in self.swarm.view.servers(self.model.version, now=time.time())
+            if server.state is ServerState.ONLINE
+            and server.num_blocks == self.model.num_blocks
+            and server.peer_id not in self._blocked
+            and (not self._allowed or server.peer_id in self._allowed)
+            and not self.swarm.trust.is_banned(server.peer_id)
+            and self._pledges_enough(server)
+        )
+
+    def _pledges_enough(self, server: Announcement) -> bool:
+        if self._require_pledge is None:
+            return True
+        points = pledged_points(server, self.swarm.trust.trusted.owners.keys(), now_ms())
+        return points is not None and points >= self._require_pledge
+
+    async def candidates(
+        self, excluded: Collection[str] = (), adapter: SessionAdapter | None = None
+    ) -> tuple[RouteCandidate, ...]:
+        """The servers that answer soon, each with its round trip. Those that failed lately come with a penalty.
+
+        If `adapter` cannot be brought to servers, only those that hold it.
+        """
+        servers = [server for server in self.servers() if server.peer_id not in excluded]
+        if adapter is not None and adapter.content is None:
+            servers = [server for server in servers if adapter.is_held_by(server)]
+        measuring = [self._measuring(server.peer_id) for server in servers if self._rtt(server.peer_id) is None]
+        with trio.move_on_after(RTT_TIMEOUT):
+            for done in measuring:
+                await done.wait()
+        now = trio.current_time()
+        found = []
+        for server in servers:
+            rtt = self._rtt(server.peer_id)
+            if rtt is not None:
+                suspect = self._suspects.get(server.peer_id, 0.0) > now
+                found.append(
+                    RouteCandidate(
+                        server.peer_id,
+                        server.span,
+                        rtt=rtt,
+                        step_seconds=server.step_seconds,
+                        cache_tokens_free=server.cache_tokens_free,
+                        forward_tokens_per_second=server.forward_tokens_per_second,
+                        queue_depth=server.queue_depth,
+                        seconds_per_byte=self._seconds_per_byte.get(server.peer_id, 0.0),
+                        rtts=server.rtts,
+                        penalty_seconds=(SUSPECT_PENALTY if suspect else 0.0)
+                        + self.swarm.trust.penalty_seconds(server.peer_id),
+                        max_session_length=server.max_session_length,
+                    )
+                )
+        return tuple(found)
+
+    def _rtt(self, peer_id: str) -> float | None:
+        """The round trip to a peer, if it was measured lately."""
+        measured = self._rtts.get(peer_id)
+        return None if measured is None or trio.current_time() - measured[1] > RTT_LIFETIME else measured[0]
+
+    def _measuring(self, peer_id: str) -> trio.Event:
+        """Set when the round trip to a peer is measured, or cannot be. Goes on when nobody waits for it any more: where
+        a connection takes long, through a relay far away, the next look finds it made."""
+        done = self._measures.get(peer_id)
+        if done is None:
+            done = self._measures[peer_id] = trio.Event()
+            self._nursery.start_soon(self._measure, peer_id, done)
+        return done
+
+    async def _measure(self, peer_id: str, done: trio.Event) -> None:
+        try:
+            rtt = await self.swarm.measure_rtt(peer_id, timeout=MEASURE_TIMEOUT)
+        except (PeerError, SwarmError):
+            self._rtts.pop(peer_id, None)
+        else:
+            self._rtts[peer_id] = (rtt, trio.current_time())
+        finally:
+            del self._measures[peer_id]
+            done.set()
+
+    def suspect(self, peer_id: str, seconds: float = SUSPECT_SECONDS) -> None:
+        """Notes that a server failed or said no: others are preferred for so long."""
+        self._suspects[peer_id] = max(self._suspects.get(peer_id, 0.0), trio.current_time() + seconds)
+
+    def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
+        """Learns a server's bandwidth from what is left of a large step after its computing and its round trip."""
+        measured = self._rtts.get(timing.peer_id)
+        if nbytes < BANDWIDTH_BYTES or measured is None:
+            return
+        left = max(0.0, timing.total - timing.queue - timing.compute - measured[0]) / nbytes
+        before = self._seconds_per_byte.get(timing.peer_id, left)
+        self._seconds_per_byte[timing.peer_id] = 0.8 * before + 0.2 * left
+
+    async def refresh(self) -> None:
+        """Asks the swarm anew who serves this model. Nobody answering is no error: what is known stays."""
+        with suppress(SwarmError):
+            await self.swarm.refresh(model_version=self.model.version, timeout=REFRESH_TIMEOUT)
+
+    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
+        """The cheapest chain for `spec` without the `excluded` servers.
+
+        Raises:
+            NoChainError: naming the blocks that nobody holds.
+            BadInput: a session of this length is more than the servers of the model take.
+        """
+        candidates = await self.candidates(excluded, spec.adapter)
+        longest = max((each.max_session_length or 0 for each in candidates), default=spec.max_length)
+        if longest < spec.max_length:
+            raise BadInput(
+                f"{spec.max_length} tokens in one sequence are wanted, and the servers of {self.model.name} take "
+                f"{longest}: ask for less"
+            )
+        try:
+            return cheapest_chain(candidates, spec.span, model_name=self._wanted(spec), **self.demand(spec))
+        except NoChainError as error:
+            raise self.explained(error, bool(candidates) or spec.adapter is not None) from None
+
+    async def standby(
+        self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()
+    ) -> tuple[Hop, ...]:
+        """The best servers for the blocks of one hop of a running session, without that hop's own and the `excluded`.
+
+        Raises:
+            NoChainError: nobody else holds them.
+        """
+        found = second_best(route, index, await self.candidates(excluded, spec.adapter), **self.demand(spec))
+        if found is None:
+            blocks = route[index].span
+            raise NoChainError(f"nobody else holds blocks {blocks}", tuple(range(blocks.start, blocks.end)))
+        return found
+
+    def _wanted(self, spec: SessionSpec) -> str:
+        """What a server must hold, for a person."""
+        if spec.adapter is None or spec.adapter.content is not None:
+            return self.model.name
+        return f"{self.model.name} with the adapter {spec.adapter.name}"
+
+    def demand(self, spec: SessionSpec) -> dict[str, Any]:
+        """What a session asks of a route: a decode step is what it does most."""
+        return {
+            "cache_tokens": spec.batch * spec.max_length,
+            "max_length": spec.max_length,
+            "tokens": spec.batch,
+            "token_bytes": self.model.folder.hidden_size * BYTES_PER_VALUE[spec.dtype],
+            "pushed": spec.push,
+        }
+
+    def explained(self, error: NoChainError, any_server: bool) -> NoChainError:
+        """The same error, or a better one if the swarm serves other models only."""
+        unused = self._unused()
+        if unused:
+            return NoChainError(f"{error}. Not used: {'; '.join(unused)}", error.missing)
+        models = self.swarm.view.models(now=time.time())
+        others = {name for version, (name, _) in models.items() if version != self.model.version}
+        if any_server or not others:
+            return error
+        return NoChainError(
+            f"nobody in this swarm serves {self.model.name} (version {self.model.version.hex()[:12]}); it serves "
+            f"{', '.join(sorted(others))}. Name that model, or join another swarm",
+            error.missing,
+        )
+
+    def _unused(self) -> list[str]:
+        """Which servers of the model are left out for what is known of them, and why."""
+        servers = self.swarm.view.servers(self.model.version, now=time.time())
+        texts = []
+        for server in servers:
+            ban = self.swarm.trust.ban_of(server.peer_id)
+            if ban is not None:
+                texts.append(f"{server.peer_id} (blocks {server.span}), because {ban.reason}")
+            elif not self._pledges_enough(server):
+                texts.append(f"{server.peer_id} (blocks {server.span}) pledges less than {self._require_pledge} points")
+        return texts
