@@ -14,7 +14,7 @@ import trio
 
 from petalnode import PromptTuning
 from petalnode.node.client import server_selection
-from petalnode.node.client.batch import batch_client as work_pool
+from petalnode.node.client.batch import batch_client
 from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD, FORWARD
@@ -46,7 +46,9 @@ def pool(home: Path, folder: Path, node_starter: Nodes) -> Iterator[ServerPool]:
 @pytest.fixture(autouse=True)
 def _every_chain_gets_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast servers happen to be here must not decide which of them a test is about."""
-    monkeypatch.setattr(work_pool, "apportion", lambda count, chains: [number % len(chains) for number in range(count)])
+    monkeypatch.setattr(
+        batch_client, "apportion", lambda count, chains: [number % len(chains) for number in range(count)]
+    )
     monkeypatch.setattr(
         server_selection, "RTT_TIMEOUT", server_selection.MEASURE_TIMEOUT
     )  # one that is slow to answer counts, too
@@ -275,7 +277,7 @@ def test_a_server_without_gradients_is_used_for_what_it_can(
 def test_nobody_is_left(
     pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_pool, "RECOVERY_TIMEOUT", 1.0)
+    monkeypatch.setattr(batch_client, "RECOVERY_TIMEOUT", 1.0)
     victim = pool.start("0:3")
     with (
         trial(pool, folder, victim, steady[1]) as (each, works),

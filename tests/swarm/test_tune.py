@@ -23,7 +23,7 @@ from petalnode import (
     PromptTuning,
     load_adapter,
 )
-from petalnode.node.client.batch import batch_client as work_pool
+from petalnode.node.client.batch import batch_client
 from petalnode.node.errors import BadInput
 from petalnode.node.models.adapter_note import AdapterNote, Method, read_note
 from petalnode.node.tuning.adapter_folder import save_adapter
@@ -239,8 +239,8 @@ def test_wrong_use_is_one_line(
 def test_lost_servers_are_waited_for(
     home: Path, models: Path, node_starter: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_pool, "RECOVERY_TIMEOUT", 1.0)
-    monkeypatch.setattr(work_pool, "REOPEN_TIMEOUT", 1.0)
+    monkeypatch.setattr(batch_client, "RECOVERY_TIMEOUT", 1.0)
+    monkeypatch.setattr(batch_client, "REOPEN_TIMEOUT", 1.0)
     folder = models / "tiny-llama"
     peer: str = node_starter.meeting_point().event("ready")["addrs"][0]
     rows = [Row(tuple(range(3 + number, 20 + number))) for number in range(12)]
