@@ -159,7 +159,7 @@ class ServerSelection:
             BadInput: a session of this length is more than the servers of the model take.
         """
         candidates = await self.candidates(excluded, spec.adapter)
-        longest = max((each.max_session_length or 0 for each in candidates), default=spec.max_length)
+        longest = max((candidate.max_session_length or 0 for candidate in candidates), default=spec.max_length)
         if longest < spec.max_length:
             raise BadInput(
                 f"{spec.max_length} tokens in one sequence are wanted, and the servers of {self.model.name} take "

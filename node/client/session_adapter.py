@@ -50,7 +50,7 @@ class SessionAdapter:
 
     def is_held_by(self, server: Announcement) -> bool:
         """Whether a server announces it."""
-        return any(each.hash == self.hash for each in announced(server))
+        return any(adapter.hash == self.hash for adapter in announced(server))
 
     def packed(self, span: Span) -> tuple[wire.Adapter, list[bytes]]:
         """The part for some blocks as it travels, without the model's version; off the trio thread."""
@@ -59,16 +59,16 @@ class SessionAdapter:
         assert self.content is not None
         if span not in self._packed:
             tensors = self.content.part(span)
-            each = [encode(tensor, "none") for tensor in tensors.values()]
+            encoded = [encode(tensor, "none") for tensor in tensors.values()]
             offer = wire.Adapter(
                 protocol_version=PROTOCOL_VERSION,
                 span=wire.Span(start=span.start, end=span.end),
                 hash=self.hash,
                 blocks=[wire.AdapterBlock(block=block, hash=digest) for block, digest in self.content.blocks],
                 names=list(tensors),
-                tensors=[header for header, _ in each],
+                tensors=[header for header, _ in encoded],
             )
-            self._packed[span] = offer, [payload for _, payload in each]
+            self._packed[span] = offer, [payload for _, payload in encoded]
         return self._packed[span]
 
 
@@ -122,20 +122,20 @@ def named(text: str, servers: Collection[Announcement]) -> SessionAdapter | None
     """
     name, _, digits = text.partition("@")
     found = {
-        each.hash: each
+        adapter.hash: adapter
         for server in servers
-        for each in announced(server)
-        if each.name == name and each.hash.hex().startswith(digits)
+        for adapter in announced(server)
+        if adapter.name == name and adapter.hash.hex().startswith(digits)
     }
     if len(found) > 1:
-        which = " or ".join(sorted(f"{name}@{each.hex()[:8]}" for each in found))
+        which = " or ".join(sorted(f"{name}@{digest.hex()[:8]}" for digest in found))
         raise BadInput(f"the swarm holds several adapters that are called {text}: say {which}")
-    return next((SessionAdapter(name, each.hash) for each in found.values()), None)
+    return next((SessionAdapter(name, adapter.hash) for adapter in found.values()), None)
 
 
 def names_held(servers: Collection[Announcement]) -> list[str]:
     """The names of all adapters that these servers announce, in order."""
-    return sorted({each.name for server in servers for each in announced(server)})
+    return sorted({adapter.name for server in servers for adapter in announced(server)})
 
 
 async def bring(stream: BatchFrames, adapter: SessionAdapter, hop: Hop, model_version: bytes) -> None:

@@ -235,7 +235,7 @@ class RemotePass:
         self, hidden: torch.Tensor, kept: Mapping[str, torch.Tensor], gradients: bool
     ) -> tuple[torch.Tensor, BatchPass]:
         """The output of the blocks, and the batch that a backward pass starts from."""
-        pool = self.runtime.value.batches
+        client = self.runtime.value.batches
         try:
             batch_spec = BatchSpec(self.runtime.value.model.version, self.codec, dtype_name(hidden.dtype))
             for tensor in kept.values():
@@ -246,7 +246,7 @@ class RemotePass:
 
         async def plan() -> Any:
             width = hidden.shape[2] * hidden.element_size()
-            return await pool.plan(self.span, rows, tokens, width, gradients=gradients, wait=self.wait)
+            return await client.plan(self.span, rows, tokens, width, gradients=gradients, wait=self.wait)
 
         planned = self.runtime.call(plan)
         _check_finite(hidden, "the hidden states")
@@ -265,7 +265,7 @@ class RemotePass:
         )
         ends = accumulate(planned.rows)
         parts = [self._part(hidden, slice(end - count, end)) for end, count in zip(ends, planned.rows, strict=True)]
-        batch = BatchPass(pool, spec, parts, planned.chains)
+        batch = BatchPass(client, spec, parts, planned.chains)
         return _joined(self.runtime.call(batch.forward)).to(hidden.device), batch
 
     def _part(self, hidden: torch.Tensor, rows: slice) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""Streams of works to the servers of a model, and which servers a batch goes to."""
+"""Batch requests of a client: streams to the servers of a model that are kept, and which servers a batch goes to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 IDLE_SECONDS: Final = 20.0
 """For which a stream is kept for the next batch: less than a server waits before it ends it."""
 WHOLE_SECONDS: Final = 30.0
-"""For which no work is begun without its gradient after one was given up."""
+"""For which no request is begun without its gradient after one was given up."""
 BACKWARD_COST: Final = 3.0
 """A backward pass computes the forward pass again and takes about twice as long itself."""
 
@@ -44,7 +44,7 @@ class BatchPlan:
 
 @dataclass
 class _Slot:
-    """The stream to one server for one purpose. `users` are inside of `run`, or have begun a work.
+    """The stream to one server for one purpose. `users` are inside of `run`, or have begun a request.
 
     Nothing is begun there before `whole_until`: the server had no room for it.
     """
@@ -62,7 +62,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class StartedBackward:
-    """A work of a backward pass that has gone out without its gradient. `run` finishes it, else `abandon` must."""
+    """A backward request that has gone out without its gradient. `run` finishes it, else `abandon` must."""
 
     stream: BatchStream
     sent: PendingBatch
@@ -83,7 +83,7 @@ class _Key:
 
 
 class BatchClient:
-    """Runs works at servers over streams that are kept between batches; one per client."""
+    """Runs batch requests at servers over streams that are kept between batches; one per client."""
 
     def __init__(self, client: ModelClient) -> None:
         self._client = client
@@ -116,8 +116,8 @@ class BatchClient:
                 self._speeds.setdefault(peer_id, seconds_of(candidates[peer_id]))
             most = rows_of_micro_batch(batch, tokens, len(servers))
             stages = [
-                stages_of(each, candidates, self._speeds, tokens=most * tokens, token_bytes=token_bytes)
-                for each in chains
+                stages_of(chain, candidates, self._speeds, tokens=most * tokens, token_bytes=token_bytes)
+                for chain in chains
             ]
             rows = cut(batch, most)
             return BatchPlan(rows, [chains[number] for number in apportion(len(rows), stages)])
@@ -153,12 +153,12 @@ class BatchClient:
         Servers come and go: if one was lost, they are looked for until `until`; with `wait`, for ever.
         """
         tried = excluded
-        lost = any(_may_be_back(each) for each in excluded.values())
+        lost = any(_may_be_back(failure) for failure in excluded.values())
         fresh = False
         while True:
             candidates = await self._client.candidates(excluded)
             try:
-                return choose({each.peer_id: each for each in candidates})
+                return choose({candidate.peer_id: candidate for candidate in candidates})
             except NoChainError as error:
                 if fresh and not wait and (not lost or trio.current_time() >= until):
                     explained = self._client.explained(error, bool(candidates) or bool(tried))
@@ -166,17 +166,17 @@ class BatchClient:
             if fresh:
                 await trio.sleep(RETRY_INTERVAL)
                 # Who was lost may be back.
-                excluded = {peer: each for peer, each in excluded.items() if not _may_be_back(each)}
+                excluded = {peer: failure for peer, failure in excluded.items() if not _may_be_back(failure)}
             await self._client.refresh()
             fresh = True
 
     async def begin(
         self, hop: Hop, spec: BatchSpec, request: BatchInput, timeout: float | None
     ) -> StartedBackward | None:
-        """Sends a work of a backward pass without its gradient, so that the server computes forward in the meantime.
+        """Sends a backward request without its gradient, so that the server computes forward in the meantime.
 
         Of the gradient in `request` only the description is used. None if the server cannot have it so; what is wrong
-        with it will show when the whole work is run.
+        with it will show when the whole request is run.
         """
         slot = self._slots.setdefault(_Key(BACKWARD, hop, spec), _Slot())
         if trio.current_time() < slot.whole_until:
@@ -184,10 +184,10 @@ class BatchClient:
         slot.users += 1
         try:
             async with slot.lock:
-                works = slot.stream = await self._usable(slot, BACKWARD, hop, spec)
-            if works.takes_gradients_later:
-                sent = await works.begin(request, timeout or self._patience(hop, request, BACKWARD))
-                return StartedBackward(works, sent, slot)
+                stream = slot.stream = await self._usable(slot, BACKWARD, hop, spec)
+            if stream.takes_gradients_later:
+                sent = await stream.begin(request, timeout or self._patience(hop, request, BACKWARD))
+                return StartedBackward(stream, sent, slot)
         except (ServerFailed, StreamBroken):
             pass
         except BaseException:
@@ -205,7 +205,7 @@ class BatchClient:
         timeout: float | None,
         begun: StartedBackward | None = None,
     ) -> list[WireTensor]:
-        """One work at the server of `hop`: the checked tensors of its reply. `begun` is that work without its gradient.
+        """One request to the server of `hop`: the checked tensors of its reply. `begun` is it without its gradient.
 
         Raises:
             ServerFailed: the server is gone, silent, refuses or cheats.
@@ -220,10 +220,10 @@ class BatchClient:
                         reply = await begun.stream.finish(begun.sent, request, patience)
                     else:
                         async with slot.lock:
-                            works = slot.stream = await self._usable(slot, protocol, hop, spec)
-                        reply = await works.run(request, patience)
+                            stream = slot.stream = await self._usable(slot, protocol, hop, spec)
+                        reply = await stream.run(request, patience)
                 except StreamBroken:
-                    # By another work of ours, or because there was no room for what was begun: nobody is to blame.
+                    # By another request of ours, or because there was no room for what was begun: nobody is to blame.
                     if begun is not None:
                         slot.whole_until = trio.current_time() + WHOLE_SECONDS
                     begun = None
@@ -242,18 +242,11 @@ class BatchClient:
             if slot.users > 1 or trio.current_time() < slot.used + IDLE_SECONDS:
                 return slot.stream
             await slot.stream.close()
-        stream = await self._client.batch_stream(hop, protocol)
-        works = BatchStream(
-            stream,
-            hop,
-            spec,
-            self._client.peer_id,
-            protocol,
-            claims=self._client.claims_of(hop.peer_id),
-            archive=self._client.receipts,
-        )
-        await works.open()
-        return works
+        client = self._client
+        frames, claims = await client.batch_stream(hop, protocol), client.claims_of(hop.peer_id)
+        stream = BatchStream(frames, hop, spec, client.peer_id, protocol, claims=claims, archive=client.receipts)
+        await stream.open()
+        return stream
 
     def _forget_idle(self) -> None:
         for key, slot in list(self._slots.items()):

@@ -10,28 +10,24 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import trio
 
-from ....protocols import wire_pb2 as wire
 from ....protocols.ids import BACKWARD, FORWARD, Span
 from ...errors import ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
-from ..request import ServerRefused, WireTensor
+from ..request import MAX_FAILURES, WireTensor, blames_request
 from .batch_client import BatchClient, StartedBackward
 from .batch_stream import BatchInput, BatchSpec, KeptTensors
 from .chains import Chain
 
 T = TypeVar("T")
 
-MAX_FAILURES: Final = 8
-"""Servers for the same blocks that may fail at one micro-batch, one after another."""
-
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a batch, as they travel. `mask` and `positions` are those of a `Work`."""
+    """Some rows of a batch, as they travel. `mask` and `positions` are those of its request."""
 
     rows: slice
     hidden: WireTensor
@@ -48,7 +44,7 @@ class PassSpec:
     """
 
     span: Span
-    works: BatchSpec
+    stream: BatchSpec
     kept: Callable[[Span, slice], KeptTensors | None] | None = None
     kept_by_row: bool = False
     timeout: float | None = None
@@ -81,7 +77,7 @@ class BatchPass:
         repeated: parts that were done again on another server.
     """
 
-    pool: BatchClient
+    client: BatchClient
     spec: PassSpec
     parts: Sequence[MicroBatch]
     chains: Sequence[Chain]
@@ -120,14 +116,14 @@ class BatchPass:
             ahead = [_Ahead() for _ in before]
             try:
                 async with trio.open_nursery() as nursery:
-                    for junction, each in zip(before, ahead, strict=True):
-                        nursery.start_soon(each.begin, partial(self._begin, index, junction))
+                    for junction, early in zip(before, ahead, strict=True):
+                        nursery.start_soon(early.begin, partial(self._begin, index, junction))
                     gradient = await self._back(index, last, gradient, kept)
-                    for junction, each in zip(reversed(before), reversed(ahead), strict=True):
-                        gradient = await self._back(index, junction, gradient, kept, await each.ready())
+                    for junction, early in zip(reversed(before), reversed(ahead), strict=True):
+                        gradient = await self._back(index, junction, gradient, kept, await early.ready())
             finally:
-                for each in ahead:
-                    await each.abandon()
+                for early in ahead:
+                    await early.abandon()
             return PartGradients(gradient, tuple(kept))
 
         return await _each(len(self.parts), one)
@@ -152,8 +148,8 @@ class BatchPass:
 
     async def _begin(self, index: int, junction: Junction) -> StartedBackward | None:
         """Lets the server compute forward again while those behind it go back. A gradient has the form of its input."""
-        task = await self._task(junction.hop, index, (junction.entered, junction.entered))
-        return await self.pool.begin(junction.hop, self.spec.works, task, self.spec.timeout)
+        request = await self._request(junction.hop, index, (junction.entered, junction.entered))
+        return await self.client.begin(junction.hop, self.spec.stream, request, self.spec.timeout)
 
     async def _back(
         self,
@@ -182,8 +178,8 @@ class BatchPass:
                 # Other boundaries: what enters the servers behind the first must be made first.
                 junctions: list[Junction] = []
                 entered = await self._along(index, chain[:-1], junction.entered, junctions)
-                for each in reversed([*junctions, Junction(chain[-1], entered)]):
-                    gradient = await self._back(index, each, gradient, kept)
+                for part in reversed([*junctions, Junction(chain[-1], entered)]):
+                    gradient = await self._back(index, part, gradient, kept)
                 return gradient
             hop = chain[0]
 
@@ -195,10 +191,10 @@ class BatchPass:
         chunks: tuple[WireTensor, ...],
         begun: StartedBackward | None = None,
     ) -> list[WireTensor]:
-        task = await self._task(hop, index, chunks)
-        return await self.pool.run(protocol, hop, self.spec.works, task, self.spec.timeout, begun)
+        request = await self._request(hop, index, chunks)
+        return await self.client.run(protocol, hop, self.spec.stream, request, self.spec.timeout, begun)
 
-    async def _task(self, hop: Hop, index: int, chunks: tuple[WireTensor, ...]) -> BatchInput:
+    async def _request(self, hop: Hop, index: int, chunks: tuple[WireTensor, ...]) -> BatchInput:
         part = self.parts[index]
         return BatchInput(chunks, part.mask, part.positions, await self._kept_for(hop.span, part.rows))
 
@@ -219,13 +215,13 @@ class BatchPass:
             NoChainError: nobody else holds these blocks.
         """
         self.repeated += 1
-        return await self.pool.instead(
+        return await self.client.instead(
             span, failures.by_peer, backward=backward, wait=self.spec.wait, since=failures.since
         )
 
 
 class _Ahead:
-    """A work of a backward pass that may go out ahead of its gradient."""
+    """A backward request that may go out ahead of its gradient."""
 
     def __init__(self) -> None:
         self._settled = trio.Event()
@@ -260,12 +256,8 @@ class _Failures:
         """
         self.since = self.since if self.by_peer else trio.current_time()
         self.by_peer[error.peer_id] = error
-        refusals = [
-            each
-            for each in self.by_peer.values()
-            if isinstance(each, ServerRefused) and each.code in (wire.ERROR_BAD_REQUEST, wire.ERROR_TOO_LONG)
-        ]
-        if len(refusals) > 1 or len(self.by_peer) > MAX_FAILURES:
+        refusals = sum(map(blames_request, self.by_peer.values()))
+        if refusals > 1 or len(self.by_peer) > MAX_FAILURES:
             raise SwarmError(f"{len(self.by_peer)} servers in a row failed at one micro-batch: {error}")
 
     def clear(self) -> None:

@@ -52,8 +52,8 @@ def choose_chains(
     used: set[str] = set()
     while len(chains) < MAX_CHAINS:
         dearer = [
-            replace(each, penalty_seconds=each.penalty_seconds + _USED_SECONDS) if each.peer_id in used else each
-            for each in candidates
+            replace(candidate, penalty_seconds=candidate.penalty_seconds + _USED_SECONDS) if candidate.peer_id in used else candidate
+            for candidate in candidates
         ]
         chain = cheapest_chain(
             dearer, wanted, max_length=length, tokens=tokens, token_bytes=token_bytes, model_name=model_name

@@ -153,7 +153,7 @@ class ComparedSession:
         """The servers that a chain must not use."""
         others = [chain.lane.servers(chain.session) for chain in self._chains if chain.lane is not lane]
         same = {peer_id for peer_id, each in self._comparable().items() if each == self._weights}
-        return self._suspects.union(*others) | {each.peer_id for each in self._client.servers()} - same
+        return self._suspects.union(*others) | {server.peer_id for server in self._client.servers()} - same
 
     async def open(self) -> None:
         """Finds chains that share no server, and opens a session at each.
@@ -178,7 +178,7 @@ class ComparedSession:
         while True:
             candidates = await self._client.candidates(adapter=self.spec.adapter)
             weights = self._comparable()
-            known = [each for each in candidates if each.peer_id in weights]
+            known = [candidate for candidate in candidates if candidate.peer_id in weights]
             if candidates and not known and (fresh or not self._wait):
                 raise SwarmError(f"{_UNKNOWN} that compute as those of this swarm: {', '.join(self._kinds())}")
             model, demand = self._client.model.name, self._client.demand(self.spec)
@@ -256,8 +256,8 @@ class ComparedSession:
 
     def _comparable(self) -> Mapping[str, Weights]:
         """What each server says that it computes in, where it is known how much honest ones differ."""
-        weights = {each.peer_id: Weights(each.dtype, each.quantisation) for each in self._client.servers()}
-        devices = {each.peer_id: each.device for each in self._client.servers()}
+        weights = {server.peer_id: Weights(server.dtype, server.quantisation) for server in self._client.servers()}
+        devices = {server.peer_id: server.device for server in self._client.servers()}
         blocks, spec = len(self.spec.span), self.spec
         return {
             peer_id: each
@@ -267,10 +267,10 @@ class ComparedSession:
 
     def _kinds(self) -> list[str]:
         servers = self._client.servers()
-        return sorted({f"{Weights(each.dtype, each.quantisation)} on {each.device or 'what?'}" for each in servers})
+        return sorted({f"{Weights(server.dtype, server.quantisation)} on {server.device or 'what?'}" for server in servers})
 
     def _tolerance(self, routes: Sequence[Sequence[Hop]]) -> Tolerance | None:
-        devices = {each.peer_id: each.device for each in self._client.servers()}
+        devices = {server.peer_id: server.device for server in self._client.servers()}
         used = [devices.get(hop.peer_id, "") for route in routes for hop in route]
         return tolerance_between(
             self._weights,
@@ -291,7 +291,7 @@ class ComparedSession:
         counts = self._counts(before, sum(chunk.tokens for chunk in answers[0]))
 
         def look() -> Agreement:
-            return decide([from_chunks(each)[counts].unsqueeze(0) for each in answers], tolerance)
+            return decide([from_chunks(answer)[counts].unsqueeze(0) for answer in answers], tolerance)
 
         found = await trio.to_thread.run_sync(look)
         if found.agreed and not found.dissenting:
@@ -305,7 +305,7 @@ class ComparedSession:
         self._suspects |= verdict.suspects
         kept = [self._chains[index] for index in verdict.kept]
         if kept:
-            for chain in [each for each in self._chains if each not in kept]:
+            for chain in [chain for chain in self._chains if chain not in kept]:
                 await self._drop(chain)
             self._chains = kept
             self._alone = len(kept) == 1

@@ -43,7 +43,7 @@ def tolerance_between(
     Activations that travel in a coarser dtype than the servers compute in are rounded between them, at other places in
     each of the chains of up to `hops` servers.
     """
-    known = {each for each in devices if each}
+    known = {device for device in devices if device}
     if "" in devices:  # it may be any
         for row in calibrations():
             if (row.dtype, row.quantisation) == (weights.dtype, weights.quantisation):
@@ -54,10 +54,10 @@ def tolerance_between(
         for other in known
     ]
     found = [find_tolerance(kind) for kind in kinds]
-    present = [each for each in found if each is not None]
+    present = [tolerance for tolerance in found if tolerance is not None]
     if not present or len(present) < len(found):
         return None
-    widest = max(present, key=lambda each: each.faulty_mean)
+    widest = max(present, key=lambda tolerance: tolerance.faulty_mean)
     rounds = activations if weights.dtype == "float32" and activations != "float32" else "none"
     return widest.plus(math.sqrt(hops) * CODEC_SLACK[rounds])
 
@@ -76,11 +76,11 @@ def decide(outputs: Sequence[torch.Tensor], tolerance: Tolerance) -> Agreement:
                 near[other].append(one)
             elif judged.error > error:
                 error, limit = judged.error, judged.tolerance
-    centre = max(range(count), key=lambda each: (len(near[each]), -each))
+    centre = max(range(count), key=lambda index: (len(near[index]), -index))
     if 2 * len(near[centre]) <= count:
         return Agreement((), tuple(range(count)), error, limit)
     others = sorted(set(near[centre]) - {centre})
-    dissenting = tuple(each for each in range(count) if each not in near[centre])
+    dissenting = tuple(index for index in range(count) if index not in near[centre])
     return Agreement((centre, *others), dissenting, error, limit)
 
 
@@ -89,7 +89,7 @@ def between(one: torch.Tensor, other: torch.Tensor) -> Distance:
     if one.shape != other.shape:
         return Distance(math.inf, math.inf, 0)
     there, back = distance(one, other), distance(other, one)
-    return max(there, back, key=lambda each: each.mean)
+    return max(there, back, key=lambda found: found.mean)
 
 
 def parting(chains: Sequence[Mapping[int, torch.Tensor]], wanted: Span, tolerance: Tolerance) -> Span:
@@ -98,7 +98,7 @@ def parting(chains: Sequence[Mapping[int, torch.Tensor]], wanted: Span, toleranc
     Args:
         chains: for each, what left the block before the key, float [rows, tokens, hidden]; at the end of `wanted` too.
     """
-    common = sorted(set.intersection(*(set(each) for each in chains)) - {wanted.start})
+    common = sorted(set.intersection(*(set(chain) for chain in chains)) - {wanted.start})
     apart = {
         block: max(between(one[block], other[block]).mean for one in chains for other in chains if one is not other)
         for block in common

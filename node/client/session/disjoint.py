@@ -67,12 +67,12 @@ def held_least(spans: Sequence[Span], wanted: Span) -> int:
 
 def partition(candidates: Sequence[RouteCandidate], wanted: Span, count: int) -> list[list[RouteCandidate]]:
     """`count` groups that each cover `wanted`, as the module's docstring says; `held_least` must be as many."""
-    left = sorted(candidates, key=lambda each: (-each.span.end, each.peer_id))
+    left = sorted(candidates, key=lambda candidate: (-candidate.span.end, candidate.peer_id))
     groups: list[list[RouteCandidate]] = [[] for _ in range(count)]
     reached = [wanted.start] * count
     while min(reached) < wanted.end:
         chain = reached.index(min(reached))
-        taken = next(each for each in left if each.span.start <= reached[chain])
+        taken = next(candidate for candidate in left if candidate.span.start <= reached[chain])
         left.remove(taken)
         groups[chain].append(taken)
         reached[chain] = taken.span.end
@@ -87,16 +87,16 @@ def disjoint_chains(
     Each is the cheapest of what those before it left, as long as that leaves enough for those after it.
     """
     longest = demand.get("max_length", 0)
-    usable = [each for each in candidates if each.max_session_length is None or each.max_session_length >= longest]
-    if held_least([each.span for each in usable], wanted) < count:
+    usable = [candidate for candidate in candidates if candidate.max_session_length is None or candidate.max_session_length >= longest]
+    if held_least([candidate.span for candidate in usable], wanted) < count:
         return None
     chains: list[tuple[Hop, ...]] = []
     left = usable
     while len(chains) < count:
         chain = cheapest_chain(left, wanted, **demand)
         taken = {hop.peer_id for hop in chain}
-        left = [each for each in left if each.peer_id not in taken]
-        if held_least([each.span for each in left], wanted) < count - len(chains) - 1:
+        left = [candidate for candidate in left if candidate.peer_id not in taken]
+        if held_least([candidate.span for candidate in left], wanted) < count - len(chains) - 1:
             return [cheapest_chain(group, wanted, **demand) for group in partition(usable, wanted, count)]
         chains.append(chain)
     return chains
@@ -126,23 +126,23 @@ def plan_chains(
     Raises:
         NoChainError: saying how many there are.
     """
-    kinds = sorted({weights[each.peer_id] for each in candidates}, key=str)
+    kinds = sorted({weights[candidate.peer_id] for candidate in candidates}, key=str)
     found: list[tuple[float, Weights, list[tuple[Hop, ...]]]] = []
     most, best, thin = 0, "", list(range(wanted.start, wanted.end))
     for kind in kinds:
-        same = [each for each in candidates if weights[each.peer_id] == kind]
+        same = [candidate for candidate in candidates if weights[candidate.peer_id] == kind]
         chains = disjoint_chains(same, wanted, count, **demand)
         if chains is not None:
             timing = {name: value for name, value in demand.items() if name != "max_length"}
             seconds = sum(chain_seconds(chain, same, **timing) for chain in chains)
             found.append((seconds, kind, chains))
             continue
-        spans = [each.span for each in same]
+        spans = [candidate.span for candidate in same]
         if held_least(spans, wanted) >= most:
             most, best = held_least(spans, wanted), f" that compute in {kind}"
             thin = [block for block in range(wanted.start, wanted.end) if sum(block in span for span in spans) < count]
     if found:
-        _, kind, chains = min(found, key=lambda each: each[0])
+        _, kind, chains = min(found, key=lambda choice: choice[0])
         return kind, chains
     raise NoChainError(
         f"{count} chains of {model_name} that share no server are wanted, and the servers{best} make {most}: "

@@ -51,7 +51,7 @@ class History:
     @property
     def nbytes(self) -> int:
         """Bytes of hidden states that are kept."""
-        return sum(len(each.chunk.payload) for each in self._inputs)
+        return sum(len(step.chunk.payload) for step in self._inputs)
 
     def append(self, step: Input) -> None:
         """Adds a step, and forgets what its rollback made void.
@@ -72,7 +72,7 @@ class History:
         if position == 0:
             return []
         # A reorder behind `position` has moved the rows before it too, which no rollback undoes.
-        last = [index for index, each in enumerate(self._inputs) if each.position < position or each.reorder]
+        last = [index for index, step in enumerate(self._inputs) if step.position < position or step.reorder]
         return self._inputs[: last[-1] + 1] if last else []
 
     def replay(self, position: int, max_tokens: int) -> list[Input]:
@@ -83,11 +83,11 @@ class History:
 def merged(inputs: Sequence[Input], max_tokens: int) -> list[Input]:
     """The same with neighbouring steps as one, of up to `REPLAY_TOKENS` and `max_tokens` positions."""
     groups: list[list[Input]] = []
-    for each in inputs:
-        if groups and _may_follow(groups[-1], each, max_tokens):
-            groups[-1].append(each)
+    for step in inputs:
+        if groups and _may_follow(groups[-1], step, max_tokens):
+            groups[-1].append(step)
         else:
-            groups.append([each])
+            groups.append([step])
     return [_merge(group) for group in groups]
 
 
@@ -135,10 +135,10 @@ def _merge(group: list[Input]) -> Input:
     parts = []
     # Row by row: a chunk holds all tokens of its first row, then of its second.
     for row in range(rows):
-        for each in group:
-            size = len(each.chunk.payload) // rows
-            parts.append(each.chunk.payload[row * size : (row + 1) * size])
+        for step in group:
+            size = len(step.chunk.payload) // rows
+            parts.append(step.chunk.payload[row * size : (row + 1) * size])
     payload = b"".join(parts)
-    tokens = sum(each.chunk.tokens for each in group)
+    tokens = sum(step.chunk.tokens for step in group)
     tensor = Tensor(shape=[rows, tokens, first.shape[2]], dtype=first.dtype, codec=first.codec, nbytes=len(payload))
     return Input(group[0].position, group[0].reorder, WireTensor(tensor, payload))
