@@ -52,8 +52,8 @@ def choose_chains(
     used: set[str] = set()
     while len(chains) < MAX_CHAINS:
         dearer = [
-            replace(candidate, penalty_seconds=candidate.penalty_seconds + _USED_SECONDS) if candidate.peer_id in used else candidate
-            for candidate in candidates
+            replace(server, penalty_seconds=server.penalty_seconds + _USED_SECONDS * (server.peer_id in used))
+            for server in candidates
         ]
         chain = cheapest_chain(
             dearer, wanted, max_length=length, tokens=tokens, token_bytes=token_bytes, model_name=model_name

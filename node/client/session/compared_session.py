@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
@@ -25,8 +25,8 @@ from ..deadlines import RETRY_INTERVAL
 from ..request import WireTensor
 from ..router import ModelClient, Router
 from .chain import Link
-from .comparing import Agreement, decide, parting, tolerance_between
-from .disjoint import Disagreement, Settled, Weights, plan_chains
+from .comparing import Agreement, Settlement, SpanAnswer, decide, settle, tolerance_between
+from .disjoint import Disagreement, Weights, plan_chains
 from .session import ClientSession
 from .stream import SessionSpec
 
@@ -40,60 +40,42 @@ _UNKNOWN: Final = "chains cannot be compared: nobody has measured how much hones
 log = logging.getLogger(__name__)
 
 
-class _Lane:
-    """The client as one of the chains sees it: servers of the other chains, and other weights, are out of bounds."""
+class ReplicaChain:
+    """One of the chains that are compared: its session, and the client as it sees it, without the servers of the other
+    chains and those with other weights."""
 
-    def __init__(self, client: ModelClient, session: ComparedSession, planned: tuple[Hop, ...] = ()) -> None:
+    def __init__(
+        self, client: ModelClient, compared: ComparedSession, wait: bool, planned: tuple[Hop, ...] = ()
+    ) -> None:
         self._client = client
-        self._session = session
+        self._compared = compared
         self._planned = planned
         self._coming = {hop.peer_id for hop in planned}
+        self.session = ClientSession(cast(Router, self), compared.spec, wait)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def servers(self, chain: ClientSession) -> set[str]:
-        """Those that it has, and those that it means to have."""
-        return self._coming | {hop.peer_id for hop in chain.route}
+    @property
+    def used(self) -> set[str]:
+        """The servers that it has, and those that it means to have."""
+        return self._coming | {hop.peer_id for hop in self.session.route}
 
     async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
-        async with self._session.choosing:
+        async with self._compared.choosing:
             planned, self._planned = self._planned, ()
             if not planned or excluded:
-                planned = await self._client.route(spec, {*excluded, *self._session.forbidden(self)})
+                planned = await self._client.route(spec, {*excluded, *self._compared.forbidden(self)})
             self._coming = {hop.peer_id for hop in planned}
             return planned
 
-    async def standby(self, spec: SessionSpec, route: Sequence[Hop], index: int) -> tuple[Hop, ...]:
-        async with self._session.choosing:
-            found = await self._client.standby(spec, route, index, self._session.forbidden(self))
+    async def standby(
+        self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()
+    ) -> tuple[Hop, ...]:
+        async with self._compared.choosing:
+            found = await self._client.standby(spec, route, index, {*excluded, *self._compared.forbidden(self)})
             self._coming |= {hop.peer_id for hop in found}
             return found
-
-
-@dataclass(eq=False)
-class _Chain:
-    session: ClientSession
-    lane: _Lane
-
-
-@dataclass(frozen=True)
-class _Passed:
-    """One server's part of the step that is judged: all that it was sent, and what it claims of the last `tokens`."""
-
-    hop: Hop
-    link: Link
-    claimed: torch.Tensor
-
-
-@dataclass
-class _Verdict:
-    """`kept` are the chains that go on, the one that is believed first; none: nobody knows."""
-
-    settled: Settled
-    kept: list[int] = field(default_factory=list)
-    liars: dict[str, str] = field(default_factory=dict)
-    suspects: set[str] = field(default_factory=set)
 
 
 class ComparedSession:
@@ -106,7 +88,7 @@ class ComparedSession:
         self._client = client
         self._count = count
         self._wait = wait
-        self._chains: list[_Chain] = []
+        self._chains: list[ReplicaChain] = []
         self._weights = Weights("", "")
         self._recovered = 0
         self._suspects: set[str] = set()
@@ -149,10 +131,10 @@ class ComparedSession:
         """It never can."""
         return False
 
-    def forbidden(self, lane: _Lane) -> set[str]:
+    def forbidden(self, chain: ReplicaChain) -> set[str]:
         """The servers that a chain must not use."""
-        others = [chain.lane.servers(chain.session) for chain in self._chains if chain.lane is not lane]
-        same = {peer_id for peer_id, each in self._comparable().items() if each == self._weights}
+        others = [other.used for other in self._chains if other is not chain]
+        same = {peer_id for peer_id, weights in self._comparable().items() if weights == self._weights}
         return self._suspects.union(*others) | {server.peer_id for server in self._client.servers()} - same
 
     async def open(self) -> None:
@@ -164,8 +146,7 @@ class ComparedSession:
         """
         routes = await self._plan()
         for route in routes:
-            lane = _Lane(self._client, self, route)
-            self._chains.append(_Chain(ClientSession(cast(Router, lane), self.spec, self._wait), lane))
+            self._chains.append(ReplicaChain(self._client, self, self._wait, route))
         if self._tolerance(routes) is None:
             raise SwarmError(f"{_UNKNOWN} that compute in {self._weights} on different devices")
         failures = await self._all(ClientSession.open, self._chains)
@@ -237,11 +218,11 @@ class ComparedSession:
                     chain.session.position = min(before, chain.session.position)
         return leading
 
-    async def _all(self, function: Any, chains: Sequence[_Chain]) -> dict[_Chain, SwarmError | BadInput]:
+    async def _all(self, function: Any, chains: Sequence[ReplicaChain]) -> dict[ReplicaChain, SwarmError | BadInput]:
         """Calls it with the session of every chain, side by side; returns the errors."""
-        failures: dict[_Chain, SwarmError | BadInput] = {}
+        failures: dict[ReplicaChain, SwarmError | BadInput] = {}
 
-        async def one(chain: _Chain) -> None:
+        async def one(chain: ReplicaChain) -> None:
             try:
                 await function(chain.session)
             except (SwarmError, BadInput) as error:
@@ -260,14 +241,16 @@ class ComparedSession:
         devices = {server.peer_id: server.device for server in self._client.servers()}
         blocks, spec = len(self.spec.span), self.spec
         return {
-            peer_id: each
-            for peer_id, each in weights.items()
-            if tolerance_between(each, [devices[peer_id]], blocks, spec.codec, spec.dtype, 1) is not None
+            peer_id: computed_in
+            for peer_id, computed_in in weights.items()
+            if tolerance_between(computed_in, [devices[peer_id]], blocks, spec.codec, spec.dtype, 1) is not None
         }
 
     def _kinds(self) -> list[str]:
         servers = self._client.servers()
-        return sorted({f"{Weights(server.dtype, server.quantisation)} on {server.device or 'what?'}" for server in servers})
+        return sorted(
+            {f"{Weights(server.dtype, server.quantisation)} on {server.device or 'what?'}" for server in servers}
+        )
 
     def _tolerance(self, routes: Sequence[Sequence[Hop]]) -> Tolerance | None:
         devices = {server.peer_id: server.device for server in self._client.servers()}
@@ -296,21 +279,17 @@ class ComparedSession:
         found = await trio.to_thread.run_sync(look)
         if found.agreed and not found.dissenting:
             return answers[0]
-        passed = [_passed(chain.session.links, before, from_chunks(each)) for chain, each in self._pairs(answers)]
-        verdict = await trio.to_thread.run_sync(self._settle, found, passed, before, counts, tolerance)
-        for peer_id, reason in verdict.liars.items():
-            self._client.accuse(peer_id, reason)
-        for peer_id in verdict.suspects:
-            self._client.suspect(peer_id, SUSPECTED_LIAR_SECONDS)
-        self._suspects |= verdict.suspects
-        kept = [self._chains[index] for index in verdict.kept]
-        if kept:
-            for chain in [chain for chain in self._chains if chain not in kept]:
-                await self._drop(chain)
-            self._chains = kept
-            self._alone = len(kept) == 1
-            self._retry_at = 0.0
-            await self._fill_up()
+        answered = [
+            _span_answers(chain.session.links, before, from_chunks(answer))
+            for chain, answer in zip(self._chains, answers, strict=True)
+        ]
+
+        def recompute(blocks: Span) -> dict[str, str] | None:
+            return self._recompute(answered, blocks, before, counts)
+
+        verdict = await trio.to_thread.run_sync(settle, found, answered, counts, tolerance, recompute)
+        await self._carry_out(verdict)
+        kept = verdict.kept
         told = Disagreement(
             before,
             len(answers),
@@ -328,10 +307,23 @@ class ComparedSession:
                 "here: then the blocks in question are computed on this machine"
             )
         log.warning("%s", told)
-        return answers[verdict.kept[0]]
+        return answers[kept[0]]
 
-    def _pairs(self, answers: Sequence[list[WireTensor]]) -> list[tuple[_Chain, list[WireTensor]]]:
-        return list(zip(self._chains, answers, strict=True))
+    async def _carry_out(self, verdict: Settlement) -> None:
+        """Bans and suspects servers, and replaces the chains that are not believed."""
+        for peer_id, reason in verdict.liars.items():
+            self._client.accuse(peer_id, reason)
+        for peer_id in verdict.suspects:
+            self._client.suspect(peer_id, SUSPECTED_LIAR_SECONDS)
+        self._suspects |= verdict.suspects
+        kept = [self._chains[index] for index in verdict.kept]
+        if kept:
+            for chain in [chain for chain in self._chains if chain not in kept]:
+                await self._drop(chain)
+            self._chains = kept
+            self._alone = len(kept) == 1
+            self._retry_at = 0.0
+            await self._fill_up()
 
     def _counts(self, before: int, tokens: int) -> torch.Tensor:
         """bool [rows, tokens]: those that are no padding; all, if there are none."""
@@ -339,50 +331,14 @@ class ComparedSession:
         counts = torch.arange(before, before + tokens) >= padding
         return counts if bool(counts.any()) else torch.ones_like(counts)
 
-    def _settle(
-        self,
-        found: Agreement,
-        passed: Sequence[Sequence[_Passed]],
-        before: int,
-        counts: torch.Tensor,
-        tolerance: Tolerance,
-    ) -> _Verdict:
-        """Who is right: by own weights, else by the majority. Computes: off the trio thread."""
-        whole = self.spec.span
-        junctions = [{each.hop.span.end: each.claimed[counts].unsqueeze(0) for each in chain} for chain in passed]
-        found_wrong = self._recompute(passed, parting(junctions, whole, tolerance), before, counts)
-        computed, wrong = found_wrong is not None, found_wrong or {}
-        guilty = {index for index, chain in enumerate(passed) if any(each.hop.peer_id in wrong for each in chain)}
-        clean = [index for index in range(len(passed)) if index not in guilty]
-        if wrong and clean:
-            among = decide([junctions[index][whole.end] for index in clean], tolerance)
-            if among.agreed and not among.dissenting:
-                return _Verdict("weights", clean, wrong)
-        if not found.agreed or wrong:
-            return _Verdict("no", liars=wrong)
-        verdict = _Verdict("majority", list(found.agreed))
-        for index in found.dissenting:
-            # Each chain that agrees may have junctions of its own, between which the fault is found.
-            narrowed = [parting([junctions[each], junctions[index]], whole, tolerance) for each in found.agreed]
-            blocks = min(narrowed, key=len)
-            there = [each.hop.peer_id for each in passed[index] if each.hop.span.overlaps(blocks)]
-            # Nobody is banned for what could be computed here and was not found wrong.
-            if len(there) == 1 and not computed:
-                verdict.liars[there[0]] = (
-                    f"its answer for blocks {blocks} is not what {len(found.agreed)} other chains answered"
-                )
-            else:
-                verdict.suspects.update(there)
-        return verdict
-
     def _recompute(
-        self, passed: Sequence[Sequence[_Passed]], blocks: Span, before: int, counts: torch.Tensor
+        self, answered: Sequence[Sequence[SpanAnswer]], blocks: Span, before: int, counts: torch.Tensor
     ) -> dict[str, str] | None:
         """The servers for `blocks` whose answers own weights prove wrong, and why; None without own weights."""
         from ...models import compute_manifest
         from ...verification.recomputation import Recomputation, SessionAnswer, SessionQuestion, Step
 
-        asked = [each for chain in passed for each in chain if each.hop.span.overlaps(blocks)]
+        asked = [answer for chain in answered for answer in chain if answer.hop.span.overlaps(blocks)]
         folder = self._client.model.folder
         if self.spec.adapter is not None:
             return None
@@ -391,18 +347,18 @@ class ComparedSession:
                 return None
             truth = Recomputation(folder.path, self._weights.dtype, self._weights.quantisation)
             questions = []
-            for each in asked:
+            for claim in asked:
                 steps = [
-                    Step(one.position, from_chunks([one.chunk]), one.reorder)
-                    for one in each.link.history.needed(each.link.history.end)
+                    Step(step.position, from_chunks([step.chunk]), step.reorder)
+                    for step in claim.history.needed(claim.history.end)
                 ]
-                questions.append(SessionQuestion(each.hop.span, tuple(steps), self.spec.left_padding))
+                questions.append(SessionQuestion(claim.hop.span, tuple(steps), self.spec.left_padding))
             answers = truth.answer(questions)
         except (PetalnodeError, ValueError) as error:
             log.info("what the chains differ in cannot be computed here: %s", error)
             return None
         wrong = {}
-        for each, question, answer in zip(asked, questions, answers, strict=True):
+        for claim, question, answer in zip(asked, questions, answers, strict=True):
             assert isinstance(answer, SessionAnswer)
             right = _tail([(s.position, out) for s, out in zip(question.steps, answer.outputs, strict=True)], before)
             # What it says of its device is its own word: the widest tolerance applies.
@@ -410,13 +366,13 @@ class ComparedSession:
                 self._weights.dtype,
                 self._weights.quantisation,
                 "forward",
-                len(each.hop.span),
+                len(claim.hop.span),
                 self._answer_codec,
                 server_device="",
             )
-            judged = judge_answer(kind, each.claimed, right, counts)
+            judged = judge_answer(kind, claim.claimed, right, counts)
             if judged.result == "faulty":
-                wrong[each.hop.peer_id] = judged.reason
+                wrong[claim.hop.peer_id] = judged.reason
         return wrong
 
     @property
@@ -427,7 +383,7 @@ class ComparedSession:
 
     # --- chains come and go
 
-    async def _drop(self, chain: _Chain) -> None:
+    async def _drop(self, chain: ReplicaChain) -> None:
         self._chains.remove(chain)
         self._recovered += chain.session.recoveries + 1
         self._client.start_soon(chain.session.close)
@@ -435,17 +391,16 @@ class ComparedSession:
     async def _fill_up(self) -> None:
         """Brings other chains to where the first one is, if some are missing and there are servers for them."""
         while 0 < len(self._chains) < self._count and trio.current_time() >= self._retry_at:
-            lane = _Lane(self._client, self)
-            chain = _Chain(ClientSession(cast(Router, lane), self.spec, False), lane)
+            chain = ReplicaChain(self._client, self, wait=False)
             leading = self._chains[0].session
             self._chains.append(chain)  # so that its servers are known to be taken
             position, ready = leading.position, False
             try:
                 await chain.session.open()
                 if position:
-                    for each in leading.links[0].history.replay(position, chain.session.max_step_tokens):
-                        chain.session.position = each.position
-                        await chain.session.step([each.chunk], each.reorder)
+                    for step in leading.links[0].history.replay(position, chain.session.max_step_tokens):
+                        chain.session.position = step.position
+                        await chain.session.step([step.chunk], step.reorder)
                     chain.session.position = position
                 ready = True
             except (SwarmError, BadInput) as error:
@@ -463,13 +418,15 @@ Session = ClientSession | ComparedSession
 """What `SwarmClient.session` opens."""
 
 
-def _passed(links: Sequence[Link], before: int, output: torch.Tensor) -> list[_Passed]:
+def _span_answers(links: Sequence[Link], before: int, output: torch.Tensor) -> list[SpanAnswer]:
     """What each server of a chain made of the last step, which began at position `before`."""
     left = []
     for link in links[1:]:
         inputs = link.history.needed(link.history.end)
-        left.append(_tail([(each.position, from_chunks([each.chunk])) for each in inputs], before))
-    return [_Passed(link.server.hop, link, claimed) for link, claimed in zip(links, [*left, output], strict=True)]
+        left.append(_tail([(step.position, from_chunks([step.chunk])) for step in inputs], before))
+    return [
+        SpanAnswer(link.server.hop, link.history, claimed) for link, claimed in zip(links, [*left, output], strict=True)
+    ]
 
 
 def _tail(parts: Sequence[tuple[int, torch.Tensor]], start: int) -> torch.Tensor:

@@ -7,16 +7,18 @@ validators (`node.validator.tolerances`): two chains are two honest servers of t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
 from ....protocols.ids import Span
+from ...swarm.routing import Hop
 from ...verification.judging import Distance, distance, judge_distance
 from ...verification.tolerances import CODEC_SLACK, Kind, Tolerance, calibrations, find_tolerance
-from .disjoint import Weights
+from .disjoint import Settled, Weights
+from .history import History
 
 _CLEAN: Final = 0.1
 """A junction at which chains differ by less than this share of their difference at the end is before the fault: no
@@ -111,3 +113,64 @@ def parting(chains: Sequence[Mapping[int, torch.Tensor]], wanted: Span, toleranc
     # What is clearly wrong at a junction went wrong before it.
     end = next((block for block in common if block > start and apart[block] > tolerance.faulty_mean), wanted.end)
     return Span(start, end)
+
+
+@dataclass(frozen=True)
+class SpanAnswer:
+    """One server's part of the step that is judged: what `history` has, and the hidden states that it claims for it."""
+
+    hop: Hop
+    history: History
+    claimed: torch.Tensor
+
+
+@dataclass
+class Settlement:
+    """`kept` are the chains that go on, the one that is believed first; none: nobody knows."""
+
+    settled: Settled
+    kept: list[int] = field(default_factory=list)
+    liars: dict[str, str] = field(default_factory=dict)
+    suspects: set[str] = field(default_factory=set)
+
+
+def settle(
+    found: Agreement,
+    answered: Sequence[Sequence[SpanAnswer]],
+    counts: torch.Tensor,
+    tolerance: Tolerance,
+    recompute: Callable[[Span], dict[str, str] | None],
+) -> Settlement:
+    """Who is right: by own weights, else by the majority. Computes: off the trio thread.
+
+    Args:
+        answered: for each chain, what its servers answered.
+        counts: bool [rows, tokens], those that are compared.
+        recompute: the servers for some blocks whose answers own weights prove wrong, and why; None without own weights.
+    """
+    whole = Span(answered[0][0].hop.span.start, answered[0][-1].hop.span.end)
+    junctions = [{answer.hop.span.end: answer.claimed[counts].unsqueeze(0) for answer in chain} for chain in answered]
+    found_wrong = recompute(parting(junctions, whole, tolerance))
+    computed, wrong = found_wrong is not None, found_wrong or {}
+    guilty = {index for index, chain in enumerate(answered) if any(answer.hop.peer_id in wrong for answer in chain)}
+    clean = [index for index in range(len(answered)) if index not in guilty]
+    if wrong and clean:
+        among = decide([junctions[index][whole.end] for index in clean], tolerance)
+        if among.agreed and not among.dissenting:
+            return Settlement("weights", clean, wrong)
+    if not found.agreed or wrong:
+        return Settlement("no", liars=wrong)
+    settlement = Settlement("majority", list(found.agreed))
+    for index in found.dissenting:
+        # Each chain that agrees may have junctions of its own, between which the fault is found.
+        narrowed = [parting([junctions[other], junctions[index]], whole, tolerance) for other in found.agreed]
+        blocks = min(narrowed, key=len)
+        there = [answer.hop.peer_id for answer in answered[index] if answer.hop.span.overlaps(blocks)]
+        # Nobody is banned for what could be computed here and was not found wrong.
+        if len(there) == 1 and not computed:
+            settlement.liars[there[0]] = (
+                f"its answer for blocks {blocks} is not what {len(found.agreed)} other chains answered"
+            )
+        else:
+            settlement.suspects.update(there)
+    return settlement

@@ -87,7 +87,11 @@ def disjoint_chains(
     Each is the cheapest of what those before it left, as long as that leaves enough for those after it.
     """
     longest = demand.get("max_length", 0)
-    usable = [candidate for candidate in candidates if candidate.max_session_length is None or candidate.max_session_length >= longest]
+    usable = [
+        candidate
+        for candidate in candidates
+        if candidate.max_session_length is None or candidate.max_session_length >= longest
+    ]
     if held_least([candidate.span for candidate in usable], wanted) < count:
         return None
     chains: list[tuple[Hop, ...]] = []
