@@ -38,15 +38,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from petalnode.node.blocks.batch_job import gradient_of
 from petalnode.node.blocks.client_part import ClientModel, load_client
-from petalnode.node.blocks.passes import Batch, SpanPasses
+from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
 from petalnode.node.blocks.quantisation.matrix import QuantisedMatrix
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import resolve
 from petalnode.node.validator.probe_inputs import draw_kept_tensors
 from petalnode.node.validator.probe_plan import Kind
-from petalnode.node.verification.judging import distance, kept_distances
+from petalnode.node.verification.judging import COARSER, distance, kept_distances, share_of
 from petalnode.node.verification.recomputation import PassQuestion, Recomputation, SessionQuestion, Step
-from petalnode.node.verification.substitution import COARSER, share_of
 from petalnode.node.verification.tolerances import Calibration, to_json
 from petalnode.protocols.ids import Span
 from petalnode.protocols.training import PROMPTS, LoraName
@@ -94,14 +93,6 @@ def cases(folder: Path, samples: int) -> list[Case]:
         gradient = torch.randn(hidden.shape, generator=generator) * 1e-3
         found.append(Case(hidden[:, :length], hidden[:, length:], gradient))
     return found
-
-
-def run(passing: Any) -> Any:
-    while True:
-        try:
-            next(passing)
-        except StopIteration as end:
-            return end.value
 
 
 # --- the ways in which an honest server may answer
@@ -167,13 +158,13 @@ def in_chunks(blocks: BlockSpan, every: Sequence[Case]) -> list[torch.Tensor]:
 
 def gradients(blocks: BlockSpan, every: Sequence[Case]) -> list[torch.Tensor]:
     passes = SpanPasses(blocks, 1 << 40)
-    return [run(passes.backward(_batch(blocks.span, case), case.gradient)).hidden for case in every]
+    return [run_through(passes.backward(_batch(blocks.span, case), case.gradient)).hidden for case in every]
 
 
 def gradients_together(blocks: BlockSpan, every: Sequence[Case]) -> list[torch.Tensor]:
     hidden = torch.cat([_batch(blocks.span, case).hidden for case in every])
     together = Batch(blocks.span, hidden)
-    found = run(SpanPasses(blocks, 1 << 40).backward(together, torch.cat([case.gradient for case in every])))
+    found = run_through(SpanPasses(blocks, 1 << 40).backward(together, torch.cat([case.gradient for case in every])))
     return list(found.hidden.split(1))
 
 
@@ -196,7 +187,7 @@ def kept_gradients(
     passes = SpanPasses(blocks, 1 << 40)
     answers = []
     for case in every:
-        found = run(passes.backward(_batch_with(blocks.span, case, kept), case.gradient))
+        found = run_through(passes.backward(_batch_with(blocks.span, case, kept), case.gradient))
         answers.append({name: gradient_of(found, name) for name in kept})
     return answers
 

@@ -13,7 +13,7 @@ import torch
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.pledge import Pledge
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
-from petalnode.node.blocks.passes import Batch, SpanPasses
+from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.trust.receipt_log import LoggedBatch, SessionLog
 from petalnode.protocols import wire_pb2 as wire
@@ -121,13 +121,8 @@ class SigningServer:
             if gradient is None
             else passes.backward(Batch(self.span, hidden), gradient)
         )
-        while True:
-            try:
-                next(passing)
-            except StopIteration as end:
-                result = end.value
-                break
-        _, answer = encode(spoil(result if gradient is None else result.hidden), "none")
+        result = run_through(passing)
+        _, answer = encode(spoil(result if isinstance(result, torch.Tensor) else result.hidden), "none")
         receipt = self.receipt(
             nonce=os.urandom(16),
             session_epoch=os.urandom(16),

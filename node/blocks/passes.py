@@ -27,6 +27,16 @@ PassGenerator = Generator[None, None, T]
 """Pauses between blocks; ends with what was computed."""
 
 
+def run_through(generator: PassGenerator[T]) -> T:
+    """What the pass computes, without pauses."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
+
 @dataclass(frozen=True)
 class Batch:
     """What goes through the blocks of `part`.

@@ -1,3 +1,4 @@
-"""Recomputation of what servers answered, and the judgement within calibrated tolerances.
+"""Recomputation of what servers answered, and its judgement within calibrated tolerances.
+
 May use `blocks`, `trust` and the rooms before them.
 """

@@ -1,6 +1,6 @@
 """Checks evidence with one's own weights: the answer that a server signed is recomputed and compared.
 
-What the evidence says of the server's device is the accuser's word, so the widest tolerance applies that was measured
+The evidence's statement about the server's device is the accuser's, so the widest tolerance applies that was measured
 for the dtype and quantisation that the server signed.
 """
 
@@ -29,7 +29,7 @@ from .tolerances import Kind, find_tolerance
 
 @dataclass(frozen=True)
 class Outcome:
-    """`proven`: the accused server is at fault; `inconclusive`: nobody can say from here. Else the evidence is refuted.
+    """`proven`: the accused server is at fault; `inconclusive`: undecided. Else the evidence is refuted.
 
     `error` and `tolerance` are 0 where nothing was recomputed.
     """
@@ -53,13 +53,13 @@ def wanted_blocks(bundle: Bundle) -> Span | None:
 def check_evidence(
     bundle: Bundle, folder: ModelFolder | None, *, device: str = "cpu", progress: Progress = no_progress
 ) -> Outcome:
-    """Whether the evidence proves what it says. Takes as long as recomputing it: off the trio thread.
+    """Whether the evidence proves a fault. Takes as long as the recomputation: call it in a worker thread.
 
     Args:
-        folder: the whole model; None if there is none, which does for faults that prove themselves.
+        folder: the whole model; None is enough for faults that prove themselves.
 
     Raises:
-        BadInput: weights are needed, and none are there, or those of another model.
+        BadInput: weights are needed, and `folder` is None or another model.
         ModelError, MachineError: as `Recomputation.answer`.
     """
     try:
@@ -81,7 +81,7 @@ def check_evidence(
                 f"this evidence is about model version {shown.receipt.model_version.hex()[:12]}; {folder.path} is "
                 f"{version.hex()[:12]}: name the model that it is about"
             )
-        judge_it = _judge_session if isinstance(shown, SessionClaim) else _judge_work
+        judge_it = _judge_session if isinstance(shown, SessionClaim) else _judge_batch
         try:
             judged = judge_it(shown, folder, device, progress)  # type: ignore[arg-type]
         except (TensorError, Refusal, ValueError) as error:
@@ -113,7 +113,7 @@ def _judge_session(claim: SessionClaim, folder: ModelFolder, device: str, progre
         for step, tensor, payload in claim.steps
     ]
     question = SessionQuestion(Span(*claim.receipt.span), tuple(steps), claim.terms.left_padding)
-    (answer,) = _truth(claim, folder, device, progress).answer([question])
+    (answer,) = _recomputation(claim, folder, device, progress).answer([question])
     assert isinstance(answer, SessionAnswer)
     step, tensor, _ = claim.steps[-1]
     claimed = decode(tensor, claim.output)
@@ -123,18 +123,18 @@ def _judge_session(claim: SessionClaim, folder: ModelFolder, device: str, progre
     return judge_answer(kind, claimed, answer.outputs[-1], counts)
 
 
-def _judge_work(claim: BatchClaim, folder: ModelFolder, device: str, progress: Progress) -> Judgement:
+def _judge_batch(claim: BatchClaim, folder: ModelFolder, device: str, progress: Progress) -> Judgement:
     described = [claim.request.tensors[0]]
     kept = None
     if claim.keep is not None:
-        kept = unpack_keep(claim.keep, [bytearray(each) for each in claim.kept])
+        kept = unpack_keep(claim.keep, list(map(bytearray, claim.kept)))
         described += claim.keep.tensors
     tensor = described[0]
     terms = BatchTerms(claim.receipt.model_version, Span(*claim.receipt.span), tensor.codec, tensor.dtype, b"")
-    job = unpack_request(claim.protocol, terms, claim.request, [bytearray(each) for each in claim.inputs], kept)
-    (answer,) = _truth(claim, folder, device, progress).answer([PassQuestion(job.batch, job.gradient)])
+    job = unpack_request(claim.protocol, terms, claim.request, list(map(bytearray, claim.inputs)), kept)
+    (answer,) = _recomputation(claim, folder, device, progress).answer([PassQuestion(job.batch, job.gradient)])
     assert isinstance(answer, PassAnswer)
-    claimed = [decode(each, payload) for each, payload in zip(described, claim.outputs, strict=False)]
+    claimed = [decode(header, payload) for header, payload in zip(described, claim.outputs, strict=False)]
     kind = _kind(claim, claim.protocol, tensor.codec, device)
     if answer.gradients is None:
         assert answer.output is not None
@@ -147,7 +147,9 @@ def _judge_work(claim: BatchClaim, folder: ModelFolder, device: str, progress: P
     return worst_judgement([hidden, *judge_kept(found, find_tolerance(kind))])
 
 
-def _truth(claim: SessionClaim | BatchClaim, folder: ModelFolder, device: str, progress: Progress) -> Recomputation:
+def _recomputation(
+    claim: SessionClaim | BatchClaim, folder: ModelFolder, device: str, progress: Progress
+) -> Recomputation:
     return Recomputation(folder.path, claim.receipt.dtype, claim.receipt.quantisation, device, progress)
 
 

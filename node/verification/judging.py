@@ -1,9 +1,14 @@
-"""Whether an answer is right: what was claimed against what a recomputation gives. Pure functions of tensors.
+"""Whether an answer is right: a server's claim against a recomputation. Pure functions of tensors.
 
 Honest servers differ in the last bits: batches, kernels, devices and dtypes change the order of sums. So a claim is
-judged by its distance from the truth, token by token, against a tolerance that was measured on honest servers of the
-same dtype, quantisation and kinds of devices. Two distances are looked at: that of the worst token, which finds what
-was wrong at one place, and the root mean square over all, which finds what is a little wrong everywhere.
+judged by its distance from the recomputed answer, token by token, against a tolerance that was measured on honest
+servers of the same dtype, quantisation and kinds of devices. Two distances count: that of the worst token, which finds
+errors at one place, and the root mean square over all tokens, which finds small errors everywhere.
+
+Weights of fewer bits than declared are found by direction. An honest bfloat16 server is off by about as much as one
+that secretly holds int8 weights, but the latter is off towards what int8 weights give, which a validator can compute.
+The error is projected on that direction over all values of all tokens (a matched filter). This finds weights that were
+quantised as petalnode does it; others may escape.
 
 Petals (NeurIPS 2023, appendix H) leaves open what "incorrect outputs" are; this is our answer to it.
 """
@@ -22,20 +27,31 @@ from .tolerances import Kind, Tolerance, find_tolerance
 Result = Literal["ok", "faulty", "inconclusive"]
 
 BEYOND: Final = 1e9
-"""The distance of what is no number at all, and the largest that is told: JSON knows no infinity."""
+"""The distance of NaN and infinity, and the largest that is reported: JSON has no infinity."""
 _LEAST_SHARE: Final = 0.05
-"""A token whose truth is below this share of the median token's counts as if it had so much: where next to nothing is
-right, next to nothing too much is no fault. Gradients have many such tokens."""
+"""A token whose recomputed norm is below this share of the median token's counts as if it had that norm: where next to
+nothing is right, an error of next to nothing is no fault. Gradients have many such tokens."""
 _KEPT: Final = {PROMPTS: "deep prompts", LORA_PARTS[0]: "LoRA's A", LORA_PARTS[1]: "LoRA's B"}
-"""By how its name ends, what a kept tensor is to people."""
+"""By the last part of its name, what messages call a kept tensor."""
+
+
+COARSER: Final = {"none": ("int8", "nf4"), "int8": ("nf4",), "nf4": ()}
+"""Per declared quantisation, the coarser ones that a server might hold instead."""
+SUSPICIOUS: Final = 1e-3
+"""Mean relative error below which no coarser weights can be the cause: int8 weights make ten times as much."""
+SHARE_FAULTY: Final = 0.75
+"""Of the way to the coarser weights' answer. Honest servers stay below a half even if rounding is all there is: two
+answers that are rounded independently have half of their difference in common with a third."""
+REST_FAULTY: Final = 1.5
+"""How far the claim may be from the coarser weights' answer, as a multiple of that way."""
+_LEAST_VALUES: Final = 512
+"""With fewer values the share is not significant."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a claim is from the truth, relative to the truth.
-
-    `worst` is that of the worst token and `mean` the root mean square over all `tokens`.
-    """
+    """How far a claim is from the recomputed answer, relative to the latter: `worst` of a single token, and `mean`, the
+    root mean square over all `tokens`."""
 
     worst: float
     mean: float
@@ -44,7 +60,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Judgement:
-    """`error` and `tolerance` are those that decided, in units of the truth's root mean square."""
+    """`error` and `tolerance` are those that decided, relative to the recomputed answer."""
 
     result: Result
     reason: str
@@ -52,21 +68,21 @@ class Judgement:
     tolerance: float
 
 
-def distance(claimed: torch.Tensor, truth: torch.Tensor) -> Distance:
+def distance(claimed: torch.Tensor, recomputed: torch.Tensor) -> Distance:
     """Relative distance of float tensors of one shape [rows, tokens, hidden], of any dtype and device.
 
     Raises:
         ValueError: the shapes differ, or there are no values.
     """
-    if claimed.shape != truth.shape or not truth.numel():
-        raise ValueError(f"a claim of shape {tuple(claimed.shape)} is compared with {tuple(truth.shape)}")
-    right = truth.detach().to("cpu", torch.float64).reshape(-1, truth.shape[-1])
-    wrong = claimed.detach().to("cpu", torch.float64).reshape(-1, truth.shape[-1]) - right
+    if claimed.shape != recomputed.shape or not recomputed.numel():
+        raise ValueError(f"a claim of shape {tuple(claimed.shape)} is compared with {tuple(recomputed.shape)}")
+    right = recomputed.detach().to("cpu", torch.float64).reshape(-1, recomputed.shape[-1])
+    wrong = claimed.detach().to("cpu", torch.float64).reshape(-1, recomputed.shape[-1]) - right
     return relative_distance(wrong.norm(dim=1), right.norm(dim=1))
 
 
 def relative_distance(errors: torch.Tensor, sizes: torch.Tensor) -> Distance:
-    """From the norms per token of the difference and of the truth."""
+    """From the norms per token of the difference and of the recomputed answer."""
     if not bool(torch.isfinite(errors).all()):
         return Distance(BEYOND, BEYOND, len(errors))
     present = sizes[sizes > 0]
@@ -76,25 +92,25 @@ def relative_distance(errors: torch.Tensor, sizes: torch.Tensor) -> Distance:
     return Distance(min(worst, BEYOND), min(mean, BEYOND), len(errors))
 
 
-def kept_distances(claimed: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> dict[str, Distance]:
-    """How far gradients of what a server kept for a work are from the truth, by what they are gradients of.
+def kept_distances(claimed: Mapping[str, torch.Tensor], recomputed: Mapping[str, torch.Tensor]) -> dict[str, Distance]:
+    """How far gradients of kept tensors are from the recomputed ones, by what they are gradients of.
 
-    Such a gradient is a sum over tokens, so each tensor counts as one value, or each block's part of deep prompts.
-    Those of a kind have much the same size: the one that is next to nothing is held to a share of the others', as the
-    tokens of an answer are.
+    Such a gradient is a sum over tokens, so each tensor counts as one value, or each block's part of deep prompts. As
+    with tokens, one that is next to nothing is held to a share of the others' norms.
 
     Args:
-        claimed, truth: under the names that kept tensors have on the wire, float tensors of equal shapes.
+        claimed, recomputed: float tensors of equal shapes, under the names that kept tensors have on the wire.
 
     Raises:
         ValueError: names or shapes differ.
     """
-    if {name: each.shape for name, each in claimed.items()} != {name: each.shape for name, each in truth.items()}:
+    shapes, expected = ({name: one.shape for name, one in some.items()} for some in (claimed, recomputed))
+    if shapes != expected:
         raise ValueError("gradients of other tensors than were kept")
     norms: dict[str, list[tuple[float, float]]] = {}
-    for name, each in truth.items():
-        parts = len(each) if name == PROMPTS else 1
-        right = each.detach().to("cpu", torch.float64).reshape(parts, -1)
+    for name, tensor in recomputed.items():
+        parts = len(tensor) if name == PROMPTS else 1
+        right = tensor.detach().to("cpu", torch.float64).reshape(parts, -1)
         wrong = claimed[name].detach().to("cpu", torch.float64).reshape(parts, -1) - right
         group = norms.setdefault(_KEPT[name.rpartition(".")[2]], [])
         group += zip(wrong.norm(dim=1).tolist(), right.norm(dim=1).tolist(), strict=True)
@@ -103,46 +119,45 @@ def kept_distances(claimed: Mapping[str, torch.Tensor], truth: Mapping[str, torc
     }
 
 
-def judge(claimed: torch.Tensor, truth: torch.Tensor, tolerance: Tolerance | None) -> Judgement:
-    """Whether `claimed`, what a server answered, can be an honest version of `truth`, what a recomputation gave.
+def judge(claimed: torch.Tensor, recomputed: torch.Tensor, tolerance: Tolerance | None) -> Judgement:
+    """Whether `claimed`, what a server answered, can be an honest version of `recomputed`.
 
     Args:
-        claimed, truth: float [rows, tokens, hidden]; outputs, or gradients with respect to the inputs.
-        tolerance: what honest servers of that dtype, quantisation and kind of device reach; None if nobody measured.
+        claimed, recomputed: float [rows, tokens, hidden]; outputs, or gradients with respect to the inputs.
+        tolerance: for that dtype, quantisation and kinds of devices; None if nobody measured it.
     """
-    if claimed.shape != truth.shape:
-        reason = f"its answer has the shape {tuple(claimed.shape)} instead of {tuple(truth.shape)}"
+    if claimed.shape != recomputed.shape:
+        reason = f"its answer has the shape {tuple(claimed.shape)} instead of {tuple(recomputed.shape)}"
         return Judgement("faulty", reason, BEYOND, 0.0)
-    return judge_distance(distance(claimed, truth), tolerance)
+    return judge_distance(distance(claimed, recomputed), tolerance)
 
 
 def judge_answer(
-    kind: Kind, claimed: torch.Tensor, truth: torch.Tensor, counts: torch.Tensor | None = None
+    kind: Kind, claimed: torch.Tensor, recomputed: torch.Tensor, counts: torch.Tensor | None = None
 ) -> Judgement:
     """As `judge`, by the tolerance that the shipped table has for this kind of answer.
 
     Args:
-        counts: bool [rows, tokens], the tokens that are no padding; None for all. Padding says nothing of a server.
+        counts: bool [rows, tokens], the tokens that are no padding; None for all. Padding is not judged.
     """
-    if counts is not None and claimed.shape == truth.shape and bool(counts.any()):
-        claimed, truth = claimed[counts].unsqueeze(0), truth[counts].unsqueeze(0)
-    return judge(claimed, truth, find_tolerance(kind))
+    if counts is not None and claimed.shape == recomputed.shape and bool(counts.any()):
+        claimed, recomputed = claimed[counts].unsqueeze(0), recomputed[counts].unsqueeze(0)
+    return judge(claimed, recomputed, find_tolerance(kind))
 
 
 def judge_kept(found: Mapping[str, Distance], tolerance: Tolerance | None) -> list[Judgement]:
-    """As `judge`, from what `kept_distances` has found: one for each kind of tensor."""
-    return [judge_distance(each, tolerance, f"its gradient of {what}") for what, each in found.items()]
+    """As `judge`, from the result of `kept_distances`: one judgement for each kind of tensor."""
+    return [judge_distance(far, tolerance, f"its gradient of {what}") for what, far in found.items()]
 
 
 def worst_judgement(judged: Sequence[Judgement]) -> Judgement:
-    """The one that counts: one that is faulty, else one that is inconclusive; of those the nearest to its tolerance, or
-    the farthest beyond."""
+    """A faulty one, else an inconclusive one, else any; of those the one with the largest share of its tolerance."""
     order = ("ok", "inconclusive", "faulty")
-    return max(judged, key=lambda each: (order.index(each.result), each.error / (each.tolerance or 1.0)))
+    return max(judged, key=lambda one: (order.index(one.result), one.error / (one.tolerance or 1.0)))
 
 
 def judge_distance(found: Distance, tolerance: Tolerance | None, what: str = "its answer") -> Judgement:
-    """As `judge`, from a distance that is known or estimated."""
+    """As `judge`, from a distance. `what` is what the reason says was judged."""
     if tolerance is None:
         reason = "nobody has measured how much honest servers of this kind differ"
         return Judgement("inconclusive", reason, found.mean, 0.0)
@@ -161,3 +176,44 @@ def judge_distance(found: Distance, tolerance: Tolerance | None, what: str = "it
             reason = f"{what} is off by {error:.2g} {where}: more than the usual {limit:.2g}, too little to be sure"
             return Judgement("inconclusive", reason, error, limit)
     return Judgement("ok", f"{what} is right within tolerance", found.worst, tolerance.ok_worst)
+
+
+@dataclass(frozen=True)
+class Share:
+    """`share`: where the claim is between the recomputed answer (0) and what coarser weights give (1).
+
+    `rest` is its distance from the latter, `size` the distance between the two, relative to the recomputed answer;
+    `values` how many values were compared.
+    """
+
+    share: float
+    rest: float
+    size: float
+    values: int
+
+    @property
+    def is_substitution(self) -> bool:
+        near = self.rest <= REST_FAULTY * self.size and SHARE_FAULTY <= self.share <= 2 - SHARE_FAULTY
+        return near and self.values >= _LEAST_VALUES
+
+
+def share_of(claimed: torch.Tensor, recomputed: torch.Tensor, other: torch.Tensor) -> Share:
+    """
+    Args:
+        claimed, recomputed, other: float [..., hidden] of one shape: the claim, what the declared weights give, and
+            what the coarser weights give.
+
+    Raises:
+        ValueError: the shapes differ, or there are no values.
+    """
+    if not claimed.shape == recomputed.shape == other.shape or not recomputed.numel():
+        raise ValueError(f"{tuple(claimed.shape)}, {tuple(recomputed.shape)} and {tuple(other.shape)} are not compared")
+    right = recomputed.double().flatten(0, -2)
+    # Relative to its own norm, as in distances: else one large token decides.
+    scale = right.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    error = (claimed.double().flatten(0, -2) - right) / scale
+    towards = (other.double().flatten(0, -2) - right) / scale
+    square = float(towards.square().sum())
+    share = float((error * towards).sum()) / square if square else 0.0
+    rest = float((error - towards).square().sum())
+    return Share(share, (rest / len(right)) ** 0.5, (square / len(right)) ** 0.5, recomputed.numel())

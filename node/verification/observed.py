@@ -1,4 +1,4 @@
-"""What one server was asked and what it answered, as tensors: what probes and audits hand to the judge."""
+"""What one server was asked and what it answered, as tensors: the input of the judge."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .tolerances import Pass
 
 @dataclass(frozen=True)
 class Observed:
-    """One server's part of a conversation, or of one pass of a batch.
+    """One server's part of a session, or of one pass of a batch.
 
     Attributes:
-        peer_id, span: who, and which blocks were asked.
-        dtype, quantisation: what it says that it computes with.
-        device: the kind of its device, "" if it does not say.
+        peer_id, span: the server, and the blocks that were asked.
+        dtype, quantisation: what it declares to compute with.
+        device: the kind of its device, "" if it announces none.
         question: what it was asked.
-        claimed: what it answered, per step; of a pass, the output or the gradient of the hidden states.
-        kept: of a backward pass, the gradients of what it kept for it, by their names.
-        codec: under which it answered.
-        source: the receipts of it, for evidence.
+        claimed: its answer to every step; of a pass, the output or the gradient of the hidden states.
+        kept: of a backward pass, the gradients of kept tensors, by their names.
+        codec: how its answers were encoded.
+        source: the receipts, for evidence.
     """
 
     peer_id: str
@@ -54,12 +54,12 @@ class Observed:
 
 
 def observed_session(log: SessionLog, device: str = "") -> Observed | None:
-    """What a server did in a session, from a client's receipts.
+    """A server's part of a session, from a client's receipts.
 
-    None if the beginning was not kept, or the session had an adapter, whose weights are not in the receipts.
+    None if the log does not go back to the beginning, or the session had an adapter, whose weights it does not hold.
 
     Raises:
-        TensorError: bytes that are no tensor, which no checked log holds.
+        TensorError: bytes that are no tensor; no checked log holds such.
     """
     if log.opening is None or not log.complete:
         return None
@@ -89,18 +89,18 @@ def observed_session(log: SessionLog, device: str = "") -> Observed | None:
 
 
 def observed_batch(logged: LoggedBatch, device: str = "") -> Observed:
-    """What a server did in a pass of a batch, from a client's receipts.
+    """A server's part of a batch, from a client's receipts.
 
     Raises:
         Refusal: values that a server would not have taken.
-        TensorError: bytes that are no tensor, which no checked log holds.
+        TensorError: bytes that are no tensor; no checked log holds such.
     """
     receipt = logged.receipt
     span = Span(*receipt.span)
     wire = logged.request.tensors[0]
     terms = BatchTerms(receipt.model_version, span, wire.codec, wire.dtype, receipt.nonce)
-    kept = None if logged.keep is None else unpack_keep(logged.keep, [bytearray(each) for each in logged.kept])
-    job = unpack_request(logged.protocol, terms, logged.request, [bytearray(each) for each in logged.inputs], kept)
+    kept = None if logged.keep is None else unpack_keep(logged.keep, list(map(bytearray, logged.kept)))
+    job = unpack_request(logged.protocol, terms, logged.request, list(map(bytearray, logged.inputs)), kept)
     gradients = {}
     if logged.keep is not None and job.gradient is not None:
         others = zip(logged.keep.names, logged.keep.tensors, logged.outputs[1:], strict=True)

@@ -1,15 +1,15 @@
-"""What a span of blocks must return, computed from one's own weights with few of them in memory at a time.
+"""Recomputes what a span of blocks must return, from one's own weights, with few of them in memory at a time.
 
-A validator needs no machine that could serve the model: the blocks are loaded one after the other, by memory map, and
-every question goes through a block before the next block is loaded. (Of a small model as many at once as fit into
-`GROUP_BYTES`, because looking for a block's weights takes longer than computing with it.) The peak is these, the
-attention cache of one question for them, and the activations of the questions themselves. The blocks are the server's
-own (`node.blocks`), so an honest server of the same kind differs in nothing, and one of another kind in rounding only.
+The blocks are loaded one after the other, by memory map, and every question passes through a block before the next one
+is loaded, so a validator needs no machine that could serve the model. (Of a small model as many blocks at once as fit
+into `GROUP_BYTES`, because finding a block's weights takes longer than computing with it.) The peak of memory is these
+weights, the attention cache of one question for them, and the activations of all questions. The blocks are those of
+servers (`node.blocks`): an honest server of the same kind gives the same bits, one of another kind rounds otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -19,7 +19,7 @@ import torch
 from ...protocols.ids import Span
 from ...protocols.tensors import DTYPES
 from ...protocols.training import LoraName
-from ..blocks.passes import Batch, Gradients, PassGenerator, SpanPasses, T
+from ..blocks.passes import Batch, Gradients, SpanPasses, run_through
 from ..blocks.span import PREFILL_CHUNK, BlockSpan, load_span
 from ..models.checkpoint import Checkpoint
 from ..models.folder import num_blocks, read_config
@@ -35,9 +35,9 @@ class Step:
     """One step of a session as the server took it.
 
     Attributes:
-        position: tokens of a row before it; fewer than are held by then: the rest is rolled back first.
-        reorder: per row, the row whose cache it continues, after the rollback; empty: its own.
-        hidden: float [rows, tokens, hidden size], as it was decoded from the wire.
+        position: tokens of a row before it; tokens that the cache holds behind it are rolled back first.
+        reorder: per row, the row whose cache it continues, after the rollback; empty for its own.
+        hidden: float [rows, tokens, hidden size], as decoded from the wire.
     """
 
     position: int
@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SessionQuestion:
-    """What blocks `span` make of each of `steps`, all steps of a session from its beginning."""
+    """The outputs of blocks `span` for `steps`, all steps of a session from its beginning."""
 
     span: Span
     steps: tuple[Step, ...]
@@ -56,7 +56,7 @@ class SessionQuestion:
 
 @dataclass(frozen=True)
 class PassQuestion:
-    """What blocks `batch.part` make of a batch without a cache; with `gradient`, what comes back from them."""
+    """The output of blocks `batch.part` for a batch, without a cache; with `gradient` of the output, the gradients."""
 
     batch: Batch
     gradient: torch.Tensor | None = None
@@ -75,7 +75,7 @@ class SessionAnswer:
 
 @dataclass(frozen=True)
 class PassAnswer:
-    """On the CPU: the output, in the dtype of the batch, or the gradients of it."""
+    """On the CPU: the output, in the dtype of the batch, or the gradients."""
 
     output: torch.Tensor | None = None
     gradients: Gradients | None = None
@@ -86,9 +86,9 @@ Answer = SessionAnswer | PassAnswer
 
 
 class Recomputation:
-    """Answers questions for servers that compute in `dtype` with weights held as `quantisation`.
+    """Answers questions as a server that computes in `dtype` with weights held as `quantisation`.
 
-    Not thread-safe; it computes, so it belongs into a worker thread.
+    Not thread-safe; runs in a worker thread.
 
     Args:
         folder: a model folder with the weights of the blocks that are asked for.
@@ -121,34 +121,34 @@ class Recomputation:
         self._group_bytes = group_bytes
 
     def answer(self, questions: Sequence[Question]) -> list[Answer]:
-        """The answer to each question, each block being loaded once (twice for gradients) for all of them.
+        """The answer to each question. A block is loaded once for all questions, twice for gradients.
 
         Raises:
             ModelError: weights are missing or damaged.
             BadInput: blocks outside the model, or an unknown dtype or quantisation.
             MachineError: the device is not there.
         """
-        works = [self._work(question) for question in questions]
+        runs = [self._started(question) for question in questions]
         wanted = {block for question in questions for block in range(question.span.start, question.span.end)}
         groups = self._groups(wanted)
         for group in groups:
             loaded = self._load(group)
-            for work in works:
-                if work.question.span.overlaps(group):
-                    work.go_through(loaded)
+            for run in runs:
+                if run.question.span.overlaps(group):
+                    run.go_through(loaded)
             del loaded
-        backwards = [work for work in works if isinstance(work, _Backward)]
+        backward = [run for run in runs if isinstance(run, _Backward)]
         for group in reversed(groups):
-            going = [work for work in backwards if work.question.span.overlaps(group)]
+            going = [run for run in backward if run.question.span.overlaps(group)]
             if going:
                 loaded = self._load(group)
-                for work in going:
-                    work.go_back(loaded)
+                for run in going:
+                    run.go_back(loaded)
                 del loaded
-        return [work.answer() for work in works]
+        return [run.answer() for run in runs]
 
     def _groups(self, wanted: Collection[int]) -> list[Span]:
-        """Runs of consecutive blocks that are loaded at once, in order."""
+        """Spans of blocks that are loaded at once, in order."""
         if not wanted:
             return []
         with Checkpoint(self._folder, num_blocks(read_config(self._folder))) as weights:
@@ -164,7 +164,7 @@ class Recomputation:
                 room = self._group_bytes - sizes[block]
         return groups
 
-    def _work(self, question: Question) -> _Session | _Forward | _Backward:
+    def _started(self, question: Question) -> _Session | _Forward | _Backward:
         dtype = DTYPES[self._dtype]
         if isinstance(question, SessionQuestion):
             return _Session(question, [step.hidden.to(self._device, dtype) for step in question.steps])
@@ -195,7 +195,7 @@ def _common(one: Span, other: Span) -> Span:
 
 @dataclass
 class _Session:
-    """A session's steps on their way through the blocks. `hidden`: what enters the next block, per step."""
+    """A session on its way through the blocks. `hidden`: what enters the next block, per step."""
 
     question: SessionQuestion
     hidden: list[torch.Tensor]
@@ -216,7 +216,7 @@ class _Session:
             if entering.shape[1] == 1:
                 self.hidden[index] = blocks.decode([(entering, cache)])[0]
             else:
-                # In the pieces that a server takes it in: attention over more tokens at once rounds otherwise.
+                # In the chunks of a server: attention over more tokens at once rounds otherwise.
                 pieces = entering.split(max(1, PREFILL_CHUNK // rows), dim=1)
                 self.hidden[index] = torch.cat([blocks.forward(piece, cache) for piece in pieces], dim=1)
         cache.free()
@@ -233,7 +233,7 @@ class _Forward:
 
     def go_through(self, blocks: BlockSpan) -> None:
         batch = _part(self.question, blocks.span, self.hidden)
-        self.hidden = _run(SpanPasses(blocks, _ACTIVATION_BYTES).forward(batch))
+        self.hidden = run_through(SpanPasses(blocks, _ACTIVATION_BYTES).forward(batch))
 
     def answer(self) -> PassAnswer:
         return PassAnswer(output=self.hidden.to("cpu", self.question.batch.hidden.dtype))
@@ -241,7 +241,7 @@ class _Forward:
 
 @dataclass
 class _Backward:
-    """Keeps what entered each group of blocks on the way through, and takes the gradient back."""
+    """Keeps the inputs of each group of blocks in the forward pass, for the backward pass."""
 
     question: PassQuestion
     hidden: torch.Tensor
@@ -252,15 +252,15 @@ class _Backward:
 
     def go_through(self, blocks: BlockSpan) -> None:
         self.entered[blocks.span.start] = self.hidden
-        if blocks.span.end < self.question.span.end:  # what leaves the last ones is not needed
+        if blocks.span.end < self.question.span.end:  # the output of the last ones is not needed
             batch = _part(self.question, blocks.span, self.hidden)
-            self.hidden = _run(SpanPasses(blocks, _ACTIVATION_BYTES).forward(batch))
+            self.hidden = run_through(SpanPasses(blocks, _ACTIVATION_BYTES).forward(batch))
 
     def go_back(self, blocks: BlockSpan) -> None:
         flowing = self.question.gradient if self.flowing is None else self.flowing
         assert flowing is not None
         batch = _part(self.question, blocks.span, self.entered.pop(blocks.span.start))
-        found = _run(SpanPasses(blocks, _ACTIVATION_BYTES).backward(batch, flowing))
+        found = run_through(SpanPasses(blocks, _ACTIVATION_BYTES).backward(batch, flowing))
         self.flowing = found.hidden
         self.lora.update(found.lora)
         if found.prompts is not None:
@@ -272,12 +272,12 @@ class _Backward:
         prompts = None
         if batch.prompts is not None:
             prompts = torch.cat(self.prompts[::-1]).to("cpu", batch.prompts.dtype)
-        lora = {name: each.to("cpu", batch.lora[name].dtype) for name, each in self.lora.items()}
+        lora = {name: gradient.to("cpu", batch.lora[name].dtype) for name, gradient in self.lora.items()}
         return PassAnswer(gradients=Gradients(self.flowing.to("cpu", batch.hidden.dtype), prompts, lora))
 
 
 def _part(question: PassQuestion, blocks: Span, hidden: torch.Tensor) -> Batch:
-    """The batch as some of its blocks see it."""
+    """The part of the batch that concerns some of its blocks."""
     batch = question.batch
     part = _common(batch.part, blocks)
     first = part.start - batch.part.start
@@ -288,13 +288,3 @@ def _part(question: PassQuestion, blocks: Span, hidden: torch.Tensor) -> Batch:
         prompts=None if batch.prompts is None else batch.prompts[first : first + len(part)],
         lora={name: tensor for name, tensor in batch.lora.items() if name.block in part},
     )
-
-
-def _run(passing: PassGenerator[T]) -> T:
-    steps: Iterator[None] = passing
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            value: T = end.value
-            return value

@@ -1,7 +1,7 @@
 """How much honest servers differ: the calibration table, and which row of it applies.
 
-The table is a file of this package, `tolerances.json`, a list of rows. It is made by measuring honest servers; nothing
-in it is guessed, and a kind that is not in it is never called faulty.
+The table is `tolerances.json`, a list of rows measured on honest servers (benchmarks/calibration.py). A kind of answer
+that is not in it is never called faulty.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from importlib.resources import files
 from typing import Final, Literal
 
 Pass = Literal["forward", "backward"]
-"""Which direction: outputs (prefill and decode alike), or gradients."""
+"""Outputs (of prefill, decode and batches), or gradients."""
 
 CODEC_SLACK: Final = {"none": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "int8-block64": 2e-2}
-"""What a codec rounds away of an answer, relative to it, and of the truth another time in another direction."""
+"""The rounding error of a codec, relative to the answer."""
 MARGIN_OK: Final = 2.0
 MARGIN_FAULTY_MEAN: Final = 2.5
 MARGIN_FAULTY_WORST: Final = 4.0
-"""Times the worst that was measured: single tokens scatter more than their mean."""
+"""Multiples of the worst distance that was measured: single tokens scatter more than their mean."""
 LEAST: Final = 2.5e-5
-"""What is measured counts for so much at least. Other processors than the measured ones add up in another order, and no
+"""The least distance that counts as measured. Other processors than the measured ones add up in another order, and no
 server gains anything by an error as small as this."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One row of the table: the worst distances of `samples` honest answers from a truth computed elsewhere.
+    """One row of the table: the worst distances of `samples` honest answers from recomputations elsewhere.
 
     `dtype` and `quantisation` are what server and validator computed in; `server_device` and `own_device` kinds of
-    devices ("cpu", "cuda", "mps"), in any order; `blocks` how many blocks the measured spans had at most. `worst` and
-    `mean` as in `judging.Distance`. `source` says by which command.
+    devices ("cpu", "cuda", "mps"), in any order; `blocks` the number of blocks of the longest measured span. `worst`
+    and `mean` are as in `judging.Distance`. `source` is the command that measured it.
     """
 
     dtype: str
@@ -51,7 +51,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Up to `ok_...` an answer is right; above either `faulty_...` it is wrong; between, nothing is said."""
+    """Up to `ok_...` an answer is right; above either `faulty_...` it is wrong; between, it is inconclusive."""
 
     ok_worst: float
     ok_mean: float
@@ -59,15 +59,15 @@ class Tolerance:
     faulty_mean: float
 
     def plus(self, slack: float) -> Tolerance:
-        """The same with so much more for every limit."""
+        """The same with `slack` added to every limit."""
         return Tolerance(*(limit + slack for limit in astuple(self)))
 
 
 def tolerance_of(row: Calibration, blocks: int) -> Tolerance:
-    """What `row` says of a span of `blocks` blocks.
+    """The tolerance for a span of `blocks` blocks by one row of the table.
 
-    Errors of blocks add up like a random walk, and a longer span than was measured may go on so; a shorter one is not
-    held to less, because what one block does can dominate.
+    Errors of blocks add up like a random walk, so a span longer than the measured ones gets more. A shorter one does
+    not get less, because the error of one block can dominate.
     """
     longer = math.sqrt(max(1.0, blocks / row.blocks))
     worst, mean = longer * max(row.worst, LEAST), longer * max(row.mean, LEAST)
@@ -83,9 +83,8 @@ def tolerance_of(row: Calibration, blocks: int) -> Tolerance:
 class Kind:
     """What kind of answer is judged.
 
-    `dtype` and `quantisation` are what the server says that it computed in, and what the truth is computed in;
-    `blocks` how many the answer went through; `codec` under which it came (the truth has none). An empty
-    `server_device` is an unknown one.
+    `dtype` and `quantisation` are what the server declares, and what the answer is recomputed in; `blocks` is how many
+    blocks computed it; `codec` how it was encoded. An empty `server_device` is an unknown one.
     """
 
     dtype: str
@@ -98,8 +97,8 @@ class Kind:
 
 
 def find_tolerance(kind: Kind, table: Sequence[Calibration] | None = None) -> Tolerance | None:
-    """The tolerance for answers of this kind; None if nobody measured it. For an unknown server's device, the widest
-    that was measured against one's own."""
+    """The tolerance for answers of this kind; None if nobody measured it. If the server's device is unknown, the widest
+    that was measured against `own_device`."""
     matching = [
         tolerance_of(row, kind.blocks).plus(CODEC_SLACK[kind.codec])
         for row in (calibrations() if table is None else table)
@@ -120,11 +119,11 @@ def _is_between(row: Calibration, kind: Kind) -> bool:
 
 @lru_cache(maxsize=1)
 def calibrations() -> tuple[Calibration, ...]:
-    """The table that this package ships."""
+    """The shipped table."""
     rows = json.loads(files(__package__).joinpath("tolerances.json").read_text())
     return tuple(Calibration(**row) for row in rows)
 
 
 def to_json(rows: Sequence[Calibration]) -> str:
-    """The text of `tolerances.json`: a row on a line, so that changes of it can be read."""
+    """The text of `tolerances.json`: one row per line, for readable diffs."""
     return "[\n" + ",\n".join("  " + json.dumps(asdict(row)) for row in rows) + "\n]\n"

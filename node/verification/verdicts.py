@@ -1,8 +1,8 @@
-"""From what servers answered to verdicts: recomputes everything, block by block, and judges each answer."""
+"""The judge: recomputes what servers answered, block by block, and gives a verdict on every answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,22 +14,32 @@ from ...protocols.ids import Span
 from ..blocks.batch_job import gradient_of
 from ..errors import PetalnodeError
 from ..models.progress import Progress, no_progress
-from .judging import Distance, Result, distance, judge_distance, judge_kept, kept_distances, worst_judgement
+from .judging import (
+    COARSER,
+    SUSPICIOUS,
+    Distance,
+    Result,
+    distance,
+    judge_distance,
+    judge_kept,
+    kept_distances,
+    share_of,
+    worst_judgement,
+)
 from .observed import Observed
 from .recomputation import Answer, Recomputation, SessionAnswer
-from .substitution import COARSER, SUSPICIOUS, share_of
 from .tolerances import Calibration, Kind, find_tolerance
 
-_WORSE: Final[dict[Result, int]] = {"ok": 0, "inconclusive": 1, "faulty": 2}
+_SEVERITY: Final[tuple[Result, ...]] = ("ok", "inconclusive", "faulty")
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Of one server: what `petalnode validate --json` prints.
 
-    `error` and `tolerance` are those that decided, relative to the truth's size. `kind` says by what it was found:
-    "forward" or "backward" by a probe, "receipts" by what a client has shown, or "" if nothing could be asked.
-    `requests` were recomputed for it. `evidence` is the file by which others can check it.
+    `error` and `tolerance` are those that decided, relative to the recomputed answer. `kind` says by what it was found:
+    "forward" or "backward" by a probe, "receipts" by an audit, "" if the server could not be asked. `requests` were
+    recomputed for it. `evidence` is the file by which others can check it.
     """
 
     peer_id: str
@@ -43,7 +53,7 @@ class Verdict:
     evidence: Path | None = None
 
     def fields(self) -> dict[str, Any]:
-        """As the contract has them."""
+        """The fields of the JSON object."""
         return {
             "peer_id": self.peer_id,
             "blocks": [self.blocks.start, self.blocks.end],
@@ -58,22 +68,22 @@ class Verdict:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON knows no infinity; 1e30 is as wrong."""
+    """JSON has no infinity."""
     return None if value is None else min(value, 1e30)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """An observation beside the truth.
+    """An observation and its recomputation.
 
     Attributes:
-        truth: float [rows, tokens, hidden], all answers behind each other.
-        others: what coarser weights give, by their name, where these were looked at.
-        kept: how far the gradients of what the server kept are off, as `kept_distances` has it.
+        recomputed: float [rows, tokens, hidden], all answers of the observation in one.
+        others: what coarser weights give, by the quantisation, where these were tried.
+        kept: distances of the gradients of kept tensors, from `kept_distances`.
     """
 
     observed: Observed
-    truth: torch.Tensor
+    recomputed: torch.Tensor
     others: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept: Mapping[str, Distance] = field(default_factory=dict)
 
@@ -83,39 +93,41 @@ class Compared:
 
     @cached_property
     def found(self) -> Distance:
-        """Of all answers together."""
-        return _far(self.claimed, self.truth)
+        """The distance of all answers together."""
+        return _far(self.claimed, self.recomputed)
 
     @property
     def steps(self) -> tuple[Distance, ...]:
-        """Of each answer."""
-        parts = self.truth.split([each.shape[1] for each in self.observed.claimed], dim=1)
+        """The distance of each answer."""
+        parts = self.recomputed.split([answer.shape[1] for answer in self.observed.claimed], dim=1)
         return tuple(_far(claimed, part) for claimed, part in zip(self.observed.claimed, parts, strict=True))
 
     def rows(self) -> list[Compared]:
-        """Each row as if it had come alone. What it was asked is not cut; what all rows share is left out."""
+        """Every row as an observation of its own, with the whole question and without kept tensors."""
         return [
             Compared(
-                replace(self.observed, claimed=tuple(each[row : row + 1] for each in self.observed.claimed)),
-                self.truth[row : row + 1],
+                replace(self.observed, claimed=tuple(answer[row : row + 1] for answer in self.observed.claimed)),
+                self.recomputed[row : row + 1],
                 {name: other[row : row + 1] for name, other in self.others.items()},
             )
-            for row in range(len(self.truth))
+            for row in range(len(self.recomputed))
         ]
 
 
-def _far(claimed: torch.Tensor, truth: torch.Tensor) -> Distance:
-    return distance(claimed, truth) if claimed.shape == truth.shape else Distance(float("inf"), float("inf"), 0)
+def _far(claimed: torch.Tensor, recomputed: torch.Tensor) -> Distance:
+    return (
+        distance(claimed, recomputed) if claimed.shape == recomputed.shape else Distance(float("inf"), float("inf"), 0)
+    )
 
 
 class Judge:
-    """Recomputes and compares; belongs into a worker thread, one call at a time.
+    """Recomputes and compares. Runs in a worker thread, one call at a time.
 
     Args:
         folder: the model with all weights of the blocks that are judged.
         device: where to recompute.
         table: tolerances; by default those of this package.
-        suspicion: mean error from which on coarser weights are looked for.
+        suspicion: mean error from which on coarser weights are tried.
     """
 
     def __init__(
@@ -138,15 +150,15 @@ class Judge:
         Raises:
             PetalnodeError: the model's weights are not here, or this machine cannot compute with them.
         """
-        return [self.verdict(each) for each in self.compare(observed)]
+        return [self.verdict(compared) for compared in self.compare(observed)]
 
     def compare(self, observed: Sequence[Observed]) -> list[Compared]:
-        """How far each observation is from the truth."""
-        truths: dict[int, Answer] = {}
-        for (dtype, quantisation), indices in _grouped(observed, lambda each: (each.dtype, each.quantisation)).items():
-            truths.update(self._truths(observed, indices, dtype, quantisation))
-        found = [_compared(each, truths[index]) for index, each in enumerate(observed)]
-        suspects = [index for index, each in enumerate(found) if self._suspicion <= each.found.mean < float("inf")]
+        """Every observation with its recomputation, in order. Raises as `judge`."""
+        answers: dict[int, Answer] = {}
+        for (dtype, quantisation), indices in _grouped(observed).items():
+            answers.update(self._recompute(observed, indices, dtype, quantisation))
+        found = [_compared(seen, answers[index]) for index, seen in enumerate(observed)]
+        suspects = [index for index, one in enumerate(found) if self._suspicion <= one.found.mean < float("inf")]
         for dtype, quantisation in dict.fromkeys(
             (observed[index].dtype, other) for index in suspects for other in COARSER[observed[index].quantisation]
         ):
@@ -156,56 +168,56 @@ class Judge:
                 if observed[index].dtype == dtype and quantisation in COARSER[observed[index].quantisation]
             ]
             try:
-                others = self._truths(observed, indices, dtype, quantisation)
+                others = self._recompute(observed, indices, dtype, quantisation)
             except PetalnodeError:
-                continue  # nobody holds this model in such weights, then
+                continue  # this model cannot be held so
             for index, other in others.items():
                 found[index] = replace(found[index], others={**found[index].others, quantisation: _joined(other)})
         return found
 
-    def _truths(
+    def _recompute(
         self, observed: Sequence[Observed], indices: Sequence[int], dtype: str, quantisation: str
     ) -> dict[int, Answer]:
-        truth = Recomputation(self._folder, dtype, quantisation, self.device, self._progress)
-        answers = truth.answer([observed[index].question for index in indices])
+        recomputation = Recomputation(self._folder, dtype, quantisation, self.device, self._progress)
+        answers = recomputation.answer([observed[index].question for index in indices])
         return dict(zip(indices, answers, strict=True))
 
     def verdict(self, compared: Compared) -> Verdict:
-        each = compared.observed
+        seen = compared.observed
         tolerance = find_tolerance(
             Kind(
-                each.dtype,
-                each.quantisation,
-                each.direction,
-                len(each.span),
-                each.codec,
-                each.device,
+                seen.dtype,
+                seen.quantisation,
+                seen.direction,
+                len(seen.span),
+                seen.codec,
+                seen.device,
                 torch.device(self.device).type,
             ),
             self._table,
         )
-        what = "its answer" if each.direction == "forward" else "its gradient"
+        what = "its answer" if seen.direction == "forward" else "its gradient"
         judged = worst_judgement(
             [judge_distance(compared.found, tolerance, what), *judge_kept(compared.kept, tolerance)]
         )
         result, reason, error, limit = judged.result, judged.reason, judged.error, judged.tolerance
         for name, other in compared.others.items():
-            share = share_of(compared.claimed, compared.truth, other)
+            share = share_of(compared.claimed, compared.recomputed, other)
             if tolerance is not None and share.is_substitution:
                 result, error = "faulty", compared.found.mean
-                declared = f"{each.dtype} weights" if each.quantisation == "none" else f"{each.quantisation} weights"
+                declared = f"{seen.dtype} weights" if seen.quantisation == "none" else f"{seen.quantisation} weights"
                 reason = (
                     f"{what} is what {name} weights give ({share.share:.2f} of the way), and it declared {declared}"
                 )
                 break
-        return Verdict(each.peer_id, each.span, result, reason, error, limit, each.direction, each.requests)
+        return Verdict(seen.peer_id, seen.span, result, reason, error, limit, seen.direction, seen.requests)
 
 
 def _compared(observed: Observed, answer: Answer) -> Compared:
     kept: Mapping[str, Distance] = {}
     if not isinstance(answer, SessionAnswer) and answer.gradients is not None:
-        truth = {name: gradient_of(answer.gradients, name) for name in observed.kept}
-        kept = kept_distances(observed.kept, truth)
+        recomputed = {name: gradient_of(answer.gradients, name) for name in observed.kept}
+        kept = kept_distances(observed.kept, recomputed)
     return Compared(observed, _joined(answer), kept=kept)
 
 
@@ -219,14 +231,15 @@ def _joined(answer: Answer) -> torch.Tensor:
 
 
 def worst_of(verdicts: Iterable[Verdict], blocks: Span) -> Verdict:
-    """One verdict of one server: the worst of several, over all `blocks` that it holds."""
+    """The worst of several verdicts on one server, over all `blocks` that it holds."""
     several = list(verdicts)
-    worst = max(several, key=lambda each: (_WORSE[each.verdict], (each.error or 0.0) / (each.tolerance or 1.0)))
-    return replace(worst, blocks=blocks, requests=sum(each.requests for each in several))
+    worst = max(several, key=lambda one: (_SEVERITY.index(one.verdict), (one.error or 0.0) / (one.tolerance or 1.0)))
+    return replace(worst, blocks=blocks, requests=sum(verdict.requests for verdict in several))
 
 
-def _grouped(observed: Sequence[Observed], key: Callable[[Observed], Any]) -> dict[Any, list[int]]:
-    groups: dict[Any, list[int]] = {}
-    for index, each in enumerate(observed):
-        groups.setdefault(key(each), []).append(index)
+def _grouped(observed: Sequence[Observed]) -> dict[tuple[str, str], list[int]]:
+    """Indices by what the servers computed with: (dtype, quantisation)."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, seen in enumerate(observed):
+        groups.setdefault((seen.dtype, seen.quantisation), []).append(index)
     return groups

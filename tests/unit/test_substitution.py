@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.verification.substitution import share_of
+from petalnode.node.verification.judging import share_of
 
 HIDDEN, TOKENS = 128, 60
 
