@@ -49,7 +49,7 @@ def plan(
     output = Output(join.json)
     if machines is None:
         if num_blocks is not None or block_mb is not None:
-            raise BadInput("--num-blocks and --block-mb are for --machines FILE: a swarm announces its model")
+            raise BadInput("--num-blocks and --block-mb go with --machines FILE: a swarm announces its model")
         trio.run(_plan_swarm, model, seconds, join, output)
         return
     file = read_machines(machines)
