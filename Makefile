@@ -13,9 +13,9 @@ TESTS ?= tests
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
 
-.PHONY: setup nat-tools demo test test-unit coverage format lint types check clean
+.PHONY: setup links nat-tools demo test test-unit coverage format lint types check clean
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready links
 
 $(VENV)/.ready: pyproject.toml packaging/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "petalnode needs Python 3.11 or newer; run make PYTHON=...")'
@@ -55,14 +55,15 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy wants the package as one folder: links to the rooms give it that. The link to trio puts its own types before
-# the outdated stubs that libp2p brings along.
 types: setup
-	rm -rf build/types && mkdir -p build/types/petalnode
-	for each in $(CURDIR)/petalnode/*; do ln -s $$each build/types/petalnode/; done
-	for room in node protocols crypto; do ln -s $(CURDIR)/$$room build/types/petalnode/; done
-	ln -s $$($(BIN)/python -c 'import os, trio; print(os.path.dirname(trio.__file__))') build/types/trio
 	MYPYPATH=build/types $(BIN)/mypy -p petalnode
+
+# mypy and editors want the package as one folder: links to the rooms give it that. The link to trio puts its own types
+# before the outdated stubs that libp2p brings along.
+links: $(VENV)/.ready
+	@mkdir -p build/types/petalnode
+	@ln -sfn $(filter-out %/__pycache__,$(wildcard $(CURDIR)/petalnode/*)) $(addprefix $(CURDIR)/,node protocols crypto) build/types/petalnode/
+	@ln -sfn $$($(BIN)/python -c 'import importlib.util as u; print(*u.find_spec("trio").submodule_search_locations)') build/types/trio
 
 check: lint types test
 

@@ -1115,7 +1115,7 @@ Global___PushFrame: typing_extensions.TypeAlias = PushFrame
 class BatchOpen(google.protobuf.message.Message):
     """--- /petalnode/forward/1 and /petalnode/backward/1: batches without a cache --------------------------------------
 
-    The first message of a stream, which then carries works one after the other.
+    The first message of a stream, which then carries batch requests one after the other.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1151,7 +1151,7 @@ class BatchOpen(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["span", b"span"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["activation_dtype", b"activation_dtype", "codec", b"codec", "model_version", b"model_version", "nonce", b"nonce", "protocol_version", b"protocol_version", "span", b"span"]) -> None: ...
 
-Global___WorkOpen: typing_extensions.TypeAlias = BatchOpen
+Global___BatchOpen: typing_extensions.TypeAlias = BatchOpen
 
 @typing.final
 class BatchGranted(google.protobuf.message.Message):
@@ -1169,9 +1169,9 @@ class BatchGranted(google.protobuf.message.Message):
     """the server computes in this"""
     quantisation: builtins.str
     credits: builtins.int
-    """works that may be under way at once"""
+    """batch requests that may be under way at once"""
     gradient_may_follow: builtins.bool
-    """the server takes works whose gradient comes later"""
+    """the server takes requests whose gradient comes later"""
     @property
     def pledge(self) -> Global___Pledge: ...
     def __init__(
@@ -1187,11 +1187,11 @@ class BatchGranted(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["pledge", b"pledge"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["credits", b"credits", "dtype", b"dtype", "gradient_may_follow", b"gradient_may_follow", "pledge", b"pledge", "quantisation", b"quantisation", "session_epoch", b"session_epoch"]) -> None: ...
 
-Global___WorkGranted: typing_extensions.TypeAlias = BatchGranted
+Global___BatchGranted: typing_extensions.TypeAlias = BatchGranted
 
 @typing.final
 class Keep(google.protobuf.message.Message):
-    """Tensors that several works use, kept until newer ones take their place or the stream ends: deep prompts, adapter weights."""
+    """Tensors that several batch requests use, kept until newer ones take their place or the stream ends: deep prompts, adapter weights."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1234,7 +1234,7 @@ class BatchRequest(google.protobuf.message.Message):
     mask: builtins.bytes
     """a bit for each token, row by row, the highest first; empty: nothing is masked"""
     kept: builtins.int
-    """number of the Keep that this work uses; 0: none"""
+    """number of the Keep that this request uses; 0: none"""
     gradient_follows: builtins.bool
     """only the hidden states come in pieces now; the gradient behind a Gradient"""
     @property
@@ -1257,11 +1257,11 @@ class BatchRequest(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["gradient_follows", b"gradient_follows", "kept", b"kept", "mask", b"mask", "positions", b"positions", "sequence", b"sequence", "tensors", b"tensors"]) -> None: ...
 
-Global___Work: typing_extensions.TypeAlias = BatchRequest
+Global___BatchRequest: typing_extensions.TypeAlias = BatchRequest
 
 @typing.final
 class Gradient(google.protobuf.message.Message):
-    """The gradient of a work that was sent without it; its bytes follow in pieces."""
+    """The gradient of a batch request that was sent without it; its bytes follow in pieces."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1307,7 +1307,7 @@ class BatchReply(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["compute_us", b"compute_us", "queue_us", b"queue_us", "receipt", b"receipt", "sequence", b"sequence", "tensors", b"tensors"]) -> None: ...
 
-Global___WorkReply: typing_extensions.TypeAlias = BatchReply
+Global___BatchReply: typing_extensions.TypeAlias = BatchReply
 
 @typing.final
 class Piece(google.protobuf.message.Message):
@@ -1424,15 +1424,15 @@ class BatchFrame(google.protobuf.message.Message):
     GRADIENT_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
     @property
-    def open(self) -> Global___WorkOpen: ...
+    def open(self) -> Global___BatchOpen: ...
     @property
-    def granted(self) -> Global___WorkGranted: ...
+    def granted(self) -> Global___BatchGranted: ...
     @property
     def keep(self) -> Global___Keep: ...
     @property
-    def work(self) -> Global___Work: ...
+    def work(self) -> Global___BatchRequest: ...
     @property
-    def reply(self) -> Global___WorkReply: ...
+    def reply(self) -> Global___BatchReply: ...
     @property
     def piece(self) -> Global___Piece: ...
     @property
@@ -1450,11 +1450,11 @@ class BatchFrame(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        open: Global___WorkOpen | None = ...,
-        granted: Global___WorkGranted | None = ...,
+        open: Global___BatchOpen | None = ...,
+        granted: Global___BatchGranted | None = ...,
         keep: Global___Keep | None = ...,
-        work: Global___Work | None = ...,
-        reply: Global___WorkReply | None = ...,
+        work: Global___BatchRequest | None = ...,
+        reply: Global___BatchReply | None = ...,
         piece: Global___Piece | None = ...,
         error: Global___Error | None = ...,
         close: Global___Close | None = ...,
@@ -1467,7 +1467,7 @@ class BatchFrame(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_state", b"adapter_state", "body", b"body", "close", b"close", "error", b"error", "gradient", b"gradient", "granted", b"granted", "keep", b"keep", "open", b"open", "piece", b"piece", "reply", b"reply", "tensors", b"tensors", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "granted", "keep", "work", "reply", "piece", "error", "close", "adapter", "adapter_state", "gradient"] | None: ...
 
-Global___WorkFrame: typing_extensions.TypeAlias = BatchFrame
+Global___BatchFrame: typing_extensions.TypeAlias = BatchFrame
 
 @typing.final
 class EvidenceStep(google.protobuf.message.Message):
@@ -1501,8 +1501,8 @@ Global___EvidenceStep: typing_extensions.TypeAlias = EvidenceStep
 
 @typing.final
 class EvidenceBatch(google.protobuf.message.Message):
-    """One work. In the bundle: "input.N", "kept.N", "output.N", in the order of the tensors of work, keep and reply. The reply
-    has the form of the work's first tensor and, for a backward pass, of what was kept.
+    """One batch request. In the bundle: "input.N", "kept.N", "output.N", in the order of the tensors of request, keep and reply. The reply
+    has the form of the request's first tensor and, for a backward pass, of what was kept.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1515,7 +1515,7 @@ class EvidenceBatch(google.protobuf.message.Message):
     @property
     def receipt(self) -> Global___Receipt: ...
     @property
-    def work(self) -> Global___Work: ...
+    def work(self) -> Global___BatchRequest: ...
     @property
     def keep(self) -> Global___Keep:
         """its number says nothing"""
@@ -1525,13 +1525,13 @@ class EvidenceBatch(google.protobuf.message.Message):
         *,
         protocol: builtins.str = ...,
         receipt: Global___Receipt | None = ...,
-        work: Global___Work | None = ...,
+        work: Global___BatchRequest | None = ...,
         keep: Global___Keep | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["keep", b"keep", "receipt", b"receipt", "work", b"work"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["keep", b"keep", "protocol", b"protocol", "receipt", b"receipt", "work", b"work"]) -> None: ...
 
-Global___EvidenceWork: typing_extensions.TypeAlias = EvidenceBatch
+Global___EvidenceBatch: typing_extensions.TypeAlias = EvidenceBatch
 
 @typing.final
 class Evidence(google.protobuf.message.Message):
@@ -1579,7 +1579,7 @@ class Evidence(google.protobuf.message.Message):
         """from the session's first to the one at fault, whose output is "output" """
 
     @property
-    def work(self) -> Global___EvidenceWork: ...
+    def work(self) -> Global___EvidenceBatch: ...
     def __init__(
         self,
         *,
@@ -1591,7 +1591,7 @@ class Evidence(google.protobuf.message.Message):
         session_epoch: builtins.bytes = ...,
         pledge: Global___Pledge | None = ...,
         steps: collections.abc.Iterable[Global___EvidenceStep] | None = ...,
-        work: Global___EvidenceWork | None = ...,
+        work: Global___EvidenceBatch | None = ...,
         server_device: builtins.str = ...,
         error: builtins.float = ...,
         tolerance: builtins.float = ...,
