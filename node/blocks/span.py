@@ -62,7 +62,6 @@ class BlockSpan:
         quantisation: how coarsely the weights are held.
         stack: the blocks themselves, for passes without a cache.
         linears: (values in, values out) of the linear layers that adapters may change, by block and path.
-        can_backward: why these blocks give no gradients; None if they do.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class BlockSpan:
         self.cache_bytes_per_token = sum(spec.values_per_token for spec in specs) * dtype.itemsize
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED_POSITIONS)
         self.supports_ragged = False
-        self.can_backward: str | None = None
         self.stack = stack
         self.linears = {span.start + index: linear_shapes(block) for index, block in enumerate(stack.blocks)}
         self._specs = tuple(specs)

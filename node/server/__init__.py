@@ -1,1 +1,4 @@
-"""A server of blocks. May use `placement` and the rooms before it, but not `client`."""
+"""A server of a span of blocks: its `lifecycle`, the `requests` that it answers, the thread that computes them.
+
+May use `placement` and the rooms before it.
+"""

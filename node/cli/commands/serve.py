@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ import typer
 
 from ....crypto.identity import peer_id_to_bytes
 from ....protocols.ids import Span
+from ...credits.payment_verifier import PaymentVerifier
+from ...credits.wallet import Wallet
 from ...errors import BadInput
 from ...models.disk_limit import parse_size
 from ...models.quantisation import choose_quantisation
@@ -113,7 +116,6 @@ def serve(
         name=name,
         drain_timeout=drain_timeout,
         allow_clients=_clients(allow_client),
-        deposit_at=_deposit_at(deposit_at, pledge),
         gain=_gain(rebalance),
         pledge=pledge,
         max_disk=None if max_disk is None else parse_size(max_disk, "--max-disk"),
@@ -121,10 +123,12 @@ def serve(
     )
     if blocks is not None and options.num_blocks is not None:
         raise BadInput("--blocks and --num-blocks both choose the blocks: give one of them")
-    trio.run(_serve, options, join, relay_options.limits(), until_eof)
+    trio.run(_serve, options, join, relay_options.limits(), _deposit_at(deposit_at, pledge), until_eof)
 
 
-async def _serve(options: ServerOptions, join: JoinOptions, limits: RelayLimits, until_eof: bool) -> None:
+async def _serve(
+    options: ServerOptions, join: JoinOptions, limits: RelayLimits, deposit_at: str | None, until_eof: bool
+) -> None:
     output = Output(join.json)
     bars = ProgressBars(output.console)
     stop = StopSignal()
@@ -167,7 +171,9 @@ async def _serve(options: ServerOptions, join: JoinOptions, limits: RelayLimits,
         with cancelled:
             async with joined(join, output, role="serve", listens=True, relay_limits=limits) as (swarm, identity):
                 output.say(how_joined(join, swarm.joined))
-                await run_server(swarm, identity, options, on_event, bars, stop.event)
+                payments = partial(PaymentVerifier, identity.peer_id)
+                wallet = None if deposit_at is None else Wallet(swarm, identity, deposit_at)
+                await run_server(swarm, identity, options, on_event, bars, stop.event, payments, wallet)
         nursery.cancel_scope.cancel()
     if not ready:
         # A thread that still loads is left behind, and torch aborts a process that ends in order meanwhile.

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ....crypto.identity import Identity
 from ....protocols.ids import Span
 from ...errors import BadInput
 from ...models import ModelFolder
 from ...models.adapter import Adapter, read_adapter
 from ...models.quantisation import Quantisation
+from ...swarm.swarm import Swarm
+from ..requests.admission import PriorityPayments
+from .placing import Placing
+from .pledging import Depositor
+from .speed import SpeedKey
 
+MAX_ADAPTERS: Final = 32
+"""Each takes a line of the announcement."""
+MakePayments = Callable[[Collection[str]], PriorityPayments]
+"""Called with the validators (peer ids) whose points are taken."""
 OnEvent = Callable[..., None]
 """Called with the event's name and its fields: "status" (text), "ready", "moving", "moved", "stopping"."""
 
@@ -24,7 +34,7 @@ class ServerOptions:
     `allow_clients` are the peer ids that may use this server; none lets everybody. `gain` is what a change of blocks
     has to gain (node/placement/plan.py), None: the blocks are never changed. `max_disk` is in bytes. `pledge` is how
     many points the server promises to lose when a fault of it is proved. `adapters` are folders of adapters that
-    anybody may name. The validator at `deposit_at`, a multiaddr with /p2p, keeps the points that are pledged.
+    anybody may name.
     """
 
     model: str
@@ -44,12 +54,31 @@ class ServerOptions:
     max_disk: int | None = None
     pledge: int = 0
     adapters: tuple[Path, ...] = ()
-    deposit_at: str | None = None
 
     @property
     def stays(self) -> bool:
         """Whether the blocks are never changed."""
         return self.blocks is not None or self.gain is None
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What a server keeps from span to span.
+
+    `placing` is how it sees the swarm, `speed_key` what a measured speed is kept under, `adapters` are its owner's.
+    `payments` makes what takes points of some validators for priority; `depositor` leaves those of a pledge with one.
+    """
+
+    swarm: Swarm
+    identity: Identity
+    options: ServerOptions
+    on_event: OnEvent
+    folder: ModelFolder
+    placing: Placing
+    speed_key: SpeedKey
+    payments: MakePayments
+    depositor: Depositor | None
+    adapters: tuple[Adapter, ...]
 
 
 def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:
@@ -64,10 +93,6 @@ def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:
         )
     if options.num_blocks is not None and not 1 <= options.num_blocks <= folder.num_blocks:
         raise BadInput(f"--num-blocks {options.num_blocks}: {folder.name} has {folder.num_blocks} blocks")
-
-
-MAX_ADAPTERS: Final = 32
-"""Each takes a line of the announcement."""
 
 
 def read_adapters(folders: Sequence[Path], model_version: bytes, model: str) -> list[Adapter]:

@@ -63,7 +63,7 @@ class Placing:
         self.notice()
 
     async def probe(self) -> None:
-        """Finds out which servers are still there: who was killed has said no goodbye.
+        """Finds out which servers are still there: who was killed has retracted nothing.
 
         Who was reached once and is not any more counts as gone until it announces itself anew; so does one that we
         have never reached, if it is late with that.

@@ -6,13 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 
 from ....crypto.identity import Identity
 from ....crypto.pledge import Pledge
-from ...credits.wallet import Wallet
 from ...errors import SwarmError
 from ..requests.admission import Hosted
 
@@ -22,8 +21,14 @@ PLEDGE_SECONDS: Final = 24 * 3600.0
 _RENEW_SECONDS: Final = PLEDGE_SECONDS / 2
 _RETRY_SECONDS: Final = 300.0
 
-Pledger = Callable[[], Pledge | None]
-"""The pledge for what is opened now; None for none."""
+
+class Depositor(Protocol):
+    """An account of points with the validator `issuer`, of which some can be left there as a deposit."""
+
+    issuer: str
+
+    async def deposit(self, points: int, until_ms: int) -> bytes:
+        """Leaves points with the validator for a pledge; returns its voucher. Raises SwarmError."""
 
 
 class Pledging:
@@ -45,21 +50,21 @@ class Pledging:
             pledge = self._pledge = self._made(now).signed(self._identity)
         return pledge
 
-    async def keep_deposited(self, purse: Wallet, on_change: Callable[[], None]) -> None:
+    async def keep_deposited(self, depositor: Depositor, on_change: Callable[[], None]) -> None:
         """Has a validator keep what is pledged, again and again; `on_change` is called when the pledge is another one.
         Until the validator has the points, and when it has not, the pledge is a mere promise."""
         failed = False
         while True:
             pledge = self._made(_now_ms())
             try:
-                voucher = await purse.deposit(pledge.deposit, pledge.until_ms)
+                voucher = await depositor.deposit(pledge.deposit, pledge.until_ms)
             except SwarmError as error:
                 log.log(logging.DEBUG if failed else logging.WARNING, "the pledge has no deposit: %s", error)
                 failed = True
                 await trio.sleep(_RETRY_SECONDS)
                 continue
             failed = False
-            self._pledge = replace(pledge, holder=purse.issuer, voucher=voucher).signed(self._identity)
+            self._pledge = replace(pledge, holder=depositor.issuer, voucher=voucher).signed(self._identity)
             on_change()
             await trio.sleep(_RENEW_SECONDS)
 

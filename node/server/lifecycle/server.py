@@ -1,4 +1,4 @@
-"""A server from start to stop: joins, chooses blocks, loads, serves, changes its blocks, says goodbye."""
+"""A server from start to stop: joins, chooses blocks, loads, serves, changes its blocks, retracts its announcement."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .memory import (
     size,
 )
 from .mover import join_where_needed
-from .options import OnEvent, ServerOptions, check_blocks, read_adapters
+from .options import MakePayments, OnEvent, ServerContext, ServerOptions, check_blocks, read_adapters
 from .other_servers import serve_transfers
 from .placing import Placing
+from .pledging import Depositor
 from .source import ModelSource, find_folder, find_source, in_thread
-from .span_server import Post, host_span
 from .speed import SpeedKey, cpu_name, recall_speed
 
 if TYPE_CHECKING:
@@ -55,8 +55,10 @@ async def run_server(
     on_event: OnEvent,
     progress: Progress,
     stop: trio.Event,
+    payments: MakePayments,
+    depositor: Depositor | None = None,
 ) -> None:
-    """Serves until `stop` is set or the task is cancelled, and tells the swarm goodbye.
+    """Serves until `stop` is set or the task is cancelled, and retracts its announcement.
 
     Raises:
         BadInput, ModelError: the model or the blocks that were asked for cannot be.
@@ -78,34 +80,32 @@ async def run_server(
         serve_transfers(swarm)
         if has_accelerator(options.device):
             await imported.wait()  # only then can it be asked
-        post = Post(
+        gain = DEFAULT.gain if options.gain is None else options.gain
+        context = ServerContext(
             swarm,
             identity,
             options,
             on_event,
             source.folder,
-            Placing(
-                swarm,
-                source.manifest.version,
-                folder.num_blocks,
-                replace(DEFAULT, gain=DEFAULT.gain if options.gain is None else options.gain),
-            ),
+            Placing(swarm, source.manifest.version, folder.num_blocks, replace(DEFAULT, gain=gain)),
             _speed_key(source, options),
+            payments,
+            depositor,
             tuple(adapters),
         )
         try:
-            await _Stay(post, source, progress, started).run(imported, stop)
+            await Server(context, source, progress, started).run(imported, stop)
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(STOP_GRACE):
                 await swarm.retract()
         nursery.cancel_scope.cancel()
 
 
-class _Stay:
-    """A server's time in the swarm: one span after the other."""
+class Server:
+    """Serves one span after the other, as `context` has it."""
 
-    def __init__(self, post: Post, source: ModelSource, progress: Progress, started: float) -> None:
-        self._post = post
+    def __init__(self, context: ServerContext, source: ModelSource, progress: Progress, started: float) -> None:
+        self._context = context
         self._source = source
         self._progress = progress
         self._started = started
@@ -125,26 +125,28 @@ class _Stay:
                 self._status(f"cannot change to blocks {span}, going back to {came_from}: {error}")
                 span, came_from = came_from, None
                 continue
+            from .span_server import serve_span  # with torch: 2 s, which passed while the network was asked
+
             load_seconds = (time.perf_counter() - began) / len(span)
             on_ready = self._on_ready("ready" if came_from is None else "moved", began)
-            move = await host_span(self._post, self._joining(span), blocks, load_seconds, on_ready, stop)
+            move = await serve_span(self._context, self._joining(span), blocks, load_seconds, on_ready, stop)
             del blocks
             if move is None:
                 return
             span, came_from = move.target, move.source
-            self._blocks_reason = self._post.placing.reason
+            self._blocks_reason = self._context.placing.reason
 
     def _on_ready(self, event: str, began: float) -> Callable[[dict[str, object]], None]:
         since = self._started if event == "ready" else began
 
         def say(fields: dict[str, object]) -> None:
             reasons = {"count_reason": self._count_reason, "blocks_reason": self._blocks_reason}
-            self._post.on_event(event, **fields, **reasons, seconds=round(time.perf_counter() - since, 2))
+            self._context.on_event(event, **fields, **reasons, seconds=round(time.perf_counter() - since, 2))
 
         return say
 
     async def _first_span(self, imported: _Background) -> Span:
-        options, folder = self._post.options, self._post.folder
+        options, folder = self._context.options, self._context.folder
         if options.blocks is not None:
             return options.blocks
         count = options.num_blocks
@@ -156,20 +158,20 @@ class _Stay:
             count = sizing.count
         throughput = options.throughput
         if throughput is None:
-            known = await in_thread(lambda: recall_speed(self._post.speed_key))
+            known = await in_thread(lambda: recall_speed(self._context.speed_key))
             throughput = 1 / (known.step_seconds * count) if known is not None else None
 
         def say(span: Span) -> None:
-            self._post.swarm.announce(replace(self._joining(span), next_span=span))
+            self._context.swarm.announce(replace(self._joining(span), next_span=span))
 
-        span = await join_where_needed(self._post.swarm, self._post.placing, count, throughput, say)
-        self._blocks_reason = self._post.placing.reason
+        span = await join_where_needed(self._context.swarm, self._context.placing, count, throughput, say)
+        self._blocks_reason = self._context.placing.reason
         self._status(f"taking blocks {span} of {folder.num_blocks} of {folder.name}: {self._blocks_reason}")
         return span
 
     async def _load(self, span: Span, imported: _Background) -> BlockSpan:
-        options, folder = self._post.options, self._post.folder
-        self._post.swarm.announce(self._joining(span))
+        options, folder = self._context.options, self._context.folder
+        self._context.swarm.announce(self._joining(span))
         self._status(f"loading blocks {span} of {folder.num_blocks} of {folder.name}")
         path = await self._source.weights(span)
         await in_thread(lambda: self._keep_disk(path, span))
@@ -177,9 +179,9 @@ class _Stay:
         return await _load(path, span, options, self._progress)
 
     def _keep_disk(self, path: Path, span: Span) -> None:
-        used = in_use(path, self._post.folder.num_blocks, span)
+        used = in_use(path, self._context.folder.num_blocks, span)
         note_use(used)
-        limit = self._post.options.max_disk
+        limit = self._context.options.max_disk
         if limit is not None and (remaining := keep_within(limit, used)) > limit:
             self._status(
                 f"these blocks alone take {size(remaining)} of the disk, more than --max-disk {size(limit)}: all else "
@@ -189,13 +191,13 @@ class _Stay:
     def _joining(self, span: Span) -> Announcement:
         from ...version import __version__
 
-        options, swarm = self._post.options, self._post.swarm
-        known = None if options.throughput else recall_speed(self._post.speed_key)
+        options, swarm = self._context.options, self._context.swarm
+        known = None if options.throughput else recall_speed(self._context.speed_key)
         return Announcement(
             peer_id=swarm.peer_id,
             model_version=self._source.manifest.version,
-            model_name=self._post.folder.name,
-            num_blocks=self._post.folder.num_blocks,
+            model_name=self._context.folder.name,
+            num_blocks=self._context.folder.num_blocks,
             span=span,
             state=ServerState.JOINING,
             software_version=__version__,
@@ -208,7 +210,7 @@ class _Stay:
         )
 
     def _status(self, text: str) -> None:
-        self._post.on_event("status", text=text)
+        self._context.on_event("status", text=text)
 
 
 def _sizing(folder: ModelFolder, options: ServerOptions) -> Sizing:
@@ -274,8 +276,7 @@ def _import_blocks() -> None:
     from ...blocks import collector_paused
 
     with collector_paused():
-        from ...blocks import span  # noqa: F401
-        from ..requests import service  # noqa: F401
+        from . import span_server  # noqa: F401
 
 
 class _Background:

@@ -7,15 +7,19 @@ import json
 import math
 import os
 import platform
+import random
 import statistics
 import tempfile
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import trio
 
 from ....crypto.canonical import digest
 from ...models.cache_dir import cache_dir
@@ -23,6 +27,7 @@ from ...swarm.cost import LOAD_PER_WAITING
 
 if TYPE_CHECKING:
     from ...blocks.span import BlockSpan
+    from ..compute_thread import ComputeThread
 
 _FILE: Final = "speeds.json"
 _DOMAIN: Final = "petalnode/speed/1"
@@ -42,6 +47,10 @@ _LONG: Final = 32
 """Tokens at once from which a pass says how fast a long prefill is."""
 _NOTABLE: Final = 0.1
 """Smaller differences are noise, and not announced."""
+_CORRECT_INTERVAL: Final = 30.0
+_FIRST_IDLE, _NEXT_IDLE = 60.0, 600.0
+"""Seconds in which nobody has used a server, after which it measures itself anew: nobody will use one that says that it
+is slow. Steps of real sessions know better what they take than the best of some that it makes by itself."""
 
 
 @dataclass(frozen=True)
@@ -217,3 +226,67 @@ def _middle(samples: deque[float]) -> float | None:
 def _corrected(said: float, found: float | None) -> float:
     """What was found if it is notably another, else what was said."""
     return found if found is not None and abs(found - said) >= _NOTABLE * said else said
+
+
+class SpanSpeed:
+    """The speed that a server announces for its span, corrected while it serves and kept for the next run.
+
+    Attributes:
+        live: the steps of sessions are noted here.
+        byte_seconds: what a byte takes into this machine and out of it; 0 if that is not known, or not to be announced.
+    """
+
+    def __init__(self, compute: ComputeThread, key: SpeedKey, speed: BlockSpeed, throughput: float | None) -> None:
+        """`throughput`: what the owner wants announced, in decode steps per second; then nothing is corrected."""
+        self._compute = compute
+        self._key = key
+        self._count = len(compute.blocks.span)
+        self.byte_seconds = 0.0 if throughput else speed.byte_seconds
+        step_seconds = 1 / throughput if throughput else speed.step_seconds * self._count
+        self.live = LiveSpeed(step_seconds, speed.token_seconds * self._count)
+
+    @classmethod
+    async def measured(
+        cls,
+        compute: ComputeThread,
+        key: SpeedKey,
+        throughput: float | None,
+        measure_network: Callable[[], Awaitable[float]],
+    ) -> SpanSpeed:
+        """What was measured in an earlier run, else now."""
+        known = await trio.to_thread.run_sync(recall_speed, key)
+        speed = known if known is not None else await compute.call(lambda: measure_speed(compute.blocks))
+        if not speed.byte_seconds and not throughput:
+            speed = replace(speed, byte_seconds=await measure_network())
+        if speed != known:
+            await trio.to_thread.run_sync(keep_speed, key, speed)
+        return cls(compute, key, speed, throughput)
+
+    async def keep_corrected(self, on_change: Callable[[], None]) -> None:
+        """Takes over what steps really take, now and then; `on_change` is called when that is worth announcing."""
+        while True:
+            await trio.sleep(_CORRECT_INTERVAL)
+            if self.live.correct():
+                await self._keep(on_change)
+
+    async def measure_when_idle(self, is_idle: Callable[[], bool], on_change: Callable[[], None]) -> None:
+        """Measures anew when nobody has used the server for a while."""
+        pause = _FIRST_IDLE
+        while True:
+            await trio.sleep(pause * random.uniform(0.8, 1.2))
+            pause = _NEXT_IDLE
+            if not self.live.was_used() and is_idle():
+                speed = await self._compute.call(lambda: measure_speed(self._compute.blocks))
+                if self.live.measured(speed.step_seconds * self._count, speed.token_seconds * self._count):
+                    await self._keep(on_change)
+
+    async def network_measured(self, byte_seconds: float, on_change: Callable[[], None]) -> None:
+        self.byte_seconds = byte_seconds
+        await self._keep(on_change)
+
+    async def _keep(self, on_change: Callable[[], None]) -> None:
+        speed = BlockSpeed(
+            self.live.step_seconds / self._count, self.live.token_seconds / self._count, self.byte_seconds
+        )
+        await trio.to_thread.run_sync(keep_speed, self._key, speed)
+        on_change()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Protocol
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.adapter import (
@@ -50,6 +50,16 @@ class Hosted:
     dtype: str
     quantisation: str
     max_length: int
+
+
+class PriorityPayments(Protocol):
+    """Takes points that clients show for priority."""
+
+    def take(self, opened: wire.Open, client: str, terms: SessionTerms) -> Any | None:
+        """What was paid; None if what the client shows buys no priority here, which is no error."""
+
+    def give_back(self, payment: Any | None) -> None:
+        """The session was not granted: the client may show the payment again."""
 
 
 # --- opening
@@ -198,7 +208,7 @@ def check_batch(
             raise bad_request(f"a gradient of {tuple(tensor.shape)} is not of the hidden states' shape {shape}")
         _check_format(tensor, terms, "stream")
         _check_bytes(tensor)
-    _check_batch_size(work, *shape[:2], hosted)
+    _check_batch_size(work, shape[0], shape[1], hosted)
     if work.kept and work.kept not in kept:
         raise bad_request(f"nothing is kept under number {work.kept}")
     if work.kept in kept:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Final
 
 import psutil
 import torch
@@ -20,6 +20,7 @@ from ...blocks.passes import SpanPasses
 from ...errors import unwrapped
 from ..budget import Lease, MemoryBudget
 from .adapters import Adapters
+from .admission import PriorityPayments
 from .batch_stream import BatchMemory, BatchStream
 from .opening import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
 from .pushes import PushConnector, PushStream
@@ -34,16 +35,6 @@ BATCH_SHARE: Final = 0.05
 """Parts of the free memory: for batches under way, for what clients want kept, and for what autograd keeps."""
 KEPT_SHARE: Final = 0.05
 ACTIVATION_SHARE: Final = 0.15
-
-
-class PriorityPayments(Protocol):
-    """Takes points that clients show for priority."""
-
-    def take(self, opened: wire.Open, client: str, terms: SessionTerms) -> Any | None:
-        """What was paid; None if what the client shows buys no priority here, which is no error."""
-
-    def give_back(self, payment: Any | None) -> None:
-        """The session was not granted: the client may show the payment again."""
 
 
 class RequestService:
