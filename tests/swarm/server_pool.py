@@ -43,6 +43,7 @@ class PooledServer:
         while self._ready is None:
             self._ready = next((event for event in self.events if event["event"] == "ready"), None)
             if self._ready is None:
+                assert self.process.poll() is None, f"{self.arguments} has ended: {self.errors[-3000:]}"
                 assert not patience.is_over, f"{self.arguments} is not ready: {self.errors[-3000:]}"
                 pause.wait(0.05)
         return self._ready

@@ -297,9 +297,25 @@ def _import_everything() -> None:
 
     for module in walk_packages(petalnode.node.__path__, "petalnode.node."):
         import_module(module.name)
+    for name in ("libp2p.utils.connection_shutdown", "multiaddr.codecs.cid"):  # imported late by their packages
+        import_module(name)
     for model in _MODELS:
         import_module(f"transformers.models.{model}.modeling_{model}")
+    _parse_a_command_line()
     assert transformers.AutoTokenizer and transformers.AutoModelForCausalLM and zeroconf.Zeroconf
+
+
+def _parse_a_command_line() -> None:
+    """Typer imports pydantic when it first takes an option: half of the time that a server needs to start."""
+    import typer
+
+    app = typer.Typer()
+
+    @app.command()
+    def command(number: int = 0) -> None:
+        pass
+
+    app(["--number", "1"], standalone_mode=False)
 
 
 def _run(arguments: list[str]) -> None:
