@@ -92,22 +92,24 @@ class Node:
         return choice_of_newcomer(seen.servers, seen.newcomers, self.peer_id, 5.0, COUNT, BLOCKS)
 
 
-def simulated(count: int, late: Callable[[], float], chance: random.Random) -> list[Span]:
-    """Where `count` newcomers go, as node/server/lifecycle/mover.py does it; every message takes `late()` seconds.
+class Simulation:
+    """Newcomers join as node/server/lifecycle/mover.py does it; every message takes `late()` seconds.
 
     The first of them is the one that all others know at first.
     """
-    nodes = {name: Node(name) for name in chance.sample([f"{n:02}" for n in range(count)], count)}
-    meeting = next(iter(nodes))
-    loading: dict[str, Span] = {}
-    events: list[tuple[float, int, Callable[[], None]]] = []
-    numbers = itertools.count()
-    now = 0.0
 
-    def after(seconds: float, then: Callable[[], None]) -> None:
-        heapq.heappush(events, (now + seconds, next(numbers), then))
+    def __init__(self, count: int, late: Callable[[], float], chance: random.Random) -> None:
+        self.nodes = {name: Node(name) for name in chance.sample([f"{n:02}" for n in range(count)], count)}
+        self.meeting = next(iter(self.nodes))
+        self.loading: dict[str, Span] = {}
+        self.late, self.chance, self.now = late, chance, 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.numbers = itertools.count()
 
-    def exchange(node: Node, others: set[str]) -> Generator[float | set[str], None, set[str]]:
+    def after(self, seconds: float, then: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.numbers), then))
+
+    def exchange(self, node: Node, others: set[str]) -> Generator[float | set[str], None, set[str]]:
         answered: set[str] = set()
 
         def ask(other: Node, own: dict[str, Announcement]) -> None:
@@ -117,43 +119,49 @@ def simulated(count: int, late: Callable[[], float], chance: random.Random) -> l
 
             other.hear(own)
             news = dict(other.view)
-            after(late(), lambda: answer(news))
+            self.after(self.late(), lambda: answer(news))
 
         own = {node.peer_id: node.view[node.peer_id]}
         for peer_id in others:
-            after(late(), lambda peer_id=peer_id: ask(nodes[peer_id], own))
+            self.after(self.late(), lambda peer_id=peer_id: ask(self.nodes[peer_id], own))
         while answered < others:
             yield 0.1
         return answered
 
-    def join(node: Node) -> Generator[float | set[str], None, None]:
-        yield chance.uniform(0, 0.5)
+    def join(self, node: Node) -> Generator[float | set[str], None, None]:
+        yield self.chance.uniform(0, 0.5)
         announced, told = None, frozenset[str]()
         while True:
             choice = node.choose()
-            if choice.stands(announced, told) and (told or len(nodes) == 1):
+            if choice.stands(announced, told) and (told or len(self.nodes) == 1):
                 node.announce(choice.span, ServerState.JOINING)
-                loading[node.peer_id] = choice.span
+                self.loading[node.peer_id] = choice.span
                 return
             if choice.span != announced:
                 announced = choice.span
                 node.announce(announced, ServerState.JOINING, announced)
-            yield chance.uniform(0.7, 1.3)
-            others = {*choice.rivals, meeting} - {node.peer_id}
-            told = frozenset((yield from exchange(node, others)) or {meeting})
+            yield self.chance.uniform(0.7, 1.3)
+            others = {*choice.rivals, self.meeting} - {node.peer_id}
+            told = frozenset((yield from self.exchange(node, others)) or {self.meeting})
 
-    def step(task: Generator[float | set[str], None, None]) -> None:
+    def step(self, task: Generator[float | set[str], None, None]) -> None:
         pause = next(task, None)
         if pause is not None:
-            after(float(pause), lambda: step(task))
+            self.after(float(pause), lambda: self.step(task))
 
-    for node in nodes.values():
-        after(chance.uniform(0, 5), lambda node=node: step(join(node)))
-    while events:
-        now, _, then = heapq.heappop(events)
-        assert now < 600, "they never agree"
-        then()
-    return list(loading.values())
+    def run(self) -> list[Span]:
+        for node in self.nodes.values():
+            self.after(self.chance.uniform(0, 5), lambda node=node: self.step(self.join(node)))
+        while self.events:
+            self.now, _, then = heapq.heappop(self.events)
+            assert self.now < 600, "they never agree"
+            then()
+        return list(self.loading.values())
+
+
+def simulated(count: int, late: Callable[[], float], chance: random.Random) -> list[Span]:
+    """Where `count` newcomers go."""
+    return Simulation(count, late, chance).run()
 
 
 @settings(max_examples=20, deadline=None)
