@@ -151,22 +151,10 @@ KNOWN_IMPORTS_UP: set[tuple[str, str]] = {
     ("petalnode.node.server.session.service", "petalnode.node.credits.payment_verifier"),
 }
 KNOWN_CIRCLES: list[set[str]] = [
-    {"petalnode.node.client.session.server_session", "petalnode.node.client.session_adapter"},
-    {
-        "petalnode.node.client.batch.work_pool",
-        "petalnode.node.client.core",
-        "petalnode.node.client.session.compared_session",
-    },
     {"petalnode.node.server.batch.service", "petalnode.node.server.batch.stream"},
     {"petalnode.node.server.session.service", "petalnode.node.server.session.session"},
-    {"petalnode.node.client.api.model", "petalnode.node.client.api.tuning"},
 ]
-KNOWN_LARGE: set[str] = {
-    "node/client/core.py",
-    "node/client/session/compared_session.py",
-    "node/client/session/server_session.py",
-    "node/client/session/session.py",
-}
+KNOWN_LARGE: set[str] = set()
 
 
 def may_import(importer: str, imported: str) -> bool:

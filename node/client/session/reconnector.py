@@ -13,18 +13,13 @@ from ..request import StreamLost
 from ..router import Router
 from .recovery import (
     AttemptFailed,
-    DirectConnection,
-    Dismissed,
-    Move,
-    NotMoved,
     PathAction,
     PathEvent,
     PathLost,
-    PathRestored,
+    PathSignal,
     PathState,
-    Stop,
+    PathWork,
     TakeUp,
-    Watch,
     attempt_timeout,
     next_path_action,
 )
@@ -65,7 +60,7 @@ class SessionReconnector:
 
     def cancel(self) -> None:
         """Lets go of the server."""
-        self._take(Dismissed())
+        self._take(PathSignal.DISMISSED)
         self._scope.cancel()
 
     def report_lost(self) -> None:
@@ -86,9 +81,9 @@ class SessionReconnector:
             await self._changed.wait()
 
     async def run(self) -> None:
-        action: PathAction = Watch()
+        action: PathAction = PathWork.WATCH
         with self._scope:
-            while not isinstance(action, Stop):
+            while action is not PathWork.STOP:
                 action = self._take(await self._carry_out(action))
 
     def _take(self, event: PathEvent) -> PathAction:
@@ -100,7 +95,7 @@ class SessionReconnector:
     async def _carry_out(self, action: PathAction) -> PathEvent:
         if isinstance(action, TakeUp):
             return await self._take_up(action)
-        return await (self._move() if isinstance(action, Move) else self._watch())
+        return await (self._move() if action is PathWork.MOVE else self._watch())
 
     def _lost(self) -> PathLost:
         return PathLost(trio.current_time() + self._server.kept + KEEP_GRACE)
@@ -122,7 +117,7 @@ class SessionReconnector:
             nursery.start_soon(first, self._server.wait_lost, self._lost)
             nursery.start_soon(first, self._reported.wait, self._lost)
             if not self._server.direct:
-                nursery.start_soon(first, direct, DirectConnection)
+                nursery.start_soon(first, direct, lambda: PathSignal.DIRECT)
         return next((event for event in events if isinstance(event, PathLost)), events[0])
 
     async def _take_up(self, action: TakeUp) -> PathEvent:
@@ -143,9 +138,9 @@ class SessionReconnector:
             return self._restored()
         return AttemptFailed(trio.current_time())
 
-    def _restored(self) -> PathRestored:
+    def _restored(self) -> PathEvent:
         self._reported = trio.Event()
-        return PathRestored()
+        return PathSignal.RESTORED
 
     async def _refresh(self) -> None:
         try:
@@ -159,12 +154,12 @@ class SessionReconnector:
         try:
             stream = await self._router.connect(self._server.hop, direct=True)
         except ServerFailed:
-            return NotMoved()
+            return PathSignal.NOT_MOVED
         held = False
         try:
             with trio.CancelScope() as self._waiting:
                 if self.state.lost:  # while we connected: a step waits for us, and must not be waited for
-                    return NotMoved()
+                    return PathSignal.NOT_MOVED
                 await self._between_steps.acquire()
                 held = True
             if held:
@@ -179,4 +174,4 @@ class SessionReconnector:
                 self._between_steps.release()
             if not self._server.uses(stream):
                 await stream.reset()
-        return NotMoved()
+        return PathSignal.NOT_MOVED

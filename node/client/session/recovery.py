@@ -3,11 +3,11 @@
 `next_action(state, event)` decides what is done with one step of a session at the servers of its chain. The session
 (`step.StepRun`) carries the action out and reports what came of it as the next event:
 
-    Send -> Receive -> Answered -> the next server ... -> Finish
-                    -> Late: send what was pushed and perhaps lost; then wait on, while a standby is prepared
-                    -> StandbyReady: Switch to it
-                    -> StreamEnded: Reconnect; after a head start Race (reconnect or replace, what is ready first)
-                    -> ServerError: Replace; too many: GiveUp
+    Send -> SENT -> Receive -> Answered -> the next server ... -> FINISH
+                            -> LATE: send what was pushed and perhaps lost; then wait on, while a standby is prepared
+                            -> STANDBY_READY: SWITCH to it
+                            -> StreamEnded: Reconnect; after a head start RACE (reconnect or replace)
+                            -> ServerError: REPLACE; too many: GIVE_UP
 
 A stream ends when the server dies, and just as well when a relay does, when a NAT forgets or when this machine changes
 its address. In the latter cases the server still has the cache, and taking the session up again costs a dial and one
@@ -20,6 +20,7 @@ one; `reconnector.SessionReconnector` carries it out.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Final, Literal
 
 from ..request import MAX_FAILURES
@@ -107,9 +108,16 @@ class StepState:
     refusals: int = 0
 
 
-@dataclass(frozen=True)
-class Sent:
-    """The step has left for the server."""
+class Signal(Enum):
+    """What happened, where there is nothing more to say of it."""
+
+    SENT = "the step has left for the server"
+    LATE = "no answer came within what was waited for"
+    STANDBY_READY = "other servers have come to where the late one is"
+    HEAD_START_OVER = "the session is not back after the head start, or an attempt to take it up has failed"
+    SESSION_GONE = "the server does not hold the session any more"
+    SWITCH_FAILED = "the standby failed in the last moment"
+    NOBODY_ELSE = "no others can take the place of the server, and it does not come back"
 
 
 @dataclass(frozen=True)
@@ -117,16 +125,6 @@ class Answered:
     """The server's answer is here and checked; `handed_on`: the server has pushed its output to the next one."""
 
     handed_on: bool
-
-
-@dataclass(frozen=True)
-class Late:
-    """No answer within what was waited for."""
-
-
-@dataclass(frozen=True)
-class StandbyReady:
-    """Other servers have come to where the late one is."""
 
 
 @dataclass(frozen=True)
@@ -154,46 +152,13 @@ class Reconnected:
 
 
 @dataclass(frozen=True)
-class HeadStartOver:
-    """The session is not back after the head start, or an attempt to take it up has failed."""
-
-
-@dataclass(frozen=True)
-class SessionGone:
-    """The server does not hold the session any more."""
-
-
-@dataclass(frozen=True)
 class Replaced:
     """So many other servers are in the place of this one, brought to where it was."""
 
     servers: int
 
 
-@dataclass(frozen=True)
-class SwitchFailed:
-    """The standby failed in the last moment."""
-
-
-@dataclass(frozen=True)
-class NobodyElse:
-    """No other servers can take the place of this one, and it does not come back."""
-
-
-StepEvent = (
-    Sent
-    | Answered
-    | Late
-    | StandbyReady
-    | StreamEnded
-    | ServerError
-    | Reconnected
-    | HeadStartOver
-    | SessionGone
-    | Replaced
-    | SwitchFailed
-    | NobodyElse
-)
+StepEvent = Signal | Answered | StreamEnded | ServerError | Reconnected | Replaced
 
 
 @dataclass(frozen=True)
@@ -217,46 +182,32 @@ class Reconnect:
     head_start: float
 
 
-@dataclass(frozen=True)
-class Race:
-    """Wait on, and bring others to the server's place meanwhile; what is ready first goes on."""
+class Recover(Enum):
+    """What else there is to do."""
+
+    RACE = "wait on for the same server, and bring others to its place meanwhile; what is ready first goes on"
+    REPLACE = "bring others to the server's place"
+    SWITCH = "put the standby in the server's place"
+    GIVE_UP = "raise the last error: the session holds what it held before"
+    FINISH = "the last server has answered"
 
 
-@dataclass(frozen=True)
-class Replace:
-    """Bring others to the server's place."""
+StepAction = Send | Receive | Reconnect | Recover
 
-
-@dataclass(frozen=True)
-class Switch:
-    """Put the standby in the server's place."""
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """Raise the last error: the session holds what it held before."""
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The last server has answered."""
-
-
-StepAction = Send | Receive | Reconnect | Race | Replace | Switch | GiveUp | Finish
-
-_AWAITED: Final[dict[type[object], tuple[Phase, ...]]] = {
-    Sent: ("sending",),
-    Answered: ("pushed", "sent", "late"),
-    Late: ("pushed", "sent", "late"),
-    StandbyReady: ("late",),
-    StreamEnded: ("sending", "pushed", "sent", "late"),
-    ServerError: ("sending", "pushed", "sent", "late"),
+_WAITING: Final = ("pushed", "sent", "late")
+_AWAITED: Final[dict[Signal | type, tuple[Phase, ...]]] = {
+    Signal.SENT: ("sending",),
+    Signal.LATE: _WAITING,
+    Signal.STANDBY_READY: ("late",),
+    Signal.HEAD_START_OVER: ("reconnecting",),
+    Signal.SESSION_GONE: ("reconnecting",),
+    Signal.SWITCH_FAILED: ("switching",),
+    Signal.NOBODY_ELSE: ("racing", "replacing"),
+    Answered: _WAITING,
+    StreamEnded: ("sending", *_WAITING),
+    ServerError: ("sending", *_WAITING),
     Reconnected: ("reconnecting", "racing"),
-    HeadStartOver: ("reconnecting",),
-    SessionGone: ("reconnecting",),
     Replaced: ("racing", "replacing", "switching"),
-    SwitchFailed: ("switching",),
-    NobodyElse: ("racing", "replacing"),
 }
 """In which phases an event can come."""
 
@@ -272,45 +223,39 @@ def next_action(state: StepState, event: StepEvent) -> tuple[StepState, StepActi
     Raises:
         ValueError: the event cannot come in this state.
     """
-    if state.phase not in _AWAITED[type(event)]:
+    if state.phase not in _AWAITED[event if isinstance(event, Signal) else type(event)]:
         raise ValueError(f"{event} cannot come while a step is {state.phase}")
     match event:
-        case Sent():
-            return replace(state, phase="sent"), Receive("sent")
         case Answered():
-            return _after_answer(state, event)
-        case Late():
-            return _after_silence(state)
-        case StandbyReady() if state.failures < MAX_FAILURES:
-            return replace(state, phase="switching", failures=state.failures + 1), Switch()
-        case SwitchFailed():
-            return replace(state, phase="late"), Receive("late")
+            return _after_answer(state, event.handed_on)
+        case Reconnected():
+            return _after_return(state, event.held)
         case Replaced():
             # Numbers that were given out for the servers behind may be used up: the step is asked anew.
             servers = state.servers - 1 + event.servers
             return replace(state, servers=servers, phase="sending", losses=0), Send(anew=True)
-        case Reconnected():
-            return _after_return(state, event.held)
-        case HeadStartOver():
-            return replace(state, phase="racing"), Race()
+        case Signal.SENT:
+            return replace(state, phase="sent"), Receive("sent")
+        case Signal.LATE if state.phase == "pushed":  # it may be lost; a repeated step is answered once
+            return replace(state, phase="sending"), Send(anew=False)
+        case Signal.SWITCH_FAILED | Signal.LATE if state.phase != "late":
+            return replace(state, phase="late"), Receive("late")
+        case Signal.HEAD_START_OVER:
+            return replace(state, phase="racing"), Recover.RACE
+        case Signal.SESSION_GONE:
+            return replace(state, phase="replacing"), Recover.REPLACE
+        case Signal.NOBODY_ELSE:
+            return replace(state, phase="over"), Recover.GIVE_UP
         case _:
             return _after_failure(state, event)
 
 
-def _after_answer(state: StepState, event: Answered) -> tuple[StepState, StepAction]:
+def _after_answer(state: StepState, handed_on: bool) -> tuple[StepState, StepAction]:
     if state.servers == 1:
-        return replace(state, servers=0, phase="over"), Finish()
-    if event.handed_on:
+        return replace(state, servers=0, phase="over"), Recover.FINISH
+    if handed_on:
         return StepState(state.servers - 1, "pushed"), Receive("pushed")
     return StepState(state.servers - 1), Send(anew=False)
-
-
-def _after_silence(state: StepState) -> tuple[StepState, StepAction]:
-    if state.phase == "pushed":  # what was pushed may be lost; a repeated step is answered once
-        return replace(state, phase="sending"), Send(anew=False)
-    if state.phase == "sent":
-        return replace(state, phase="late"), Receive("late")
-    return _after_failure(state, ServerError())
 
 
 def _after_return(state: StepState, held: bool) -> tuple[StepState, StepAction]:
@@ -320,15 +265,13 @@ def _after_return(state: StepState, held: bool) -> tuple[StepState, StepAction]:
 
 
 def _after_failure(state: StepState, event: StepEvent) -> tuple[StepState, StepAction]:
-    over = replace(state, phase="over"), GiveUp()
-    if isinstance(event, NobodyElse):
-        return over
-    if isinstance(event, SessionGone):
-        return replace(state, phase="replacing"), Replace()
+    """The server has failed, or is so late that others have overtaken it."""
     blamed = isinstance(event, ServerError) and event.blames_step
     state = replace(state, failures=state.failures + 1, refusals=state.refusals + blamed)
     if state.failures > MAX_FAILURES or state.refusals > 1:
-        return over
+        return replace(state, phase="over"), Recover.GIVE_UP
+    if event is Signal.STANDBY_READY:
+        return replace(state, phase="switching"), Recover.SWITCH
     if isinstance(event, StreamEnded):
         state = replace(state, losses=state.losses + 1)
         plan = after_loss(replace(event.loss, losses=state.losses))
@@ -337,8 +280,8 @@ def _after_failure(state: StepState, event: StepEvent) -> tuple[StepState, StepA
         if plan.rejoin and plan.replace_after:
             return replace(state, phase="reconnecting"), Reconnect(plan.replace_after)
         if plan.rejoin:
-            return replace(state, phase="racing"), Race()
-    return replace(state, phase="replacing"), Replace()
+            return replace(state, phase="racing"), Recover.RACE
+    return replace(state, phase="replacing"), Recover.REPLACE
 
 
 # --- the stream to one server
@@ -371,11 +314,6 @@ class PathLost:
 
 
 @dataclass(frozen=True)
-class DirectConnection:
-    """There is a connection without a relay, and the stream has one."""
-
-
-@dataclass(frozen=True)
 class AttemptFailed:
     """Nothing came of taking the session up, by now; `refused`: the server is there, and the session is not."""
 
@@ -383,27 +321,16 @@ class AttemptFailed:
     refused: bool = False
 
 
-@dataclass(frozen=True)
-class PathRestored:
-    """The session goes on over another stream."""
+class PathSignal(Enum):
+    """What else happens to a stream."""
+
+    DIRECT = "there is a connection without a relay, and the stream has one"
+    RESTORED = "the session goes on over another stream"
+    NOT_MOVED = "the session could not be moved to a direct connection; the stream that there is still serves"
+    DISMISSED = "the session needs this server no more"
 
 
-@dataclass(frozen=True)
-class NotMoved:
-    """The session could not be moved to a direct connection; the stream that there is still serves."""
-
-
-@dataclass(frozen=True)
-class Dismissed:
-    """The session needs this server no more."""
-
-
-PathEvent = PathLost | DirectConnection | AttemptFailed | PathRestored | NotMoved | Dismissed
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Wait until the stream is lost, or a direct connection is there for a relayed one."""
+PathEvent = PathLost | AttemptFailed | PathSignal
 
 
 @dataclass(frozen=True)
@@ -415,36 +342,31 @@ class TakeUp:
     refresh: bool
 
 
-@dataclass(frozen=True)
-class Move:
-    """Take the session up on a direct connection, between two steps."""
+class PathWork(Enum):
+    """What else there is to do for a stream."""
+
+    WATCH = "wait until the stream is lost, or a direct connection is there for a relayed one"
+    MOVE = "take the session up on a direct connection, between two steps"
+    STOP = "nothing"
 
 
-@dataclass(frozen=True)
-class Stop:
-    """Nothing is left to be done."""
-
-
-PathAction = Watch | TakeUp | Move | Stop
+PathAction = TakeUp | PathWork
 
 
 def next_path_action(state: PathState, event: PathEvent) -> tuple[PathState, PathAction]:
     """What is to be done with the stream to a server after `event`; a session that is gone never comes back."""
     match event:
-        case Dismissed():
+        case PathSignal.DISMISSED:
             state = replace(state, gone=True)
-        case PathRestored():
+        case PathSignal.RESTORED:
             state = PathState(gone=state.gone)
         case PathLost() if not state.lost:
             state = replace(state, lost=True, until=event.until)
         case AttemptFailed():
             gone = state.gone or event.refused or event.now >= state.until
             state = replace(state, attempts=state.attempts + 1, gone=gone)
-        case DirectConnection() if not (state.lost or state.gone):
-            return state, Move()
     if state.gone:
-        return state, Stop()
+        return state, PathWork.STOP
     if state.lost:
-        refresh = state.attempts >= REFRESH_AFTER
-        return state, TakeUp(state.attempts, PAUSE if state.attempts else 0.0, refresh)
-    return state, Watch()
+        return state, TakeUp(state.attempts, PAUSE if state.attempts else 0.0, state.attempts >= REFRESH_AFTER)
+    return state, PathWork.MOVE if event is PathSignal.DIRECT else PathWork.WATCH

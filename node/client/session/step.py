@@ -16,28 +16,19 @@ from .chain import Chain, Link
 from .history import Input
 from .recovery import (
     Answered,
-    Finish,
-    HeadStartOver,
-    Late,
     Loss,
-    NobodyElse,
     Phase,
-    Race,
     Receive,
     Reconnect,
     Reconnected,
-    Replace,
+    Recover,
     Replaced,
     Send,
-    Sent,
     ServerError,
-    SessionGone,
-    StandbyReady,
+    Signal,
     StepAction,
     StepEvent,
     StreamEnded,
-    Switch,
-    SwitchFailed,
     begin_step,
     next_action,
 )
@@ -96,7 +87,7 @@ class StepRun:
             SwarmError: several servers in a row failed at this step.
         """
         state, action = begin_step(len(self._links))
-        while not isinstance(action, Finish):
+        while action is not Recover.FINISH:
             state, action = next_action(state, await self._carry_out(action))
         return self._chunk
 
@@ -112,13 +103,13 @@ class StepRun:
                 return await self._noting_failures(self._receive, action.phase)
             case Reconnect():
                 return await self._reconnect(action.head_start)
-            case Race():
+            case Recover.RACE:
                 return await self._race()
-            case Replace():
+            case Recover.REPLACE:
                 return await self._replace()
-            case Switch():
+            case Recover.SWITCH:
                 servers = await self._chain.switch(self._links, self._index)
-                return Replaced(servers) if servers else SwitchFailed()
+                return Replaced(servers) if servers else Signal.SWITCH_FAILED
             case _:
                 raise self._impossible or SwarmError(
                     f"{len(self._failures)} servers in a row failed at one step: {self._failures[-1]}"
@@ -143,7 +134,7 @@ class StepRun:
             self._deadline, self._pushed = None, False
         self._begin()
         await link.server.send(self._asked, self._chunk)
-        return Sent()
+        return Signal.SENT
 
     def _begin(self) -> None:
         server = self._link.server
@@ -180,7 +171,7 @@ class StepRun:
             self._pushed, self._pushed_before = True, link.server.pushed_steps
             patient = min(patient, push_patience(round_trip, nbytes))
         answer = await link.server.receive(asked, self._chunk, patient)
-        return Late() if answer is None else self._answered(answer, phase)
+        return Signal.LATE if answer is None else self._answered(answer, phase)
 
     async def _receive_late(self, link: Link, asked: wire.Step) -> StepEvent:
         while self._deadline is not None and trio.current_time() < self._deadline:
@@ -189,7 +180,7 @@ class StepRun:
             if answer is not None:
                 return self._answered(answer, "late")
             if link.standby_ready:
-                return StandbyReady()
+                return Signal.STANDBY_READY
         raise link.server.silent(self._chain.spec.step_timeout)
 
     def _answered(self, answer: Answer, phase: Phase) -> StepEvent:
@@ -236,8 +227,8 @@ class StepRun:
         with trio.move_on_after(head_start):
             await reconnector.settled_or_failed()
         if reconnector.state.may_return:
-            return HeadStartOver()
-        return SessionGone() if reconnector.state.gone else self._reconnected()
+            return Signal.HEAD_START_OVER
+        return Signal.SESSION_GONE if reconnector.state.gone else self._reconnected()
 
     def _reconnected(self) -> Reconnected:
         assert self._asked is not None
@@ -263,7 +254,7 @@ class StepRun:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reconnect)
             nursery.start_soon(take_others)
-        return won[0] if won else NobodyElse()
+        return won[0] if won else Signal.NOBODY_ELSE
 
     async def _replace(self) -> StepEvent:
         failure = self._failures[-1]
@@ -272,4 +263,4 @@ class StepRun:
             return Replaced(await self._chain.replace(self._links, self._index, self._step.position, failure))
         except (SwarmError, BadInput) as error:
             self._impossible = error
-            return NobodyElse()
+            return Signal.NOBODY_ELSE

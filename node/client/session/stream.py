@@ -310,9 +310,8 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         if self._log is not None:
             self._log.asked(step, chunk.tensor, chunk.payload)
         try:
-            await self._stream.send(
-                wire.InferenceFrame(step=step, tensors=[chunk.tensor]), [chunk.payload], timeout=SEND_TIMEOUT
-            )
+            frame = wire.InferenceFrame(step=step, tensors=[chunk.tensor])
+            await self._stream.send(frame, [chunk.payload], timeout=SEND_TIMEOUT)
         except PeerError as error:
             raise self._lost(error) from error
         self.bytes_sent += len(chunk.payload)
@@ -385,9 +384,8 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor, begun: float
     ) -> Answer:
         self._check_form(reply, answer, step, chunk)
-        self.timing = HopTiming(
-            self.hop.peer_id, trio.current_time() - begun, reply.queue_us / 1e6, reply.compute_us / 1e6
-        )
+        total = trio.current_time() - begun
+        self.timing = HopTiming(self.hop.peer_id, total, reply.queue_us / 1e6, reply.compute_us / 1e6)
 
         await self._verify(reply, answer, step, chunk)
         self._answered = reply.sequence
