@@ -45,12 +45,12 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.api.remote import SpanTensors
 from petalnode.node.client.batch.batch_stream import BatchInput, BatchSpec
+from petalnode.node.client.chat import Text
 from petalnode.node.client.chunks import to_chunks
 from petalnode.node.client.core import SwarmClient, open_client
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.client.swarm_model import identify_model
-from petalnode.node.client.text import Text
 from petalnode.node.errors import ModelError
 from petalnode.node.models import ModelFolder, resolve
 from petalnode.node.swarm.config import SwarmConfig

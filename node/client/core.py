@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from ..models.adapter import Adapter
     from .session.compared_session import ComparedSession
-    from .session.disjoint import Disagreement
+    from .session.comparing import Disagreement
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from .session_adapter import SessionAdapter
 from .swarm_model import SwarmModel
 
 if TYPE_CHECKING:
-    from .session.disjoint import Disagreement
+    from .session.comparing import Disagreement
 
 
 class Payments(Protocol):

@@ -13,9 +13,8 @@ import torch
 from ...protocols.training import LORA_PARTS, PROMPTS, LoraName
 from ..blocks.client_part import ClientModel
 from ..client.api.tuning import is_target, usual_targets
-from ..client.dialogue import Dialogue
+from ..client.chat import Dialogue, Text
 from ..client.swarm_model import SwarmModel
-from ..client.text import Text
 from ..errors import BadInput
 from .probe_plan import Kind
 

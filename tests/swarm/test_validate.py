@@ -16,11 +16,11 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
+from petalnode.node.client.chat import Text
 from petalnode.node.client.core import open_client
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.stream import SessionSpec
 from petalnode.node.client.swarm_model import identify_model
-from petalnode.node.client.text import Text
 from petalnode.node.models import compute_manifest, resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm

@@ -7,8 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.client.session.comparing import decide, parting, tolerance_between
-from petalnode.node.client.session.disjoint import Weights, disjoint_chains, held_least, partition, plan_chains
+from petalnode.node.client.session.comparing import (
+    Weights,
+    decide,
+    disjoint_chains,
+    held_least,
+    parting,
+    partition,
+    plan_chains,
+    tolerance_between,
+)
 from petalnode.node.errors import NoChainError
 from petalnode.node.swarm.routing import RouteCandidate
 from petalnode.node.verification.tolerances import Tolerance

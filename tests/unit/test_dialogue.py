@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.client.dialogue import Dialogue, Turn, fit
+from petalnode.node.client.chat import Dialogue, Turn, fit
 
 
 def tokenize(turns: Sequence[Turn]) -> list[int]:

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import trio
 import typer
 
+from ...client.chat import Dialogue, SavedChat, Text, fit, held_chat
 from ...client.core import open_client
 from ...client.deadlines import REFRESH_TIMEOUT
-from ...client.dialogue import Dialogue, fit
-from ...client.saved_chat import SavedChat, held_chat
 from ...client.swarm_model import SwarmModel, identify_model
-from ...client.text import Text
 from ...credits.wallet import Wallet
 from ...errors import BadInput, ExitCode, PetalnodeError, SwarmError
 from ...models import ModelFolder, resolve
@@ -31,7 +29,7 @@ from ..terminal import LineReader, stopped_by_ctrl_c
 
 if TYPE_CHECKING:
     from ...client.generation import Conversation, Sampling
-    from ...client.session.disjoint import Disagreement
+    from ...client.session.comparing import Disagreement
 
 MAX_CONTEXT = 4096
 """Tokens that a chat reserves at every server, unless the model takes fewer."""

@@ -299,7 +299,7 @@ class _Run:
         from ...client.api.classification import DistributedModelForSequenceClassification
         from ...client.api.model import OpenedModel
         from ...client.api.runtime import TrioThread
-        from ...client.text import load_tokenizer
+        from ...client.chat import load_tokenizer
 
         runtime = TrioThread(resource)
         stack.callback(runtime.close)

@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 
 from ....crypto.identity import Identity
+from ...client.chat import Text
 from ...client.swarm_model import identify_model
-from ...client.text import Text
 from ...errors import BadInput, ExitCode, ModelError
 from ...models import resolve
 from ...models.sources.resolve import DEFAULT_MODEL

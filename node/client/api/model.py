@@ -28,7 +28,7 @@ from ...network.addresses import parse_peer
 from ...swarm.config import SwarmConfig
 from ...swarm.swarm import open_swarm
 from ..core import SwarmClient, open_client
-from ..session.disjoint import Disagreement
+from ..session.comparing import Disagreement
 from ..session_adapter import choose_adapter, fit_adapter
 from ..swarm_model import identify_model
 from .remote import RemoteSequential, forward_context, within

@@ -25,8 +25,17 @@ from ..deadlines import RETRY_INTERVAL
 from ..request import WireTensor
 from ..router import ModelClient, Router
 from .chain import Link
-from .comparing import Agreement, Settlement, SpanAnswer, decide, settle, tolerance_between
-from .disjoint import Disagreement, Weights, plan_chains
+from .comparing import (
+    Agreement,
+    Disagreement,
+    Settlement,
+    SpanAnswer,
+    Weights,
+    decide,
+    plan_chains,
+    settle,
+    tolerance_between,
+)
 from .session import ClientSession
 from .stream import SessionSpec
 

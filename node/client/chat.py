@@ -1,9 +1,9 @@
-"""A conversation on disk: what was said, and the key and session with which its caches are found again."""
+"""A chat: its turns, which of them fit into the context, their tokens, and the file that keeps it from run to run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,11 +12,118 @@ from typing import Any, Final
 from filelock import FileLock, Timeout
 
 from ...crypto.identity import Identity, write_private
-from ..errors import BadInput, MachineError
-from .dialogue import Dialogue, Turn
+from ..errors import BadInput, MachineError, ModelError
+from ..models import ModelFolder
 from .session.session import SavedLink, SavedSession
 
 FORMAT: Final = "petalnode-chat/1"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """`role` is "system", "user" or "assistant", as chat templates call them."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """What was said so far, oldest first; the system turn, if any, stands first and always stays."""
+
+    turns: tuple[Turn, ...] = ()
+
+    def plus(self, role: str, content: str) -> Dialogue:
+        return replace(self, turns=(*self.turns, Turn(role, content)))
+
+    def without_oldest(self) -> Dialogue | None:
+        """Without the oldest question and its answer; None if only the newest question is left."""
+        start = 1 if self.turns and self.turns[0].role == "system" else 0
+        end = start + 1
+        while end < len(self.turns) and self.turns[end].role != "user":
+            end += 1
+        if end >= len(self.turns):
+            return None
+        return replace(self, turns=self.turns[:start] + self.turns[end:])
+
+
+def fit(
+    dialogue: Dialogue, tokenize: Callable[[Sequence[Turn]], list[int]], limit: int
+) -> tuple[Dialogue, list[int], int]:
+    """Drops the oldest turns until the prompt has at most `limit` tokens.
+
+    Returns:
+        What is left, its tokens, and how many turns went. If the newest question alone is too long, its tokens are
+        more than `limit`: the caller says so.
+    """
+    dropped = 0
+    while True:
+        tokens = tokenize(dialogue.turns)
+        if len(tokens) <= limit:
+            return dialogue, tokens, dropped
+        shorter = dialogue.without_oldest()
+        if shorter is None:
+            return dialogue, tokens, dropped
+        dropped += len(dialogue.turns) - len(shorter.turns)
+        dialogue = shorter
+
+
+class Text:
+    """Tokenizer and chat template of a model."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        from transformers import GenerationConfig
+
+        self._tokenizer = load_tokenizer(folder)
+        stops: set[int] = set()
+        try:
+            configured = GenerationConfig.from_pretrained(folder.path, local_files_only=True).eos_token_id
+        except OSError:
+            configured = folder.config.get("eos_token_id")
+        for ids in (configured, self._tokenizer.eos_token_id):
+            stops.update([ids] if isinstance(ids, int) else ids or [])
+        self.stop_tokens = tuple(sorted(stops))
+
+    def tokenize(self, turns: Sequence[Turn]) -> list[int]:
+        """The prompt for the next answer. A model without a chat template gets the plain text."""
+        if not self._tokenizer.chat_template:
+            return list(self._tokenizer("\n".join(turn.content for turn in turns))["input_ids"])
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        return list(
+            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def stream(self, write: Callable[[str], object]) -> Callable[[int], None]:
+        """A function that takes tokens one by one and writes text as soon as it is whole characters."""
+        from tokenizers.decoders import DecodeStream
+
+        decoder = DecodeStream(skip_special_tokens=True)
+
+        def on_token(token: int) -> None:
+            piece = decoder.step(self._tokenizer.backend_tokenizer, token)
+            if piece:
+                write(piece)
+
+        return on_token
+
+
+def load_tokenizer(folder: ModelFolder) -> Any:
+    """
+    Raises:
+        ModelError: the folder has none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder.path} has no tokenizer that can be used ({error}); copy its files too") from None
+
+
+# --- the file
 
 
 @dataclass(frozen=True)
