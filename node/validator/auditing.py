@@ -1,4 +1,4 @@
-"""The auditor's side of `/petalnode/receipts/1`: takes a random sample of what clients show, to be judged in peace."""
+"""The auditor's side of `/petalnode/receipts/1`: takes a random sample of the receipts that clients share."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from ..trust.bundle import BadBundle, Bundle
 OFFER_TIMEOUT: Final = 30.0
 PIECE_TIMEOUT: Final = 30.0
 CALLS_PER_MINUTE: Final = 12
-"""That one client may make."""
-MOST_CALLS: Final = 8
+"""Of one client."""
+MAX_CALLS: Final = 8
 """At once, of all clients."""
-MOST_WAITING: Final = 32
-"""Bundles that wait to be judged, and how many bytes they may have together."""
-MOST_WAITING_BYTES: Final = 256 << 20
+MAX_PENDING: Final = 32
+"""Bundles that wait to be judged."""
+MAX_PENDING_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What a client shows: the bundle says what a server was asked and what it signed.
+    """A receipt that a client shares; the bundle has the request and the answer that the server signed.
 
-    Nothing in it was checked but the countersignature; `check_evidence` tells whether it proves a fault.
+    Only the countersignature was checked; `check_evidence` says whether it proves a fault.
     """
 
     client: str
@@ -50,16 +50,16 @@ class Audit:
 
 
 def choose(receipts: Sequence[Receipt], known: Callable[[Receipt], bool], count: int) -> list[int]:
-    """The numbers of `count` receipts at random, of those that this auditor can judge (`known`)."""
+    """The indices of `count` receipts at random, of those that this auditor can judge (`known`)."""
     usable = [number for number, receipt in enumerate(receipts) if known(receipt)]
     return random.sample(usable, min(count, len(usable)))
 
 
 class ReceiptAuditService:
-    """Where clients bring their receipts. Made on a swarm that listens; `next` gives one audit after the other.
+    """Handles `/petalnode/receipts/1` on a swarm that listens; `next` gives one audit after the other.
 
-    `known` says whether a receipt can be judged here (its model version, say); `sample` is how many are taken of each
-    call.
+    `known` says whether a receipt can be judged here (by its model version, for example); `sample` is how many are
+    taken of a call.
     """
 
     def __init__(self, swarm: Swarm, known: Callable[[Receipt], bool], *, sample: int = 2) -> None:
@@ -68,12 +68,12 @@ class ReceiptAuditService:
         self._calls: dict[str, deque[float]] = {}
         self._open = 0
         self._bytes = 0
-        self._in, self._out = trio.open_memory_channel[Audit](MOST_WAITING)
+        self._send, self._receive = trio.open_memory_channel[Audit](MAX_PENDING)
         swarm.set_handler(RECEIPTS, wire.EvidenceFrame, self._serve, max_header=MAX_HEADER, max_payload=PIECE_BYTES)
 
     async def next(self) -> Audit:
-        """Waits for the next one."""
-        audit = await self._out.receive()
+        """Waits for the next audit."""
+        audit = await self._receive.receive()
         self._bytes -= _size(audit)
         return audit
 
@@ -91,10 +91,10 @@ class ReceiptAuditService:
 
     def _may_call(self, peer_id: str) -> bool:
         now = trio.current_time()
-        for other in [each for each, calls in self._calls.items() if not calls or calls[-1] < now - 60]:
-            del self._calls[other]
+        for silent in [peer for peer, calls in self._calls.items() if not calls or calls[-1] < now - 60]:
+            del self._calls[silent]
         calls = self._calls.setdefault(peer_id, deque(maxlen=CALLS_PER_MINUTE))
-        if self._open >= MOST_CALLS or (len(calls) == CALLS_PER_MINUTE and calls[0] > now - 60):
+        if self._open >= MAX_CALLS or (len(calls) == CALLS_PER_MINUTE and calls[0] > now - 60):
             return False
         calls.append(now)
         return True
@@ -124,18 +124,18 @@ class ReceiptAuditService:
             self._put(Audit(stream.peer_id, receipt, bundle), stream.peer_id)
 
     def _put(self, audit: Audit, peer_id: str) -> None:
-        if _judged(audit.bundle) != audit.receipt.signature or audit.bundle.accuser != peer_id:
+        if _signature_of(audit.bundle) != audit.receipt.signature or audit.bundle.accuser != peer_id:
             raise ProtocolError(f"{peer_id} shows something else than was picked", peer_id)
-        if self._bytes + _size(audit) > MOST_WAITING_BYTES:
+        if self._bytes + _size(audit) > MAX_PENDING_BYTES:
             return
         try:
-            self._in.send_nowait(audit)
+            self._send.send_nowait(audit)
         except trio.WouldBlock:
             return
         self._bytes += _size(audit)
 
 
-def _judged(bundle: Bundle) -> bytes:
+def _signature_of(bundle: Bundle) -> bytes:
     """The signature of the receipt that a bundle is about."""
     evidence = bundle.evidence
     if evidence.HasField("work"):

@@ -1,4 +1,4 @@
-"""What a validator has found so far: verdicts on disk, the oldest of which make room for new ones."""
+"""A validator's verdicts in an sqlite file; the oldest make room for new ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...protocols.ids import Span
 from ..trust.database import Database
 from ..verification.verdicts import Verdict
 
-MOST_VERDICTS: Final = 100_000
+MAX_VERDICTS: Final = 100_000
 """About 30 MB."""
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS verdicts (
@@ -33,16 +33,16 @@ CREATE INDEX IF NOT EXISTS by_peer ON verdicts (model_version, peer_id, time);
 
 
 class History(Database):
-    """Verdicts of one validator. Belongs to one thread at a time."""
+    """Verdicts of one validator. Used by one thread at a time."""
 
     NAME = "history"
 
-    def __init__(self, file: Path, most: int = MOST_VERDICTS) -> None:
+    def __init__(self, file: Path, most: int = MAX_VERDICTS) -> None:
         super().__init__(file, _SCHEMA)
         self._most = most
 
     def add(self, model_version: bytes, verdict: Verdict, now: float | None = None) -> None:
-        """Keeps a verdict, and forgets what is too much."""
+        """Adds a verdict, and removes the oldest of too many."""
         blocks = (verdict.blocks.start, verdict.blocks.end)
         found = (verdict.verdict, verdict.kind, verdict.reason, verdict.error, verdict.tolerance, verdict.requests)
         row = (time.time() if now is None else now, model_version, verdict.peer_id, *blocks, *found)

@@ -1,8 +1,8 @@
 """Which probes a validator makes: pure functions of who serves what, and of random numbers that no server can know.
 
-A probe is what users do anyway: a conversation, or a batch of a fine-tuning, over a whole chain of servers. All servers
-of the chain are looked at by it, each at the blocks that it had in it. Random requests of validators to all servers:
-Petals (NeurIPS 2023, appendix H).
+A probe is what users do: a conversation, or a batch of a fine-tuning, over a whole chain of servers. It tests every
+server of the chain, at its blocks in that chain. Random requests of validators to all servers are those of Petals
+(NeurIPS 2023, appendix H).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ...protocols.ids import Span
 from ..swarm.routing import Hop
 
 Kind = Literal["chat", "training", "deep-prompt", "lora"]
-"""A conversation, or a batch of a training: of something that stays with the client, such as soft prompts, or of what
-servers keep for it, whose gradients they return too."""
+"""A conversation, or a batch of a training: of weights that stay with the client, such as soft prompts, or of kept
+tensors, whose gradients servers return too."""
 
 TRAINING: Final[tuple[Kind, ...]] = ("training", "deep-prompt", "lora")
 TRAINING_SHARE: Final = 0.25
-"""Of the probes of a service, all kinds of training together."""
+"""Of a validator's probes, all kinds of training together."""
 _USUAL_ANSWER: Final = 24
 _MOST_ANSWER: Final = 160
 _MOST_ROWS: Final = 4
@@ -61,11 +61,11 @@ class Probe:
 
 
 def chain_through(target: Serving, servers: Collection[Serving], num_blocks: int, random: Random) -> tuple[Hop, ...]:
-    """A chain in which `target` runs all of its blocks, and others, drawn at random, those before and behind it.
+    """A chain in which `target` runs all of its blocks, and servers drawn at random run those before and behind it.
 
     Where nobody has a block, the chain begins behind it or ends before it.
     """
-    others = sorted((server for server in servers if server.peer_id != target.peer_id), key=lambda each: each.peer_id)
+    others = [server for server in sorted(servers, key=_peer_id) if server.peer_id != target.peer_id]
     start = target.span.start
     while start > 0 and any(start - 1 in other.span for other in others):
         start -= 1
@@ -74,6 +74,10 @@ def chain_through(target: Serving, servers: Collection[Serving], num_blocks: int
         end += 1
     before = _filled(others, start, target.span.start, random)
     return (*before, Hop(target.peer_id, target.span), *_filled(others, target.span.end, end, random))
+
+
+def _peer_id(server: Serving) -> str:
+    return server.peer_id
 
 
 def _filled(servers: Sequence[Serving], start: int, end: int, random: Random) -> list[Hop]:
@@ -115,13 +119,12 @@ def whole_round(
 def next_probe(
     servers: Collection[Serving], seconds_since: Mapping[str, float], num_blocks: int, random: Random
 ) -> Probe:
-    """What a service does next. Each server is the target with a chance that grows with `seconds_since` it last was.
-
-    So none is forgotten, and none is safe for a while. `servers` must not be empty.
+    """The next probe. A server is its target with a chance that grows with the seconds since its last verdict: none is
+    forgotten, and none is safe for a while. `servers` must not be empty.
     """
-    ordered = sorted(servers, key=lambda each: each.peer_id)
+    ordered = sorted(servers, key=_peer_id)
     longest = max(seconds_since.values(), default=1.0)
-    weights = [1.0 + seconds_since.get(each.peer_id, 2 * longest) for each in ordered]
+    weights = [1.0 + seconds_since.get(server.peer_id, 2 * longest) for server in ordered]
     (target,) = random.choices(ordered, weights)
     kind: Kind = random.choice(TRAINING) if random.random() < TRAINING_SHARE else "chat"
     return drawn(kind, chain_through(target, servers, num_blocks, random), random)

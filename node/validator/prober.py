@@ -1,4 +1,4 @@
-"""Carries out one probe: a conversation or a batch as any client has them, of which every answer is kept.
+"""Carries out one probe: a session or a batch as any client has them, of which every answer is kept.
 
 Each probe is a node of its own: a fresh key, a host that joins and leaves, set up like that of `chat`. The client's own
 classes do the talking, so a probe is a user in all but its purpose; only the chain is chosen by the validator.
@@ -48,12 +48,12 @@ _ROOM: Final = (256, 512, 512, 1024)
 
 @dataclass(frozen=True)
 class Probed:
-    """What came of a probe.
+    """The result of a probe.
 
     Attributes:
-        archive: receipts of all answers, with what was asked.
-        devices: by peer id, the kind of device that a server says it computes on.
-        failures: per server that failed or cheated, how.
+        archive: receipts of all answers, with the requests.
+        devices: by peer id, the kind of device that a server announces.
+        failures: by peer id, the error of a server that failed or cheated.
     """
 
     probe: Probe
@@ -69,7 +69,7 @@ class Probed:
 
 
 class _RoutedClient(SwarmClient):
-    """A client that takes the chain that it was given, and gives up where another would look for other servers."""
+    """A client with a fixed route, which fails where another client would look for other servers."""
 
     def __init__(self, swarm: Any, model: SwarmModel, nursery: trio.Nursery, route: Sequence[Hop]) -> None:
         super().__init__(swarm, model, nursery)
@@ -93,7 +93,7 @@ class _RoutedClient(SwarmClient):
 
 
 async def run_probe(config: SwarmConfig, model: ProbeModel, probe: Probe) -> Probed:
-    """Joins under a new key, does what `probe` says, leaves, and returns what was seen.
+    """Joins under a new key, carries out `probe`, leaves, and returns the result.
 
     A server's fault is no error: it is in `failures`.
 
@@ -102,7 +102,7 @@ async def run_probe(config: SwarmConfig, model: ProbeModel, probe: Probe) -> Pro
     """
     failures: dict[str, SwarmError] = {}
     archive = ReceiptArchive(shared_bytes=SHARED_BYTES)
-    # Without a memory of its own: whom this person has banned must be probed all the same.
+    # With a trust store of its own: servers that this person has banned must be probed all the same.
     host = replace(config, identity=Identity.generate(), trust=TrustStore(), gossip=False)
     async with open_swarm(host) as swarm:
         with suppress(SwarmError):
@@ -156,9 +156,9 @@ async def _chat(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
 
 
 class _Steps:
-    """What enters the first server of the chain: the prompt, then a token at a time.
+    """The inputs of the chain's first server: the prompt, then a token at a time.
 
-    Of a chain over the whole model the tokens are drawn from its own answers. Where the swarm holds a part of the model
+    With a chain over the whole model the tokens are drawn from its answers. Where the swarm holds a part of the model
     only, they are those of a text, and the blocks before the part are computed here.
     """
 
@@ -183,7 +183,7 @@ class _Steps:
         return self._model.local.embed(torch.tensor([self._tokens[start:]]), start)
 
     def take(self, answered: Sequence[WireTensor]) -> bool:
-        """Draws the next token from an answer; false if the answer is at its end."""
+        """Draws the next token from an answer; False at the end of the text."""
         if self._hidden is not None:
             return self._sent < len(self._tokens)
         last = from_chunks(answered[-1:])[:, -1:]
@@ -193,12 +193,12 @@ class _Steps:
 
 
 def _entering(model: ProbeModel, block: int, tokens: torch.Tensor) -> torch.Tensor:
-    """What enters `block` for int64 [rows, tokens], computed here: [rows, tokens, hidden size]."""
+    """The input of `block` for int64 [rows, tokens], computed here: [rows, tokens, hidden size]."""
     hidden = model.local.embed(tokens)
     if not block:
         return hidden
-    truth = Recomputation(model.swarm_model.folder.path, dtype_name(model.local.dtype), "none")
-    (answer,) = truth.answer([SessionQuestion(Span(0, block), (Step(0, hidden),))])
+    recomputation = Recomputation(model.swarm_model.folder.path, dtype_name(model.local.dtype), "none")
+    (answer,) = recomputation.answer([SessionQuestion(Span(0, block), (Step(0, hidden),))])
     assert isinstance(answer, SessionAnswer)
     return answer.outputs[0]
 

@@ -271,7 +271,7 @@ def test_validators_recompute_what_they_hear_and_convince_who_trusts_them(folder
                 )
                 await until(lambda each=each: bool(each.gossip.peers()))
             await until(lambda: bool(liar.gossip.peers()))
-            endorser = Endorser(other, folder, server.version)
+            endorser = Endorser(other, folder)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(endorser.run)
                 found = session_bundle(finder.identity, server.session(steps, spoil=spoiled), 1)

@@ -144,7 +144,7 @@ async def _validate(
                     found = await validator.once()
                 else:
                     nursery.start_soon(validator.audit)
-                    nursery.start_soon(Endorser(swarm, folder, identified.version, device=target).run)
+                    nursery.start_soon(Endorser(swarm, folder, device=target).run)
                     await validator.run(interval)
         finished = True
         nursery.cancel_scope.cancel()
