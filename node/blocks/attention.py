@@ -29,7 +29,7 @@ class NotRagged(Exception):
     """This architecture's attention needs something that ragged attention does not do."""
 
 
-class SessionView(Cache):  # type: ignore[misc]  (transformers is untyped here)
+class SessionView(Cache):  # type: ignore[misc]  # transformers is untyped here
     """A `SpanCache` as transformers' models see it. Blocks count from 0 within the span."""
 
     def __init__(self, cache: SpanCache) -> None:
@@ -82,7 +82,7 @@ class Rows(list[torch.Tensor]):
     window: int | None = None
 
 
-class RaggedView(Cache):  # type: ignore[misc]  (transformers is untyped here)
+class RaggedView(Cache):  # type: ignore[misc]  # transformers is untyped here
     """The caches of several sessions as one cache that takes one token for every row of all of them."""
 
     def __init__(self, caches: Sequence[SpanCache]) -> None:

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ..errors import BadInput
 
 
-class RemoteCache(Cache):  # type: ignore[misc]  (transformers is untyped here)
+class RemoteCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """A session's cache as transformers' `generate` sees it: the tokens are counted here and held by servers.
 
     Attributes:

@@ -365,7 +365,7 @@ def _cut_config(config: PreTrainedConfig, span: Span, num_blocks: int) -> None:
     config.num_hidden_layers = len(span)
 
 
-class _Recorder(Cache):  # type: ignore[misc]  (transformers is untyped here)
+class _Recorder(Cache):  # type: ignore[misc]  # transformers is untyped here
     """Sees which keys and values the blocks want to keep."""
 
     def __init__(self, count: int) -> None:
