@@ -18,7 +18,7 @@ _SAME_REQUEST = (
 
 
 class NotProven(Exception):
-    """The evidence does not show what it is said to show; the text says why."""
+    """The evidence does not prove the fault that it claims; the text says why."""
 
 
 def check_equivocation(accused: str, first: Receipt, second: Receipt) -> str:

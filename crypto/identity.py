@@ -1,4 +1,4 @@
-"""Who a node is: an Ed25519 key, whose public half is the peer id.
+"""A node's identity: an Ed25519 key, whose public half is the peer id; its file, and other private files.
 
 A libp2p peer id of an Ed25519 key contains the whole public key (an identity multihash), so whoever knows the
 peer id can check the node's signatures without asking anyone.
@@ -53,7 +53,7 @@ class Identity:
 
     @classmethod
     def from_seed(cls, seed: bytes) -> Identity:
-        """The key pair that this 32-byte secret stands for.
+        """The key pair of this 32-byte secret.
 
         Raises:
             ValueError: if it is not 32 bytes.
@@ -126,7 +126,7 @@ def _public_key(peer_id: str) -> Ed25519PublicKey:
 
 @lru_cache(maxsize=4096)
 def peer_id_to_bytes(peer_id: str) -> bytes:
-    """The 38 bytes that stand for a base58 peer id on the wire.
+    """The 38 bytes of a base58 peer id on the wire.
 
     Raises:
         ValueError: if it is not the id of an Ed25519 key.

@@ -1,8 +1,8 @@
-"""Pledges: a server's signed word that it stands by its receipts, and what it loses if one is proved wrong.
+"""Pledges: a server's signed statement that it stands by its receipts, and the deposit it loses if one is proved wrong.
 
 The "pledge" of Petals (ACL demo 2023, appendix A): "Some servers may vouch for the correctness of their outputs by
 depositing a certain number of points". Who keeps the points is a validator, which signs for it; without one the deposit
-is a mere promise, and worth what those think of it who hear of a fault.
+is a promise without security.
 """
 
 from __future__ import annotations

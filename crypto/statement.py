@@ -27,7 +27,7 @@ class Statement:
 
     @property
     def signer(self) -> str:
-        """The peer id of whose statement it is."""
+        """The peer id whose statement it is."""
         raise NotImplementedError
 
     def canonical_bytes(self) -> bytes:

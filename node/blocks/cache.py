@@ -33,7 +33,7 @@ class SpanCache:
 
     Sliding-window blocks keep the whole history too: only so can a session be rolled back exactly.
 
-    Not thread-safe: whoever computes owns it.
+    Not thread-safe: the compute thread owns it.
 
     Attributes:
         batch: rows.

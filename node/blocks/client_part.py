@@ -36,7 +36,7 @@ class ClientModel:
         num_blocks: blocks of the whole model.
         hidden_size: values per token between blocks.
         dtype, device: of the weights here.
-        layer: what stands in the place of the blocks.
+        layer: the module in the place of the blocks.
         blocks_path: the name of the list of blocks in the model.
         linears: per block, (values in, values out) of its linear layers, by their paths in it.
         any_token: an id that is not the padding's, where only the number of tokens matters.
@@ -86,7 +86,7 @@ class ClientModel:
 
     @contextmanager
     def prompted(self, prompts: torch.Tensor, starts: torch.Tensor | None = None) -> Iterator[None]:
-        """Within it, `prompts` [prefix, embedding size] stand for some tokens of every row, in this thread.
+        """Within it, `prompts` [prefix, embedding size] are the embeddings of some tokens of every row, in this thread.
 
         Those are the first `prefix` ones, or those from `starts` [rows] on.
         """

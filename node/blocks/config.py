@@ -1,4 +1,4 @@
-"""What a model folder says of its architecture, and on what it shall be computed."""
+"""The configuration of a model folder, and the choice of device and dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in a client's model for the blocks that it does not hold."""
+"""Stand-ins for remote blocks in a client's model: one module, its cache and what it passes on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RemoteCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.rollback(min(length, self._length))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row r shall continue row `beam_idx[r]`; kept until the next step takes it along."""
+        """Row r continues row `beam_idx[r]`; sent with the next step."""
         rows = [int(row) for row in beam_idx]
         self._reorder = rows if self._reorder is None else [self._reorder[row] for row in rows]
 
@@ -121,10 +121,10 @@ Remote = Callable[[torch.Tensor, RemoteCall], torch.Tensor]
 
 
 class RemoteBlocks(nn.Module):
-    """The one layer that stands where the blocks were.
+    """The one layer in the place of all blocks.
 
     Attributes:
-        inner: the module that runs the blocks, so that what it has to learn is among the model's parameters.
+        inner: the module that runs the blocks, so that its trainable parameters are among the model's.
     """
 
     inner: nn.Module | None

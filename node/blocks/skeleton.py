@@ -189,7 +189,7 @@ def fill(
     """Loads the weights of every part for which `wanted(block number, or None outside the blocks)` is true.
 
     Parts that are not wanted must have been taken out of the model before, and so must the parameters that `there`
-    names, which something else stands for. A tensor that needs no conversion stays memory-mapped. Once for a model:
+    names, which quantised modules replace. A tensor that needs no conversion stays memory-mapped. Once for a model:
     a second time would leave its rotary frequencies undefined.
 
     Raises:

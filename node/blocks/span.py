@@ -45,7 +45,7 @@ _UNBOUNDED_POSITIONS = 1 << 20  # architectures without a table or rotary range 
 # Largest relative rms difference between a ragged step and separate ones. Kernels differ in the last bits; a
 # wrong mask or position differs by tens of percent.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-_QUANTISED_TOLERANCE = 6e-2  # they round what comes in, so that the last bits decide over the eighth
+_QUANTISED_TOLERANCE = 6e-2  # inputs are rounded to few bits, so a last bit may change the eighth
 
 
 class BlockSpan:
@@ -55,7 +55,7 @@ class BlockSpan:
         span: the blocks, numbered in the whole model.
         num_blocks: blocks of the whole model.
         hidden_size: values per token between blocks.
-        dtype, device: what it computes in and on.
+        dtype, device: of the computation.
         cache_bytes_per_token: attention cache of one token of one row, all blocks of the span.
         max_positions: tokens that the architecture can tell apart.
         supports_ragged: whether `decode` runs the sessions as one batch.
@@ -189,7 +189,7 @@ class BlockSpan:
             try:
                 outputs.update(self._decode_together(batch))
             except NotByRow:
-                # Nothing has advanced: what was written is written again.
+                # No cache has advanced: keys and values are written again.
                 self._mixes_adapters = False
                 rest = self.decode(
                     [(member.hidden, member.cache) for member in batch], [member.adapter for member in batch]
@@ -262,7 +262,7 @@ class _Member:
 
 
 def _adapter_rows(batch: Sequence[_Member]) -> list[AdapterRows]:
-    """Whose rows are changed by what; those of one adapter stand together."""
+    """The rows of each adapter in the batch, where members of one adapter are neighbours."""
     rows = sum(member.cache.batch for member in batch)
     adapter_rows: list[AdapterRows] = []
     start = 0

@@ -50,7 +50,7 @@ def _lora_hook(a: torch.Tensor, b: torch.Tensor) -> Any:
 
 
 class NotByRow(Exception):
-    """A layer does not get one row of values for each row of the batch: which adapter is whose cannot be told."""
+    """A layer does not get one row of values for each row of the batch: adapters cannot be assigned to rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def make_span_adapter(
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """An adapter and whose it is in a pass: rows `start` .. `end - 1` of `rows`."""
+    """An adapter and its rows in a pass: `start` .. `end - 1` of `rows`."""
 
     adapter: SpanAdapter
     start: int

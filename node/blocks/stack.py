@@ -1,7 +1,7 @@
 """A run of consecutive blocks inside the decoder that they come from.
 
 The decoder's own `forward` stays in charge: it makes rotary embeddings, masks and whatever else its blocks want.
-Only what comes before the first block and after the last is taken out.
+Only modules before the first block and after the last are taken out.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class BlockStack:
             cache: None keeps nothing, and lets gradients through.
             position_ids: int64 [rows or 1, tokens].
             attention_mask: bool or int [rows, tokens held + new], 0 where there is padding.
-            ragged: `cache` hands out one entry per session; one token per row.
-            part: indices of the blocks that compute; the others hand on what they get. None is all.
+            ragged: `cache` returns one entry per session; one token per row.
+            part: indices of the blocks that compute; the others return their input. None is all.
         """
         arguments: dict[str, Any] = {"position_ids": position_ids} if self._takes_positions else {}
         self._input = hidden
@@ -101,7 +101,7 @@ class BlockStack:
         return output
 
     def _put_input(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        # Some decoders scale or normalise what they are given; the client has done that already.
+        # Some decoders scale or normalise their input; the client has done that already.
         if args:
             return (self._input, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._input}

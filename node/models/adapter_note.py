@@ -1,4 +1,4 @@
-"""The note beside an adapter that says what it was made for: `petalnode.json`, which peft passes over."""
+"""`petalnode.json` beside an adapter: the model, task and method that it was trained for. peft ignores the file."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class AdapterNote:
     Attributes:
         method: how it was trained.
         model, model_version: the name of the model, and its version: 64 hexadecimal digits.
-        task: what it does.
+        task: language model or classifier.
         labels: of a classifier, in the order of its logits.
-        tags: for whoever searches.
+        tags: for searches on a hub.
         results: figures of its training, for people.
     """
 

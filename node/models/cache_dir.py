@@ -1,4 +1,4 @@
-"""Where imported models and remembered digests are kept on this machine."""
+"""petalnode's cache on this machine: where it is, and model folders that are made in it once, whole or not at all."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def imported_folder(key: str) -> Path:
 def import_once(key: str, what: str, build: Callable[[Path], None], progress: Progress) -> Path:
     """Returns the folder `key` of the cache; makes it by `build(empty folder)` if it is not there.
 
-    The folder gets its name only when it is complete, and what was begun is removed if `build` raises. If
+    The folder gets its name only when it is complete, and an incomplete folder is removed if `build` raises. If
     another process is making it, this one waits for it: that process holds a lock which its end releases.
 
     Raises:
@@ -115,7 +115,7 @@ def import_once(key: str, what: str, build: Callable[[Path], None], progress: Pr
             if target.is_dir():
                 return target
             partial = target.parent / f"{key}.partial"
-            shutil.rmtree(partial, ignore_errors=True)  # what a killed process left: nobody else has the lock
+            shutil.rmtree(partial, ignore_errors=True)  # of a killed process: this one holds the lock
             partial.mkdir()
             try:
                 build(partial)

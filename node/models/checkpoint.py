@@ -194,7 +194,7 @@ class Checkpoint:
         # Imported for tensors only: most who look at a checkpoint read headers.
         from safetensors import SafetensorError, safe_open
 
-        file = self.tensor(key).file  # says in words what is wrong with the file
+        file = self.tensor(key).file  # a clearer error than safetensors' own
         if file.name not in self._mapped:
             try:
                 self._mapped[file.name] = self._open.enter_context(safe_open(file, framework="pt", device="cpu"))
@@ -203,7 +203,7 @@ class Checkpoint:
         return self._mapped[file.name].get_slice(key)
 
     def release(self) -> None:
-        """Closes the files until they are needed again, and so gives back the memory of what was read of them."""
+        """Closes the files until they are needed again, and so frees the memory of their mapped pages."""
         self._mapped.clear()
         self._open.close()
 
@@ -293,7 +293,7 @@ class ShardWriter:
         self._waiting.update(tensors)
 
     def close(self) -> None:
-        """Writes what is left, and the index if there are several shards."""
+        """Writes the last shard, and the index if there are several."""
         self._write()
         if len(self._shards) == 1:
             self._shards[0][0].rename(self._folder / SINGLE)

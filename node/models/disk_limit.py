@@ -44,7 +44,7 @@ class CacheEntry:
 
 
 def to_remove(entries: Sequence[CacheEntry], limit: int, keep: Collection[Path] = ()) -> tuple[CacheEntry, ...]:
-    """What has to go for the rest to be at most `limit` bytes: what was not used for longest, never those in `keep`."""
+    """The least recently used entries whose removal leaves at most `limit` bytes; never those in `keep`."""
     excess = sum(entry.nbytes for entry in entries) - limit
     going = []
     for entry in sorted(entries, key=lambda entry: (entry.used, str(entry.path))):
@@ -67,7 +67,7 @@ def note_fetched(shards: Iterable[Path]) -> None:
 
 
 def evict_for_download(limit: int | None) -> BeforeDownload:
-    """Before a download, removes so much that all stays within `limit` bytes; notes that what comes is ours."""
+    """A callback that removes old entries so that all stays within `limit` bytes, and notes the new files as ours."""
 
     def before_download(coming: Mapping[Path, int], needed: Collection[Path]) -> None:
         if limit is not None:
@@ -218,7 +218,7 @@ def _remove(path: Path, staying: Collection[Path]) -> None:
 
 
 def _remove_link(file: Path) -> None:
-    """Removes a file of a snapshot, which is a link; what it leads to may be shared with another snapshot."""
+    """Removes a file of a snapshot, which is a link; its blob stays if another snapshot shares it."""
     blob, folder = file.resolve(), file.parent
     shared = any(
         other.resolve() == blob

@@ -1,7 +1,7 @@
 """The model version, and the manifest that it is the hash of.
 
 A manifest holds the canonical architecture and one digest for the embeddings, for each block, and for norm
-and head (see `canonical_architecture` and `part_digests`). It is a few kilobytes, is made by whoever
+and head (see `canonical_architecture` and `part_digests`). It is a few kilobytes, is made by a node that
 has the whole model, and lets a node that holds a part of the model check that part.
 """
 

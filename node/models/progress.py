@@ -1,4 +1,4 @@
-"""How far a long piece of work is; what is shown of it is up to the caller."""
+"""Progress callbacks of downloads, imports and hashing."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def block_throughput(starts: Ints, ends: Ints, throughputs: Floats, num_blocks: 
 def throughput_bound(capacity: Ints, block_seconds: Floats, num_blocks: int) -> float:
     """The largest z with sum over machines of min(1 / s, z capacity) >= z blocks: what no placement exceeds.
 
-    A machine does at most 1 / s blocks a second, and of what it does beyond z for a block nobody has anything.
+    A machine computes at most 1 / s blocks a second; more than z of any one block is of no use.
     """
     speed = np.where(capacity > 0, 1 / np.maximum(block_seconds, 1e-12), 0.0)
     low, high = 0.0, float(speed.sum()) / num_blocks

@@ -1,7 +1,7 @@
 """Quantised blocks on this disk, so that a server quantises a model once and not at every start.
 
-A file for each block, in petalnode's cache. Nothing is lost with it: what is missing or damaged is made again, and
-where the disk is nearly full the blocks that were not used for longest give way.
+A file for each block, in petalnode's cache. A missing or damaged file is made again; where the disk
+is nearly full, the least recently used blocks are removed.
 """
 
 from __future__ import annotations
@@ -133,4 +133,4 @@ def _last_used(file: Path) -> float:
     try:
         return file.stat().st_mtime
     except OSError:
-        return 0.0  # somebody else has just removed it
+        return 0.0  # another process has just removed it

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Self
 
 import torch
 
-from .matrix import QuantisedMatrix, bitsandbytes, pieces
+from .matrix import QuantisedMatrix, TensorKind, bitsandbytes, pieces
 
 _LOW_STEPS = 254.0  # what rounding leaves is within half a step: 127 parts of it on either side
 
 
 class Int8Matrix(QuantisedMatrix):
-    """Row r stands for `weight[r] * scale[r] / 127`; weight int8 [out, in], scale float32 [out].
+    """Row r is `weight[r] * scale[r] / 127`; weight int8 [out, in], scale float32 [out].
 
     Where bytes are multiplied quickly (AVX-512, CUDA), inputs are rounded to sixteen bits, each row for itself, and
     multiplied as two halves of eight. Eight bits alone, which the paper then mends for outliers, cost SmolLM2 4 % of
@@ -23,9 +22,8 @@ class Int8Matrix(QuantisedMatrix):
     """
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        super().__init__(weight, scale)
         self.shape = _shape(weight)
-        self._weight = weight
-        self._scale = scale
         self._step = scale / 127.0
 
     @classmethod
@@ -40,15 +38,9 @@ class Int8Matrix(QuantisedMatrix):
         integers[scale == 0] = 0  # a row of zeros divides by zero
         return cls(integers, scale)
 
-    @classmethod
-    def restore(cls, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], device: torch.device) -> Self:
-        weight, scale = tensors["weight"], tensors["scale"]
-        if (weight.dtype, tuple(weight.shape)) != (torch.int8, shape) or tuple(scale.shape) != shape[:1]:
-            raise ValueError(f"no int8 matrix of {shape}")
-        return cls(weight.to(device), scale.to(device))
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"weight": self._weight, "scale": self._scale}
+    @staticmethod
+    def kinds(shape: tuple[int, int]) -> tuple[TensorKind, TensorKind]:
+        return (torch.int8, shape), (torch.float32, shape[:1])
 
     def rows(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         return (self._weight[start:end] * self._step[start:end, None]).to(dtype)

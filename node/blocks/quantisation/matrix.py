@@ -2,7 +2,7 @@
 
 The numbers are bitsandbytes' own; its modules are not used: they repack their 4-bit weights in the first forward pass
 that needs no gradient, and give silently wrong gradients from then on. Here a matrix has one layout for its life, and
-the gradient with respect to its input is always taken with the values that the matrix stands for.
+the gradient with respect to its input is always taken with the dequantised values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import nn
@@ -26,8 +26,11 @@ _DEVICE_PIECE_BYTES = 128 << 20
 _PIECE_ROWS = 64  # pieces begin at multiples of this, where every layout can be cut
 
 
+TensorKind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+
+
 class QuantisedMatrix(ABC):
-    """A weight matrix of a linear layer, frozen.
+    """A weight matrix of a linear layer, frozen: quantised weights, and the scales of rows or of runs of weights.
 
     Attributes:
         shape: (values out, values in).
@@ -35,23 +38,35 @@ class QuantisedMatrix(ABC):
 
     shape: tuple[int, int]
 
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        self._weight = weight
+        self._scale = scale
+
     @classmethod
     @abstractmethod
     def quantise(cls, weight: torch.Tensor) -> Self:
         """From float [out, in], on its device. Needs memory for a few megabytes beside the result."""
 
-    @classmethod
+    @staticmethod
     @abstractmethod
+    def kinds(shape: tuple[int, int]) -> tuple[TensorKind, TensorKind]:
+        """Dtypes and shapes of the weight and the scale of a matrix of this shape."""
+
+    @classmethod
     def restore(cls, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], device: torch.device) -> Self:
         """From what `tensors` gave.
 
         Raises:
             ValueError, KeyError: they are not those of such a matrix.
         """
+        weight, scale = tensors["weight"], tensors["scale"]
+        if tuple((tensor.dtype, tuple(tensor.shape)) for tensor in (weight, scale)) != cls.kinds(shape):
+            raise ValueError(f"no {cls.__name__.removesuffix('Matrix').lower()} matrix of {shape}")
+        return cls(weight.to(device), scale.to(device))
 
-    @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that the matrix is, to be kept on a disk."""
+        return {"weight": self._weight, "scale": self._scale}
 
     @abstractmethod
     def rows(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, Self
 
 import torch
 
 from ...models.quantisation import NF4_BLOCK
-from .matrix import QuantisedMatrix, bitsandbytes, pieces
+from .matrix import QuantisedMatrix, TensorKind, bitsandbytes, pieces
 
 _KERNEL_ROWS = 32  # of the matrix that bitsandbytes' CPU kernel reads side by side
 
@@ -21,9 +20,8 @@ class Nf4Matrix(QuantisedMatrix):
     """
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        super().__init__(weight, scale)
         self.shape = (weight.shape[0], weight.shape[1] * 2)
-        self._weight = weight
-        self._scale = scale
 
     @classmethod
     def quantise(cls, weight: torch.Tensor) -> Self:
@@ -37,18 +35,10 @@ class Nf4Matrix(QuantisedMatrix):
             scales.append(state.absmax)
         return cls(torch.cat(codes).view(out, into // 2), torch.cat(scales))
 
-    @classmethod
-    def restore(cls, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], device: torch.device) -> Self:
-        weight, scale = tensors["weight"], tensors["scale"]
+    @staticmethod
+    def kinds(shape: tuple[int, int]) -> tuple[TensorKind, TensorKind]:
         out, into = shape
-        if (weight.dtype, tuple(weight.shape)) != (torch.uint8, (out, into // 2)) or (
-            scale.dtype, scale.numel()
-        ) != (torch.float32, -(-out * into // NF4_BLOCK)):  # fmt: skip
-            raise ValueError(f"no nf4 matrix of {shape}")
-        return cls(weight.to(device), scale.to(device))
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"weight": self._weight, "scale": self._scale}
+        return (torch.uint8, (out, into // 2)), (torch.float32, (-(-out * into // NF4_BLOCK),))
 
     def rows(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         into = self.shape[1]
@@ -72,9 +62,8 @@ class PackedNf4Matrix(QuantisedMatrix):
     """
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        super().__init__(weight, scale)
         self.shape = (weight.shape[0], weight.shape[1] * 2)
-        self._weight = weight
-        self._scale = scale
         self._code = _code(scale.device)
 
     @staticmethod
@@ -89,18 +78,10 @@ class PackedNf4Matrix(QuantisedMatrix):
         scale = plain["scale"].view(out, into // NF4_BLOCK).t().to(torch.bfloat16).contiguous()
         return cls(_packed(plain["weight"]), scale)
 
-    @classmethod
-    def restore(cls, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], device: torch.device) -> Self:
-        weight, scale = tensors["weight"], tensors["scale"]
+    @staticmethod
+    def kinds(shape: tuple[int, int]) -> tuple[TensorKind, TensorKind]:
         out, into = shape
-        if (weight.dtype, tuple(weight.shape)) != (torch.uint8, (out, into // 2)) or (
-            scale.dtype, tuple(scale.shape)
-        ) != (torch.bfloat16, (into // NF4_BLOCK, out)):  # fmt: skip
-            raise ValueError(f"no packed nf4 matrix of {shape}")
-        return cls(weight, scale)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"weight": self._weight, "scale": self._scale}
+        return (torch.uint8, (out, into // 2)), (torch.bfloat16, (into // NF4_BLOCK, out))
 
     def rows(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         return _dequantised(
@@ -122,7 +103,7 @@ def nf4_kind(shape: tuple[int, int], device: torch.device) -> type[Nf4Matrix] | 
 
 
 def nf4_layout(device: torch.device) -> str:
-    """Tells apart what `nf4_kind` chooses on different machines."""
+    """The name of the layout that `nf4_kind` chooses on this machine, for file names."""
     return "nf4packed" if device.type == "cpu" and _kernel_works() else "nf4"
 
 
@@ -170,7 +151,7 @@ def _unpacked(packed: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _kernel_works() -> bool:
-    """Whether the kernel is there and reads the order of bytes that is written here: tried, as nobody promises it."""
+    """Whether the kernel is there and reads this order of bytes: tried out, because it is not documented."""
     library = bitsandbytes().functional
     if not library.has_avx512bf16():
         return False

@@ -60,12 +60,12 @@ class Quantiser:
         No more than one block is held unquantised at any time.
 
         Raises:
-            ModelError: too little of the blocks can be quantised, or what came out is not what it stands for.
+            ModelError: too little of the blocks can be quantised, or a quantised matrix is too far from the original.
         """
         self._refuse_useless(blocks)
         cache = QuantisedCache(self._form(), canonical_architecture(read_raw_config(self.folder)))
         digests = part_digests(self.weights, blocks, self.progress)
-        kept = {number: self._kept(cache, digests[number], block) for number, block in blocks.items()}
+        kept = {number: self._cached(cache, digests[number], block) for number, block in blocks.items()}
         missing = [number for number, matrices in kept.items() if matrices is None]
         total = sum(self.weights.nbytes(number) for number in missing)
         done = 0
@@ -74,7 +74,7 @@ class Quantiser:
             made = self._make(number)
             # What was kept is used at once: mapped from the file, it is shared with other servers of this machine.
             if cache.write(digests[number], _tensors(made)):
-                made = self._kept(cache, digests[number], blocks[number]) or made
+                made = self._cached(cache, digests[number], blocks[number]) or made
             kept[number] = made
             done += self.weights.nbytes(number)
             self.progress(f"Quantising blocks {span} to {self.quantisation}", done, total)
@@ -103,7 +103,7 @@ class Quantiser:
         dtype = str(self.skeleton.dtype).removeprefix("torch.")
         return f"{layout}-{dtype}-{self.device.type}-bitsandbytes{bitsandbytes().__version__}"
 
-    def _kept(self, cache: QuantisedCache, digest: bytes, block: nn.Module) -> Matrices | None:
+    def _cached(self, cache: QuantisedCache, digest: bytes, block: nn.Module) -> Matrices | None:
         tensors = cache.read(digest)
         if tensors is None:
             return None
@@ -113,7 +113,7 @@ class Quantiser:
                 own = {kind: tensors.pop(f"{slot.name}.{kind}") for kind in ("weight", "scale")}
                 matrices[slot] = self._kind(slot.shape).restore(own, slot.shape, self.device)
         except (KeyError, ValueError) as error:
-            _log.warning("a kept block is not what it should be and is made again: %s", error)
+            _log.warning("a quantised block in the cache is damaged and is made again: %s", error)
             return None
         return matrices
 

@@ -22,7 +22,7 @@ class MatrixSlot:
     """One matrix of a block.
 
     Attributes:
-        parameter: what it is, or is a part of, by its name in the block.
+        parameter: the name in the block of the parameter that it is, or is a part of.
         expert: which part, if the parameter is a stack of matrices.
         shape: (values out, values in).
         transposed: whether the parameter has it the other way round.

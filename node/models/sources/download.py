@@ -79,7 +79,7 @@ def _append(url: str, target: Path, start: int, progress: Progress, what: str, h
         response = open_url(url, wanted)
     except urllib.error.HTTPError as error:
         if error.code == _RANGE_NOT_SATISFIABLE and start:
-            # nothing is left, or what is there is not a beginning of this file: its hash will tell
+            # Either the file is complete, or it is no beginning of this one: the caller checks its hash.
             if error.headers.get("Content-Range", "").endswith(f"/{start}"):
                 return
             target.unlink()

@@ -83,7 +83,7 @@ def write_folder(file: Path, folder: Path, progress: Progress, config: Mapping[s
 def read_gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
     """`config.json` as transformers reads it out of the file, before it adds its defaults.
 
-    The defaults are left to whoever loads the folder: they grow with every version of transformers, and the
+    The defaults are added when the folder is loaded: they grow with every version of transformers, and the
     model version is a hash over what stands here.
     """
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -133,7 +133,7 @@ def _write_weights(file: Path, header: GgufHeader, names: _Names, folder: Path, 
 
 
 class _Names:
-    """transformers' table from GGUF tensors to a model's weights, with what is done to their values on the way."""
+    """transformers' table from GGUF tensors to a model's weights, and its conversion of their values."""
 
     def __init__(self, file: Path, header: GgufHeader, config: dict[str, Any]) -> None:
         import torch
@@ -163,7 +163,7 @@ class _Names:
         import torch
 
         if tensor.name == ROPE_FACTORS:
-            return  # it stands in the configuration
+            return  # it is in the configuration
         result = self._processor.process(
             weights=values,
             name=tensor.name,

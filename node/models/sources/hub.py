@@ -1,7 +1,7 @@
 """Models on the hub: of a model, only the files that are needed, into the hub's own cache on this machine.
 
 Small files come by huggingface_hub. The weights come by a download of our own into the same cache, since
-theirs starts from the beginning after a restart; what comes is checked against the SHA-256 that the hub gives.
+theirs starts from the beginning after a restart; each file is checked against the SHA-256 that the hub states.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -163,18 +162,11 @@ def _weight_files(remote: _Remote, folder: ModelFolder, parts: tuple[Part, ...],
 
 def _small_file(remote: _Remote, name: str, progress: Progress) -> Path:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import GatedRepoError
 
     size = remote.files[name]
     progress(f"Downloading {name}", 0, size)
-    try:
+    with _download_errors(remote, f"{name} could not be downloaded: "):
         file = hf_hub_download(remote.model_id, name, revision=remote.commit, etag_timeout=_TIMEOUT_S)
-    except GatedRepoError as error:
-        raise ModelError(_gated(remote.model_id)) from error
-    except OSError as error:
-        if is_disk_error(error):
-            raise
-        raise _Unreachable(f"{name} could not be downloaded: {_first_line(error)}") from error
     progress(f"Downloading {name}", size, size)
     return Path(file)
 
@@ -183,50 +175,52 @@ def _weights(remote: _Remote, name: str, cache: Path, progress: Progress) -> Non
     """Puts a weights file into the hub's cache under its hash; huggingface_hub then finds it there."""
     from filelock import FileLock
     from huggingface_hub import get_hf_file_metadata, get_token, hf_hub_url
-    from huggingface_hub.errors import GatedRepoError
 
     url = hf_hub_url(remote.model_id, name, revision=remote.commit)
-    try:
+    with _download_errors(remote, f"{name} could not be downloaded: "):
         found = get_hf_file_metadata(url, timeout=_TIMEOUT_S)
-    except GatedRepoError as error:
-        raise ModelError(_gated(remote.model_id)) from error
-    except Exception as error:
-        raise _Unreachable(f"{name} could not be downloaded: {_first_line(error)}") from error
     if found.etag is not None and _SHA256.fullmatch(found.etag):
-        blobs = _storage(cache, remote.model_id) / "blobs"
-        blobs.mkdir(parents=True, exist_ok=True)
-        partial = blobs / f"{found.etag}.partial"
+        blob = _storage(cache, remote.model_id) / "blobs" / found.etag
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        partial = blob.with_name(f"{found.etag}.partial")
         token = get_token()
         same_host = urlsplit(found.location).netloc == urlsplit(url).netloc
         headers = {"Authorization": f"Bearer {token}"} if token and same_host else {}
-        with FileLock(blobs / f"{found.etag}.partial.lock"):
-            if not (blobs / found.etag).exists():
-                try:
+        with FileLock(blob.with_name(f"{found.etag}.partial.lock")):
+            if not blob.exists():
+                with _download_errors(remote, f"the download of {name} broke off, the next try goes on from there: "):
                     download(found.location, partial, progress, what=f"Downloading {name}", headers=headers)
-                except (OSError, HTTPException) as error:
-                    if is_disk_error(error):
-                        raise
-                    raise _Unreachable(
-                        f"the download of {name} broke off ({_first_line(error)}); the next try goes on from there"
-                    ) from error
                 if sha256_of(partial, name, progress).hex() != found.etag:
                     partial.unlink()
                     raise ModelError(f"{name} of {remote.model_id!r} came damaged (wrong SHA-256). Try again.")
-                partial.rename(blobs / found.etag)
+                partial.rename(blob)
     _small_file(remote, name, progress)
 
 
+@contextmanager
+def _download_errors(remote: _Remote, what: str) -> Iterator[None]:
+    """Turns all that a download raises, but errors of the disk, into ModelError or `_Unreachable` with this text."""
+    from huggingface_hub.errors import GatedRepoError
+
+    try:
+        yield
+    except GatedRepoError as error:
+        raise ModelError(_gated(remote.model_id)) from error
+    except Exception as error:  # its HTTP library's own errors come through
+        if is_disk_error(error):
+            raise
+        raise _Unreachable(what + _first_line(error)) from error
+
+
 def _from_cache(model_id: str, revision: str, name: str, need: Need, cache: Path, why: str) -> ModelFolder:
-    storage = _storage(cache, model_id)
-    reference = storage / "refs" / revision
-    commit = revision if _COMMIT.fullmatch(revision) else None
-    if commit is None and reference.is_file():
-        commit = reference.read_text().strip()
-    path = storage / "snapshots" / (commit or "none")
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model_id, _CONFIG, cache_dir=cache, revision=revision)
     instead = "Try again later, or give a model folder, a .gguf file or an alias such as smollm2."
-    if not (path / _CONFIG).is_file():
+    if not isinstance(config, str):
         raise ModelError(f"{name!r} is not in the hub's cache on this machine ({cache}), and {why}. {instead}")
-    folder = open_folder(path, name, commit)
+    path = Path(config).parent
+    folder = open_folder(path, name, path.name)
     parts = parts_of_need(need, folder.num_blocks)
     try:
         if parts:
@@ -240,7 +234,7 @@ def _from_cache(model_id: str, revision: str, name: str, need: Need, cache: Path
 
 
 def _write_reference(cache: Path, remote: _Remote, revision: str) -> None:
-    """Notes which commit a branch or tag is, as the hub's own library does: without the hub it tells what to use."""
+    """Writes the commit of a branch or tag into the cache, as huggingface_hub does, for when the hub is unreachable."""
     if _COMMIT.fullmatch(revision):
         return
     reference = _storage(cache, remote.model_id) / "refs" / revision

@@ -42,7 +42,7 @@ class Fleet:
     def problem(self, num_blocks: int) -> Problem:
         """The machines, and after them the client, if there is one, as the home.
 
-        What nobody measured goes through the client, as in a route; without a client it takes as long as can be. The
+        Pairs without a measurement go through the client, as in a route; without a client they take MAX_SECONDS. The
         way to a machine has its handling of a step in it.
         """
         size = len(self.machines)
@@ -66,7 +66,7 @@ class Fleet:
     def detours(self, problem: Problem) -> Floats:
         """The ways of this fleet's `problem` by way of others; where all of them are no shorter, ways are a metric.
 
-        Without a client, one beside a machine could hand on what others send to each other, without the handling.
+        Without a client, one beside a machine could pass on what others send to each other, without the handling.
         """
         if self.client_rtts is not None:
             return shortest_ways(problem.way)

@@ -23,7 +23,7 @@ _LOOK: Final = 1000
 
 
 def shortest_ways(way: Floats) -> Floats:
-    """The ways of a problem by way of any others; what is shorter than `way` is where routes may come back.
+    """The shortest ways through any other machines; where they are shorter than `way`, routes may come back.
 
     A route costs no less than the cycle that visits each of its machines once, with these ways: so the best cycle with
     them bounds all routes.
@@ -43,7 +43,7 @@ def fastest_walk(
     A machine may be visited several times; what it computes in all of them, and the blocks between, are one span of no
     more than its capacity. Also returned: whether the search came to its end (else the time was over).
 
-    Best first (Hart, Nilsson and Raphael, 1968): what is left is bounded by walks that have forgotten where they were.
+    Best first (Hart, Nilsson and Raphael, 1968): the rest is bounded by walks without memory of their machines.
     """
     assert problem.home is not None
     home, blocks, way, seconds = problem.home, problem.num_blocks, problem.way, problem.block_seconds
