@@ -9,7 +9,6 @@ bodies are `session.stream.SessionStream` and `batch.batch_stream.BatchStream`.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,6 +18,7 @@ import trio
 
 from ...crypto.pledge import Pledge
 from ...crypto.receipts import NO_RECEIPT, Receipt
+from ...crypto.statement import now_ms
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import CLOCK_TOLERANCE, Announcement, pledge_from_wire
 from ...protocols.framing import MessageStream, PeerError, ProtocolError
@@ -100,11 +100,6 @@ def with_refusals(error: NoChainError, refused: Mapping[str, ServerFailed], peer
 
 
 # --- what a server has announced, and whether what it grants and signs keeps to that
-
-
-def now_ms() -> int:
-    """Milliseconds since 1970."""
-    return time.time_ns() // 1_000_000
 
 
 def check_time(receipt: Receipt, since_ms: int, now_ms: int) -> str | None:

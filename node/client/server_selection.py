@@ -9,13 +9,14 @@ from typing import Any, Final
 
 import trio
 
+from ...crypto.statement import now_ms
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
 from ..errors import BadInput, NoChainError, SwarmError
 from ..swarm.routing import Hop, RouteCandidate, cheapest_chain, second_best
 from ..swarm.swarm import Swarm
 from .deadlines import MEASURE_TIMEOUT, REFRESH_TIMEOUT, RTT_LIFETIME, RTT_TIMEOUT, SUSPECT_SECONDS
-from .request import now_ms, pledged_points
+from .request import pledged_points
 from .session.stream import HopTiming, SessionSpec
 from .session_adapter import SessionAdapter
 from .swarm_model import SwarmModel

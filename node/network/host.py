@@ -94,6 +94,10 @@ class Host:
         parsed = (dialable(addr) for addr in addrs)
         self._network.remember(_id(peer_id), [addr for addr in parsed if addr is not None])
 
+    def knows(self, peer_id: str) -> bool:
+        """Whether there is a connection to this peer, or an address to dial."""
+        return self._network.knows(_id(peer_id))
+
     # --- connections
 
     def connected(self) -> list[str]:

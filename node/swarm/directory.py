@@ -44,6 +44,7 @@ _STRANGERS: Final = 3  # whom the table led to, met in one look
 _PUSH_DEADLINE: Final = 4.0
 _PULL_DEADLINE: Final = 6.0
 TABLE_DEADLINE: Final = 10.0
+_FIND_DEADLINE: Final = 3.0
 _TABLE_ROUND: Final = 60.0  # seconds between two looks for strangers
 _PROVIDE_ROUND: Final = 300.0
 _RESTART_PAUSE: Final = 5.0
@@ -107,6 +108,12 @@ class Directory:
         record = self.view.records.get(peer_id)
         announced = list(record.content.addrs) if record is not None else []
         return [*announced, *self._bootstrap.get(peer_id, ()), *self._met.get(peer_id, ())]
+
+    async def find(self, peer_id: str) -> None:
+        """Merges the announcement that Kademlia holds of a server, if it has any and gives it within some seconds."""
+        record = await self._dht.get_announcement(peer_id, timeout=_FIND_DEADLINE)
+        if record is not None:
+            self.merge([record])
 
     def relays(self) -> set[str]:
         """The servers that announce free relay reservations."""

@@ -27,11 +27,17 @@ F = TypeVar("F", bound=Message)
 
 
 class MessageStreams:
-    """The streams of one node. `addrs_of` gives where a peer may be dialed."""
+    """The streams of one node.
 
-    def __init__(self, host: Host, addrs_of: Callable[[str], Sequence[str]]) -> None:
+    `addrs_of` gives where a peer may be dialed as far as is known; `find` looks for a peer of which nothing is known.
+    """
+
+    def __init__(
+        self, host: Host, *, addrs_of: Callable[[str], Sequence[str]], find: Callable[[str], Awaitable[None]]
+    ) -> None:
         self.host = host
         self._addrs_of = addrs_of
+        self._find = find
         self._logged: set[tuple[str, type]] = set()
 
     def set_handler(
@@ -85,9 +91,12 @@ class MessageStreams:
         max_payload: int = MAX_PAYLOAD,
         direct: bool = False,
     ) -> MessageStream[F]:
-        """A stream that the caller has to close or reset. Connects first if need be, to `addrs` or to where the
-        peer announced itself. Does not wait for the peer's consent: one that does not speak the protocol ends the
-        stream, and the first `receive` says so. With `direct`, only on a connection without a relay that there is.
+        """A stream that the caller has to close or reset.
+
+        Connects first if need be, to `addrs` or to where the peer announced itself; Kademlia is asked for the
+        announcement of a peer of which nothing is known. Does not wait for the peer's consent: one that does not speak
+        the protocol ends the stream, and the first `receive` says so. With `direct`, the stream takes an existing
+        connection without a relay, or none.
 
         Raises:
             StreamTimeout: nothing came of it within `timeout` seconds.
@@ -95,6 +104,9 @@ class MessageStreams:
         """
         self.host.remember(peer_id, [*addrs, *self._addrs_of(peer_id)])
         with trio.move_on_after(timeout):
+            if not direct and not self.host.knows(peer_id):
+                await self._find(peer_id)
+                self.host.remember(peer_id, self._addrs_of(peer_id))
             try:
                 raw = await self.host.open_stream(peer_id, protocol, direct=direct)
             except ConnectionError as error:

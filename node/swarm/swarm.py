@@ -63,7 +63,11 @@ class Swarm(MessageStreams):
         evidence: EvidenceGossip,
         gossip: Gossip | None,
     ) -> None:
-        super().__init__(host, lambda peer_id: self._directory.addrs_of(peer_id))
+        super().__init__(
+            host,
+            addrs_of=lambda peer_id: self._directory.addrs_of(peer_id),
+            find=lambda peer_id: self._directory.find(peer_id),
+        )
         self._config = config
         self._nursery = nursery
         self._manifests: dict[bytes, wire.Manifest] = {}

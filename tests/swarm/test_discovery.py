@@ -15,6 +15,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.errors import BadInput, MachineError, SwarmError
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
+from petalnode.node.swarm.view import SwarmView
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import Announcement, ServerState, freshened, sign_announcement
 from petalnode.protocols.directory import MAX_HEADER
@@ -124,6 +125,27 @@ def test_the_table_knows_servers_models_and_whom_to_ask():
                 await eventually(models_in_table, "the table lists the model")
                 await server._directory._dht.provide(3, timeout=10)
                 await eventually(guide_in_table, "the table leads to the server")
+
+    trio.run(main)
+
+
+def test_a_server_of_which_nothing_is_known_is_looked_up_in_kademlia(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with (
+            open_swarm(config(listen=(LOOPBACK,), announcement_ttl=3)) as bootstrap,
+            open_swarm(config(*bootstrap.addrs, listen=(LOOPBACK,), announcement_ttl=3)) as server,
+            open_swarm(config(*bootstrap.addrs)) as client,
+        ):
+            server.announce(made_up(server.peer_id))
+
+            async def server_in_table() -> bool:
+                return await client._directory._dht.get_announcement(server.peer_id, timeout=10) is not None
+
+            await eventually(server_in_table, "the table has the server")
+            client._directory.view = SwarmView()
+            monkeypatch.setattr(client.host, "knows", lambda _: False)
+            assert await client.measure_rtt(server.peer_id, timeout=10) < 10
+            assert client.view.get(server.peer_id, time.time()) is not None
 
     trio.run(main)
 

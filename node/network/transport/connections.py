@@ -257,6 +257,10 @@ class Network(Libp2pSwarm):
             addrs += [without_peer(addr) for addr in self.peerstore.addrs(peer_id) if is_dialable(addr)]
         return kept(addrs)
 
+    def knows(self, peer_id: ID) -> bool:
+        """Whether there is a connection to this peer, or an address to dial."""
+        return bool(self.live(peer_id) or self._addresses(peer_id))
+
     async def dial_peer(self, peer_id: ID, *, direct: bool = False) -> list[SwarmConn]:
         """Connects to a peer, if there is no connection yet: the first of its addresses that answers wins.
 

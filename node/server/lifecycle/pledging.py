@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
@@ -12,6 +11,7 @@ import trio
 
 from ....crypto.identity import Identity
 from ....crypto.pledge import Pledge
+from ....crypto.statement import now_ms
 from ...errors import SwarmError
 from ..requests.admission import Hosted
 
@@ -42,7 +42,7 @@ class Pledging:
 
     def current(self) -> Pledge:
         """The pledge for a session that is opened now."""
-        now = _now_ms()
+        now = now_ms()
         pledge = self._pledge
         # One that a validator backs is used to its end, should the validator be away when it is to be renewed.
         lasting = now if pledge is not None and pledge.holder else now + round(1000 * _RENEW_SECONDS)
@@ -55,7 +55,7 @@ class Pledging:
         Until the validator has the points, and when it has not, the pledge is a mere promise."""
         failed = False
         while True:
-            pledge = self._made(_now_ms())
+            pledge = self._made(now_ms())
             try:
                 voucher = await depositor.deposit(pledge.deposit, pledge.until_ms)
             except SwarmError as error:
@@ -80,7 +80,3 @@ class Pledging:
             from_ms=now,
             until_ms=now + round(1000 * PLEDGE_SECONDS),
         )
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
