@@ -13,7 +13,8 @@ import trio.testing
 
 from petalnode.node.blocks.passes import Batch, PassGenerator, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
-from petalnode.node.server.compute_thread import ComputeSession, ComputeThread, PassResult, StepInput
+from petalnode.node.server.compute_thread import ComputeThread, PassResult
+from petalnode.node.server.steps import ComputeSession, StepInput
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal

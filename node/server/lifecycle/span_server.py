@@ -128,8 +128,8 @@ class SpanServer:
     async def run(self, on_ready: OnReady, stop: trio.Event) -> Move | None:
         await self._adapters.load(self._context.adapters)
         self._set_handlers()
-        self._compute.on_decode = self._speed.live.note_decode
-        self._compute.on_prefill = self._speed.live.note_prefill
+        self._compute.steps.on_decode = self._speed.live.note_decode
+        self._compute.steps.on_prefill = self._speed.live.note_prefill
         await self._compute.call(return_memory)
         self._announce()
         on_ready(self._ready())

@@ -98,7 +98,7 @@ def measure_speed(blocks: BlockSpan) -> BlockSpeed:
     """
     import torch  # 2 s: whoever only asks what was measured before does without
 
-    from ..compute_thread import synchronise
+    from ..steps import synchronise
 
     most = max(1, min(_MOST_STEPS, blocks.max_positions // 4))
     tokens = max(1, min(_PREFILL, blocks.max_positions - most - 1))

@@ -10,7 +10,7 @@ import trio
 from ....crypto.identity import peer_id_from_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, PeerError
-from ..compute_thread import StepOutput
+from ..steps import StepOutput
 
 PushStream = MessageStream[wire.PushFrame]
 

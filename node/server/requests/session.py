@@ -23,7 +23,7 @@ from ....protocols.inference import (
     sha256,
 )
 from ..budget import Lease
-from ..compute_thread import ComputeSession, StepInput, StepOutput
+from ..steps import ComputeSession, StepInput, StepOutput
 from .admission import check_step, step_tokens
 from .opening import SEND_TIMEOUT, RequestContext
 from .pushes import PushConnector, Pushes

@@ -1,0 +1,238 @@
+"""Steps of sessions on the device: bytes to tensors, a ragged batch of decode steps or a chunk of a prefill, tensors to
+bytes. All of it runs on the compute thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ...protocols import wire_pb2 as wire
+from ...protocols.framing import TensorError
+from ...protocols.inference import Refusal, bad_request, sha256
+from ...protocols.tensors import decode, dtype_name, encode
+from ..blocks.cache import SpanCache
+from ..blocks.span import BlockSpan
+from ..blocks.span_adapter import SpanAdapter
+from .turns import Waiting, next_turn
+
+log = logging.getLogger(__name__)
+
+OnComputed = Callable[[int, float, float], None]
+
+
+@dataclass
+class ComputeSession:
+    """A session as the compute thread sees it. Only that thread touches `cache`; `adapter` changes its blocks.
+    `paid`: it has priority."""
+
+    cache: SpanCache
+    codec: str
+    adapter: SpanAdapter | None = None
+    paid: bool = False
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+        self.cache.free()
+        self.adapter = None
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """A checked step: `tensor` describes `payload`, hidden states of [batch, tokens, hidden]."""
+
+    position: int
+    reorder: tuple[int, ...]
+    tensor: wire.Tensor
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """`payload` is the span's output under the session's codec. Times in seconds."""
+
+    tensor: wire.Tensor
+    payload: bytes
+    input_hash: bytes
+    output_hash: bytes
+    position: int
+    queue_seconds: float
+    compute_seconds: float
+
+
+@dataclass(eq=False)
+class Step:
+    """A step on its way through the device. `answer` is called once, with its output or why there is none."""
+
+    session: ComputeSession
+    input: StepInput
+    answer: Callable[[StepOutput | Refusal], None]
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+    seconds: float = 0.0
+    input_hash: bytes = b""
+    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    done: int = 0
+    """Tokens of each row that are computed."""
+
+
+class StepRunner:
+    """Runs steps of many sessions through `blocks`, some at each turn.
+
+    Attributes:
+        on_decode: told of decode steps: their rows, the share of the blocks that they went through (on average), and
+            the seconds that they took together.
+        on_prefill: told likewise of each part of a prefill: its tokens (of all rows), share, and seconds.
+    """
+
+    def __init__(self, blocks: BlockSpan) -> None:
+        self._blocks = blocks
+        self._waiting: list[Step] = []
+        self._overtaken = 0  # prefills by those of sessions that have paid
+        self.on_decode: OnComputed = lambda rows, share, seconds: None
+        self.on_prefill: OnComputed = lambda tokens, share, seconds: None
+
+    @property
+    def is_waited_for(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, step: Step) -> None:
+        """Unpacks a step, which then waits for its turn; answers it at once if that fails."""
+        try:
+            self._unpack(step)
+        except Exception as error:
+            step.answer(_refusal(error))
+        else:
+            self._waiting.append(step)
+
+    def _unpack(self, step: Step) -> None:
+        """Bytes to tensor, and the cache to where the step starts."""
+        if step.session.closed:
+            raise _ended()
+        step.started = time.perf_counter()
+        cache = step.session.cache
+        try:
+            step.input_hash = sha256(step.input.payload)
+            hidden = decode(step.input.tensor, step.input.payload)
+            if not torch.isfinite(hidden).all():
+                raise bad_request("the hidden states hold NaN or infinity")
+            if step.input.position < cache.length:
+                cache.rollback(step.input.position)
+            if step.input.reorder:
+                cache.reorder(step.input.reorder)
+            step.hidden = hidden.to(self._blocks.device, self._blocks.dtype)
+        except (TensorError, ValueError) as error:
+            raise bad_request(str(error)) from None
+
+    def run_turn(self) -> None:
+        """Runs all waiting decode steps as one batch, and then a chunk of one prefill."""
+        self._drop_closed()
+        waiting = [
+            Waiting(step.hidden.shape[0], step.hidden.shape[1], step.done, step.session.paid) for step in self._waiting
+        ]
+        turn = next_turn(waiting, self._overtaken)
+        self._overtaken = turn.overtaken
+        decodes = [self._waiting[index] for index in turn.decode]
+        prefill = None if turn.prefill is None else self._waiting[turn.prefill]
+        if decodes:
+            self._decode(decodes)
+            self._waiting = [step for step in self._waiting if step not in decodes]
+        if prefill is not None and self._prefill(prefill, turn.chunk):
+            self._waiting.remove(prefill)
+
+    def _drop_closed(self) -> None:
+        for step in [step for step in self._waiting if step.session.closed]:
+            self._waiting.remove(step)
+            step.answer(_ended())
+
+    def _decode(self, batch: list[Step]) -> None:
+        lengths = [step.session.cache.length for step in batch]
+        begun = time.perf_counter()
+        try:
+            outputs = self._blocks.decode(
+                [(step.hidden, step.session.cache) for step in batch], [step.session.adapter for step in batch]
+            )
+            synchronise(self._blocks.device)  # or the time would be that of giving the order
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0].answer(_refusal(error))
+                return
+            # One bad session must not take the others down: each for itself, from where it stood.
+            log.warning("a batch of %d decode steps failed; running them one by one", len(batch))
+            for step, length in zip(batch, lengths, strict=True):
+                step.session.cache.rollback(length)
+                self._decode([step])
+            return
+        seconds = time.perf_counter() - begun
+        blocks = sum(len(step.session.cache.specs) for step in batch)
+        rows = sum(step.session.cache.batch for step in batch)
+        self.on_decode(rows, blocks / len(batch) / len(self._blocks.span), seconds)
+        for step, output in zip(batch, outputs, strict=True):
+            step.seconds = seconds
+            self._answer(step, output)
+
+    def _prefill(self, step: Step, chunk: int) -> bool:
+        """Computes the next `chunk` tokens; true once the step is answered."""
+        cache, end = step.session.cache, step.done + chunk
+        begun = time.perf_counter()
+        try:
+            step.outputs.append(self._blocks.forward(step.hidden[:, step.done : end], cache, step.session.adapter))
+            synchronise(self._blocks.device)
+        except Exception as error:
+            step.answer(_refusal(error))
+            return True
+        seconds = time.perf_counter() - begun
+        step.done = end
+        step.seconds += seconds
+        self.on_prefill(chunk * step.hidden.shape[0], len(cache.specs) / len(self._blocks.span), seconds)
+        if end < step.hidden.shape[1]:
+            return False
+        self._answer(step, torch.cat(step.outputs, 1) if len(step.outputs) > 1 else step.outputs[0])
+        return True
+
+    def _answer(self, step: Step, output: torch.Tensor) -> None:
+        try:
+            step.answer(_packed(step, output))
+        except Exception as error:
+            step.answer(_refusal(error))
+
+
+def _packed(step: Step, output: torch.Tensor) -> StepOutput:
+    dtype = step.input.tensor.dtype
+    if dtype_name(output.dtype) != dtype:
+        output = output.to(getattr(torch, dtype))
+    tensor, payload = encode(output, step.session.codec)
+    return StepOutput(
+        tensor=tensor,
+        payload=payload,
+        input_hash=step.input_hash,
+        output_hash=sha256(payload),
+        position=step.session.cache.length,
+        queue_seconds=step.started - step.arrived,
+        compute_seconds=step.seconds,
+    )
+
+
+def _refusal(error: Exception) -> Refusal:
+    """What the client is told of an error of a step."""
+    if isinstance(error, Refusal):
+        return error
+    log.error("a step failed in the blocks", exc_info=error)
+    return Refusal(wire.ERROR_INTERNAL, "the server failed on this step; try it on another server")
+
+
+def _ended() -> Refusal:
+    return Refusal(wire.ERROR_NOT_FOUND, "the session has ended")
+
+
+def synchronise(device: torch.device) -> None:
+    """Returns when the device has done all that it was told to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
