@@ -230,7 +230,7 @@ def _clients(peers: list[str] | None) -> tuple[str, ...]:
             peer_id_to_bytes(peer)
         except ValueError:
             raise BadInput(
-                f"--allow-client {peer}: not a peer id; `petalnode chat --identity FILE` prints that of a client"
+                f"--allow-client {peer}: this is no peer id; `petalnode chat --identity FILE` prints that of a client"
             ) from None
     return tuple(peers or ())
 
