@@ -1,0 +1,20 @@
+"""For tests, of this project and of programs that are built on it: whole swarms in one process, without sockets.
+
+`memory_stream` has the two ends of a stream with the real framing and the faults of a network, `memory_network` nodes
+that reach each other over such streams, `memory_servers` real servers and clients on them, `inspection` what a test
+may see and change inside a model or a session. `run_autojumping` runs trio with a clock that jumps to the next deadline
+as soon as all tasks wait, so that nobody sleeps. May use every room; no room uses it.
+"""
+
+from .clock import run_autojumping
+from .memory_network import MemoryNetwork, MemoryNode
+from .memory_stream import MemoryStream, message_streams, stream_pair
+
+__all__ = [
+    "MemoryNetwork",
+    "MemoryNode",
+    "MemoryStream",
+    "message_streams",
+    "run_autojumping",
+    "stream_pair",
+]

@@ -1,0 +1,240 @@
+"""Nodes that reach each other over streams in memory: what clients and servers use of a `Swarm`, without a network.
+
+All nodes of a network live in one trio loop and see every announcement at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import trio
+
+from ...crypto.identity import Identity
+from ...protocols.announcement import Announcement, ServerState, freshened, sign_announcement
+from ...protocols.framing import StreamClosed
+from ..network.host import Host
+from ..swarm.config import SwarmConfig
+from ..swarm.streams import MessageStreams
+from ..swarm.view import SwarmView
+from ..trust.store import TrustStore
+from .memory_stream import MemoryStream, stream_pair
+
+_LIFETIME = 300.0
+RTT = 0.001
+"""Seconds that `measure_rtt` tells unless the link has a delay."""
+
+
+@dataclass
+class Link:
+    """The way between two nodes. Faults meet all streams on it, and those that are opened later.
+
+    Attributes:
+        down: no stream can be opened.
+        delay: seconds, one way.
+    """
+
+    down: bool = False
+    frozen: bool = False
+    delay: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.streams: list[tuple[str, MemoryStream]] = []  # with their protocols; the ends of who opened them
+
+    def live(self, protocol: str | None = None) -> Iterator[MemoryStream]:
+        for name, stream in self.streams:
+            if not stream.is_cut and protocol in (None, name):
+                yield stream
+
+    def cut(self, protocol: str | None = None) -> None:
+        """Breaks the streams that there are, of one protocol or all; others can be opened."""
+        for stream in list(self.live(protocol)):
+            stream.cut()
+        self.streams = [(name, stream) for name, stream in self.streams if not stream.is_cut]
+
+    def take_down(self) -> None:
+        self.down = True
+        self.cut()
+
+    def freeze(self) -> None:
+        """Nothing comes through and nobody is told; streams that are opened hear nothing either."""
+        self.frozen = True
+        for stream in self.live():
+            stream.freeze()
+
+    def mend(self) -> None:
+        """As at the start, for what is opened from now on; what was frozen goes on."""
+        self.down = self.frozen = False
+        self.delay = 0.0
+        for stream in self.live():
+            stream.thaw()
+
+
+class MemoryNetwork:
+    """A network of nodes; its streams are handled in `nursery`."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.nursery = nursery
+        self.nodes: dict[str, MemoryNode] = {}
+        self.view = SwarmView()
+        self.manifests: dict[bytes, bytes] = {}
+        self._links: dict[frozenset[str], Link] = {}
+        self._changed = trio.Event()
+
+    def node(self, identity: Identity | None = None, trust: TrustStore | None = None) -> MemoryNode:
+        node = MemoryNode(self, identity or Identity.generate(), trust)
+        self.nodes[node.peer_id] = node
+        return node
+
+    def link(self, one: str, other: str) -> Link:
+        """The way between two peers."""
+        return self._links.setdefault(frozenset((one, other)), Link())
+
+    def links_of(self, peer_id: str) -> list[Link]:
+        return [self.link(peer_id, other) for other in self.nodes if other != peer_id]
+
+    def remove(self, node: MemoryNode) -> None:
+        """The node is gone at once, as when its process is killed."""
+        if self.nodes.get(node.peer_id) is not node:
+            return  # another one has its key now
+        del self.nodes[node.peer_id]
+        for peers, link in self._links.items():
+            if node.peer_id in peers:
+                link.cut()
+
+    @asynccontextmanager
+    async def open_swarm(self, config: SwarmConfig) -> AsyncIterator[Any]:
+        """As the real one, for whoever opens a swarm by a configuration."""
+        node = self.node(config.identity, config.trust)
+        try:
+            yield node
+        finally:
+            await node.retract()
+            self.remove(node)
+
+    def publish(self, node: MemoryNode, announcement: Announcement) -> None:
+        """
+        Raises:
+            ValueError: it is another node's, or one that no reader would accept.
+        """
+        if self.nodes.get(node.peer_id) is not node:
+            return  # it was removed
+        now, held = time.time(), self.view.records.get(node.peer_id)
+        content = freshened(announcement, now=now, lifetime=_LIFETIME, after=held.content.sequence if held else 0)
+        self.view = self.view.merge([sign_announcement(node.identity, content)], now)
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def wait_changed(self) -> None:
+        await self._changed.wait()
+
+
+class _MemoryHost:
+    """What `MessageStreams` needs of a host."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self._network = network
+        self._handlers: dict[str, Callable[[Any, str], Awaitable[None]]] = {}
+
+    def set_stream_handler(self, protocol: str, handler: Callable[[Any, str], Awaitable[None]]) -> None:
+        self._handlers[protocol] = handler
+
+    def remember(self, peer_id: str, addrs: Sequence[str]) -> None:
+        pass
+
+    async def open_stream(self, peer_id: str, protocol: str, *, direct: bool = False) -> MemoryStream:
+        await trio.lowlevel.checkpoint()
+        other, link = self._network.nodes.get(peer_id), self._network.link(self.peer_id, peer_id)
+        if other is None or link.down:
+            raise ConnectionError(f"{peer_id} cannot be reached")
+        ours, theirs = stream_pair()
+        ours.delay = theirs.delay = link.delay
+        if link.frozen:
+            ours.freeze()
+        link.streams = [*((name, stream) for name, stream in link.streams if not stream.is_cut), (protocol, ours)]
+        handler = cast(_MemoryHost, other.host)._handlers.get(protocol)
+        if handler is None:
+            ours.cut()  # the first read tells of it
+        else:
+            other.nursery.start_soon(handler, theirs, self.peer_id)
+        return ours
+
+
+class MemoryNode(MessageStreams):
+    """One node, in place of a `Swarm`. Its handlers run in `nursery`: end that, and they end with it."""
+
+    def __init__(self, network: MemoryNetwork, identity: Identity, trust: TrustStore | None = None) -> None:
+        super().__init__(cast(Host, _MemoryHost(network, identity.peer_id)), lambda _: ())
+        self.network = network
+        self.nursery = network.nursery
+        self.identity = identity
+        self.trust = trust or TrustStore()
+        self.peer_id = identity.peer_id
+        self.addrs: list[str] = []
+        self._own: Announcement | None = None
+
+    def connected(self) -> list[str]:
+        return [peer_id for peer_id in self.network.nodes if self.is_connected(peer_id)]
+
+    def is_connected(self, peer_id: str) -> bool:
+        there = peer_id != self.peer_id and peer_id in self.network.nodes
+        return there and not self.network.link(self.peer_id, peer_id).down
+
+    is_direct = is_connected
+
+    def watch_direct(self, peer_id: str) -> trio.Event:
+        event = trio.Event()
+        if self.is_connected(peer_id):
+            event.set()
+        return event
+
+    # --- announcements
+
+    @property
+    def view(self) -> SwarmView:
+        return self.network.view
+
+    def announce(self, announcement: Announcement) -> None:
+        self._own = announcement
+        self.network.publish(self, announcement)
+
+    async def retract(self) -> None:
+        if self._own is not None:
+            self.network.publish(self, replace(self._own, state=ServerState.OFFLINE))
+            self._own = None
+
+    async def wait_changed(self) -> None:
+        await self.network.wait_changed()
+
+    async def refresh(self, *, model_version: bytes | None = None, timeout: float) -> SwarmView:
+        await trio.lowlevel.checkpoint()
+        return self.view
+
+    async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
+        await trio.lowlevel.checkpoint()
+        return frozenset(filter(self.is_connected, peers))
+
+    async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
+        await trio.lowlevel.checkpoint()
+        link = self.network.link(self.peer_id, peer_id)
+        if not self.is_connected(peer_id) or link.frozen:
+            raise StreamClosed(f"{peer_id} cannot be reached", peer_id)
+        return 2 * link.delay or RTT
+
+    # --- manifests
+
+    def serve_manifest(self, model_version: bytes, manifest: bytes) -> None:
+        self.network.manifests[model_version] = manifest
+
+    async def manifests(self, name: str, num_blocks: int, *, timeout: float) -> AsyncIterator[tuple[bytes, bytes]]:
+        await trio.lowlevel.checkpoint()
+        for server in self.view.servers(now=time.time()):
+            if (server.model_name, server.num_blocks) == (name, num_blocks):
+                yield server.model_version, self.network.manifests[server.model_version]
+
+    async def publish_evidence(self, bundle: Any, *, recomputed: bool) -> None:
+        """There is no gossip here: the ban stays this node's own."""
