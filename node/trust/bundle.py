@@ -182,7 +182,7 @@ def session_bundle(accuser: Identity, log: SessionLog, index: int, measured: Mea
     if log.granted.HasField("pledge"):
         evidence.pledge.CopyFrom(log.granted.pledge)
     entries = [log.entries[number] for number in range(index + 1)]
-    payloads = {}
+    payloads: dict[str, bytes] = {}
     for number in needed([_known(entry.step) for entry in entries]):
         payloads[f"input.{number}"] = _kept(entries[number].input)
     payloads["output"] = _kept(entries[-1].output)
@@ -255,10 +255,10 @@ def _known(step: wire.Step | None) -> wire.Step:
     return step
 
 
-def _kept(payload: bytes | bytearray | None) -> bytes | bytearray:
+def _kept(payload: bytes | bytearray | None) -> bytes:
     if payload is None:
         raise ValueError("the tensors of the session were not kept")
-    return payload
+    return bytes(payload)
 
 
 def _signed(accuser: Identity, evidence: Message, payloads: Mapping[str, bytes]) -> Bundle:

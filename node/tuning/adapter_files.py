@@ -1,4 +1,4 @@
-"""The files of an adapter that travel, and no others: what a stranger's folder holds beside them stays there."""
+"""The files of an adapter that are shared; other files in a stranger's folder are never copied."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class SharedAdapter:
-    """What there is to know of an adapter before it is fetched.
+    """The description of an adapter before it is fetched.
 
     Attributes:
         name: by which it is fetched.
@@ -68,12 +68,12 @@ def check_name(name: str) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of the adapter in `folder` that travel; links are not followed."""
+    """The files of the adapter in `folder` that are shared; links are not followed."""
     return [path for name in FILES if (path := folder / name).is_file() and not path.is_symlink()]
 
 
 def check_adapter(folder: Path) -> SharedAdapter:
-    """What the adapter in `folder` is.
+    """The description of the adapter in `folder`, after a check of its files.
 
     Raises:
         BadInput: it is none, or is damaged.
@@ -91,7 +91,7 @@ def check_adapter(folder: Path) -> SharedAdapter:
 
 
 def describe(folder: Path) -> SharedAdapter:
-    """What the note and the configuration in `folder` say.
+    """The description in the note and configuration of `folder`.
 
     Raises:
         BadInput: they are damaged.
@@ -141,7 +141,7 @@ def same_adapter(one: Path, other: Path) -> bool:
 
 
 def adapters_in(folder: Path) -> Iterator[SharedAdapter]:
-    """Those in the folders of `folder`; what is damaged or none is passed over."""
+    """The adapters in the subfolders of `folder`; damaged ones are left out."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink() and _NAME.fullmatch(path.name) and files_of(path):
             try:
@@ -151,7 +151,7 @@ def adapters_in(folder: Path) -> Iterator[SharedAdapter]:
 
 
 def _check_safetensors(file: Path) -> None:
-    """Looks at the header only: sizes that fit, JSON."""
+    """Checks the header only: JSON, and sizes that fit the file."""
     size = file.stat().st_size
     if size > MAX_FILE_BYTES:
         raise BadInput(f"{file} is larger than {MAX_FILE_BYTES >> 30} GiB: that is no adapter")
@@ -161,7 +161,7 @@ def _check_safetensors(file: Path) -> None:
             if length > min(size - 8, _MAX_HEADER_BYTES):
                 raise ValueError("its header is cut off")
             header = json.loads(stream.read(length))
-        end = max(each["data_offsets"][1] for name, each in header.items() if name != "__metadata__")
+        end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
         if end != size - 8 - length:
             raise ValueError("its end is missing")
     except (struct.error, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""What was trained as a folder: peft's own format, so that peft loads it, with a note of ours beside it.
+"""An adapter as a folder: peft's format, so that peft loads it, with a note of petalnode's and a model card.
 
-LoRA and soft prompts have equals in peft (LORA, PROMPT_TUNING). Deep prompts have none, and their folder no file by the
-names that peft looks for.
+LoRA and soft prompts have equals in peft (LORA, PROMPT_TUNING). Deep prompts have none, so their folder has no file by
+the names that peft looks for.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def save_adapter(folder: Path, tuned: Tuned, note: AdapterNote, card: str) -> No
             if module.deep_prompts is not None:
                 tensors["deep_prompts"] = module.deep_prompts.detach()
         base = _LORA_BASE if isinstance(module, LoraTuning) else _BASE
-        tensors |= {f"{base}{name}": each.detach() for name, each in head_of(tuned.model).items()}
-        tensors = {name: each.cpu().float().contiguous() for name, each in tensors.items()}
+        tensors |= {f"{base}{name}": weight.detach() for name, weight in head_of(tuned.model).items()}
+        tensors = {name: tensor.cpu().float().contiguous() for name, tensor in tensors.items()}
         deep = "deep_prompts" in tensors
         for stale in (CONFIG, WEIGHTS, DEEP_PROMPTS):
             (folder / stale).unlink(missing_ok=True)
@@ -61,7 +61,7 @@ def save_adapter(folder: Path, tuned: Tuned, note: AdapterNote, card: str) -> No
 
 
 def _peft_config(tuned: Tuned, note: AdapterNote) -> dict[str, Any]:
-    """The fields of peft's LoraConfig or PromptTuningConfig that differ from what it takes by itself."""
+    """The fields of peft's LoraConfig or PromptTuningConfig that differ from its defaults."""
     module = tuned.module
     classifies = note.task == "classification"
     heads = sorted({name.partition(".")[0] for name in head_of(tuned.model)})
@@ -97,13 +97,13 @@ def _peft_config(tuned: Tuned, note: AdapterNote) -> dict[str, Any]:
 
 
 def load_adapter(model: DistributedModel, folder: Path | str) -> PromptTuning | LoraTuning:
-    """What is in an adapter folder (of `petalnode tune`, or of peft: LORA and PROMPT_TUNING), on `model`.
+    """The adapter in a folder (of `petalnode tune`, or of peft: LORA and PROMPT_TUNING), applied to `model`.
 
-    What comes back generates, classifies, or is trained on; only to generate, `from_pretrained(adapter=folder)` does as
-    well. The head of a classifier is put into `model`, which must have been opened with as many labels.
+    The result generates, classifies, and can be trained further; only to generate, `from_pretrained(adapter=folder)` is
+    enough. The head of a classifier is put into `model`, which must have been opened with as many labels.
 
     Raises:
-        BadInput: it is no such folder, is damaged, is of another version of the model, or wants what cannot be done.
+        BadInput: the folder is no adapter, is damaged, or does not fit the model.
     """
     adapter = read_adapter(Path(folder))
     adapter.check_model(model.version, model.path.name)
@@ -126,8 +126,8 @@ def load_adapter(model: DistributedModel, folder: Path | str) -> PromptTuning | 
         model,
         rank,
         lora_alpha=rank,  # the scaling is in the weights
-        target_modules=sorted({name.path for name in names.values()}),
-        layers_to_transform=sorted({name.block for name in names.values()}),
+        target_modules=sorted({parsed.path for parsed in names.values()}),
+        layers_to_transform=sorted({parsed.block for parsed in names.values()}),
     )
     tuned.load({parsed: adapter.tensors[name] for name, parsed in names.items()})
     return tuned
@@ -151,7 +151,7 @@ def _put_head(model: DistributedModel, adapter: Adapter) -> None:
 
 
 def card_of(note: AdapterNote) -> str:
-    """Markdown with the hub's metadata before it."""
+    """The model card: the hub's metadata and Markdown."""
     results: Mapping[str, Any] = note.results
     peft = note.method != "deep-prompt"
     meta: dict[str, Any] = {"library_name": "peft" if peft else "petalnode"}
@@ -185,7 +185,7 @@ def card_of(note: AdapterNote) -> str:
 
 
 def tags_of(note: AdapterNote) -> list[str]:
-    """What the hub's search finds it by."""
+    """Tags by which the hub's search finds the adapter."""
     tags = ["petalnode", note.method, f"model-version:{note.model_version[:16]}", *note.tags]
     if "/" in note.model:
         tags.append(f"base_model:{note.model.partition('@')[0]}")

@@ -1,4 +1,4 @@
-"""Where a training stands, in one safetensors file that is replaced as a whole: nothing in between is ever seen."""
+"""The state of a training in one safetensors file, which is replaced atomically."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FIELD: Final = "petalnode"
 class Checkpoint:
     """
     Attributes:
-        recipe: what must be the same for the training to go on as if it had not been interrupted.
+        recipe: what has to be the same for the training to be resumed.
         step: steps done.
         evaluated: the steps that were done at the last evaluation.
-        early_stop: what evaluations have said.
+        early_stop: state of early stopping.
         loss: of the last step.
-        weights: what is trained.
+        weights: the trained weights.
         optimiser: its state, "weight/entry" -> tensor.
         best: the weights of the best evaluation; empty without one.
     """
@@ -47,7 +47,7 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Writes it into `folder` in the place of the one that is there.
+    """Writes it into `folder`, over an earlier one.
 
     Raises:
         MachineError: the disk is full or cannot be written.
@@ -113,7 +113,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 
 def differences(recipe: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> list[str]:
-    """What is not as it was, each as "name: was X, is Y"."""
+    """The fields that differ, as "name: was X, is Y"."""
     return [
         f"{name}: was {json.dumps(checkpoint.get(name))}, is {json.dumps(recipe.get(name))}"
         for name in sorted({*recipe, *checkpoint})

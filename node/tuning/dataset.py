@@ -21,7 +21,7 @@ IGNORED: Final = -100
 
 @dataclass(frozen=True)
 class Example:
-    """`text` is to be learned as the answer to `prompt` if there is one, or belongs to the class `label`."""
+    """`text` is learned, as the completion of `prompt` if there is one; or it belongs to the class `label`."""
 
     text: str
     prompt: str | None = None
@@ -30,7 +30,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The examples of a file, which are all of one kind: to be classified, or not.
+    """The examples of a file; all have a label, or none has.
 
     Attributes:
         name: the file's name, without its folder.
@@ -43,7 +43,7 @@ class Dataset:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The classes, in order; none if this is no classification."""
+        """The classes, in order; empty if the examples have none."""
         found = {example.label for example in self.examples if example.label is not None}
         return tuple(sorted(found, key=lambda label: (0, int(label), "") if _is_number(label) else (1, 0, label)))
 
@@ -101,15 +101,15 @@ def parse_example(line: str) -> Example:
 
 
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """(to train on, to evaluate on): `share` of the examples, by chance, at least one of each if there is a share."""
+    """(training, evaluation) examples: a random `share` is for evaluation; at least one example for each."""
     if share <= 0:
         return tuple(examples), ()
     ranked = sorted(range(len(examples)), key=lambda i: hashlib.sha256(f"{seed}/{i}".encode()).digest())
     count = min(max(1, round(share * len(examples))), len(examples) - 1)
     held_out = set(ranked[:count])
     return (
-        tuple(each for number, each in enumerate(examples) if number not in held_out),
-        tuple(each for number, each in enumerate(examples) if number in held_out),
+        tuple(example for number, example in enumerate(examples) if number not in held_out),
+        tuple(example for number, example in enumerate(examples) if number in held_out),
     )
 
 
@@ -128,7 +128,7 @@ def _is_number(label: str) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """The tokens of one example. The first `given` of them are not learned; `label` is the number of its class."""
+    """The tokens of one example. The first `given` tokens are not learned; `label` is the index of its class."""
 
     tokens: tuple[int, ...]
     given: int = 0
@@ -151,7 +151,7 @@ class Batch:
     tokens: int
 
     def counted(self, prefix: int) -> int:
-        """Of how many values its loss is the mean: the first token of a row has nothing before it but a prefix."""
+        """The number of values in the mean loss. Without virtual tokens (`prefix`) the first token is not predicted."""
         if self.labels.dim() == 1:
             return len(self.labels)
         return int((self.labels[:, 0 if prefix else 1 :] != IGNORED).sum())
@@ -162,8 +162,8 @@ def rows_of(
 ) -> list[Row]:
     """Rows of 2 to `max_length` tokens.
 
-    Longer texts are cut into several rows; of a prompt and a completion that are too long, the end is cut off; what
-    then holds nothing to learn is left out.
+    Longer texts are split into several rows; a prompt and completion that are too long are truncated; rows without a
+    token to learn are left out.
 
     Args:
         chat: prompts and completions are turns of the tokenizer's chat template.

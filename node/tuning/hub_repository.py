@@ -1,4 +1,4 @@
-"""Adapters on the Hugging Face hub, each a repository of its own, found by tags."""
+"""Adapters on the Hugging Face hub: a repository per adapter, found by tags."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class HubRepository:
             hf_raise_for_status(response)
             return response.json()
 
-        found = [of_tags(str(each["id"]), map(str, each.get("tags") or ())) for each in _asking(ask)]
-        return [each for each in found if each.matches(model, ())]
+        found = [of_tags(str(info["id"]), map(str, info.get("tags") or ())) for info in _asking(ask)]
+        return [adapter for adapter in found if adapter.matches(model, ())]
 
     def push(self, folder: Path, name: str, *, replace: bool) -> str:
         from huggingface_hub import HfApi, constants
@@ -96,7 +96,7 @@ class HubRepository:
 
 
 def of_tags(name: str, tags: Iterable[str]) -> SharedAdapter:
-    """What the tags of a repository say."""
+    """An adapter as described by the tags of its repository."""
     given = list(tags)
     bases = [tag.removeprefix(_BASE_TAG) for tag in given if tag.startswith(_BASE_TAG)]
     known = ("petalnode", "peft", "safetensors", *_METHODS)

@@ -1,4 +1,4 @@
-"""How a training goes: the events that it yields, and when to stop because the loss gets no better."""
+"""The events that a training yields, and early stopping."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The swarm cannot go on just now; it is asked again and again."""
+    """No chain covers the model; the training retries."""
 
     reason: str
 
@@ -47,7 +47,7 @@ Event = StepDone | Evaluated | Waiting | StoppedEarly
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """What evaluations have said so far. Lower losses are better.
+    """State of early stopping. Lower losses are better.
 
     Attributes:
         patience: evaluations in a row without a new best loss after which to stop; None never stops.

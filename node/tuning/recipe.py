@@ -1,7 +1,4 @@
-"""What decides the result of a training beside model and data: method, learning rates, order of the rows.
-
-The schedule is pure functions of the number of steps done, so that a training can be resumed anywhere.
-"""
+"""The hyperparameters of a training, and its schedule: pure functions of the number of steps done."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ class Recipe:
             raise BadInput("a patience of less than 1 evaluation stops before anything is learned")
 
     def fixed(self) -> dict[str, Any]:
-        """What must be the same when a training goes on: all but how often a checkpoint is written."""
+        """What has to be the same when a training is resumed: all but how often a checkpoint is written."""
         found = asdict(self)
         del found["checkpoint_every"]
         found["method"]["target_modules"] = list(self.method.target_modules)
@@ -75,9 +72,8 @@ def steps_of_epoch(rows: int, batch_size: int) -> int:
 
 
 def rows_of_step(step: int, rows: int, batch_size: int, seed: int) -> list[int]:
-    """The numbers of the rows in the batch of step 0, 1, ...: each once in an epoch, in an order by chance.
-
-    The last batch of an epoch has what is left.
+    """The indices of the rows in the batch of step 0, 1, ...: a random permutation for every epoch, whose last batch
+    may be smaller.
     """
     epoch, index = divmod(step, steps_of_epoch(rows, batch_size))
     order = list(range(rows))
@@ -96,5 +92,5 @@ def learning_rate(step: int, steps: int, *, peak: float, warmup: int, shape: Sha
 
 
 def is_due(step: int, every: int, steps: int) -> bool:
-    """Whether after `step` steps it is time for what is done at the start, every `every` steps and at the end."""
+    """Whether something is due after `step` steps that is done at the start, every `every` steps and at the end."""
     return step % every == 0 or step == steps

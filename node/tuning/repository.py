@@ -29,12 +29,12 @@ _ATTEMPTS: Final = 3
 
 
 class AdapterRepository(Protocol):
-    """What can be done at one of them. All raise BadInput, or MachineError where this machine cannot."""
+    """A place where adapters are shared. All methods raise BadInput, or MachineError where this machine cannot."""
 
     def search(self, model: str | None, tags: tuple[str, ...]) -> list[SharedAdapter]: ...
 
     def push(self, folder: Path, name: str, *, replace: bool) -> str:
-        """Puts the adapter in `folder` there; returns where it is, for people."""
+        """Uploads the adapter in `folder`; returns where it is, for people."""
         ...
 
     def pull(self, name: str, target: Path) -> SharedAdapter:
@@ -43,7 +43,7 @@ class AdapterRepository(Protocol):
 
 
 class FolderRepository:
-    """A folder with a folder for each adapter."""
+    """A folder with a subfolder per adapter."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -52,7 +52,7 @@ class FolderRepository:
         if not self._folder.is_dir():
             raise BadInput(f"there is no folder {self._folder}")
         try:
-            return [each for each in adapters_in(self._folder) if each.matches(model, tags)]
+            return [adapter for adapter in adapters_in(self._folder) if adapter.matches(model, tags)]
         except OSError as error:
             raise BadInput(f"cannot read {self._folder}: {error.strerror}") from None
 
@@ -66,7 +66,7 @@ class FolderRepository:
     def pull(self, name: str, target: Path) -> SharedAdapter:
         source = self._folder / check_name(name)
         if not source.is_dir():
-            held = ", ".join(each.name for each in self.search(None, ())) or "none"
+            held = ", ".join(adapter.name for adapter in self.search(None, ())) or "none"
             raise BadInput(f"there is no adapter {name!r} in {self._folder}; it has {held}")
         found = check_adapter(source)
         copy_adapter(source, target)
@@ -74,7 +74,7 @@ class FolderRepository:
 
 
 class GitRepository:
-    """A repository by its address, of which the default branch is used."""
+    """The default branch of a git repository, with a folder per adapter at its top."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -173,7 +173,7 @@ def _git(*arguments: str, cwd: Path) -> str:
 
 
 def _own_environment() -> dict[str, str]:
-    """Without what would lead git to another repository, as inside of a hook."""
+    """The environment without variables that point git to another repository, as hooks have them."""
     leading = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
     return {name: value for name, value in os.environ.items() if name not in leading}
 
@@ -185,7 +185,7 @@ def _has_identity(git: str, cwd: Path) -> bool:
 
 
 def repository_of(where: str) -> AdapterRepository:
-    """The place that a person means.
+    """The repository that a person names.
 
     "hub" is the hub; a folder that exists is itself, or the git repository that it is; an address with a scheme, or
     one that ends in .git, is a git repository; org/name is one of the hub; all else is a folder to be made.

@@ -29,10 +29,10 @@ _RETRY_SECONDS: Final = 2.0
 
 
 class Training:
-    """One training and where it stands. Whatever interrupts `run`, the state is that after a whole step.
+    """One training and its state. Whatever interrupts `run`, the state is that after a whole step.
 
     Args:
-        about: names what is trained on what; with the recipe it must be the same when a training goes on.
+        about: names the model and the data; a checkpoint is resumed only with the same `about` and recipe.
         padding: a token id.
     """
 
@@ -63,13 +63,13 @@ class Training:
         )
 
     def run(self) -> Iterator[Event]:
-        """Trains until all steps are done or nothing gets better, telling of it.
+        """Trains until all steps are done or the loss gets no better, and yields what happens.
 
-        May be left at any time, by Ctrl-C as well, and gone on with by calling it again.
+        May be abandoned at any time, by Ctrl-C too, and resumed by calling it again.
 
         Raises:
             BadInput: the loss is not finite any more.
-            SwarmError: what the swarm cannot do, unless it is that servers are missing, which is waited for.
+            SwarmError: the swarm fails, except that missing servers are waited for.
         """
         recipe = self.recipe
         while True:
@@ -139,7 +139,7 @@ class Training:
         return self.tuned.loss(batch)
 
     def take_best(self) -> None:
-        """Puts back the weights of the best evaluation, if there was one."""
+        """Restores the weights of the best evaluation, if there was one."""
         if self._best:
             self.tuned.load(self._best)
 
@@ -160,10 +160,10 @@ class Training:
         )
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Goes on where `checkpoint` was made.
+        """Restores the state of `checkpoint`.
 
         Raises:
-            BadInput: it was another training.
+            BadInput: it is of another training.
         """
         changed = differences(self._fixed, checkpoint.recipe)
         if changed:
@@ -193,7 +193,7 @@ class Training:
 
 
 def _patiently(attempt: Callable[[], T]) -> Generator[Event, None, T]:
-    """What `attempt` returns. While no chain covers the model, it is tried again and again."""
+    """The result of `attempt`, which is retried while no chain covers the model."""
     while True:
         try:
             return attempt()
@@ -204,7 +204,7 @@ def _patiently(attempt: Callable[[], T]) -> Generator[Event, None, T]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C within it comes into effect behind it."""
+    """Defers Ctrl-C to the end of the block."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
         yield

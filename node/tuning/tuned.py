@@ -1,4 +1,4 @@
-"""What is trained: one of the methods on a model of the swarm, and the head of a classifier beside it."""
+"""The trained weights: soft prompts, deep prompts or LoRA on a model of the swarm, and the head of a classifier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tuned:
 
     @classmethod
     def of(cls, model: DistributedModel, options: MethodOptions, seed: int) -> Tuned:
-        """The start of a training, the same each time for one seed.
+        """The initial weights, determined by the seed.
 
         Raises:
             BadInput: the options do not fit the model.
@@ -50,16 +50,16 @@ class Tuned:
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
-        """All that is trained; those of the head are called head.*."""
-        named = {name: each for name, each in self.module.named_parameters() if each.requires_grad}
-        return named | {f"head.{name}": each for name, each in head_of(self.model).items()}
+        """All trained weights; those of the head are called head.*."""
+        named = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
+        return named | {f"head.{name}": weight for name, weight in head_of(self.model).items()}
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """(mean loss, logits)
 
         Raises:
             BadInput: weights or activations are NaN or infinite.
-            SwarmError: no chain covers the model, or what went wrong there.
+            SwarmError: no chain covers the model, or the chain failed.
         """
         device = self.model.transformers_model.device
         output: Any = self.module(
@@ -68,19 +68,19 @@ class Tuned:
         return output.loss, output.logits
 
     def copy(self) -> dict[str, torch.Tensor]:
-        return {name: each.detach().to("cpu", copy=True) for name, each in self.weights.items()}
+        return {name: weight.detach().to("cpu", copy=True) for name, weight in self.weights.items()}
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Takes over weights of a copy.
+        """Sets the weights to those of a copy.
 
         Raises:
-            KeyError, RuntimeError: they are those of something else.
+            KeyError, RuntimeError: names or shapes differ.
         """
-        for name, each in self.weights.items():
-            if weights[name].shape != each.shape:
-                raise RuntimeError(f"{name} has shape {list(weights[name].shape)}, not {list(each.shape)}")
-            each.copy_(weights[name])
+        for name, weight in self.weights.items():
+            if weights[name].shape != weight.shape:
+                raise RuntimeError(f"{name} has shape {list(weights[name].shape)}, not {list(weight.shape)}")
+            weight.copy_(weights[name])
 
 
 def head_of(model: DistributedModel) -> dict[str, nn.Parameter]:
@@ -88,4 +88,4 @@ def head_of(model: DistributedModel) -> dict[str, nn.Parameter]:
     if model.labels_are_tokens:
         return {}
     base = f"{model.transformers_model.base_model_prefix}."
-    return {name: each for name, each in model.transformers_model.named_parameters() if not name.startswith(base)}
+    return {name: weight for name, weight in model.transformers_model.named_parameters() if not name.startswith(base)}
