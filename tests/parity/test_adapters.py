@@ -99,11 +99,11 @@ def test_mixed_steps_on_quantised_blocks_equal_separate_ones(quantisation: str, 
     hidden = [torch.randn(2, TOKENS, span.hidden_size, generator=generator) for _ in used]
     caches = [span.make_cache(2, TOKENS, PADDING) for _ in used]
     apart = []
-    for each, cache, adapter in zip(hidden, caches, used, strict=True):
-        span.forward(each[:, :-1], cache, adapter)
-        apart.append(span.decode([(each[:, -1:], cache)], [adapter])[0])
+    for states, cache, adapter in zip(hidden, caches, used, strict=True):
+        span.forward(states[:, :-1], cache, adapter)
+        apart.append(span.decode([(states[:, -1:], cache)], [adapter])[0])
         cache.rollback(TOKENS - 1)
-    steps = [(each[:, -1:], cache) for each, cache in zip(hidden, caches, strict=True)]
+    steps = [(states[:, -1:], cache) for states, cache in zip(hidden, caches, strict=True)]
     for output, wanted in zip(span.decode(steps, used), apart, strict=True):
         close(output, wanted, 2e-2)
 
@@ -121,11 +121,11 @@ def test_sessions_take_turns_where_a_layer_hides_whose_row_it_gets(tiny: Tiny, t
     hidden = [torch.randn(1, TOKENS, span.hidden_size, generator=generator) for _ in used]
     caches = [span.make_cache(1, TOKENS) for _ in used]
     apart = []
-    for each, cache, adapter in zip(hidden, caches, used, strict=True):
-        span.forward(each[:, :-1], cache, adapter)
-        apart.append(span.forward(each[:, -1:], cache, adapter))
+    for states, cache, adapter in zip(hidden, caches, used, strict=True):
+        span.forward(states[:, :-1], cache, adapter)
+        apart.append(span.forward(states[:, -1:], cache, adapter))
         cache.rollback(TOKENS - 1)
-    steps = [(each[:, -1:], cache) for each, cache in zip(hidden, caches, strict=True)]
+    steps = [(states[:, -1:], cache) for states, cache in zip(hidden, caches, strict=True)]
     for _ in range(2):
         for output, wanted in zip(span.decode(steps, used), apart, strict=True):
             close(output, wanted)

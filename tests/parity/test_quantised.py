@@ -127,7 +127,7 @@ def test_what_is_quantised_and_what_stays(tiny: Tiny) -> None:
     span = load_span(tiny("mixtral"), SPAN, quantisation="nf4")
     block = span.stack.blocks[0]
     quantised = {name for name, module in block.named_modules() if isinstance(module, QuantisedLinear)}
-    assert quantised == {f"self_attn.{each}_proj" for each in "qkvo"}
+    assert quantised == {f"self_attn.{letter}_proj" for letter in "qkvo"}
     assert [name for name, module in block.named_modules() if isinstance(module, QuantisedExperts)] == ["mlp.experts"]
     left = {name: parameter.dtype for name, parameter in block.named_parameters()}
     assert left.keys() == {"input_layernorm.weight", "post_attention_layernorm.weight", "mlp.gate.weight"}

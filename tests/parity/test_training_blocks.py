@@ -94,9 +94,9 @@ def through(spans: Sequence[BlockSpan], batch: Batch, gradient: torch.Tensor, me
         hidden, pauses = drive(SpanPasses(span, memory).forward(parts[-1]))
         assert pauses == len(part) - 1
     found = []
-    for span, each in zip(reversed(spans), reversed(parts), strict=True):
-        gradients, pauses = drive(SpanPasses(span, memory).backward(each, gradient))
-        assert pauses >= 2 * len(each.part) - 1  # at least between any two blocks, both ways
+    for span, part in zip(reversed(spans), reversed(parts), strict=True):
+        gradients, pauses = drive(SpanPasses(span, memory).backward(part, gradient))
+        assert pauses >= 2 * len(part.part) - 1  # at least between any two blocks, both ways
         gradient = gradients.hidden
         found.append(gradients.prompts)
     return hidden, Gradients(gradient, torch.cat(found[::-1]) if batch.prompts is not None else None, {})
@@ -128,21 +128,21 @@ def test_gradients_that_come_later_are_the_same(memory: int, kept: list[int], ti
     generator = torch.Generator().manual_seed(2)
     prompts = torch.randn(NUM_BLOCKS, 2, PREFIX, HIDDEN, generator=generator)
     hidden = [torch.randn(2, TOKENS, HIDDEN, generator=generator) for _ in kept]
-    batches = [Batch(Span(0, 6), each, None, None, prompts) for each in hidden]
+    batches = [Batch(Span(0, 6), states, None, None, prompts) for states in hidden]
     gradients = [torch.randn(2, TOKENS, HIDDEN, generator=generator) for _ in kept]
     passes = SpanPasses(span, memory)
     parked = []
     for batch in batches:
-        each, pauses = drive(passes.recompute(batch))
-        parked.append(each)
-        assert pauses >= (len(each.graphs) == 6)  # never more than a block behind a step
-    assert [len(each.graphs) for each in parked] == kept
-    for batch, each, gradient in reversed(list(zip(batches, parked, gradients, strict=True))):
+        saved, pauses = drive(passes.recompute(batch))
+        parked.append(saved)
+        assert pauses >= (len(saved.graphs) == 6)  # never more than a block behind a step
+    assert [len(saved.graphs) for saved in parked] == kept
+    for batch, saved, gradient in reversed(list(zip(batches, parked, gradients, strict=True))):
         expected, _ = drive(SpanPasses(span, PLENTY).backward(batch, gradient))
-        found, pauses = drive(passes.resume(each, gradient))
+        found, pauses = drive(passes.resume(saved, gradient))
         assert pauses >= 5
         assert torch.equal(found.hidden, expected.hidden) and torch.equal(found.prompts, expected.prompts)
-    del parked, each
+    del parked, saved
     again, _ = drive(passes.recompute(batches[0]))  # what was kept is free
     assert len(again.graphs) == kept[0]
 
@@ -211,7 +211,7 @@ def test_low_rank_changes_are_those_of_the_weights(architecture: str, tiny: Tiny
     close(found.hidden, expected.hidden, tolerance)
     assert found.lora.keys() == lora.keys()
     # The gradient of W + B A with respect to A is B's transpose times that of the weight, and the other way round.
-    weights = {name: each.requires_grad_() for name, each in weights.items()}
+    weights = {name: tensor.requires_grad_() for name, tensor in weights.items()}
     out = merged.stack.run(hidden, None, torch.arange(TOKENS).unsqueeze(0), part=range(1, 4))
     for name, full in zip(weights, torch.autograd.grad(out, list(weights.values()), gradient), strict=True):
         a_name, b_name = replace(name, part="lora_A"), replace(name, part="lora_B")

@@ -76,7 +76,7 @@ def test_peft_s_ways_to_scale(options: dict[str, Any], scaling: float, tmp_path:
 
 
 def test_half_precision_is_kept_where_it_is_exact(tmp_path: Path) -> None:
-    half = {name: each.bfloat16() for name, each in weights().items()}
+    half = {name: tensor.bfloat16() for name, tensor in weights().items()}
     assert read_adapter(folder(tmp_path, tensors=half)).tensors["1.self_attn.q_proj.lora_B"].dtype == torch.bfloat16
     odd = read_adapter(folder(tmp_path, CONFIG | {"lora_alpha": 3}, half)).tensors["1.self_attn.q_proj.lora_B"]
     assert odd.dtype == torch.float32 and torch.equal(odd, list(half.values())[1].float() * 1.5)
@@ -88,7 +88,7 @@ def changed(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights
 
 
 def without(key: str) -> Weights:
-    return {name: each for name, each in weights().items() if f"lora_{key}." not in name}
+    return {name: tensor for name, tensor in weights().items() if f"lora_{key}." not in name}
 
 
 def nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,10 @@ def test_what_cannot_be_used_is_said(config: Any, tensors: Weights | None, says:
         (changed("A", lambda a: a[:, :7]), r"\[rank, 8\]"),
         (changed("B", lambda b: b[:5]), r"\[6, rank\]"),
         (weights(4), "block 4, and the model has 4"),
-        ({name.replace("q_proj", "mlp"): each for name, each in weights().items()}, "no linear layer 'self_attn.mlp'"),
+        (
+            {name.replace("q_proj", "mlp"): tensor for name, tensor in weights().items()},
+            "no linear layer 'self_attn.mlp'",
+        ),
     ],
 )
 def test_what_is_for_another_model_is_said(tensors: Weights, says: str, tmp_path: Path) -> None:
@@ -214,10 +217,10 @@ def test_a_part_is_checked_alone(entries: list[tuple[int, str, bytes]]) -> None:
     """The hashes of blocks are the same, whether they are made of all tensors or of those of a span."""
     tensors = [TensorDigest(f"{block}.{path}.lora_A", (1, 1), "float32", value) for block, path, value in entries]
     hashes = hashes_of_blocks(tensors)
-    part = hashes_of_blocks([each for each in tensors if int(each.name[0]) < 3])
+    part = hashes_of_blocks([tensor for tensor in tensors if int(tensor.name[0]) < 3])
     assert part == tuple((block, value) for block, value in hashes if block < 3)
     assert hash_of_adapter(hashes) == hash_of_adapter(list(reversed(hashes)))
-    assert all(value == hash_of_block(each for each in tensors if each.name[0] == str(b)) for b, value in hashes)
+    assert all(value == hash_of_block(tensor for tensor in tensors if tensor.name[0] == str(b)) for b, value in hashes)
 
 
 @given(st.text(max_size=80))

@@ -24,20 +24,20 @@ kept = st.lists(
     st.builds(
         CacheEntry, st.integers(0, 20).map(lambda number: Path(f"/m/{number}")), st.integers(0, 100), st.floats(0, 9)
     ),
-    unique_by=lambda each: each.path,
+    unique_by=lambda entry: entry.path,
 )
 
 
 @given(kept, st.integers(0, 500), st.sets(st.integers(0, 20).map(lambda number: Path(f"/m/{number}"))))
 def test_what_was_not_used_for_longest_goes_until_the_rest_fits(found, limit, keep) -> None:
     going = to_remove(found, limit, keep)
-    staying = [each for each in found if each not in going]
-    assert not keep & {each.path for each in going}
-    spare = [each for each in staying if each.path not in keep]
-    assert sum(each.nbytes for each in staying) <= limit or not spare
+    staying = [entry for entry in found if entry not in going]
+    assert not keep & {entry.path for entry in going}
+    spare = [entry for entry in staying if entry.path not in keep]
+    assert sum(entry.nbytes for entry in staying) <= limit or not spare
     if going:
-        assert sum(each.nbytes for each in [*staying, going[-1]]) > limit
-        assert all(each.used >= going[-1].used for each in spare)
+        assert sum(entry.nbytes for entry in [*staying, going[-1]]) > limit
+        assert all(entry.used >= going[-1].used for entry in spare)
 
 
 def model(folder: Path, nbytes: int, used: float) -> Path:

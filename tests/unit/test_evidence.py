@@ -129,7 +129,7 @@ def test_the_terms_of_a_session_are_in_its_root(name: str, value: object) -> Non
 
 
 def test_no_padding_is_no_padding() -> None:
-    roots = {session_root(**TERMS | {"left_padding": each}) for each in ((), (0, 0))}
+    roots = {session_root(**TERMS | {"left_padding": padding}) for padding in ((), (0, 0))}
     assert len(roots) == 1
 
 

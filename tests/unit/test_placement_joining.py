@@ -35,21 +35,25 @@ def test_newcomers_that_see_one_another_reckon_the_same(
 
     def choices() -> list[Choice]:
         return [
-            choice_of_newcomer(holders, newcomers, each.peer_id, None, len(each.span), 8, turnover=number)
-            for number, each in enumerate(newcomers, start=1)
+            choice_of_newcomer(holders, newcomers, newcomer.peer_id, None, len(newcomer.span), 8, turnover=number)
+            for number, newcomer in enumerate(newcomers, start=1)
         ]
 
     chosen = choices()
     one_by_one = list(holders)
-    for each, choice in zip(newcomers, chosen, strict=True):
-        assert choice.span == span_for_newcomer(one_by_one, each.peer_id, each.throughput, len(each.span), 8)
-        assert choice.rivals == {other.peer_id for other in newcomers} - {each.peer_id}
-        one_by_one.append(replace(each, span=choice.span))
+    for newcomer, choice in zip(newcomers, chosen, strict=True):
+        assert choice.span == span_for_newcomer(
+            one_by_one, newcomer.peer_id, newcomer.throughput, len(newcomer.span), 8
+        )
+        assert choice.rivals == {other.peer_id for other in newcomers} - {newcomer.peer_id}
+        one_by_one.append(replace(newcomer, span=choice.span))
     # Who has said something else is disputed by those behind it; once all have said what was reckoned, nobody is.
     for number, choice in enumerate(chosen):
-        wrong = {each.peer_id for each, right in zip(newcomers, chosen, strict=True) if each.span != right.span}
-        assert choice.disputed == wrong & {each.peer_id for each in newcomers[:number]}
-    newcomers = [replace(each, span=choice.span) for each, choice in zip(newcomers, chosen, strict=True)]
+        wrong = {
+            newcomer.peer_id for newcomer, right in zip(newcomers, chosen, strict=True) if newcomer.span != right.span
+        }
+        assert choice.disputed == wrong & {newcomer.peer_id for newcomer in newcomers[:number]}
+    newcomers = [replace(newcomer, span=choice.span) for newcomer, choice in zip(newcomers, chosen, strict=True)]
     assert [replace(choice, disputed=frozenset()) for choice in chosen] == choices()
 
 

@@ -32,11 +32,13 @@ def swarms(draw, most=9, fixed=True):
 def places(holders, blocks):
     """Every placement of the movable ones."""
     choices = [
-        [Span(at, at + len(each.span)) for at in range(blocks - len(each.span) + 1)] if each.movable else [each.span]
-        for each in holders
+        [Span(at, at + len(holder.span)) for at in range(blocks - len(holder.span) + 1)]
+        if holder.movable
+        else [holder.span]
+        for holder in holders
     ]
     for spans in itertools.product(*choices):
-        yield [replace(each, span=span) for each, span in zip(holders, spans, strict=True)]
+        yield [replace(holder, span=span) for holder, span in zip(holders, spans, strict=True)]
 
 
 def carried_out(holders, plan):
@@ -64,7 +66,7 @@ def test_a_plan_is_never_worse_than_before(swarm):
 def test_no_gap_is_left_where_there_are_enough_blocks(swarm):
     holders, blocks = swarm
     after = carried_out(holders, make_plan(holders, blocks))
-    assert uncovered(after, blocks) == max(0, blocks - sum(len(each.span) for each in holders))
+    assert uncovered(after, blocks) == max(0, blocks - sum(len(holder.span) for holder in holders))
 
 
 @settings(max_examples=40)
@@ -72,7 +74,7 @@ def test_no_gap_is_left_where_there_are_enough_blocks(swarm):
 def test_no_gap_is_left_that_any_placement_could_close(swarm):
     holders, blocks = swarm
     after = carried_out(holders, make_plan(holders, blocks))
-    assert uncovered(after, blocks) == min(uncovered(each, blocks) for each in places(holders, blocks))
+    assert uncovered(after, blocks) == min(uncovered(place, blocks) for place in places(holders, blocks))
 
 
 @given(swarms(), st.randoms(use_true_random=False))
@@ -87,7 +89,7 @@ def test_everybody_makes_the_same_plan(swarm, chance):
 @given(swarms())
 def test_who_is_fixed_stays_and_who_moves_keeps_its_length(swarm):
     holders, blocks = swarm
-    by_id = {each.peer_id: each for each in holders}
+    by_id = {holder.peer_id: holder for holder in holders}
     for move in make_plan(holders, blocks).moves:
         holder = by_id[move.peer_id]
         assert holder.movable and move.source == holder.span != move.target
@@ -151,9 +153,9 @@ def test_a_plan_stands_until_the_swarm_is_another():
     assert plan.rest([replace(holders[0], throughput=11.0, reload_weight=2.0), *holders[1:]]) == plan
     assert plan.rest([replace(holders[0], throughput=20.0), *holders[1:]]) is None
     gone = carried_out(holders, replace(plan, moves=plan.moves[:1]))
-    under_way = [replace(each, movable=each.peer_id != plan.moves[0].peer_id) for each in gone]
+    under_way = [replace(holder, movable=holder.peer_id != plan.moves[0].peer_id) for holder in gone]
     assert plan.rest(under_way).moves == plan.moves[1:]
-    assert plan.rest([replace(each, movable=False) for each in holders]) is None
+    assert plan.rest([replace(holder, movable=False) for holder in holders]) is None
     assert plan.rest(carried_out(holders, replace(plan, moves=(Move("b", Span(0, 4), Span(2, 6)),)))) is None
     assert plan.rest(carried_out(holders, plan)) is None
 
@@ -201,7 +203,7 @@ def test_who_pays_a_high_toll_moves_last():
         PlacedServer("c", Span(0, 4), 10.0, reload_weight=3.0),
     ]
     assert [move.peer_id for move in make_plan(holders, 8).moves] == ["b"]
-    holders = [replace(each, reload_weight=4.0 - each.reload_weight) for each in holders]
+    holders = [replace(holder, reload_weight=4.0 - holder.reload_weight) for holder in holders]
     assert [move.peer_id for move in make_plan(holders, 8).moves] == ["c"]
 
 

@@ -29,11 +29,11 @@ def test_only_holders_are_asked_first_and_nobody_twice(found, sure, seed) -> Non
     able = {holder.peer_id for holder in found} - sure - {"peer 0"}
     assert set(asked) <= able and (set(asked) == able or len(asked) == AT_ONCE)
     alone = {
-        each.peer_id
-        for each in found
-        if each.peer_id in able
-        and len(gaps([other for other in found if other is not each], BLOCKS)) > 0
-        and sum(map(len, gaps([other for other in found if other is not each], BLOCKS)))
+        server.peer_id
+        for server in found
+        if server.peer_id in able
+        and len(gaps([other for other in found if other is not server], BLOCKS)) > 0
+        and sum(map(len, gaps([other for other in found if other is not server], BLOCKS)))
         > sum(map(len, gaps(found, BLOCKS)))
     }
     assert alone <= set(asked) or set(asked[: len(alone)]) <= alone
@@ -44,7 +44,7 @@ def test_in_a_large_swarm_a_lonely_server_is_asked_by_some() -> None:
         PlacedServer("alone", Span(6, 12), 1.0)
     ]
     chance = random.Random(1)
-    askers = sum("alone" in worth_asking(swarm, f"peer {each}", (), BLOCKS, chance) for each in range(1000))
+    askers = sum("alone" in worth_asking(swarm, f"peer {index}", (), BLOCKS, chance) for index in range(1000))
     assert ASKERS / 2 < askers < 2 * ASKERS
 
 

@@ -51,7 +51,7 @@ def test_who_counts_where() -> None:
         ],
         BLOCKS,
     )
-    assert {each.peer_id: (each.span, each.movable) for each in seen.servers} == {
+    assert {server.peer_id: (server.span, server.movable) for server in seen.servers} == {
         "online": (Span(0, 4), True),
         "fixed": (Span(0, 4), False),
         "joining": (Span(4, 8), False),
@@ -59,7 +59,7 @@ def test_who_counts_where() -> None:
         "about to move": (Span(5, 9), False),
         "choosing": (Span(2, 6), False),
     }
-    assert [each.peer_id for each in seen.serving] == ["online", "fixed"]
+    assert [server.peer_id for server in seen.serving] == ["online", "fixed"]
     assert seen.of("moving") is not None and seen.of("leaving") is None
 
 
@@ -69,42 +69,42 @@ def test_of_two_that_mean_to_move_the_smaller_peer_id_goes_first() -> None:
         observe_servers(swarm, BLOCKS, "a", contested=True),
         observe_servers(swarm, BLOCKS, "b", contested=True),
     )
-    assert [(each.peer_id, each.span.start) for each in first.servers] == [("a", 0), ("b", 0), ("c", 4)]
-    assert [(each.peer_id, each.span.start) for each in second.servers] == [("a", 8), ("b", 0), ("c", 4)]
-    assert [each.peer_id for each in second.serving] == ["b", "c"]
+    assert [(server.peer_id, server.span.start) for server in first.servers] == [("a", 0), ("b", 0), ("c", 4)]
+    assert [(server.peer_id, server.span.start) for server in second.servers] == [("a", 8), ("b", 0), ("c", 4)]
+    assert [server.peer_id for server in second.serving] == ["b", "c"]
 
 
 def test_who_has_begun_to_leave_goes_whatever_its_peer_id_is() -> None:
     swarm = [said("a"), said("b", state=DRAINING, next_span=Span(8, 12)), said("c", 4, 8)]
     seen = observe_servers(swarm, BLOCKS, "a", contested=True)
-    assert [(each.peer_id, each.span.start) for each in seen.servers] == [("a", 0), ("b", 8), ("c", 4)]
-    assert [each.peer_id for each in seen.serving] == ["a", "c"]
+    assert [(server.peer_id, server.span.start) for server in seen.servers] == [("a", 0), ("b", 8), ("c", 4)]
+    assert [server.peer_id for server in seen.serving] == ["a", "c"]
 
 
 def test_of_two_newcomers_the_smaller_peer_id_chooses_first() -> None:
     choosing = [said(peer, 4, 8, JOINING, next_span=Span(4, 8)) for peer in "ab"]
     assert not observe_servers(choosing, BLOCKS, "a", contested=True).servers
-    assert [each.peer_id for each in observe_servers(choosing, BLOCKS, "b", contested=True).servers] == ["a"]
+    assert [server.peer_id for server in observe_servers(choosing, BLOCKS, "b", contested=True).servers] == ["a"]
     loading = [choosing[0], replace(choosing[1], next_span=None)]
-    assert [each.peer_id for each in observe_servers(loading, BLOCKS, "a", contested=True).servers] == ["b"]
+    assert [server.peer_id for server in observe_servers(loading, BLOCKS, "a", contested=True).servers] == ["b"]
 
 
 def test_the_slower_of_computing_and_network_counts() -> None:
     holders = observe_servers(
         [said("a", network_seconds=0.5), said("b", network_seconds=0.01), said("c")], BLOCKS
     ).servers
-    assert [each.throughput for each in holders] == [2.0, 10.0, 10.0]
+    assert [holder.throughput for holder in holders] == [2.0, 10.0, 10.0]
 
 
 def test_who_has_not_measured_yet_is_taken_for_average() -> None:
     holders = observe_servers([said("a", step_seconds=0.5), said("b", state=JOINING, step_seconds=0)], BLOCKS).servers
-    assert [each.throughput for each in holders] == [2.0, 2.0]
+    assert [holder.throughput for holder in holders] == [2.0, 2.0]
     assert observe_servers([said("b", state=JOINING, step_seconds=0)], BLOCKS).servers[0].throughput == 1.0
 
 
 def test_loading_and_caches_make_a_move_dearer() -> None:
     swarm = [said("a"), said("b", load_seconds=20.0), said("c", cache_tokens=100, cache_tokens_free=50)]
-    assert [each.reload_weight for each in observe_servers(swarm, BLOCKS).servers] == [1.0, 2.0, 1.5]
+    assert [server.reload_weight for server in observe_servers(swarm, BLOCKS).servers] == [1.0, 2.0, 1.5]
 
 
 def test_absurd_announcements_are_corrected_or_left_out_and_named() -> None:
@@ -119,7 +119,7 @@ def test_absurd_announcements_are_corrected_or_left_out_and_named() -> None:
         ],
         BLOCKS,
     )
-    speeds = {each.peer_id: each.throughput for each in seen.servers}
+    speeds = {server.peer_id: server.throughput for server in seen.servers}
     assert speeds["liar"] == MOST_OF_MEDIAN * 10.0
     assert 0 < speeds["endless"] < 1
     assert "another size" not in speeds and "too far" not in speeds
@@ -142,7 +142,7 @@ def test_absurd_announcements_are_corrected_or_left_out_and_named() -> None:
             cache_tokens=st.integers(0, 9),
             next_span=st.sampled_from([None, Span(0, 3), Span(3, 90)]),
         ),
-        unique_by=lambda each: each.peer_id,
+        unique_by=lambda server: server.peer_id,
     ),
     st.booleans(),
 )
@@ -156,7 +156,7 @@ def test_whatever_is_announced_makes_usable_holders(announcements, contested) ->
 def test_turnover_is_one_where_servers_come_and_go_as_usual() -> None:
     now, servers = 1e9, 60
     count = round(USUAL_PER_HOUR * servers * WINDOW / 3600)
-    usual = [Change(now - WINDOW * (each + 0.5) / count, bool(each % 2)) for each in range(count)]
+    usual = [Change(now - WINDOW * (index + 0.5) / count, bool(index % 2)) for index in range(count)]
     assert turnover(usual, servers, now) == pytest.approx(1.0, abs=0.2)
     assert turnover([], servers, now) == LEAST
     assert turnover(usual * 9, servers, now) == MOST

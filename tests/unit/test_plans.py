@@ -63,10 +63,10 @@ def some_placement(fleet: Fleet, seed: int) -> list[PlacedMachine]:
 def test_no_placement_has_a_faster_route_than_the_fastest_plan(seed: int, client: bool, all_known: bool) -> None:
     fleet = fleet_of(seed, client=client, known=1.0 if all_known or not client else 0.5)
     plan = fastest_plan(fleet, BLOCKS, seconds=600)
-    assert [each.span.start for each in plan.route] == [0, *(each.span.end for each in plan.route)][:-1]
+    assert [entry.span.start for entry in plan.route] == [0, *(entry.span.end for entry in plan.route)][:-1]
     assert plan.route[-1].span.end == BLOCKS
-    assert {each.machine for each in plan.placed} == {each.machine for each in plan.route}
-    assert all(len(each.span) <= fleet.machines[each.machine].blocks for each in plan.placed)
+    assert {entry.machine for entry in plan.placed} == {entry.machine for entry in plan.route}
+    assert all(len(entry.span) <= fleet.machines[entry.machine].blocks for entry in plan.placed)
     assert plan.proved and plan.seconds == plan.least_seconds
     # It is the best cycle, unless coming back to a machine is quicker: where the way between two others is longer than
     # by this one.

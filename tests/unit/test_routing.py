@@ -50,25 +50,27 @@ class Ask:
 
 def way(one: RouteCandidate | None, other: RouteCandidate | None, pushed: bool) -> float:
     """Seconds that a message takes; None is the client."""
-    through_client = sum(each.rtt / 2 for each in (one, other) if each is not None)
+    through_client = sum(server.rtt / 2 for server in (one, other) if server is not None)
     if one is None or other is None or one is other or not pushed:
         return through_client
     return min(through_client, one.rtts.get(other.peer_id, math.inf) / 2)
 
 
-def work(each: RouteCandidate, blocks: int, ask: Ask) -> float:
+def work(server: RouteCandidate, blocks: int, ask: Ask) -> float:
     prefill = (
-        ask.tokens / each.forward_tokens_per_second
-        if each.forward_tokens_per_second
-        else ask.tokens * each.step_seconds
+        ask.tokens / server.forward_tokens_per_second
+        if server.forward_tokens_per_second
+        else ask.tokens * server.step_seconds
     )
-    compute = max(each.step_seconds, prefill) * (1 + LOAD_PER_WAITING * each.queue_depth) * blocks / len(each.span)
-    no_room = NO_CACHE_SECONDS if each.cache_tokens_free < ask.cache_tokens else 0
+    compute = (
+        max(server.step_seconds, prefill) * (1 + LOAD_PER_WAITING * server.queue_depth) * blocks / len(server.span)
+    )
+    no_room = NO_CACHE_SECONDS if server.cache_tokens_free < ask.cache_tokens else 0
     return (
         HANDLING_SECONDS
         + compute
-        + 2 * ask.tokens * ask.token_bytes * each.seconds_per_byte
-        + each.penalty_seconds
+        + 2 * ask.tokens * ask.token_bytes * server.seconds_per_byte
+        + server.penalty_seconds
         + no_room
     )
 
@@ -80,7 +82,7 @@ def cost(
     before: RouteCandidate | None = None,
     after: RouteCandidate | None = None,
 ) -> float:
-    by_peer = {each.peer_id: each for each in candidates}
+    by_peer = {candidate.peer_id: candidate for candidate in candidates}
     on_the_way = [before, *(by_peer[hop.peer_id] for hop in chain), after]
     ways = sum(way(one, other, ask.pushed) for one, other in itertools.pairwise(on_the_way))
     return ways + sum(work(by_peer[hop.peer_id], len(hop.span), ask) for hop in chain)
@@ -94,10 +96,10 @@ def all_chains(candidates: Sequence[RouteCandidate], wanted: Span) -> list[tuple
         if block == wanted.end:
             found.append(hops)
             return
-        for each in candidates:
-            if block in each.span and (not hops or hops[-1].peer_id != each.peer_id):
-                for end in range(block + 1, min(each.span.end, wanted.end) + 1):
-                    extend((*hops, Hop(each.peer_id, Span(block, end))), end)
+        for candidate in candidates:
+            if block in candidate.span and (not hops or hops[-1].peer_id != candidate.peer_id):
+                for end in range(block + 1, min(candidate.span.end, wanted.end) + 1):
+                    extend((*hops, Hop(candidate.peer_id, Span(block, end))), end)
 
     extend((), wanted.start)
     return found
@@ -106,7 +108,7 @@ def all_chains(candidates: Sequence[RouteCandidate], wanted: Span) -> list[tuple
 def check_shape(chain: Sequence[Hop], candidates: Sequence[RouteCandidate], wanted: Span) -> None:
     edges = [wanted.start, *(hop.span.end for hop in chain)]
     assert [hop.span.start for hop in chain] == edges[:-1] and edges[-1] == wanted.end
-    by_peer = {each.peer_id: each for each in candidates}
+    by_peer = {candidate.peer_id: candidate for candidate in candidates}
     assert all(by_peer[hop.peer_id].span.covers(hop.span) for hop in chain)
     assert all(one.peer_id != other.peer_id for one, other in itertools.pairwise(chain))
 
@@ -152,7 +154,7 @@ def test_no_chain_is_cheaper_and_what_is_missing_is_named(
     candidates: list[RouteCandidate], pair: tuple[int, int], ask: Ask
 ) -> None:
     wanted = Span(*pair)
-    held = {block for each in candidates for block in range(each.span.start, each.span.end)}
+    held = {block for candidate in candidates for block in range(candidate.span.start, candidate.span.end)}
     missing = tuple(block for block in range(wanted.start, wanted.end) if block not in held)
     if missing:
         with pytest.raises(NoChainError) as caught:
@@ -162,7 +164,7 @@ def test_no_chain_is_cheaper_and_what_is_missing_is_named(
         return
     chain = cheapest_chain(candidates, wanted, **ask.arguments())
     check_shape(chain, candidates, wanted)
-    least = min(cost(each, candidates, ask) for each in all_chains(candidates, wanted))
+    least = min(cost(chain, candidates, ask) for chain in all_chains(candidates, wanted))
     assert cost(chain, candidates, ask) == pytest.approx(least, rel=1e-12, abs=1e-9)
     assert chain_seconds(chain, candidates, **ask.arguments()) == pytest.approx(least, rel=1e-12, abs=1e-9)
 
@@ -174,34 +176,34 @@ def test_no_standby_is_cheaper(candidates: list[RouteCandidate], ask: Ask, data:
     chain = data.draw(st.sampled_from(all_chains(candidates, ALL)))
     index = data.draw(st.integers(0, len(chain) - 1))
     hop = chain[index]
-    by_peer = {each.peer_id: each for each in candidates}
+    by_peer = {candidate.peer_id: candidate for candidate in candidates}
     before = by_peer[chain[index - 1].peer_id] if index else None
     after = by_peer[chain[index + 1].peer_id] if index + 1 < len(chain) else None
-    others = [each for each in candidates if each.peer_id != hop.peer_id]
+    others = [candidate for candidate in candidates if candidate.peer_id != hop.peer_id]
     possible = all_chains(others, hop.span)
     found = second_best(chain, index, candidates, **ask.arguments())
     if found is None:
         assert not possible
         return
     check_shape(found, others, hop.span)
-    least = min(cost(each, others, ask, before, after) for each in possible)
+    least = min(cost(chain, others, ask, before, after) for chain in possible)
     assert cost(found, others, ask, before, after) == pytest.approx(least, rel=1e-12, abs=1e-9)
 
 
 def least_of_all_pairs(candidates: Sequence[RouteCandidate], wanted: Span, ask: Ask) -> float:
     """What the cheapest chain costs, by looking at every pair of servers at every block."""
-    by_peer = {each.peer_id: each for each in candidates}
+    by_peer = {candidate.peer_id: candidate for candidate in candidates}
     reached: dict[str, float] = {}
     for block in range(wanted.start, wanted.end):
         following = {}
-        for each in candidates:
-            if block in each.span:
-                arrivals = [spent + way(by_peer[peer], each, ask.pushed) for peer, spent in reached.items()]
+        for candidate in candidates:
+            if block in candidate.span:
+                arrivals = [spent + way(by_peer[peer], candidate, ask.pushed) for peer, spent in reached.items()]
                 if block == wanted.start:
-                    arrivals = [way(None, each, ask.pushed)]
-                entered = min(arrivals) + work(each, 0, ask)
-                computing = work(each, 1, ask) - work(each, 0, ask)
-                following[each.peer_id] = min(entered, reached.get(each.peer_id, math.inf)) + computing
+                    arrivals = [way(None, candidate, ask.pushed)]
+                entered = min(arrivals) + work(candidate, 0, ask)
+                computing = work(candidate, 1, ask) - work(candidate, 0, ask)
+                following[candidate.peer_id] = min(entered, reached.get(candidate.peer_id, math.inf)) + computing
         reached = following
     return min(spent + by_peer[peer].rtt / 2 for peer, spent in reached.items())
 
@@ -243,10 +245,10 @@ def test_swarms_whose_servers_are_nearer_to_each_other_than_to_the_client(
 def test_equal_views_give_equal_routes(candidates: list[RouteCandidate], ask: Ask, order: random.Random) -> None:
     whole = [*candidates, server("everything", 0, BLOCKS, rtt=0.5), server("everything too", 0, BLOCKS, rtt=0.5)]
     shuffled = []
-    for each in whole:
-        rtts = list(each.rtts.items())
+    for candidate in whole:
+        rtts = list(candidate.rtts.items())
         order.shuffle(rtts)
-        shuffled.append(replace(each, rtts=dict(rtts)))
+        shuffled.append(replace(candidate, rtts=dict(rtts)))
     order.shuffle(shuffled)
     chain = cheapest_chain(whole, ALL, **ask.arguments())
     assert chain == cheapest_chain(shuffled, ALL, **ask.arguments())
@@ -306,7 +308,7 @@ def test_a_long_prompt_and_a_single_token_take_different_servers() -> None:
 
 def test_a_thin_line_counts_with_the_size_of_request_and_reply() -> None:
     thin, wide = replace(server("thin", 0, 6, rtt=0.01), seconds_per_byte=1e-5), server("wide", 0, 6, rtt=0.07)
-    thin, wide = (replace(each, forward_tokens_per_second=1e6) for each in (thin, wide))
+    thin, wide = (replace(server, forward_tokens_per_second=1e6) for server in (thin, wide))
     assert cheapest_chain([thin, wide], ALL, token_bytes=1024) == (Hop("thin", ALL),)
     assert cheapest_chain([thin, wide], ALL, token_bytes=1024, tokens=3) == (Hop("wide", ALL),)
 
@@ -368,7 +370,7 @@ def test_standby_of_a_pushed_chain_is_near_its_neighbours() -> None:
     ]
 
     def standby(*left_out: str, pushed: bool = True) -> str:
-        known = [each for each in candidates if each.peer_id not in left_out]
+        known = [candidate for candidate in candidates if candidate.peer_id not in left_out]
         [hop] = second_best(chain, 1, known, pushed=pushed) or ()
         return hop.peer_id
 

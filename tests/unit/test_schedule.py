@@ -167,7 +167,7 @@ def test_no_split_is_faster(seed: int, count: int) -> None:
     split = split_blocks(problem, machines)
     check_shape(problem, machines, split)
     splits = itertools.product(*(range(1, most + 1) for most in capacity))
-    least = min(cycle_seconds(problem, machines, each) for each in splits if sum(each) == blocks)
+    least = min(cycle_seconds(problem, machines, split) for split in splits if sum(split) == blocks)
     assert cycle_seconds(problem, machines, split) == pytest.approx(least, rel=1e-12)
 
 

@@ -135,7 +135,7 @@ def test_shards_make_no_difference(tmp_path: Path) -> None:
     single, sharded = save_tiny("mixtral", tmp_path / "a"), save_tiny("mixtral", tmp_path / "b", shards="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 3
     hidden = torch.randn(1, 5, 64)
-    outputs = [run(load_span(each, Span(2, 5)), hidden) for each in (single, sharded)]
+    outputs = [run(load_span(folder, Span(2, 5)), hidden) for folder in (single, sharded)]
     assert torch.equal(*outputs)
 
 

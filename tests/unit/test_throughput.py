@@ -14,9 +14,9 @@ from petalnode.node.swarm.cost import throughput_bound
 
 def slowest_block(spans: list[tuple[int, int]], seconds: np.ndarray, blocks: int) -> float:
     load = np.zeros(blocks)
-    for (start, end), each in zip(spans, seconds, strict=True):
+    for (start, end), block_seconds in zip(spans, seconds, strict=True):
         if start < end:
-            load[start:end] += 1 / (each * (end - start))
+            load[start:end] += 1 / (block_seconds * (end - start))
     return float(load.min())
 
 
@@ -35,7 +35,7 @@ machines = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.5, 1.0, 1.1,
 @settings(max_examples=40, deadline=None)
 @given(machines, st.integers(1, 4))
 def test_a_placement_is_feasible_without_a_gap_and_below_the_bound(pairs: list[tuple[int, float]], blocks: int) -> None:
-    capacity, seconds = [most for most, _ in pairs], np.array([each for _, each in pairs])
+    capacity, seconds = [most for most, _ in pairs], np.array([block_seconds for _, block_seconds in pairs])
     room = np.array(capacity)
     if np.minimum(room, blocks).sum() < blocks:
         with pytest.raises(SwarmError, match=f"of {blocks} blocks"):

@@ -63,7 +63,7 @@ def vectors() -> dict[str, Any]:
     work = wire.BatchRequest(sequence=2, tensors=[tensor, tensor], mask=b"\xc0", positions=[0, 1], kept=1)
     return {
         "note": "bytes are in hexadecimal; what they mean is in docs/protocol.md and crypto/",
-        "keys": [{"seed": each.seed, "peer_id": each.peer_id} for each in (SERVER, CLIENT, VALIDATOR)],
+        "keys": [{"seed": identity.seed, "peer_id": identity.peer_id} for identity in (SERVER, CLIENT, VALIDATOR)],
         "canonical": {
             "domain": "petalnode/example",
             "fields": [["int", -1], ["str", "ä"], ["bytes", b"\0"], ["list", [["int", 2], ["list", []]]]],
@@ -93,14 +93,14 @@ def vectors() -> dict[str, Any]:
 
 
 def to_text(value: dict[str, Any]) -> str:
-    def plain(each: Any) -> Any:
-        if isinstance(each, bytes):
-            return each.hex()
-        if isinstance(each, dict):
-            return {key: plain(inner) for key, inner in each.items()}
-        if isinstance(each, (list, tuple)):
-            return [plain(inner) for inner in each]
-        return each
+    def plain(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return value.hex()
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(inner) for inner in value]
+        return value
 
     return json.dumps(plain(value), indent=1, ensure_ascii=False) + "\n"
 
