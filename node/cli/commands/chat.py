@@ -19,12 +19,12 @@ from ...client.deadlines import REFRESH_TIMEOUT
 from ...client.swarm_model import SwarmModel, identify_model
 from ...credits.wallet import Wallet
 from ...errors import BadInput, ExitCode, PetalnodeError, SwarmError
-from ...models import ModelFolder, resolve
+from ...models import ModelFolder
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm
-from ..output import Output, ProgressBars
-from ..served import served_model
+from ..model_choice import SwarmModelArgument, model_folder, served_model
+from ..output import Output
 from ..terminal import LineReader, stopped_by_ctrl_c
 
 if TYPE_CHECKING:
@@ -96,15 +96,7 @@ class ChatOptions:
 
 
 @joins_swarm
-def chat(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Folder, .gguf file, hub id or alias. Default: the model of the swarm."),
-    ] = None,
-    *,
-    options: ChatOptions,
-    join: JoinOptions,
-) -> None:
+def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOptions) -> None:
     """Chat with the model that a swarm serves."""
     for address in (*(options.share_receipts or ()), *([options.credits] if options.credits else ())):
         parse_peer(address)
@@ -127,11 +119,7 @@ async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, save
         async with joined(join, output, role="chat", listens=False, identity=identity) as (swarm, _):
             if join.identity is not None:
                 output.errors.print(f"the peer id of this client is {swarm.peer_id}", style="dim", markup=False)
-            if model is None:
-                model = await served_model(swarm)
-            bars = ProgressBars(output.errors)
-            folder = await trio.to_thread.run_sync(lambda: resolve(model, need="client", progress=bars))
-            bars.stop()
+            folder = await model_folder(model or await served_model(swarm), output, need="client")
             await chat_in(swarm, folder, options, output, saved)
 
 

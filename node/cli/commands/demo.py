@@ -18,11 +18,11 @@ import typer
 from ....crypto.identity import Identity
 from ....protocols.ids import Span
 from ...errors import BadInput, MachineError
-from ...models import resolve
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...swarm.config import SwarmConfig
 from ...swarm.swarm import open_swarm
-from ..output import Output, ProgressBars
+from ..model_choice import model_folder
+from ..output import Output
 
 READY_TIMEOUT = 180.0
 STOP_TIMEOUT = 10.0
@@ -44,9 +44,7 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
     from .chat import ChatOptions, chat_in
 
     output = Output(as_json)
-    bars = ProgressBars(output.errors)
-    folder = await trio.to_thread.run_sync(lambda: resolve(DEFAULT_MODEL, need="all", progress=bars))
-    bars.stop()
+    folder = await model_folder(DEFAULT_MODEL, output, need="all")
     if servers > folder.num_blocks:
         raise BadInput(f"--servers {servers}: {folder.name} has {folder.num_blocks} blocks, one for each at least")
     config = SwarmConfig(identity=Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",), serve_dht=True)

@@ -12,21 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
-import trio
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ...client.core import SwarmClient, open_client
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, PetalnodeError
-from ...models import resolve
 from ...models.adapter_note import METHODS, NOTE, AdapterNote, Method
 from ...tuning.dataset import Dataset, Example, read_dataset, rows_of, split
 from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
 from ...tuning.recipe import SHAPES, MethodOptions, Recipe, Shape, steps_of_epoch
 from ..join import JoinOptions, joined, joins_swarm
+from ..model_choice import SwarmModelArgument, model_folder, served_model
 from ..output import Output, ProgressBars
-from ..served import served_model
 
 if TYPE_CHECKING:
     from ...client.api.model import DistributedModel
@@ -149,15 +147,7 @@ class TuneOptions:
 
 
 @joins_swarm
-def tune(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Folder, .gguf file, hub id or alias. Default: the model of the swarm."),
-    ] = None,
-    *,
-    options: TuneOptions,
-    join: JoinOptions,
-) -> None:
+def tune(model: SwarmModelArgument = None, *, options: TuneOptions, join: JoinOptions) -> None:
     """Fine-tune a model over the swarm that serves it."""
     dataset, train, held_out = options.read_examples()
     out = options.out or Path(f"{Path(dataset.name).stem}-{options.method}")
@@ -270,14 +260,14 @@ class _Run:
         with ExitStack() as stack:
             model, tokenizer = self._open(name, join, stack)
             training = self._training(model, tokenizer)
-            with _Report(self._output, training.recipe.steps) as report:
-                try:
+            try:
+                with _Report(self._output, training.recipe.steps) as report:
                     self._loop(training, report)
-                except (KeyboardInterrupt, PetalnodeError) as error:
-                    self._keep(training, interrupted=isinstance(error, KeyboardInterrupt))
-                    if isinstance(error, PetalnodeError):
-                        raise
-                    raise typer.Exit(ExitCode.INTERRUPTED) from None
+            except (KeyboardInterrupt, PetalnodeError) as error:
+                self._keep(training, interrupted=isinstance(error, KeyboardInterrupt))
+                if isinstance(error, PetalnodeError):
+                    raise
+                raise typer.Exit(ExitCode.INTERRUPTED) from None
             self._save(training)
 
     def _open(self, name: str | None, join: JoinOptions, stack: ExitStack) -> tuple[DistributedModel, Any]:
@@ -287,8 +277,7 @@ class _Run:
         @asynccontextmanager
         async def resource() -> AsyncIterator[SwarmClient]:
             async with joined(join, self._output, role="tune", listens=False) as (swarm, _):
-                found = name or await served_model(swarm)
-                folder = await trio.to_thread.run_sync(lambda: resolve(found, need="client", progress=bars))
+                folder = await model_folder(name or await served_model(swarm), self._output, need="client")
                 identified = await identify_model(swarm, folder, bars)
                 bars.stop()
                 async with open_client(swarm, identified) as client:

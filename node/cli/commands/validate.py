@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,14 +25,36 @@ from ...network.nat.limits import RelayLimits
 from ...swarm.swarm import Swarm
 from ...trust.bundle import Bundle
 from ..join import JoinOptions, joined, joins_swarm
+from ..model_choice import model_folder, served_model
 from ..output import Output, ProgressBars
-from ..served import served_model
 from ..terminal import StopSignal
 
 if TYPE_CHECKING:
+    from ...credits.issuer import Rewards
+    from ...validator.probe_inputs import ProbeModel
     from ...verification.verdicts import Verdict
 
+_Device = Annotated[str, typer.Option(help="Device to recompute on: auto, cpu, cuda, cuda:N or mps.")]
 _STYLES = {"ok": "green", "inconclusive": "yellow", "faulty": "bold red"}
+
+
+@dataclass(frozen=True)
+class ValidateOptions:
+    """The options of `petalnode validate`."""
+
+    once: Annotated[
+        bool, typer.Option("--once", help="Probe every server once and exit, with code 1 if any is faulty.")
+    ] = False
+    interval: Annotated[
+        float, typer.Option(min=0.1, metavar="S", help="Mean seconds between two probes; the times are random.")
+    ] = 300.0
+    evidence_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Save evidence of faults here, for `petalnode verify-evidence`.")
+    ] = None
+    device: _Device = "cpu"
+    issue_points: Annotated[
+        bool, typer.Option("--issue-points", help="Keep a ledger and issue points to servers for verified work.")
+    ] = False
 
 
 @joins_swarm
@@ -41,116 +63,108 @@ def validate(
         str | None,
         typer.Argument(help="Folder, .gguf file, hub id or alias, with all weights. Default: that of the swarm."),
     ] = None,
-    once: Annotated[
-        bool, typer.Option("--once", help="Probe every server once and exit, with code 1 if any is faulty.")
-    ] = False,
-    interval: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Mean seconds between two probes; the times are random.")
-    ] = 300.0,
-    evidence_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Save evidence of faults here, for `petalnode verify-evidence`.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Device to recompute on: auto, cpu, cuda, cuda:N or mps.")] = "cpu",
-    issue_points: Annotated[
-        bool, typer.Option("--issue-points", help="Keep a ledger and issue points to servers for verified work.")
-    ] = False,
     *,
+    options: ValidateOptions,
     join: JoinOptions,
 ) -> None:
     """Check servers: send requests like those of a client, and recompute the answers block by block."""
-    if once and issue_points:
+    if options.once and options.issue_points:
         raise BadInput("--issue-points needs a validator that keeps running: leave --once out")
-    code = trio.run(_validate, model, once, interval, device, issue_points, evidence_dir, join)
-    raise typer.Exit(code)
+    raise typer.Exit(trio.run(_validate, model, options, join))
 
 
-async def _validate(
-    model: str | None,
-    once: bool,
-    interval: float,
-    device: str,
-    issue_points: bool,
-    evidence_dir: Path | None,
-    join: JoinOptions,
-) -> int:
-    from ...blocks.client_part import load_client
+async def _validate(model: str | None, options: ValidateOptions, join: JoinOptions) -> int:
     from ...blocks.config import choose_device
-    from ...credits.issuer import CreditsService, Rewards
-    from ...credits.ledger import Ledger
     from ...validator.endorsing import Endorser
     from ...validator.history import History
-    from ...validator.probe_inputs import ProbeModel
     from ...validator.service import Validator, ValidatorOptions
     from ...verification.verdicts import Judge
 
     output = Output(join.json)
-    target = str(choose_device(device))
+    device = str(choose_device(options.device))
     stop = StopSignal()
     data_dir = platformdirs.user_data_path("petalnode", appauthor=False)
-    table = _Findings(output, once)
+    table = _VerdictTable(output, options.once)
     found: list[Verdict] = []
     finished = False
     async with trio.open_nursery() as nursery:
         await nursery.start(stop.watch)
 
-        async def cancel_when_told() -> None:
+        async def cancel_when_stopped() -> None:
             await stop.event.wait()
             nursery.cancel_scope.cancel()
 
-        nursery.start_soon(cancel_when_told)
+        nursery.start_soon(cancel_when_stopped)
         async with (
             AsyncExitStack() as stack,
-            joined(join, output, role="validate", listens=not once) as (swarm, identity),
+            joined(join, output, role="validate", listens=not options.once) as (swarm, identity),
         ):
-            name = model if model is not None else await served_model(swarm)
-            bars = ProgressBars(output.errors)
-            folder = await trio.to_thread.run_sync(lambda: resolve(name, need="all", progress=bars))
-            identified = await identify_model(swarm, folder, bars)
-            local = await trio.to_thread.run_sync(lambda: load_client(folder.path, device="cpu"))
-            try:
-                text = await trio.to_thread.run_sync(Text, folder)
-            except ModelError:
-                text = None  # any tokens will do
-            bars.stop()
+            probe_model = await _probe_model(swarm, model, output)
+            folder = probe_model.swarm_model.folder
             rewards: Rewards | None = None
-            if issue_points:
-                # One ledger per key, which is the issuer of its points.
-                file = data_dir / "validator" / f"ledger-{identity.peer_id}.sqlite"
-                ledger = stack.enter_context(await trio.to_thread.run_sync(Ledger, file, identity))
-                CreditsService(swarm, ledger)
-                rewards = Rewards(ledger)
-                swarm.on_proven(rewards.proven)
+            if options.issue_points:
+                rewards = await _issue_points(swarm, identity, data_dir, stack)
                 nursery.start_soon(rewards.take_deposits)
-            if not once:
-                _say_ready(output, swarm, issue_points)
-            config = replace(
-                join.config(Identity.generate(), listens=False, data_dir=data_dir, relay_limits=RelayLimits()),
-                listen=(),  # that is where the validator itself listens
-                announce=(),
-            )
-            with History(data_dir / "validator" / "history.sqlite") as history, table:
-                options = ValidatorOptions(
-                    config=config,
-                    model=ProbeModel(identified, local, text),
-                    judge=Judge(folder.path, target),
+            if not options.once:
+                _say_ready(output, swarm, options.issue_points)
+            # The probes come from nodes that look like clients: each with a key of its own, and without a port.
+            config = join.config(Identity.generate(), listens=False, data_dir=data_dir, relay_limits=RelayLimits())
+            history = stack.enter_context(History(data_dir / "validator" / "history.sqlite"))
+            stack.enter_context(table)
+            validator = Validator(
+                swarm,
+                ValidatorOptions(
+                    config=replace(config, listen=(), announce=()),
+                    model=probe_model,
+                    judge=Judge(folder.path, device),
                     history=history,
                     on_verdict=table.on_verdict,
                     on_judged=rewards.verified if rewards is not None else None,
-                    evidence_dir=evidence_dir,
+                    evidence_dir=options.evidence_dir,
                     accuser=identity,
-                )
-                validator = Validator(swarm, options)
-                if once:
-                    found = await validator.once()
-                else:
-                    nursery.start_soon(validator.audit)
-                    nursery.start_soon(Endorser(swarm, folder, device=target).run)
-                    await validator.run(interval)
+                ),
+            )
+            if options.once:
+                found = await validator.once()
+            else:
+                nursery.start_soon(validator.audit)
+                nursery.start_soon(Endorser(swarm, folder, device=device).run)
+                await validator.run(options.interval)
         finished = True
         nursery.cancel_scope.cancel()
     if not finished:
         return stop.exit_code
     return int(ExitCode.RESULT_SAYS_NO if any(verdict.verdict == "faulty" for verdict in found) else ExitCode.DONE)
+
+
+async def _probe_model(swarm: Swarm, model: str | None, output: Output) -> ProbeModel:
+    from ...blocks.client_part import load_client
+    from ...validator.probe_inputs import ProbeModel
+
+    folder = await model_folder(model or await served_model(swarm), output, need="all")
+    bars = ProgressBars(output.errors)
+    identified = await identify_model(swarm, folder, bars)
+    bars.stop()
+    local = await trio.to_thread.run_sync(lambda: load_client(folder.path, device="cpu"))
+    try:
+        text = await trio.to_thread.run_sync(Text, folder)
+    except ModelError:
+        text = None  # no tokenizer: probes then have random tokens
+    return ProbeModel(identified, local, text)
+
+
+async def _issue_points(swarm: Swarm, identity: Identity, data_dir: Path, stack: AsyncExitStack) -> Rewards:
+    """Serves the ledger of points until `stack` is closed, and earns servers points there."""
+    from ...credits.issuer import CreditsService, Rewards
+    from ...credits.ledger import Ledger
+
+    # One ledger per key, which is the issuer of its points.
+    file = data_dir / "validator" / f"ledger-{identity.peer_id}.sqlite"
+    ledger = stack.enter_context(await trio.to_thread.run_sync(Ledger, file, identity))
+    CreditsService(swarm, ledger)
+    rewards = Rewards(ledger)
+    swarm.on_proven(rewards.proven)
+    return rewards
 
 
 def _say_ready(output: Output, swarm: Swarm, issue_points: bool) -> None:
@@ -163,7 +177,7 @@ def _say_ready(output: Output, swarm: Swarm, issue_points: bool) -> None:
             output.say(f"to see the points of your server:  petalnode credits balance {address}")
 
 
-class _Findings:
+class _VerdictTable:
     """Prints verdicts: as JSON lines, as lines of text, or as a live table on a terminal."""
 
     def __init__(self, output: Output, once: bool) -> None:
@@ -177,7 +191,7 @@ class _Findings:
     def _drawn(self) -> bool:
         return not self._output.as_json and self._output.console.is_terminal
 
-    def __enter__(self) -> _Findings:
+    def __enter__(self) -> _VerdictTable:
         if self._live is not None:
             self._output.say("waiting for the first probe; Ctrl-C stops the validator", style="dim")
             self._live.start()
@@ -232,7 +246,7 @@ def verify_evidence(
         str | None,
         typer.Argument(help="The model of the server: folder, .gguf file, hub id or alias. Default: smollm2."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Device to recompute on: auto, cpu, cuda, cuda:N or mps.")] = "cpu",
+    device: _Device = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")] = False,
 ) -> None:
     """Check evidence of a server's fault: exit code 0 if it is proved, 1 if it is not, 2 if it cannot be checked.
