@@ -16,8 +16,8 @@ from ...protocols.training import BatchFrames
 from ..errors import NoChainError, ServerCheated, ServerFailed
 from ..swarm.routing import Hop, RouteCandidate
 from ..trust.receipt_log import ReceiptArchive
-from .deadlines import NOT_ALLOWED_SECONDS, SUSPECT_SECONDS
-from .request import ServerClaims, has_code
+from .deadlines import NOT_ALLOWED_SECONDS, RETRY_INTERVAL, SUSPECT_SECONDS
+from .request import ServerClaims, has_code, is_lost, with_refusals
 from .session.stream import HopTiming, InferenceStream, SessionSpec
 from .session_adapter import SessionAdapter
 from .swarm_model import SwarmModel
@@ -128,3 +128,54 @@ def note_failure(router: Router, error: ServerFailed) -> None:
         router.suspect(
             error.peer_id, NOT_ALLOWED_SECONDS if has_code(error, wire.ERROR_NOT_ALLOWED) else SUSPECT_SECONDS
         )
+
+
+class ServerSearch:
+    """Looks for servers as long as some may come: they come and go, and what this node has heard may be old.
+
+    Attributes:
+        refused: the servers that are left out, each with how it failed or what it said.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        refused: Mapping[str, ServerFailed],
+        *,
+        until: float,
+        wait: bool,
+        lost: bool,
+        ask_again: Callable[[ServerFailed], bool],
+    ) -> None:
+        """If a server was `lost`, others are looked for `until` then, on trio's clock; with `wait`, for ever. Which of
+        those that are left out are asked again, `ask_again` says."""
+        self.refused = dict(refused)
+        self._router = router
+        self._tried = dict(refused)
+        self._until = until
+        self._wait = wait
+        self._lost = lost
+        self._ask_again = ask_again
+        self._fresh = False
+
+    def refuse(self, error: ServerFailed) -> None:
+        """Leaves this server out."""
+        self.refused[error.peer_id] = self._tried[error.peer_id] = error
+        note_failure(self._router, error)
+
+    async def found_nobody(self, error: NoChainError) -> None:
+        """Returns when it is time to look again.
+
+        Raises:
+            NoChainError: it is time to give up; `error` with who refused.
+        """
+        if not self._fresh:
+            self._fresh = True
+            await self._router.refresh()
+            return
+        self._lost = self._lost or any(map(is_lost, self.refused.values()))
+        if not self._wait and (not self._lost or trio.current_time() >= self._until):
+            raise with_refusals(error, self._tried, self._router.peer_id) from None
+        await trio.sleep(RETRY_INTERVAL)
+        self.refused = {peer: failure for peer, failure in self.refused.items() if not self._ask_again(failure)}
+        self._fresh = False

@@ -16,11 +16,10 @@ from ...swarm.routing import Hop, RouteCandidate, cheapest_chain
 from ..deadlines import (
     RECOVERY_TIMEOUT,
     REOPEN_TIMEOUT,
-    RETRY_INTERVAL,
     work_patience,
 )
-from ..request import ServerRefused, WireTensor, has_code, is_lost, with_refusals
-from ..router import ModelClient, note_failure
+from ..request import ServerRefused, WireTensor, has_code, is_lost
+from ..router import ModelClient, ServerSearch, note_failure
 from .batch_stream import BatchInput, BatchOutput, BatchSpec, BatchStream, PendingBatch, StreamBroken
 from .chains import Chain, apportion, choose_chains, cut, rows_of_micro_batch, seconds_of, stages_of
 
@@ -152,23 +151,20 @@ class BatchClient:
 
         Servers come and go: if one was lost, they are looked for until `until`; with `wait`, for ever.
         """
-        tried = excluded
-        lost = any(_may_be_back(failure) for failure in excluded.values())
-        fresh = False
+        search = ServerSearch(
+            self._client,
+            excluded,
+            until=until,
+            wait=wait,
+            lost=any(map(_may_be_back, excluded.values())),
+            ask_again=_may_be_back,
+        )
         while True:
-            candidates = await self._client.candidates(excluded)
+            candidates = await self._client.candidates(search.refused)
             try:
                 return choose({candidate.peer_id: candidate for candidate in candidates})
             except NoChainError as error:
-                if fresh and not wait and (not lost or trio.current_time() >= until):
-                    explained = self._client.explained(error, bool(candidates) or bool(tried))
-                    raise with_refusals(explained, tried, self._client.peer_id) from None
-            if fresh:
-                await trio.sleep(RETRY_INTERVAL)
-                # Who was lost may be back.
-                excluded = {peer: failure for peer, failure in excluded.items() if not _may_be_back(failure)}
-            await self._client.refresh()
-            fresh = True
+                await search.found_nobody(self._client.explained(error, bool(candidates) or bool(excluded)))
 
     async def begin(
         self, hop: Hop, spec: BatchSpec, request: BatchInput, timeout: float | None

@@ -10,9 +10,9 @@ import trio
 
 from ...errors import NoChainError, ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
-from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL, STANDBY_RETRY
-from ..request import StreamLost, is_lost, with_refusals
-from ..router import Router, note_failure
+from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, STANDBY_RETRY
+from ..request import StreamLost
+from ..router import Router, ServerSearch, note_failure
 from .history import History, Input, merged
 from .reconnector import PathChanges, SessionReconnector
 from .stream import SessionSpec, SessionStream
@@ -150,25 +150,19 @@ class Chain:
         """
         if history.start:
             raise HistoryLost(f"{because}; what it held before this process started is not known here")
-        begun = trio.current_time()
-        refused: dict[str, ServerFailed] = {} if because is None else {because.peer_id: because}
-        fresh = lost = False
+        search = ServerSearch(
+            self.router,
+            {} if because is None else {because.peer_id: because},
+            until=trio.current_time() + (REOPEN_TIMEOUT if because is None else RECOVERY_TIMEOUT),
+            wait=self._wait,
+            lost=because is not None,
+            ask_again=lambda failure: failure is not because or reconnector is None or not reconnector.state.may_return,
+        )
         while True:
             try:
-                route = await self.router.route(spec, refused)
+                route = await self.router.route(spec, search.refused)
             except NoChainError as error:
-                if not fresh:  # what this node has heard may be old
-                    fresh = True
-                    await self.router.refresh()
-                    continue
-                lost = lost or any(map(is_lost, refused.values()))
-                limit = RECOVERY_TIMEOUT if because is not None else REOPEN_TIMEOUT if lost else 0.0
-                if not self._wait and trio.current_time() >= begun + limit:
-                    raise with_refusals(error, refused, self.router.peer_id) from None
-                await trio.sleep(RETRY_INTERVAL)
-                refused, fresh = {}, False
-                if because is not None and reconnector is not None and reconnector.state.may_return:
-                    refused[because.peer_id] = because
+                await search.found_nobody(error)
                 continue
             links: list[Link] = []
             try:
@@ -176,8 +170,7 @@ class Chain:
                 await self._replay(links, history.replay(position, step_limit(links)))
             except ServerFailed as error:
                 await close_links(links)
-                refused[error.peer_id] = error
-                note_failure(self.router, error)
+                search.refuse(error)
             except BaseException:
                 await close_links(links)
                 raise

@@ -1,0 +1,90 @@
+"""Looking for servers that may come: for how long, and who is asked again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from petalnode.node.client.deadlines import RETRY_INTERVAL
+from petalnode.node.client.request import ServerRefused
+from petalnode.node.client.router import ServerSearch
+from petalnode.node.errors import NoChainError, ServerFailed
+from petalnode.protocols import wire_pb2 as wire
+
+NOBODY = NoChainError("nobody holds block 3", (3,))
+GONE = ServerFailed("server a failed: it is gone", "a")
+FULL = ServerRefused("server b refused: no room", "b", wire.ERROR_CACHE_FULL)
+
+
+class Client:
+    """A router that counts how often the swarm was asked anew."""
+
+    peer_id = "me"
+
+    def __init__(self) -> None:
+        self.refreshed = 0
+        self.suspected: list[str] = []
+
+    async def refresh(self) -> None:
+        self.refreshed += 1
+
+    def suspect(self, peer_id: str, seconds: float) -> None:
+        self.suspected.append(peer_id)
+
+
+def searching(
+    refused: dict[str, ServerFailed], seconds: float, *, wait: bool = False, lost: bool = False
+) -> tuple[ServerSearch, Client]:
+    client: Any = Client()
+    until = trio.current_time() + seconds
+    search = ServerSearch(client, refused, until=until, wait=wait, lost=lost, ask_again=lambda error: error is not GONE)
+    return search, client
+
+
+def run(main: Callable[[], Any]) -> None:
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+async def for_ever(search: ServerSearch) -> None:
+    while True:
+        await search.found_nobody(NOBODY)
+
+
+def test_the_swarm_is_asked_anew_before_anybody_gives_up() -> None:
+    async def main() -> None:
+        search, client = searching({}, 10.0)
+        await search.found_nobody(NOBODY)
+        assert client.refreshed == 1 and trio.current_time() == pytest.approx(0, abs=0.01)
+        with pytest.raises(NoChainError, match="block 3") as caught:
+            await search.found_nobody(NOBODY)
+        assert caught.value.missing == (3,)
+
+    run(main)
+
+
+def test_others_are_looked_for_if_a_server_was_lost_and_the_error_says_who() -> None:
+    async def main() -> None:
+        search, client = searching({"a": GONE}, 10.0)
+        search.refuse(FULL)
+        assert client.suspected == ["b"] and set(search.refused) == {"a", "b"}
+        begun = trio.current_time()
+        with pytest.raises(NoChainError, match="it is gone; server b refused"):
+            await for_ever(search)
+        assert 10.0 <= trio.current_time() - begun <= 10.0 + RETRY_INTERVAL
+        assert set(search.refused) == {"a"}  # the other one was asked again
+
+    run(main)
+
+
+def test_who_waits_does_so_for_ever() -> None:
+    async def main() -> None:
+        search, client = searching({"b": FULL}, 1.0, wait=True)
+        for _ in range(1000):
+            await search.found_nobody(NOBODY)
+        assert client.refreshed == 500 and not search.refused
+
+    run(main)
