@@ -153,7 +153,7 @@ class SwarmClient(ServerSelection):
             self.start_soon(partial(self.swarm.publish_evidence, bundle, recomputed=False))
 
     def note_tokens(self, peer_id: str, tokens: int) -> None:
-        """Hears of tokens that a server answered with a receipt in order."""
+        """Counts tokens that a server answered with a valid receipt."""
         self.swarm.trust.note_tokens(peer_id, tokens)
 
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:

@@ -21,9 +21,9 @@ OPEN_TIMEOUT: Final = 10.0
 SEND_TIMEOUT: Final = 30.0
 """For a server to read a step, and beyond its cache queue to answer an Open."""
 CLOSE_TIMEOUT: Final = 1.0
-"""For a goodbye to leave this machine."""
+"""For a Close to leave this machine."""
 RECOVERY_TIMEOUT: Final = 30.0
-"""Of looking for other servers, before the caller is told that the swarm cannot serve."""
+"""Of looking for other servers, before the caller gets an error."""
 REOPEN_TIMEOUT: Final = 10.0
 """The same for a new session, when servers that should be there are not."""
 RETRY_INTERVAL: Final = 0.5
@@ -78,13 +78,13 @@ def push_patience(round_trip: float, nbytes: int) -> float:
     return PUSH_PATIENCE + 4 * min(round_trip, 1.0) + nbytes / POOR_BYTES_PER_SECOND
 
 
-WORK_FACTOR: Final = 10.0
-WORK_AT_LEAST: Final = 60.0
+BATCH_FACTOR: Final = 10.0
+BATCH_AT_LEAST: Final = 60.0
 
 
-def work_patience(usual: float) -> float:
+def batch_patience(usual: float) -> float:
     """Seconds for the answer to one micro-batch that should take `usual` seconds there.
 
     Chats and other clients' micro-batches go before it, so a long time says little: ten times that, and a minute.
     """
-    return WORK_AT_LEAST + WORK_FACTOR * usual
+    return BATCH_AT_LEAST + BATCH_FACTOR * usual

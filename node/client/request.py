@@ -116,7 +116,7 @@ def check_time(receipt: Receipt, since_ms: int, now_ms: int) -> str | None:
 def pledged_points(announced: Announcement, trusted: Collection[str], now_ms: int) -> int | None:
     """The points that a server has pledged for what it announces; None if it pledges nothing, or for something else.
 
-    With `trusted` validators, only what one of them keeps; else what the server promises.
+    With `trusted` validators, only what one of them keeps; else what the server claims.
     """
     pledge = announced.pledge
     if (
@@ -163,7 +163,7 @@ def granted_pledge(
 
 @dataclass(frozen=True)
 class ServerClaims:
-    """What a server announced. An empty `dtype` or `quantisation` promises nothing."""
+    """What a server announced. An empty `dtype` or `quantisation` claims nothing."""
 
     model_version: bytes
     span: Span

@@ -37,7 +37,7 @@ class Payments(Protocol):
 
 
 class Router(Protocol):
-    """What a session needs: finds servers, reaches them and hears how they do."""
+    """What a session needs: finds servers, reaches them, and is notified of their answers and failures."""
 
     @property
     def peer_id(self) -> str: ...
@@ -82,7 +82,7 @@ class Router(Protocol):
         """
 
     def note_tokens(self, peer_id: str, tokens: int) -> None:
-        """Counts tokens that a server answered with a receipt in order."""
+        """Counts tokens that a server answered with a valid receipt."""
 
     def note_transfer(self, timing: HopTiming, nbytes: int) -> None:
         """Takes the time of an answer, and how many bytes went both ways for it."""
@@ -131,7 +131,7 @@ def note_failure(router: Router, error: ServerFailed) -> None:
 
 
 class ServerSearch:
-    """Looks for servers as long as some may come: they come and go, and what this node has heard may be old.
+    """Looks for servers as long as some may come: they come and go, and announcements may be old.
 
     Attributes:
         refused: the servers that are left out, each with how it failed or what it said.

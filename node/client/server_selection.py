@@ -53,7 +53,7 @@ class ServerSelection:
         self._seconds_per_byte: dict[str, float] = {}
 
     def servers(self) -> tuple[Announcement, ...]:
-        """The servers of this model that may be used and take sessions, as far as this node has heard."""
+        """The servers of this model that may be used and take sessions, as far as this node has their announcements."""
         return tuple(
             server
             for server in self.swarm.view.servers(self.model.version, now=time.time())

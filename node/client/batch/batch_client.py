@@ -16,7 +16,7 @@ from ...swarm.routing import Hop, RouteCandidate, cheapest_chain
 from ..deadlines import (
     RECOVERY_TIMEOUT,
     REOPEN_TIMEOUT,
-    work_patience,
+    batch_patience,
 )
 from ..request import ServerRefused, WireTensor, has_code, is_lost
 from ..router import ModelClient, ServerSearch, note_failure
@@ -260,7 +260,7 @@ class BatchClient:
 
     def _patience(self, hop: Hop, request: BatchInput, protocol: str) -> float:
         cost = BACKWARD_COST if protocol == BACKWARD else 1.0
-        return work_patience(self._speeds.get(hop.peer_id, 0.0) * _block_tokens(hop, request) * cost)
+        return batch_patience(self._speeds.get(hop.peer_id, 0.0) * _block_tokens(hop, request) * cost)
 
     def _learn(self, protocol: str, hop: Hop, reply: BatchOutput, request: BatchInput) -> None:
         if protocol != BACKWARD:

@@ -299,7 +299,7 @@ class ComparedSession:
         verdict = await trio.to_thread.run_sync(settle, found, answered, counts, tolerance, recompute)
         await self._carry_out(verdict)
         kept = verdict.kept
-        told = Disagreement(
+        disagreement = Disagreement(
             before,
             len(answers),
             len(self._chains) if kept else 0,
@@ -309,13 +309,13 @@ class ComparedSession:
             found.error,
             found.tolerance,
         )
-        self._client.disagreements.append(told)
+        self._client.disagreements.append(disagreement)
         if not kept:
             raise SwarmError(
-                f"{told}. Compare 3 chains or more, so that most of them decide, or keep all weights of the model "
-                "here: then the blocks in question are computed on this machine"
+                f"{disagreement}. Compare 3 chains or more, so that most of them decide, or keep all weights of the "
+                "model here: then the blocks in question are computed on this machine"
             )
-        log.warning("%s", told)
+        log.warning("%s", disagreement)
         return answers[kept[0]]
 
     async def _carry_out(self, verdict: Settlement) -> None:

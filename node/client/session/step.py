@@ -55,8 +55,8 @@ def _peers(sender: Link, receiver: Link) -> tuple[str, str]:
 class StepRun:
     """Runs `step` through `links`, replacing in that list whichever server fails.
 
-    With `push` the first server is told of the others and every server hands its output to the next one itself; this
-    client sends a step only where that has failed (`push_failures`).
+    With `push` the first server is given the other servers, and each pushes its output to the next one; this client
+    sends a step only where that has failed (`push_failures`).
     """
 
     def __init__(
