@@ -1,1 +1,7 @@
-"""Forward and backward passes over chains of servers, without caches."""
+"""Batches: forward and backward passes without a cache, over chains of servers.
+
+The way of one batch: `batch_client` plans it with `chains`, `batch_pass` takes each micro-batch forward and back, and
+`batch_stream` sends it to one server and checks the answer and its receipt.
+
+May use the top of `client` and the rooms before it; nothing of `session` and `api`.
+"""
