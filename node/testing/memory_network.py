@@ -143,6 +143,9 @@ class _MemoryHost:
     def set_stream_handler(self, protocol: str, handler: Callable[[Any, str], Awaitable[None]]) -> None:
         self._handlers[protocol] = handler
 
+    def knows(self, peer_id: str) -> bool:
+        return True
+
     def remember(self, peer_id: str, addrs: Sequence[str]) -> None:
         pass
 
@@ -168,7 +171,8 @@ class MemoryNode(MessageStreams):
     """One node, in place of a `Swarm`. Its handlers run in `nursery`: end that, and they end with it."""
 
     def __init__(self, network: MemoryNetwork, identity: Identity, trust: TrustStore | None = None) -> None:
-        super().__init__(cast(Host, _MemoryHost(network, identity.peer_id)), lambda _: ())
+        host = cast(Host, _MemoryHost(network, identity.peer_id))
+        super().__init__(host, addrs_of=lambda _: (), find=self._find_nowhere)
         self.network = network
         self.nursery = network.nursery
         self.identity = identity
@@ -176,6 +180,10 @@ class MemoryNode(MessageStreams):
         self.peer_id = identity.peer_id
         self.addrs: list[str] = []
         self._own: Announcement | None = None
+
+    async def _find_nowhere(self, peer_id: str) -> None:
+        """All that there is to know about peers is in `view`."""
+        await trio.lowlevel.checkpoint()
 
     def connected(self) -> list[str]:
         return [peer_id for peer_id in self.network.nodes if self.is_connected(peer_id)]

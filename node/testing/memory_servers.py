@@ -57,20 +57,13 @@ class MemoryServer:
         return start, end
 
     async def run(self, options: ServerOptions) -> None:
-        identity, payments = self.node.identity, partial(PaymentVerifier, self.peer_id)
+        node: Any = self.node  # in place of a Swarm
+        payments = partial(PaymentVerifier, self.peer_id)
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     self.node.nursery = nursery  # its handlers end with it
-                    await run_server(
-                        self.node,
-                        identity,
-                        options,
-                        self._on_event,
-                        no_progress,
-                        self._stop,
-                        payments,  # type: ignore[arg-type]
-                    )
+                    await run_server(node, node.identity, options, self._on_event, no_progress, self._stop, payments)
                     nursery.cancel_scope.cancel()
         finally:
             self.alive = False
@@ -116,7 +109,12 @@ class MemorySwarm:
             for span in blocks:
                 first, _, end = span.partition(":")
                 server = MemoryServer(self.network.node())
-                given = {"throughput": STEPS_PER_SECOND, "cache_tokens": 60_000, "device": "cpu", "offline": True}
+                given: dict[str, Any] = {
+                    "throughput": STEPS_PER_SECOND,
+                    "cache_tokens": 60_000,
+                    "device": "cpu",
+                    "offline": True,
+                }
                 wanted = ServerOptions(str(model), Span(int(first), int(end)), **given | options)
                 self.network.nursery.start_soon(server.run, wanted)
                 started.append(server)
