@@ -15,9 +15,9 @@ import trio
 import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
-from petalnode.node.server.lifecycle.mover import join_where_needed, next_move
 from petalnode.node.server.lifecycle.other_servers import measure_network, serve_transfers
-from petalnode.node.server.lifecycle.placing import Placing
+from petalnode.node.server.lifecycle.placement_state import PlacementState
+from petalnode.node.server.lifecycle.rebalancing import join_where_needed, next_move
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import Swarm, open_swarm
@@ -45,13 +45,13 @@ class Server:
         self.throughput = throughput
         self.num_blocks = blocks
         self.model = MODEL
-        self.placing = Placing(swarm, MODEL, blocks)
+        self.placement = PlacementState(swarm, MODEL, blocks)
 
     async def join(self, count: int) -> Span:
         def choosing(span: Span) -> None:
             self.announce(span, ServerState.JOINING, span)
 
-        span = await join_where_needed(self.swarm, self.placing, count, self.throughput, choosing)
+        span = await join_where_needed(self.placement, count, self.throughput, choosing)
         self.announce(span)
         return span
 
@@ -62,7 +62,7 @@ class Server:
         def say(span: Span | None) -> None:
             self.announce(own.span, next_span=span)
 
-        move = await next_move(self.swarm, self.placing, 0.0, say, interval=interval)
+        move = await next_move(self.placement, 0.0, say, interval=interval)
         self.announce(move.target)
         return move.target
 
@@ -108,7 +108,7 @@ async def until_all_know(every: list[Server], known: dict[str, Span]) -> None:
     for server in every:
         while {each.peer_id: each.span for each in server.swarm.view.servers(MODEL, now=time.time())} != known:
             await trio.sleep(0.1)
-            await server.placing.refresh()
+            await server.placement.refresh()
 
 
 def test_ten_that_join_at_once_spread_over_the_model() -> None:
@@ -185,8 +185,8 @@ def test_two_that_would_move_to_the_same_blocks_settle_who_does() -> None:
                 for server in every:
                     while not all(each.next_span for each in server.swarm.view.servers(MODEL, now=time.time())):
                         await trio.sleep(0.1)
-                        await server.placing.refresh()
-                due = {server.swarm.peer_id: await server.placing.due_move(contested=True) for server in every}
+                        await server.placement.refresh()
+                due = {server.swarm.peer_id: await server.placement.due_move(contested=True) for server in every}
                 going = {peer for peer, move in due.items() if move is not None}
                 assert going and len(going) < 3
                 assert min(due) in going or len(going) == 1
@@ -205,7 +205,7 @@ def test_a_fast_server_joins_and_nobody_else_is_moved_by_it() -> None:
                     server.announce(span)
                     known[server.swarm.peer_id] = span
                 await until_all_know(every, known)
-                assert [await server.placing.due_move() for server in every] == [None] * 5
+                assert [await server.placement.due_move() for server in every] == [None] * 5
 
     trio.run(scenario)
 
@@ -223,7 +223,7 @@ def test_an_absurd_announcement_is_told_once_and_moves_nobody(caplog: pytest.Log
                 known[other.swarm.peer_id] = Span(0, 4000)
                 await until_all_know([usual[0]], known)
                 for _ in range(3):
-                    assert await usual[0].placing.due_move() is None
+                    assert await usual[0].placement.due_move() is None
                 texts = [record.getMessage() for record in caplog.records]
                 assert sum(liar.swarm.peer_id in text for text in texts) == 1
                 assert sum(f"{other.swarm.peer_id} announces blocks 0:4000 of 4096" in text for text in texts) == 1
@@ -256,7 +256,7 @@ def test_an_announcement_that_cannot_be_is_told_once_and_ignored(caplog: pytest.
                             await stream.send(wire.DirectoryFrame(publish=signed), timeout=DEADLINE)
                             with pytest.raises(PeerError):
                                 await stream.receive(timeout=DEADLINE)
-                seen = usual.placing.seen()
+                seen = usual.placement.seen()
                 assert [holder.peer_id for holder in seen.servers] == [usual.swarm.peer_id]
                 texts = [record.getMessage() for record in caplog.records]
                 assert sum(liar.swarm.peer_id in text and "cannot be" in text for text in texts) == 1
@@ -272,9 +272,9 @@ def test_servers_of_another_model_count_for_nothing() -> None:
                 other.model = b"o" * 32
                 other.announce(Span(3, 6))
                 while len(newcomer.swarm.view.servers(now=time.time())) < 2:
-                    await newcomer.placing.refresh()
+                    await newcomer.placement.refresh()
                 assert await newcomer.join(3) == Span(3, 6)
-                assert newcomer.placing.reason == "nobody holds blocks 3:6"
+                assert newcomer.placement.reason == "nobody holds blocks 3:6"
 
     trio.run(scenario)
 
@@ -287,7 +287,7 @@ def test_a_gap_that_the_plan_leaves_to_somebody_who_does_nothing_is_closed_by_an
                 for server in (idle, able):
                     server.announce(Span(0, 3))
                 await until_all_know([idle, able], known)
-                due = [server for server in (idle, able) if await server.placing.due_move()]
+                due = [server for server in (idle, able) if await server.placement.due_move()]
                 assert len(due) == 1
                 other = able if due == [idle] else idle
                 assert await other.move(interval=0.5) == Span(3, 6)
@@ -306,17 +306,17 @@ def test_a_server_that_is_killed_is_missed_by_who_knew_it(tmp_path: Path) -> Non
                 server.announce(Span(0, 3))
             await until_all_know([first, second], known)
             for server in (first, second):
-                await server.placing.probe()
-                server.placing.missed()
-                assert server.swarm.is_connected(peer_id) and not server.placing.gaps()
+                await server.placement.probe()
+                server.placement.missed()
+                assert server.swarm.is_connected(peer_id) and not server.placement.gaps()
             gone = [connection_lost(server.swarm.host, peer_id) for server in (first, second)]
             await trio.to_thread.run_sync(killed.kill)
             for server, lost in zip((first, second), gone, strict=True):
                 await lost.wait()
-                assert server.swarm.view.get(peer_id, time.time()) is not None and not server.placing.gaps()
-                assert server.placing.missed() and not server.placing.missed()
-                await server.placing.probe()
-                assert server.placing.gaps() == (Span(3, 6),)
+                assert server.swarm.view.get(peer_id, time.time()) is not None and not server.placement.gaps()
+                assert server.placement.missed() and not server.placement.missed()
+                await server.placement.probe()
+                assert server.placement.gaps() == (Span(3, 6),)
 
     with nodes(tmp_path) as started:
         trio.run(with_deadline, scenario, started)
@@ -334,20 +334,20 @@ def test_a_survivor_closes_the_gap_at_its_first_check_after_the_loss(tmp_path: P
                 survivors, {each.swarm.peer_id: Span(0, 3) for each in survivors} | {peer_id: Span(3, 6)}
             )
             for server in survivors:
-                await server.placing.probe()
+                await server.placement.probe()
                 assert server.swarm.is_connected(peer_id)
             checks: list[Server] = []
             moved: list[Server] = []
 
             async def move(server: Server) -> None:
-                probe = server.placing.probe  # once in every check
+                probe = server.placement.probe  # once in every check
 
                 async def counted() -> None:
                     if not server.swarm.is_connected(peer_id):
                         checks.append(server)
                     await probe()
 
-                server.placing.probe = counted  # type: ignore[method-assign]
+                server.placement.probe = counted  # type: ignore[method-assign]
                 assert await server.move(interval=20.0) == Span(3, 6)
                 moved.append(server)
                 nursery.cancel_scope.cancel()

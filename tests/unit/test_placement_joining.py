@@ -97,7 +97,7 @@ class Node:
 
 
 class Simulation:
-    """Newcomers join as node/server/lifecycle/mover.py does it; every message takes `late()` seconds.
+    """Newcomers join as node/server/lifecycle/rebalancing.py does it; every message takes `late()` seconds.
 
     The first of them is the one that all others know at first.
     """

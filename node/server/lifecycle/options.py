@@ -15,7 +15,7 @@ from ...models.adapter import Adapter, read_adapter
 from ...models.quantisation import Quantisation
 from ...swarm.swarm import Swarm
 from ..requests.admission import PriorityPayments
-from .placing import Placing
+from .placement_state import PlacementState
 from .pledging import Depositor
 from .speed import SpeedKey
 
@@ -65,7 +65,7 @@ class ServerOptions:
 class ServerContext:
     """What a server keeps from span to span.
 
-    `placing` is how it sees the swarm, `speed_key` what a measured speed is kept under, `adapters` are its owner's.
+    `placement` is how it sees the swarm, `speed_key` what a measured speed is kept under, `adapters` are its owner's.
     `payments` makes what takes points of some validators for priority; `depositor` leaves those of a pledge with one.
     """
 
@@ -74,7 +74,7 @@ class ServerContext:
     options: ServerOptions
     on_event: OnEvent
     folder: ModelFolder
-    placing: Placing
+    placement: PlacementState
     speed_key: SpeedKey
     payments: MakePayments
     depositor: Depositor | None

@@ -32,11 +32,11 @@ from .memory import (
     has_accelerator,
     size,
 )
-from .mover import join_where_needed
 from .options import MakePayments, OnEvent, ServerContext, ServerOptions, check_blocks, read_adapters
 from .other_servers import serve_transfers
-from .placing import Placing
+from .placement_state import PlacementState
 from .pledging import Depositor
+from .rebalancing import join_where_needed
 from .source import ModelSource, find_folder, find_source, in_thread
 from .speed import SpeedKey, cpu_name, recall_speed
 
@@ -87,7 +87,7 @@ async def run_server(
             options,
             on_event,
             source.folder,
-            Placing(swarm, source.manifest.version, folder.num_blocks, replace(DEFAULT, gain=gain)),
+            PlacementState(swarm, source.manifest.version, folder.num_blocks, replace(DEFAULT, gain=gain)),
             _speed_key(source, options),
             payments,
             depositor,
@@ -134,7 +134,7 @@ class Server:
             if move is None:
                 return
             span, came_from = move.target, move.source
-            self._blocks_reason = self._context.placing.reason
+            self._blocks_reason = self._context.placement.reason
 
     def _on_ready(self, event: str, began: float) -> Callable[[dict[str, object]], None]:
         since = self._started if event == "ready" else began
@@ -161,11 +161,11 @@ class Server:
             known = await in_thread(lambda: recall_speed(self._context.speed_key))
             throughput = 1 / (known.step_seconds * count) if known is not None else None
 
-        def say(span: Span) -> None:
+        def announce(span: Span) -> None:
             self._context.swarm.announce(replace(self._joining(span), next_span=span))
 
-        span = await join_where_needed(self._context.swarm, self._context.placing, count, throughput, say)
-        self._blocks_reason = self._context.placing.reason
+        span = await join_where_needed(self._context.placement, count, throughput, announce)
+        self._blocks_reason = self._context.placement.reason
         self._status(f"taking blocks {span} of {folder.num_blocks} of {folder.name}: {self._blocks_reason}")
         return span
 

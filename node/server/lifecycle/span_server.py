@@ -28,10 +28,10 @@ from ..requests.admission import Hosted
 from ..requests.opening import RequestContext
 from ..requests.service import RequestService
 from .memory import cache_tokens_that_fit, claim, device_memory, return_memory, unused
-from .mover import next_move
 from .options import ServerContext
 from .other_servers import ServerConnector, keep_measured, keep_rtts, measure_network
 from .pledging import Pledging
+from .rebalancing import next_move
 from .speed import SpanSpeed
 
 log = logging.getLogger(__name__)
@@ -178,26 +178,30 @@ class SpanServer:
         load = self._announcement.load_seconds * len(self._announcement.span)
         while True:
             try:
-                return await next_move(self._context.swarm, self._context.placing, load, self._announce_move)
+                return await next_move(self._context.placement, load, self._announce_move)
             except Exception:  # an error of ours here must not end the sessions of a server that works
                 log.exception("choosing other blocks failed")
                 await trio.sleep(_RETRY_PAUSE)
 
     async def _leave(self, move: Move | None) -> None:
         """Takes no new requests, tells the clients of the present sessions, and waits until they have moved."""
-        timeout, placing, sessions = self._context.options.drain_timeout, self._context.placing, self._service.sessions
+        timeout, placement, sessions = (
+            self._context.options.drain_timeout,
+            self._context.placement,
+            self._service.sessions,
+        )
         self._requests.draining = True
         self._next_span = move.target if move is not None else None
         if move is None:
             self._context.on_event("stopping", sessions=sessions)
         else:
-            if placing.gaps():
+            if placement.gaps():
                 timeout = min(timeout, _GAP_DRAIN)
             self._context.on_event(
                 "moving",
                 blocks=[move.source.start, move.source.end],
                 to=[move.target.start, move.target.end],
-                reason=placing.reason,
+                reason=placement.reason,
                 sessions=sessions,
             )
         if sessions or move is not None:

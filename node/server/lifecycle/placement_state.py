@@ -28,14 +28,14 @@ REFRESH_TIMEOUT: Final = 5.0
 _EXCHANGE_TIMEOUT: Final = 5.0
 _LOOKS: Final = 5
 """Times that a choice is made anew because the view has changed meanwhile."""
-_TOLD: Final = 1000
+_MAX_DOUBTED: Final = 1000
 _PROBE_TIMEOUT: Final = 3.0
 _PROBE_ROUNDS: Final = 4
 _PLAN_LASTS: Final = 30 * 60.0
 """Seconds after which a plan is made anew though nothing has changed: a swarm that comes to rest has more to gain."""
 
 
-class Placing:
+class PlacementState:
     """Gathers what node/placement decides from: the view, and who came and went. `notice` it now and then."""
 
     def __init__(self, swarm: Swarm, model_version: bytes, num_blocks: int, policy: Policy = DEFAULT) -> None:
@@ -46,7 +46,7 @@ class Placing:
         self._policy = policy
         self._changes: tuple[Change, ...] = ()
         self._there: frozenset[str] | None = None
-        self._told: set[str] = set()
+        self._doubted: set[str] = set()
         self._planned: PlacementPlan | None = None
         self._planned_at = 0.0
         self._dead: dict[str, float] = {}
@@ -55,6 +55,11 @@ class Placing:
         self._chance = random.Random()
         self.reason = ""
         """Of the last span that was chosen, or move that was due, for a person."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this node is connected to nobody."""
+        return not self._swarm.connected()
 
     async def refresh(self) -> None:
         """Asks the swarm who is there. Nobody answering is no error: what was heard has to do."""
@@ -121,8 +126,8 @@ class Placing:
         """Who holds what, as far as it is believed; says once what is not."""
         seen = observe_servers(self._announcements(), self.num_blocks, self.peer_id, contested=contested)
         for peer_id, doubt in seen.doubts.items():
-            if peer_id not in self._told and len(self._told) < _TOLD:
-                self._told.add(peer_id)
+            if peer_id not in self._doubted and len(self._doubted) < _MAX_DOUBTED:
+                self._doubted.add(peer_id)
                 log.warning("%s", doubt)
         return seen
 
