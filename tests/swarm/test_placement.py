@@ -128,20 +128,20 @@ def test_ten_that_join_at_once_spread_over_the_model() -> None:
 
 
 def test_they_spread_though_what_they_announce_comes_late_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    tell, pull = Directory._tell, Directory.pull
+    push, pull = Directory.push, Directory.pull
     chance = random.Random(1)
 
-    async def tell_late(self: Directory, peer_id: str, record: SignedAnnouncement) -> None:
+    async def push_late(self: Directory, peer_id: str, record: SignedAnnouncement) -> None:
         if chance.random() < 0.5:
             await trio.sleep(chance.uniform(0, 6))
-            await tell(self, peer_id, record)
+            await push(self, peer_id, record)
 
-    async def pull_sometimes(self: Directory, peer_id: str, *, tell: bool = False, **options: Any) -> None:
-        if tell and chance.random() < 0.1:
+    async def pull_sometimes(self: Directory, peer_id: str, *, publish: bool = False, **options: Any) -> None:
+        if publish and chance.random() < 0.1:
             raise StreamTimeout(f"{peer_id} is not asked", peer_id)
-        await pull(self, peer_id, tell=tell, **options)
+        await pull(self, peer_id, publish=publish, **options)
 
-    monkeypatch.setattr(Directory, "_tell", tell_late)
+    monkeypatch.setattr(Directory, "push", push_late)
     monkeypatch.setattr(Directory, "pull", pull_sometimes)
     test_ten_that_join_at_once_spread_over_the_model()
 

@@ -55,8 +55,8 @@ async def join_where_needed(
 ) -> Span:
     """The span that this newcomer takes, settled with others that join at the same time.
 
-    `announce` announces that it means to take a span; `throughput` is in decode steps a second, None if not known yet. The
-    caller announces that it loads, without awaiting anything before: from then on others reckon with that.
+    `announce` is called with a span that it means to take; `throughput` is in decode steps a second, None if not known.
+    The caller announces that it loads, without awaiting anything before: from then on others reckon with that.
     """
     if placement.is_alone:  # nobody is there to be waited for
         return (await placement.choose(count, throughput)).span
