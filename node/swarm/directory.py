@@ -172,7 +172,7 @@ class Directory:
             except BadAnnouncement as error:
                 if peer_id not in self._logged and len(self._logged) < _MAX_LOGGED:
                     self._logged.add(peer_id)
-                    log.warning("%s announces what is not valid, which is ignored: %s", peer_id, error)
+                    log.warning("%s announces what cannot be, which is ignored: %s", peer_id, error)
                 raise ProtocolError(f"{peer_id} published a bad announcement: {error}", peer_id) from error
             # Anyone may hand records on when asked, but only a server itself may push its own to us.
             if record.content.peer_id != peer_id:
