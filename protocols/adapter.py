@@ -64,7 +64,7 @@ def block_of(name: str) -> int | None:
 
 def hash_of_block(tensors: Iterable[TensorDigest]) -> bytes:
     """Names the tensors of one block, in whatever order they come."""
-    entries = sorted((each.name, each.shape, each.dtype, each.sha256) for each in tensors)
+    entries = sorted((tensor.name, tensor.shape, tensor.dtype, tensor.sha256) for tensor in tensors)
     return digest(_BLOCK_DOMAIN, tuple(entries))
 
 
@@ -76,17 +76,17 @@ def hash_of_adapter(blocks: Sequence[tuple[int, bytes]]) -> bytes:
 def hashes_of_blocks(tensors: Iterable[TensorDigest]) -> tuple[tuple[int, bytes], ...]:
     """(number, hash) of every block that these tensors belong to, in order; all names are of some block."""
     of_block: dict[int, list[TensorDigest]] = {}
-    for each in tensors:
-        number = block_of(each.name)
+    for tensor in tensors:
+        number = block_of(tensor.name)
         assert number is not None
-        of_block.setdefault(number, []).append(each)
+        of_block.setdefault(number, []).append(tensor)
     return tuple((number, hash_of_block(of_block[number])) for number in sorted(of_block))
 
 
 def digests_match(offer: wire.Adapter, tensors: Iterable[TensorDigest]) -> bool:
     """Whether these are the tensors of the offer's blocks; its own hash was checked."""
     hashes = dict(hashes_of_blocks(tensors))
-    return all(hashes.get(each.block) == each.hash for each in offer.blocks if each.block in hashes)
+    return all(hashes.get(block.block) == block.hash for block in offer.blocks if block.block in hashes)
 
 
 def check_tensors(shapes: Mapping[str, Shape], span: Span, linears: Linears, hidden_size: int) -> None:

@@ -45,7 +45,7 @@ class ServerState(IntEnum):
     JOINING = wire.STATE_JOINING  # loading; takes no sessions yet
     ONLINE = wire.STATE_ONLINE
     DRAINING = wire.STATE_DRAINING  # finishes its sessions, takes no new ones
-    OFFLINE = wire.STATE_OFFLINE  # a goodbye
+    OFFLINE = wire.STATE_OFFLINE  # retracted
 
 
 _STATES: Final = frozenset(int(state) for state in ServerState)

@@ -154,14 +154,14 @@ def clearing_from_wire(message: wire.CreditClearing) -> Clearing:
 
 def _to_wire(statement: Statement, message: type[M]) -> M:
     """The message's fields have the names of the statement's; what is text there is a peer id."""
-    values = {each.name: getattr(statement, each.name) for each in fields(statement)}
+    values = {field.name: getattr(statement, field.name) for field in fields(statement)}
     return message(**{name: peer_id_to_bytes(each) if isinstance(each, str) else each for name, each in values.items()})
 
 
 def _from_wire(message: Message, statement: type[S]) -> S:
     """Raises ValueError: something in it is no peer id. Its signature is not checked."""
     hints = get_type_hints(statement)
-    values = {each.name: getattr(message, each.name) for each in fields(statement)}
+    values = {field.name: getattr(message, field.name) for field in fields(statement)}
     return statement(
         **{name: peer_id_from_bytes(each) if hints[name] is str else each for name, each in values.items()}
     )

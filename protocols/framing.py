@@ -155,7 +155,7 @@ class MessageStream(Generic[F]):
             self._broken = StreamClosed(f"the stream to {self.peer_id} is closed: {error}", self.peer_id)
             raise self._broken from error
         except BaseException:
-            # Nobody can tell where in the message it stopped: what follows would be misread.
+            # It is unknown where in the message it stopped: what follows would be misread.
             self._broken = StreamClosed(
                 f"the stream to {self.peer_id} was given up in the middle of a message", self.peer_id
             )

@@ -188,7 +188,7 @@ async def send_in_pieces(
 
 
 async def send_pieces(stream: BatchFrames, payloads: Sequence[Buffer], *, timeout: float) -> None:
-    """Sends the bytes of tensors that the other side has heard of; as `send_in_pieces`."""
+    """Sends the bytes of tensors whose headers the other side has; as `send_in_pieces`."""
     for views in _pieces(payloads):
         piece = wire.BatchFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=view.nbytes) for view in views])
         await stream.send(piece, views, timeout=timeout)

@@ -84,7 +84,7 @@ class _ServerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     STATE_ONLINE: _ServerState.ValueType  # 2
     STATE_DRAINING: _ServerState.ValueType  # 3
     STATE_OFFLINE: _ServerState.ValueType  # 4
-    """a goodbye: replaces what was announced before"""
+    """a retraction: replaces what was announced before"""
 
 class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
     """--- announcements ------------------------------------------------------------------------------------------"""
@@ -94,7 +94,7 @@ STATE_JOINING: ServerState.ValueType  # 1
 STATE_ONLINE: ServerState.ValueType  # 2
 STATE_DRAINING: ServerState.ValueType  # 3
 STATE_OFFLINE: ServerState.ValueType  # 4
-"""a goodbye: replaces what was announced before"""
+"""a retraction: replaces what was announced before"""
 Global___ServerState: typing_extensions.TypeAlias = ServerState
 
 @typing.final

@@ -23,7 +23,7 @@ from ...crypto.swarm_key import SwarmKeyError, load_swarm_key
 from ..errors import BadInput, MachineError, PetalnodeError, SwarmError, unwrapped
 from ..network.nat.limits import RelayLimits
 from ..swarm.config import SwarmConfig
-from ..swarm.remembered_peers import peer_store_file
+from ..swarm.peer_store import peer_store_file
 from ..swarm.swarm import Swarm, open_swarm
 from ..trust.evidence_message import TrustedValidators, parse_trusted
 from ..trust.store import TrustStore, trust_file

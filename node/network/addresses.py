@@ -42,9 +42,9 @@ def parse_peer(text: str) -> tuple[str, str]:
         raise BadInput(f"the peer address {text!r} lacks the peer's id: it looks like {_EXAMPLE}")
     bare = without_peer(addr)
     circuit = circuit_of(bare)
-    for each in (peer_id, circuit.relay_id if circuit else peer_id):
+    for text_id in (peer_id, circuit.relay_id if circuit else peer_id):
         try:
-            peer_id_to_bytes(each)
+            peer_id_to_bytes(text_id)
         except ValueError as error:
             raise BadInput(f"the peer address {text!r} has a peer id that cannot be used: {error}") from error
     _check_tcp(text, circuit.relay_addr if circuit else bare)
@@ -217,7 +217,7 @@ def _interface_entries() -> Iterator[Any]:
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     for name, entries in psutil.net_if_addrs().items():
         if name in up:
-            yield from (each for each in entries if each.family in _FAMILIES and "%" not in each.address)
+            yield from (entry for entry in entries if entry.family in _FAMILIES and "%" not in entry.address)
 
 
 IPAddress = IPv4Address | IPv6Address

@@ -1,6 +1,6 @@
 """Gossip on one topic: libp2p's own gossipsub, on a host of ours, with our limits before anything is passed on.
 
-Traps of py-libp2p 0.8: pubsub hears only of connections that are made after it was attached, so it is attached before
+Traps of py-libp2p 0.8: pubsub notices only connections that are made after it was attached, so it is attached before
 the node joins; a message is validated before it is seen by us or passed on, in the order of arrival, so the check must
 be quick; the default mesh is made every 120 s.
 """

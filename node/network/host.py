@@ -35,13 +35,13 @@ from .transport.stream_bytes import CircuitConnection, Connection, StreamBytes
 log = logging.getLogger(__name__)
 
 GOSSIP_PROTOCOLS: Final = ("/meshsub/1.1.0",)
-_CLOSING: Final = 2.0  # seconds for saying goodbye to all
+_CLOSING: Final = 2.0  # seconds for closing all connections
 
 ByteHandler = Callable[[StreamBytes, str], Awaitable[None]]
 
 
 def quiet_logs(level: int = logging.CRITICAL) -> None:
-    """Silences libp2p, which resets its logger at import and tells every lost stream as an error.
+    """Silences libp2p, which resets its logger at import and logs every lost stream as an error.
 
     Part of it logs to the root logger, which in passing installs a handler there.
     """
@@ -171,14 +171,14 @@ class Host:
         Raises:
             ConnectionError: with the reason.
         """
-        wire: RawConnection
+        connection: RawConnection
         if isinstance(raw, StreamBytes):
-            wire = CircuitConnection(raw, Path(False, relay, addr, inbound=not initiator))
+            connection = CircuitConnection(raw, Path(False, relay, addr, inbound=not initiator))
         else:
             path = Path(True, None, addr or remote_multiaddr(raw), inbound=not initiator)
-            wire = SocketConnection(raw, path, self._network.bandwidth)
+            connection = SocketConnection(raw, path, self._network.bandwidth)
         try:
-            conn = await self._network.secure(wire, None if peer_id is None else _id(peer_id))
+            conn = await self._network.secure(connection, None if peer_id is None else _id(peer_id))
         except Exception as error:  # whatever a stranger's handshake may raise
             raise ConnectionError(reason_of(error)) from None
         return str(conn.muxed_conn.peer_id)
@@ -219,11 +219,11 @@ class Host:
                 await conn.close()
 
     def on_connected(self, callback: Callable[[str, Path], None]) -> None:
-        """`callback(peer_id, path)` hears of every new connection from now on; it must not raise."""
+        """`callback(peer_id, path)` is called for every new connection from now on; it must not raise."""
         self._network.on_connected.append(callback)
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
-        """`callback(peer_id)` hears of each peer whose last connection ended; it must not raise."""
+        """`callback(peer_id)` is called for each peer whose last connection ended; it must not raise."""
         self._network.on_lost.append(callback)
 
     def set_circuit_dialer(self, dialer: CircuitDialer) -> None:
@@ -272,7 +272,7 @@ class Host:
         self.libp2p.set_stream_handler(TProtocol(protocol), serve)
 
     def remove_stream_handler(self, protocol: str) -> None:
-        """From now on a peer that asks for the protocol is told that it is not spoken here."""
+        """From now on a peer that asks for the protocol is refused."""
         self.libp2p.multiselect.handlers.pop(TProtocol(protocol), None)
 
 
@@ -352,9 +352,9 @@ async def open_host(
             if not missing:
                 yield Host(network, libp2p, addresses)
         finally:
-            # In order, and before the tasks of the connections are cancelled: the peers shall hear of it.
+            # In order, and before the tasks of the connections are cancelled: the peers shall be notified.
             with trio.CancelScope(deadline=trio.current_time() + _CLOSING, shield=True):
-                await network.goodbye()
+                await network.close_all()
                 await libp2p.close()
     if missing:
         raise MachineError(f"cannot listen on {', '.join(missing)}")

@@ -3,7 +3,7 @@
 As in the libp2p specification (discovery/mdns.md), a node is a service instance with a random name whose TXT record
 holds its addresses, `dnsaddr=/ip4/../tcp/../p2p/..` each. The service has a name of our own, so that we do not call
 on every libp2p node of an office; that of a private swarm ends in some digits of its key's hash. The library,
-zeroconf, lives in threads of its own: trio waits for them in worker threads, and hears of names by a bounded queue.
+zeroconf, lives in threads of its own: trio waits for them in worker threads, and receives names by a bounded queue.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def read_txt(record: bytes) -> dict[str, list[str]]:
 
 
 def _interfaces() -> list[str]:
-    """This machine's IPv4 addresses, which are what multicast is sent and heard through."""
+    """This machine's IPv4 addresses, which multicast is sent and received through."""
     hosts = [ip_of(addr) for addr in concrete([Multiaddr("/ip4/0.0.0.0/tcp/1")])]
     return [str(host) for host in hosts if host is not None and not host.is_loopback]
 
@@ -98,7 +98,7 @@ class _Radio:
         # Takes a tenth of a second, which only those who need it shall pay, and not on trio's thread.
         from zeroconf import IPVersion, ServiceBrowser, ServiceStateChange, Zeroconf
 
-        # It tells of every interface that is down, and of every stranger's odd packet.
+        # It logs every interface that is down, and every malformed packet.
         logging.getLogger("zeroconf").setLevel(logging.CRITICAL)
         self._service = service
         self._info: ServiceInfo | None = None
@@ -137,7 +137,7 @@ class _Radio:
         self._zeroconf.register_service(self._info, cooperating_responders=True)
 
     def read(self, name: str) -> dict[str, list[str]]:
-        """The peers that an instance of the service tells of."""
+        """The peers in the record of an instance of the service."""
         info = self._zeroconf.get_service_info(self._service, name, timeout=int(_READ * 1000))
         return {} if info is None or not info.text else read_txt(info.text)
 
@@ -146,7 +146,7 @@ class _Radio:
 
 
 async def run_mdns(service: str, addrs: Callable[[], Iterable[str]], found: Found, asked: trio.Event) -> None:
-    """Looks for neighbours, and tells them of `addrs()`, until cancelled.
+    """Looks for nodes of the local network, and announces `addrs()` there, until cancelled.
 
     `found` is called with the peer id and the addresses (without /p2p) of each neighbour that appears or changes,
     this node itself included. `asked` is set once neighbours are asked, or cannot be. Follows changes of the

@@ -28,7 +28,7 @@ class SwarmConfig:
     use; `relay_limits` are those of this node where it relays for others. `mdns` finds, and is found by, nodes of the
     same local network; `remembered` is the file with the peers of earlier runs. `max_upload` and `max_download` are
     bytes per second over all connections, None without a limit. `trust` is what this node thinks of others;
-    with `gossip` it hears evidence of faults, and passes it on.
+    with `gossip` it receives evidence of faults, and passes it on.
     """
 
     identity: Identity

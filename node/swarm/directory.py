@@ -33,19 +33,19 @@ from .view import SwarmView
 log = logging.getLogger(__name__)
 
 ASK_AT_START: Final = 8  # peers asked side by side by `refresh`
-_WAVES: Final = 4  # of asking those whom the last wave told of
+_WAVES: Final = 4  # of asking those whom the last wave named
 _ENOUGH_ANSWERS: Final = 3  # after which the slow ones go on in the background
 _GRACE: Final = 0.15  # seconds for them before that
-# Of a swarm of hundreds, a node that is told by 16 peers and asks 5 in every third of a lifetime knows nearly all
+# Of a swarm of hundreds, a node that 16 peers push to and that asks 5 in every third of a lifetime knows nearly all
 # of every round's announcements one round later: spreading by asking multiplies the knowing by e^5 per round.
 _PULL_PEERS: Final = 5  # asked in every round of the background
 _FIRST_PULL: Final = 0.5  # seconds; then longer and longer, up to a round
-_STRANGERS: Final = 3  # whom the table led to, met in one look
+_UNKNOWN: Final = 3  # whom the table led to, met in one look
 _PUSH_DEADLINE: Final = 4.0
 _PULL_DEADLINE: Final = 6.0
 TABLE_DEADLINE: Final = 10.0
 _FIND_DEADLINE: Final = 3.0
-_TABLE_ROUND: Final = 60.0  # seconds between two looks for strangers
+_TABLE_ROUND: Final = 60.0  # seconds between two look-ups of unknown peers
 _PROVIDE_ROUND: Final = 300.0
 _RESTART_PAUSE: Final = 5.0
 _IDLE_STREAM: Final = 60.0  # seconds
@@ -255,7 +255,7 @@ class Directory:
             after = last
 
     async def refresh(self, nursery: trio.Nursery, *, model_version: bytes, timeout: float) -> None:
-        """Pulls from several peers side by side, and from some that they tell of, until there is nothing new.
+        """Pulls from several peers side by side, and from some that they name, until there is nothing new.
 
         Returns when the quick ones have answered; the slow ones go on in `nursery`.
 
@@ -307,7 +307,7 @@ class Directory:
                 await progress.wait()
 
     def peers_to_ask(self, count: int) -> list[str]:
-        """Whom to ask: those we were told of, and `count` others: first some that we have a connection to."""
+        """Whom to ask: the named peers, and `count` others: first some that we have a connection to."""
         connected = [peer for peer in self._host.connected() if self.addrs_of(peer)]
         servers = [content.peer_id for content in self.view.servers(now=time.time()) if content.addrs]
         random.shuffle(connected)
@@ -391,7 +391,7 @@ class Directory:
             log.debug("could not ask %s: %s", peer_id, error)
 
     async def _meet_forever(self) -> None:
-        """Finds what no peer we know has told us of, through the table."""
+        """Finds servers that no known peer has named, through Kademlia."""
         provided = -_PROVIDE_ROUND
         if self.view.records or not self._bootstrap:  # only who knows nobody looks there at once
             await trio.sleep(self._ttl * random.uniform(0.5, 1.5))
@@ -403,8 +403,8 @@ class Directory:
             )
             known = set(self.peers_to_ask(1000))
             found = await self._dht.find_providers(random.randrange(SHARDS), timeout=TABLE_DEADLINE)
-            strangers = [(peer, addrs) for peer, addrs in found if peer not in known | {self._identity.peer_id}]
-            for peer_id, addrs in random.sample(strangers, min(_STRANGERS, len(strangers))):
+            unknown = [(peer, addrs) for peer, addrs in found if peer not in known | {self._identity.peer_id}]
+            for peer_id, addrs in random.sample(unknown, min(_UNKNOWN, len(unknown))):
                 self._host.remember(peer_id, addrs)
                 await self._try_pull(peer_id)
             if self.own is not None and trio.current_time() - provided >= _PROVIDE_ROUND:

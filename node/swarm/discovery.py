@@ -1,4 +1,4 @@
-"""How a node finds its swarm: by peers it is told of, peers of earlier runs, and neighbours; and finds it again."""
+"""How a node finds its swarm, and finds it again: by named peers, peers of earlier runs, and the local network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..network.addresses import ip_of, without_peer
 from ..network.host import Host
 from ..network.mdns import run_mdns, service_name
 from .directory import Directory
-from .remembered_peers import PeerStore, in_order
+from .peer_store import PeerStore, in_order
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ Way = Literal["peers", "remembered", "neighbours"]
 
 @dataclass(frozen=True)
 class JoinResult:
-    """How a node came into its swarm: through a peer that it was told of, one of an earlier run, or a neighbour."""
+    """How a node joined its swarm: through a named peer, one of an earlier run, or one of the local network."""
 
     way: Way
     peer_id: str
@@ -106,7 +106,7 @@ class Discovery:
 
     @property
     def searches(self) -> bool:
-        """Whether there is any way to find a swarm without being told of a peer."""
+        """Whether there is any way to find a swarm without a named peer."""
         return self._peer_store is not None or self._service is not None
 
     def start(self) -> None:
@@ -196,9 +196,9 @@ class Discovery:
             return []
         known = await trio.to_thread.run_sync(self._peer_store.load, abandon_on_cancel=True)
         return [
-            PeerCandidate("remembered", each.peer_id, each.addrs)
-            for each in in_order(known)
-            if each.peer_id != self._host.peer_id
+            PeerCandidate("remembered", peer.peer_id, peer.addrs)
+            for peer in in_order(known)
+            if peer.peer_id != self._host.peer_id
         ]
 
     async def _greet_remembered(self) -> None:
@@ -222,7 +222,7 @@ class Discovery:
 
     async def _call_on(self, neighbour: PeerCandidate) -> None:
         if len(self._calling) >= _AT_ONCE:
-            return  # a crowded network; most of them will hear of us from the others
+            return  # a crowded network; most of them will learn of us from the others
         self._calling.add(neighbour.peer_id)
         try:
             await self._meet(neighbour)
@@ -234,7 +234,7 @@ class Discovery:
     # --- coming back
 
     def _is_alone(self) -> bool:
-        """Whether there is no connection to anybody who takes part; a stranger who happened by does not count."""
+        """Whether there is no connection to anybody who takes part; connections to other peers do not count."""
         return not any(self._directory.addrs_of(peer_id) for peer_id in self._host.connected())
 
     async def _return_forever(self) -> None:
@@ -253,13 +253,13 @@ class Discovery:
             await self._try(self._all(await self._remembered()))
 
     def _all(self, remembered: Sequence[PeerCandidate]) -> list[PeerCandidate]:
-        """Everybody to try, each peer once with all its addresses, those that we were told of first."""
+        """Everybody to try, each peer once with all its addresses, the named ones first."""
         found: dict[str, PeerCandidate] = {}
-        for each in (*self._peers, *self._neighbours.values(), *remembered):
-            held = found.get(each.peer_id)
+        for peer in (*self._peers, *self._neighbours.values(), *remembered):
+            held = found.get(peer.peer_id)
             if held is not None:
-                each = PeerCandidate(held.way, each.peer_id, tuple(dict.fromkeys((*held.addrs, *each.addrs))))
-            found[each.peer_id] = each
+                peer = PeerCandidate(held.way, peer.peer_id, tuple(dict.fromkeys((*held.addrs, *peer.addrs))))
+            found[peer.peer_id] = peer
         found.pop(self._host.peer_id, None)
         return list(found.values())
 

@@ -14,7 +14,7 @@ MAX_RECORDS: Final = 10_000
 
 @dataclass(frozen=True)
 class SwarmView:
-    """The newest announcement of each server, goodbyes included (they keep older ones from coming back)."""
+    """The newest announcement of each server, retractions included (they keep older ones from coming back)."""
 
     records: Mapping[str, SignedAnnouncement] = field(default_factory=dict)
 
@@ -39,12 +39,12 @@ class SwarmView:
         return SwarmView(merged) if changed else self
 
     def get(self, peer_id: str, now: float) -> Announcement | None:
-        """What this server says of itself, if it is known, not expired and has not said goodbye."""
+        """What this server says of itself, if it is known, not expired and not retracted."""
         record = self.records.get(peer_id)
         return record.content if record is not None and _counts(record.content, now) else None
 
     def servers(self, model_version: bytes | None = None, *, now: float) -> tuple[Announcement, ...]:
-        """The servers that have neither expired nor said goodbye, of one model or of all, by span."""
+        """The servers whose announcements have neither expired nor been retracted, of one model or of all, by span."""
         found = [
             record.content
             for record in self.records.values()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm.remembered_peers import (
+from petalnode.node.swarm.peer_store import (
     MAX_ADDRS,
     MAX_PEERS,
     PeerRecord,

@@ -89,13 +89,14 @@ class DialBackService:
         if observed is None:
             return DialAnswer(DialStatus.DIAL_REFUSED, "through a relay nobody can tell where a peer is")
         asked = dict.fromkeys(Endpoint.parse(addr) for addr in addrs)
-        allowed = [each for each in asked if each and each.can_be_dialed and each.ip == observed.ip][:_MAX_DIALED]
+        wanted = [endpoint for endpoint in asked if endpoint and endpoint.can_be_dialed]
+        allowed = [endpoint for endpoint in wanted if endpoint.ip == observed.ip][:_MAX_DIALED]
         if not allowed:
             return DialAnswer(DialStatus.DIAL_REFUSED, f"none of the addresses is at {observed.ip}, where you are")
         if not self._budget.take(observed.ip, trio.current_time()):
             return DialAnswer(DialStatus.DIAL_REFUSED, "busy; ask again later")
         try:
-            targets = [Multiaddr(each.multiaddr) for each in allowed]
+            targets = [Multiaddr(endpoint.multiaddr) for endpoint in allowed]
             return DialAnswer(DialStatus.OK, addr=await self._host.dial_fresh(peer_id, targets, timeout=_DIALING))
         except ConnectionError as error:
             return DialAnswer(DialStatus.DIAL_ERROR, str(error))
@@ -112,7 +113,7 @@ T = TypeVar("T")
 
 
 async def observed_by(host: Host, peer_id: str, *, timeout: float) -> Endpoint | None:
-    """Where a directly connected peer sees us come from; None if it does not tell.
+    """Where a directly connected peer sees us come from; None if it does not say.
 
     Raises:
         PeerError: no answer in time.

@@ -35,9 +35,9 @@ _PLAIN_DIAL: Final = 2.0  # seconds, side by side with the agreement
 _MAX_PLAIN: Final = 8  # addresses that a peer says it listens on
 _MESSAGE: Final = 5.0  # seconds for one message through the relay
 _LONGEST_HALF: Final = 1.0  # seconds of half a round trip at most
-_VIEW_LASTS: Final = 20.0  # seconds that a relay's word about our address is good for
+_VIEW_LASTS: Final = 20.0  # seconds for which the address that a relay observed is used
 _MAX_VIEWS: Final = 16
-_AT_ONCE: Final = 8  # punches side by side, so that packets to strangers stay few
+_AT_ONCE: Final = 8  # punches side by side, so that packets to unknown hosts stay few
 _MAX_RECORDS: Final = 1000
 _RETIRED_AFTER: Final = 10.0  # seconds without streams until a relayed connection beside a direct one is closed
 _LOOK: Final = 2.0
@@ -175,7 +175,7 @@ class HolePuncher:
                     own = self._own_addrs(ports)
                     answer, rtt = await exchange_first(stream, own, timeout=_MESSAGE)
                     theirs = targets(map(Endpoint.parse, answer), self._local(), ports)
-                    case = frozenset(addr.split("/")[2] for addr in own) | {str(each.ip) for each in theirs}
+                    case = frozenset(addr.split("/")[2] for addr in own) | {str(endpoint.ip) for endpoint in theirs}
                     if not theirs or (attempt == 0 and not may_punch(self._records.get(peer_id), case, _now())):
                         return
                     await give_sign(stream, timeout=_MESSAGE)

@@ -23,7 +23,7 @@ _BREATH: Final = 0.2  # seconds between two looks for peers to ask, when many co
 _EVERYWHERE: Final = (Multiaddr("/ip4/0.0.0.0/tcp/1"), Multiaddr("/ip6/::/tcp/1"))
 _IDENTIFY: Final = 5.0  # seconds
 _SETTLING: Final = 20.0  # seconds for the answers after a change
-_MAX_KEPT: Final = 64  # peers whose word is kept
+_MAX_KEPT: Final = 64  # peers whose observation is kept
 
 
 class ObservedAddresses:

@@ -10,7 +10,7 @@ from ..addresses import Endpoint
 from .reachability import LocalEndpoints
 
 ATTEMPTS: Final = 3  # one after the other, as the standard has it
-_FIRST_PAUSE: Final = 60.0  # seconds until a peer is tried again after all attempts failed; doubles each time
+_FIRST_PAUSE: Final = 60.0  # seconds until a peer is tried again after all attempts failed; doubles endpoint time
 _LONGEST_PAUSE: Final = 3600.0
 _MAX_TARGETS: Final = 8
 
@@ -55,7 +55,11 @@ def own_endpoints(
     """
     predicted = [Endpoint(seen.ip, port[seen.ip.version]) for seen in observed if seen.ip.version in port]
     listening = [Endpoint(own.ip, port[own.ip.version]) for own in local.listening if own.ip.version in port]
-    found = [each for each in (*reached, *predicted, *listening) if each.can_be_dialed and not each.ip.is_loopback]
+    found = [
+        endpoint
+        for endpoint in (*reached, *predicted, *listening)
+        if endpoint.can_be_dialed and not endpoint.ip.is_loopback
+    ]
     return tuple(dict.fromkeys(found))[:_MAX_TARGETS]
 
 
@@ -63,8 +67,8 @@ def targets(theirs: Iterable[Endpoint | None], local: LocalEndpoints, port: dict
     """Which of the other side's endpoints to dial: not ourselves, which homes with equal addresses would lead to."""
     ours = {Endpoint(ip, own) for ip in local.own_ips for own in (*port.values(), *local.ports(ip.version))}
     found = [
-        each
-        for each in theirs
-        if each is not None and each.can_be_dialed and each not in ours and each.ip.version in port
+        endpoint
+        for endpoint in theirs
+        if endpoint is not None and endpoint.can_be_dialed and endpoint not in ours and endpoint.ip.version in port
     ]
     return tuple(dict.fromkeys(found))[:_MAX_TARGETS]

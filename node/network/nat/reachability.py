@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from ..addresses import Endpoint, IPAddress
 
-_OBSERVERS: Final = 3  # peers of one family whose word we want
+_OBSERVERS: Final = 3  # peers of one family to ask
 _REFRESH: Final = 600.0  # seconds after which a peer is asked again
 _RETRY: Final = 30.0  # seconds after which one is asked again that could not say anything
 _STALE: Final = 1500.0  # seconds after which what a peer said no longer counts
@@ -32,13 +32,17 @@ class LocalEndpoints:
 
     def ports(self, version: int) -> tuple[int, ...]:
         """The ports listened on for other machines, of one version of IP."""
-        found = (each.port for each in self.listening if each.ip.version == version and not each.ip.is_loopback)
+        found = (
+            endpoint.port
+            for endpoint in self.listening
+            if endpoint.ip.version == version and not endpoint.ip.is_loopback
+        )
         return tuple(dict.fromkeys(found))
 
     @property
     def is_local(self) -> bool:
         """Whether this node listens for others of this machine only."""
-        return bool(self.listening) and all(each.ip.is_loopback for each in self.listening)
+        return bool(self.listening) and all(endpoint.ip.is_loopback for endpoint in self.listening)
 
 
 class DialBack(Enum):
@@ -108,19 +112,29 @@ def judge(version: int, observations: Iterable[Observation], local: LocalEndpoin
     """
     if not local.ports(version):
         return NO_VERDICT
-    relevant = [each for each in observations if each.observer_ip.version == version and now - each.at < _STALE]
-    outsiders = [each for each in relevant if _is_outside(each, local)]
+    relevant = [
+        observation
+        for observation in observations
+        if observation.observer_ip.version == version and now - observation.at < _STALE
+    ]
+    outsiders = [observation for observation in relevant if _is_outside(observation, local)]
     publics: dict[IPAddress, list[Observation]] = {}
-    for each in outsiders or relevant:
-        if each.seen is not None:
-            publics.setdefault(each.seen.ip, []).append(each)
+    for observation in outsiders or relevant:
+        if observation.seen is not None:
+            publics.setdefault(observation.seen.ip, []).append(observation)
     standings = {ip: _standing(said, translated=ip not in local.own_ips) for ip, said in publics.items()}
     reached = Counter(
-        each.reached for ip, said in publics.items() if standings[ip] is Standing.OPEN for each in said if each.reached
+        observation.reached
+        for ip, said in publics.items()
+        if standings[ip] is Standing.OPEN
+        for observation in said
+        if observation.reached
     )
     found = set(standings.values())
     return Verdict(
-        standing=next((each for each in (Standing.CLOSED, Standing.OPEN) if each in found), Standing.UNKNOWN),
+        standing=next(
+            (standing for standing in (Standing.CLOSED, Standing.OPEN) if standing in found), Standing.UNKNOWN
+        ),
         reached=tuple(endpoint for endpoint, _ in reached.most_common()),
         translated=any(ip not in local.own_ips for ip in publics),
         outside=bool(outsiders),
@@ -129,8 +143,8 @@ def judge(version: int, observations: Iterable[Observation], local: LocalEndpoin
 
 def _standing(said: Sequence[Observation], *, translated: bool) -> Standing:
     """What those say who see us under one address."""
-    reached = sum(each.dial_back is DialBack.REACHED for each in said)
-    failed = sum(each.dial_back is DialBack.FAILED for each in said)
+    reached = sum(observation.dial_back is DialBack.REACHED for observation in said)
+    failed = sum(observation.dial_back is DialBack.FAILED for observation in said)
     if reached and reached >= failed:
         return Standing.OPEN
     return Standing.CLOSED if failed or translated else Standing.UNKNOWN
@@ -181,11 +195,11 @@ def whom_to_ask(
     for version in (4, 6):
         if not local.ports(version):
             continue
-        family = [each for each in observers if each.ip.version == version]
-        family.sort(key=lambda each: any(each.ip in network for network in local.networks))
-        silent = [each for each in family if not _says_something(observations.get(each.peer_id), now)]
+        family = [observer for observer in observers if observer.ip.version == version]
+        family.sort(key=lambda observer: any(observer.ip in network for network in local.networks))
+        silent = [observer for observer in family if not _says_something(observations.get(observer.peer_id), now)]
         missing = _OBSERVERS - (len(family) - len(silent))
-        due = [each.peer_id for each in silent if now - asked.get(each.peer_id, -_RETRY) >= _RETRY]
+        due = [observer.peer_id for observer in silent if now - asked.get(observer.peer_id, -_RETRY) >= _RETRY]
         ask += due[: max(missing, 0)]
     return tuple(ask)
 
@@ -218,7 +232,7 @@ NOBODY_ASKED = Reachability("unknown", (), "reachability not known yet: no other
 class ReachabilityInputs:
     """All that reachability depends on.
 
-    `named` are the endpoints that a person has told us to announce, `mapped` those that a router has opened for us;
+    `named` are the endpoints that the operator announces, `mapped` those that a router has opened for us;
     `circuits` the circuit addresses by relay with a reservation of ours; `relays_allowed` is false if none are to be
     used; `relays_known` counts those that could be.
     """
@@ -263,7 +277,7 @@ def extra_addrs(inputs: ReachabilityInputs) -> tuple[str, ...]:
 
 
 def reachability(inputs: ReachabilityInputs) -> Reachability:
-    """The state of things, in a word and in a line."""
+    """The reachability, as a kind and as a line for a person."""
     reached = inputs.reached
     if not inputs.local.listening:
         return Reachability("unknown", (), "this node does not listen: it dials others, and nobody dials it")
@@ -285,7 +299,7 @@ def reachability(inputs: ReachabilityInputs) -> Reachability:
 def _without_direct_way(inputs: ReachabilityInputs, reached: Sequence[Endpoint]) -> Reachability:
     closed = inputs.ip4 if inputs.ip4.standing is Standing.CLOSED else inputs.ip6
     behind = "behind NAT" if closed.translated else "behind a firewall"
-    how = "public over IPv6 at" if all(each.ip.version == 6 for each in reached) else "some reach it at"
+    how = "public over IPv6 at" if all(endpoint.ip.version == 6 for endpoint in reached) else "some reach it at"
     but = f"{how} {_enumerated([str(endpoint) for endpoint in reached])}, else " if reached else ""
     relays = tuple(inputs.circuits)
     if relays:

@@ -177,7 +177,9 @@ class RelayService:
         now = time.time()
         held = self._reservations
         self._reservations = {
-            peer_id: each for peer_id, each in held.items() if each.expires > now and not each.connection.is_lost
+            peer_id: reservation
+            for peer_id, reservation in held.items()
+            if reservation.expires > now and not reservation.connection.is_lost
         }
         return self._reservations
 
@@ -185,11 +187,11 @@ class RelayService:
         live = self._live()
         return RelayLoad(
             reservations=len(live),
-            reservations_of_address=sum(each.origin == origin for each in live.values()),
+            reservations_of_address=sum(reservation.origin == origin for reservation in live.values()),
             circuits=len(self._circuits),
-            circuits_of_address=sum(each.origin == origin for each in self._circuits),
-            circuits_of_peer=sum(each.source == source for each in self._circuits),
-            circuits_to_peer=sum(each.target == target for each in self._circuits),
+            circuits_of_address=sum(circuit.origin == origin for circuit in self._circuits),
+            circuits_of_peer=sum(circuit.source == source for circuit in self._circuits),
+            circuits_to_peer=sum(circuit.target == target for circuit in self._circuits),
         )
 
     # --- circuits

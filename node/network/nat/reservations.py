@@ -46,7 +46,7 @@ _QUICK: Final = (
     0.25,
     1.0,
 )  # seconds between tries of a relay that has held a reservation for us: the first, the longest
-_QUICK_TRIES: Final = 120  # after which it is tried as seldom as a stranger
+_QUICK_TRIES: Final = 120  # after which it is tried as seldom as an unknown relay
 _SLOW: Final = (1.0, 60.0)  # the same of one that never did
 _REFUSED: Final = (30.0, 600.0)  # of one that refused
 
@@ -122,8 +122,8 @@ def plan_relays(
     due = [peer for peer in ranks if peer not in states or (peer in lost and lost[peer].retry_at <= now)]
     due += [peer for peer in old if peer in lost and peer not in ranks and lost[peer].retry_at <= now]
     due.sort(key=lambda peer: (peer not in old, ranks.get(peer, 99), _failures(states, peer)))
-    strangers = [peer for peer in due if peer not in old]
-    wanted_now = [peer for peer in due if peer in old] + strangers[: max(missing, 0)]
+    others = [peer for peer in due if peer not in old]
+    wanted_now = [peer for peer in due if peer in old] + others[: max(missing, 0)]
     start = wanted_now[: max(_AT_ONCE - len(busy), 0)]
 
     surplus = sorted(held, key=lambda peer: ranks.get(peer, 99))[wanted + _SPARE :]

@@ -90,7 +90,7 @@ class _MuxerNegotiation(MuxerMultistream):
 
 
 class _NoAutoConnector(AutoConnector):
-    """libp2p's own dials everyone it has ever heard of until it has many connections."""
+    """libp2p's own dials every peer of its peerstore until it has many connections."""
 
     async def maybe_connect(self) -> None:
         return
@@ -99,7 +99,7 @@ class _NoAutoConnector(AutoConnector):
 class Network(Libp2pSwarm):
     """All connections of the host: a list for each peer, direct ones and circuits.
 
-    `on_connected` hears of every new connection, `on_lost` of each peer whose last one ended; both must not raise.
+    `on_connected` is called for every new connection, `on_lost` for each peer whose last one ended; neither may raise.
     """
 
     def __init__(self, identity: Identity, psk: str | None, bandwidth: Bandwidth) -> None:
@@ -155,30 +155,30 @@ class Network(Libp2pSwarm):
         usable = [conn for conn in self.live(peer_id) if conn in connections]
         return usable[0] if usable else connections[0]
 
-    async def secure(self, wire: RawConnection, peer_id: ID | None) -> SwarmConn:
-        """Makes a connection of the host out of a wire: swarm key, Noise, Yamux. Closes the wire if that fails.
+    async def secure(self, raw: RawConnection, peer_id: ID | None) -> SwarmConn:
+        """Makes a connection of the host out of a raw one: swarm key, Noise, Yamux. Closes the raw one if that fails.
 
         `peer_id` is whom to expect, None for whoever it is (only if the peer made the connection).
 
         Raises:
-            Exception: of many kinds, whatever a stranger's handshake may lead to; `reason_of` tells them.
+            Exception: of many kinds, whatever a stranger's handshake may lead to; see `reason_of`.
         """
         if len(self.get_connections()) >= MAX_CONNECTIONS:
-            await wire.close()
+            await raw.close()
             raise SwarmException(f"there are {MAX_CONNECTIONS} connections already")
         try:
-            secured = await self.upgrader.upgrade_security(PskConnection(wire, self._key), wire.is_initiator, peer_id)
+            secured = await self.upgrader.upgrade_security(PskConnection(raw, self._key), raw.is_initiator, peer_id)
             if peer_id not in (None, secured.get_remote_peer()):
                 raise PeerIDMismatchesPubkey(f"expected {peer_id}")
             muxer = await self.upgrader.upgrade_connection(secured, secured.get_remote_peer())
-            conn = await self.add_conn(muxer, direction="inbound" if wire.path.inbound else "outbound")
+            conn = await self.add_conn(muxer, direction="inbound" if raw.path.inbound else "outbound")
         except BaseException as error:
-            if wire.path.inbound and isinstance(error, Exception):
-                await wire.drain()  # it shall see what we said, by which it can tell that we are no peer of its
-            await wire.close()
+            if raw.path.inbound and isinstance(error, Exception):
+                await raw.drain()  # it shall read our first words, which say that this is another swarm
+            await raw.close()
             raise
         for handler in self.on_connected:
-            handler(str(muxer.peer_id), wire.path)
+            handler(str(muxer.peer_id), raw.path)
         return conn
 
     async def _handle_inbound_connection(self, read_write_closer: ReadWriteCloser, maddr: Multiaddr) -> None:
@@ -191,11 +191,11 @@ class Network(Libp2pSwarm):
         stream = read_write_closer.stream
         path = Path(direct=True, relay=None, remote_addr=remote_multiaddr(stream), inbound=True)
         punching = self.punching.get(path.remote_addr or "")
-        wire = SocketConnection(stream, path, self.bandwidth)
-        wire.is_initiator = punching is not None
+        raw = SocketConnection(stream, path, self.bandwidth)
+        raw.is_initiator = punching is not None
         try:
             with trio.fail_after(_HANDSHAKES):
-                conn = await self.secure(wire, punching)
+                conn = await self.secure(raw, punching)
         except Exception as error:  # whatever a stranger's handshake may raise
             log.debug("refused a connection from %s: %s", path.remote_addr, reason_of(error))
             return
@@ -213,10 +213,10 @@ class Network(Libp2pSwarm):
             for handler in self.on_lost:
                 handler(str(muxer.peer_id))
 
-    async def goodbye(self) -> None:
+    async def close_all(self) -> None:
         """Closes all connections side by side (libp2p's own close takes 0.1 s for each), circuits before what they
         run on."""
-        conns = [conn for each in self.connections.values() for conn in each]
+        conns = [conn for of_peer in self.connections.values() for conn in of_peer]
         for direct in (False, True):
             async with trio.open_nursery() as nursery:
                 for conn in conns:
@@ -338,10 +338,10 @@ class Network(Libp2pSwarm):
     async def _dial(self, addr: Multiaddr, peer_id: ID) -> SwarmConn:
         limit = _CIRCUIT_DEADLINE if is_circuit(addr) else _DIAL_DEADLINE
         with trio.move_on_after(limit):
-            return await self.secure(await self._open_wire(addr, peer_id), peer_id)
+            return await self.secure(await self._open_raw(addr, peer_id), peer_id)
         raise SwarmException(f"no answer within {limit:g} s")
 
-    async def _open_wire(self, addr: Multiaddr, peer_id: ID) -> RawConnection:
+    async def _open_raw(self, addr: Multiaddr, peer_id: ID) -> RawConnection:
         circuit = circuit_of(addr)
         if circuit is None:
             raw = await self._tcp.dial(addr)
@@ -357,13 +357,13 @@ class Network(Libp2pSwarm):
         """Dials one address and closes at once: whether the peer answers there, whatever connections there are.
 
         Raises:
-            Exception: of many kinds, if it does not; `reason_of` tells them.
+            Exception: of many kinds, if it does not; see `reason_of`.
         """
-        wire = await self._open_wire(addr, peer_id)
+        raw = await self._open_raw(addr, peer_id)
         try:
-            await self.upgrader.upgrade_security(PskConnection(wire, self._key), True, peer_id)
+            await self.upgrader.upgrade_security(PskConnection(raw, self._key), True, peer_id)
         finally:
-            await wire.close()
+            await raw.close()
 
 
 def path_of(conn: SwarmConn) -> Path:

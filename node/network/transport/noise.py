@@ -61,11 +61,11 @@ class NoiseSession(BaseSession):
         assert isinstance(session.conn, NoiseTransportReadWriter)
         self._cipher = session.conn.noise_state
         assert isinstance(conn, PskConnection)
-        self._wire = conn.wire
-        self._veil = conn.veil
-        self.path = conn.wire.path
-        self.local_host = conn.wire.local_host
-        self.upload = conn.wire.upload
+        self._raw = conn.raw
+        self._psk = conn.cipher
+        self.path = conn.raw.path
+        self.local_host = conn.raw.local_host
+        self.upload = conn.raw.upload
         self._incoming = bytearray()
         self._plaintext = b""  # decrypted, not yet taken by `read`
         self._outgoing: deque[bytes] = deque()
@@ -78,13 +78,13 @@ class NoiseSession(BaseSession):
     # --- reading
 
     def unseal(self, data: bytes) -> list[bytes]:
-        """The plaintexts of the messages that are complete with these bytes of the wire.
+        """The plaintexts of the messages that are complete with these bytes of the raw connection.
 
         Raises:
             OSError: the connection was tampered with.
         """
-        if self._veil is not None:
-            data = self._veil.open(data)
+        if self._psk is not None:
+            data = self._psk.open(data)
         incoming = self._incoming
         incoming += data
         plaintexts = []
@@ -110,7 +110,7 @@ class NoiseSession(BaseSession):
             OSError: the connection has ended or was tampered with.
         """
         while True:
-            data = await self._wire.receive()
+            data = await self._raw.receive()
             if not data:
                 raise ConnectionResetError("the peer closed the connection")
             if plaintexts := self.unseal(data):
@@ -118,7 +118,7 @@ class NoiseSession(BaseSession):
 
     def divert(self, take: Callable[[bytes], None]) -> None:
         """Hands what comes to `take` at once where that is possible; the rest still comes by `receive`."""
-        self._wire.divert(take)
+        self._raw.divert(take)
 
     async def read(self, n: int | None = None) -> bytes:
         """Exactly `n` bytes, for libp2p's negotiation of the muxer."""
@@ -159,10 +159,10 @@ class NoiseSession(BaseSession):
             self._put_raw(len(sealed).to_bytes(2, "big") + sealed)
 
     def _put_raw(self, message: bytes) -> None:
-        if self._veil is not None:
-            message = self._veil.seal(message)
+        if self._psk is not None:
+            message = self._psk.seal(message)
         if not self._outgoing:
-            taken = self._wire.send_nowait(message)
+            taken = self._raw.send_nowait(message)
             if taken == len(message):
                 return
             message = message[taken:]
@@ -204,7 +204,7 @@ class NoiseSession(BaseSession):
 
     async def _send_raw(self, message: bytes) -> None:
         with trio.move_on_after(_STALL_LIMIT):
-            await self._wire.send(message)
+            await self._raw.send(message)
             return
         raise ConnectionAbortedError(f"the peer took nothing for {_STALL_LIMIT:g} s")
 
@@ -232,18 +232,18 @@ class NoiseSession(BaseSession):
             self._closed = True
             for lot in (self._pump_wakes, self._room, self._sent):
                 lot.unpark_all()
-            await self._wire.close()
+            await self._raw.close()
 
     @property
     def keeps_window(self) -> bool:
         """Whether it is TCP itself that would forget its window in a pause; under a circuit, others see to that."""
-        return self._wire.is_socket
+        return self._raw.is_socket
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        return self._wire.get_remote_address()
+        return self._raw.get_remote_address()
 
     def get_transport_addresses(self) -> list[Multiaddr]:
-        return self._wire.get_transport_addresses()
+        return self._raw.get_transport_addresses()
 
     def get_connection_type(self) -> ConnectionType:
-        return self._wire.get_connection_type()
+        return self._raw.get_connection_type()

@@ -1,4 +1,4 @@
-"""Private swarms: every connection under one key, and a peer of another swarm told apart at once.
+"""Private swarms: every connection under one key, and a peer of another swarm recognised at once.
 
 The bytes are those of libp2p's `PskConn`: each side sends 8 random bytes and then Salsa20 under the key with them as
 its nonce. Nothing in that says whether the keys are the same, so what comes is checked: both sides of a connection
@@ -62,19 +62,19 @@ class PskCipher:
 
 
 class PskConnection(IRawConnection):
-    """A wire for libp2p's handshakes, under the swarm's key if there is one, whose first words are checked."""
+    """A raw connection for libp2p's handshakes, under the swarm's key if there is one, whose first words are checked."""
 
-    def __init__(self, wire: RawConnection, psk: str | None) -> None:
-        self.wire = wire
-        self.veil = None if psk is None else PskCipher(psk)
-        self.is_initiator = wire.is_initiator
+    def __init__(self, raw: RawConnection, psk: str | None) -> None:
+        self.raw = raw
+        self.cipher = None if psk is None else PskCipher(psk)
+        self.is_initiator = raw.is_initiator
         self._expected = _FIRST_WORDS
 
     async def read(self, n: int | None = None) -> bytes:
         while True:
-            data = await self.wire.read(n)
-            if self.veil is not None and data:
-                data = self.veil.open(data)
+            data = await self.raw.read(n)
+            if self.cipher is not None and data:
+                data = self.cipher.open(data)
             if data or n == 0:
                 break
         if self._expected:
@@ -84,22 +84,22 @@ class PskConnection(IRawConnection):
     def _check(self, data: bytes) -> None:
         part = data[: len(self._expected)]
         if not self._expected.startswith(part):
-            if self.veil is not None:
+            if self.cipher is not None:
                 raise OtherSwarm("it has another swarm key")
             raise OtherSwarm("it is no node, or one of a private swarm, which needs its --swarm-key")
         self._expected = self._expected[len(part) :]
 
     async def write(self, data: bytes) -> None:
-        await self.wire.write(data if self.veil is None else self.veil.seal(data))
+        await self.raw.write(data if self.cipher is None else self.cipher.seal(data))
 
     async def close(self) -> None:
-        await self.wire.close()
+        await self.raw.close()
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        return self.wire.get_remote_address()
+        return self.raw.get_remote_address()
 
     def get_transport_addresses(self) -> list[Multiaddr]:
-        return self.wire.get_transport_addresses()
+        return self.raw.get_transport_addresses()
 
     def get_connection_type(self) -> ConnectionType:
-        return self.wire.get_connection_type()
+        return self.raw.get_connection_type()

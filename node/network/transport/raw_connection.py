@@ -24,7 +24,7 @@ from .bandwidth import Bandwidth, Recent, Throttle
 READ_SIZE: Final = 256 * 1024
 _QUIET: Final = 64 * 1024  # bytes lately, below which a connection need not wait for those that carry much
 _LEAST_RECEIVED: Final = 64 * 1024  # bytes of a socket's buffer
-_DRAIN: Final = 1.0  # seconds for a stranger to read what we said before we close
+_DRAIN: Final = 1.0  # seconds for a refused peer to read what we sent before we close
 _NOT_SENT: Final = 256 * 1024  # bytes that the kernel may hold back unsent
 _SPREADING: Final = b"bbr"  # the start of the names of all its versions
 _AT_ONCE: Final = (b"cubic", b"reno")  # systems may keep the first from ordinary users, but not the second
@@ -46,7 +46,7 @@ class Path:
 
 
 class RawConnection(IRawConnection):
-    """One task may read at a time, and one write. All methods but `close` raise OSError when the wire is gone."""
+    """One task may read at a time, and one write. All methods but `close` raise OSError when the connection is gone."""
 
     # A gap after which TCP would forget its window is ours to fill (see `yamux.py`).
     is_socket: bool
@@ -72,7 +72,7 @@ class RawConnection(IRawConnection):
     def divert(self, take: Callable[[bytes], None]) -> None:
         """Where that is possible, from now on `take` gets what comes without a turn of trio's loop.
 
-        Only the end, and what had come before, is told by `receive`.
+        Only the end, and what had come before, is left to `receive`.
         """
 
     async def drain(self) -> None:

@@ -51,7 +51,7 @@ class Connection:
         self._muxer.suspect()
 
     async def open_stream(self, protocol: str, *, window: int = WINDOW) -> StreamBytes:
-        """A new stream of that protocol. Does not wait for the peer's consent: the first read tells of a refusal.
+        """A new stream of that protocol. Does not wait for the peer's consent: the first read raises on a refusal.
 
         Raises:
             ConnectionError: the connection is gone, or has too many streams.

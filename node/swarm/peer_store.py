@@ -1,4 +1,4 @@
-"""Peers of earlier runs, kept in a small file, so that a node finds its swarm again without being told.
+"""Peers of earlier runs, kept in a small file, so that a node finds its swarm again without `--peer`.
 
 One file for each swarm, shared by all nodes of a person on a machine: who met whom is the same for a server and a
 chat. What to keep is decided by pure functions; `PeerStore` reads and writes.
@@ -47,7 +47,7 @@ def updated(
 
     `failed` are those that did not answer.
     """
-    peers = {each.peer_id: each for each in known}
+    peers = {record.peer_id: record for record in known}
     for peer_id, addrs in met.items():
         held = peers.get(peer_id)
         merged = dict.fromkeys((*addrs, *(held.addrs if held is not None else ())))
@@ -56,8 +56,8 @@ def updated(
     for peer_id in set(failed) - set(met):
         if peer_id in peers:
             peers[peer_id] = replace(peers[peer_id], failing=peers[peer_id].failing or now)
-    kept = [each for each in peers.values() if now - each.seen < _UNSEEN and not _hopeless(each, now)]
-    return tuple(sorted(kept, key=lambda each: (-each.seen, each.peer_id))[:MAX_PEERS])
+    kept = [peer for peer in peers.values() if now - peer.seen < _UNSEEN and not _hopeless(peer, now)]
+    return tuple(sorted(kept, key=lambda record: (-record.seen, record.peer_id))[:MAX_PEERS])
 
 
 def _hopeless(peer: PeerRecord, now: float) -> bool:
@@ -66,7 +66,7 @@ def _hopeless(peer: PeerRecord, now: float) -> bool:
 
 def in_order(known: Iterable[PeerRecord]) -> list[PeerRecord]:
     """Whom to try first: those that answered the last time, the latest met before the others."""
-    return sorted(known, key=lambda each: (bool(each.failing), -each.seen))
+    return sorted(known, key=lambda record: (bool(record.failing), -record.seen))
 
 
 def peer_store_file(folder: Path, psk: str | None) -> Path:
@@ -104,7 +104,7 @@ class PeerStore:
             log.debug("the peers met cannot be kept in %s: %s", self._path, error)
 
     def _write(self, peers: Sequence[PeerRecord]) -> None:
-        text = json.dumps({"version": 1, "peers": [asdict(each) for each in peers]}, indent=1)
+        text = json.dumps({"version": 1, "peers": [asdict(peer) for peer in peers]}, indent=1)
         write_private(self._path, text.encode())
 
 
