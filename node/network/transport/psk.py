@@ -62,7 +62,7 @@ class PskCipher:
 
 
 class PskConnection(IRawConnection):
-    """A raw connection for libp2p's handshakes, under the swarm's key if there is one; checks the peer's first words."""
+    """A raw connection for libp2p's handshakes, under the swarm's key if there is one; checks the first words."""
 
     def __init__(self, raw: RawConnection, psk: str | None) -> None:
         self.raw = raw
