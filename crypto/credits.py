@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from .canonical import canonical, digest
+from .canonical import canonical
 from .identity import Identity, verify
 from .pledge import DEPOSIT_DOMAIN, deposit_bytes
 from .statement import Statement
@@ -28,6 +28,7 @@ class Credit(Statement):
     """
 
     DOMAIN: ClassVar[str] = "petalnode/credit/1"
+    SIGNER: ClassVar[str] = "issuer"
 
     issuer: str
     holder: str
@@ -38,25 +39,18 @@ class Credit(Statement):
     time_ms: int
     signature: bytes = b""
 
-    @property
-    def signer(self) -> str:
-        return self.issuer
-
 
 @dataclass(frozen=True)
 class CreditQuery(Statement):
     """`holder` wants to know its credit. Nobody else is told."""
 
     DOMAIN: ClassVar[str] = "petalnode/credit-query/1"
+    SIGNER: ClassVar[str] = "holder"
 
     issuer: str
     holder: str
     time_ms: int
     signature: bytes = b""
-
-    @property
-    def signer(self) -> str:
-        return self.holder
 
 
 @dataclass(frozen=True)
@@ -67,6 +61,7 @@ class Transfer(Statement):
     """
 
     DOMAIN: ClassVar[str] = "petalnode/credit-transfer/1"
+    SIGNER: ClassVar[str] = "spender"
 
     issuer: str
     spender: str
@@ -75,14 +70,6 @@ class Transfer(Statement):
     sequence: int
     until_ms: int
     signature: bytes = b""
-
-    @property
-    def signer(self) -> str:
-        return self.spender
-
-    def hash(self) -> bytes:
-        """Covers the signature."""
-        return digest(self.DOMAIN, self.canonical_bytes(), self.signature)
 
 
 @dataclass(frozen=True)
@@ -117,6 +104,7 @@ class DepositOrder(Statement):
     """
 
     DOMAIN: ClassVar[str] = "petalnode/credit-deposit/1"
+    SIGNER: ClassVar[str] = "server"
 
     issuer: str
     server: str
@@ -124,10 +112,6 @@ class DepositOrder(Statement):
     until_ms: int
     sequence: int
     signature: bytes = b""
-
-    @property
-    def signer(self) -> str:
-        return self.server
 
 
 def sign_voucher(issuer: Identity, server: str, points: int, until_ms: int) -> bytes:

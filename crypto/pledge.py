@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from .canonical import canonical, digest
+from .canonical import canonical
 from .identity import verify
 from .receipts import Receipt
 from .statement import Statement
@@ -25,6 +25,7 @@ class Pledge(Statement):
     until `until_ms` (milliseconds since 1970), with `deposit` points that `holder` keeps (a peer id; empty: nobody)."""
 
     DOMAIN: ClassVar[str] = "petalnode/pledge/1"
+    SIGNER: ClassVar[str] = "server"
 
     server: str
     model_version: bytes
@@ -37,14 +38,6 @@ class Pledge(Statement):
     holder: str = ""
     voucher: bytes = b""
     signature: bytes = b""
-
-    @property
-    def signer(self) -> str:
-        return self.server
-
-    def hash(self) -> bytes:
-        """What the terms of a session refer to. Covers the signature."""
-        return digest(self.DOMAIN, self.canonical_bytes(), self.signature)
 
     def covers(self, receipt: Receipt) -> bool:
         """Whether the receipt is one of those that are pledged for, whatever its time."""

@@ -8,7 +8,7 @@ equivocation; rollbacks and restarts never look like it, because they change the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Final
 
@@ -54,25 +54,8 @@ class Receipt:
         return self._canonical_bytes
 
     @cached_property
-    def _canonical_bytes(self) -> bytes:  # a step's receipt is checked and hashed
-        return canonical(
-            RECEIPT_DOMAIN,
-            self.protocol_version,
-            self.model_version,
-            self.span,
-            self.dtype,
-            self.quantisation,
-            self.client,
-            self.nonce,
-            self.session_epoch,
-            self.sequence,
-            self.request_hash,
-            self.reply_hash,
-            self.previous_receipt,
-            self.upstream_receipt,
-            self.time_ms,
-            self.adapter,
-        )
+    def _canonical_bytes(self) -> bytes:  # used for the check and for the hash of a step's receipt
+        return canonical(RECEIPT_DOMAIN, *(getattr(self, name) for name in _SIGNED_FIELDS))
 
     def signed(self, identity: Identity) -> Receipt:
         """A copy that carries `identity`'s signature."""
@@ -85,6 +68,9 @@ class Receipt:
     def hash(self) -> bytes:
         """What the next receipt of the session, and a downstream server's, refers to. Covers the signature."""
         return digest(RECEIPT_DOMAIN, self.canonical_bytes(), self.signature)
+
+
+_SIGNED_FIELDS: Final = tuple(field.name for field in fields(Receipt) if field.name != "signature")
 
 
 def countersign(client: Identity, receipt: Receipt) -> bytes:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
-from .canonical import canonical
+from .canonical import canonical, digest
 from .identity import Identity, verify
 
 
@@ -21,14 +21,16 @@ class Statement:
 
     Attributes:
         DOMAIN: what kind of statement it is; a signature holds for no other.
+        SIGNER: the field with the peer id of the signer.
     """
 
     DOMAIN: ClassVar[str]
+    SIGNER: ClassVar[str]
 
     @property
     def signer(self) -> str:
         """The peer id whose statement it is."""
-        raise NotImplementedError
+        return str(getattr(self, self.SIGNER))
 
     def canonical_bytes(self) -> bytes:
         """The bytes that are signed: every field but the signature, in the order of declaration."""
@@ -44,6 +46,10 @@ class Statement:
         if identity.peer_id != self.signer:
             raise ValueError(f"{identity.peer_id} cannot sign what {self.signer} says")
         return replace(self, signature=identity.sign(self.DOMAIN, self.canonical_bytes()))  # type: ignore[call-arg]
+
+    def hash(self) -> bytes:
+        """What other statements refer to it by. Covers the signature."""
+        return digest(self.DOMAIN, self.canonical_bytes(), self.signature)  # type: ignore[attr-defined]
 
     @property
     def is_signed(self) -> bool:

@@ -157,11 +157,6 @@ class Checkpoint:
         """The sorted keys of each part."""
         return group_by_part(self.file_of, self.layout)
 
-    def block_of(self, key: str) -> int | None:
-        """The number of the block that holds `key`, or None if no block does."""
-        part = self.layout.part_of(key)
-        return part if isinstance(part, int) else None
-
     def tensor(self, key: str) -> StoredTensor:
         """Where the tensor `key` stands.
 

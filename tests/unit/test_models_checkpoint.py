@@ -46,7 +46,7 @@ def test_every_key_of_every_architecture_has_its_part(tiny: Callable[[str], Path
     assert all(checkpoint.parts.values())
     for block in range(NUM_BLOCKS):
         assert all(f".{block}." in key for key in checkpoint.parts[block])
-        assert {checkpoint.block_of(key) for key in checkpoint.parts[block]} == {block}
+        assert {checkpoint.layout.part_of(key) for key in checkpoint.parts[block]} == {block}
     assert any("emb" in key or "wte" in key for key in checkpoint.parts[EMBEDDINGS])
     assert any("norm" in key or "ln_f" in key for key in checkpoint.parts[HEAD])
     assert not any("norm" in key or "head" in key for key in checkpoint.parts[EMBEDDINGS] if "embedd" not in key)
