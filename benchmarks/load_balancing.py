@@ -40,9 +40,16 @@ from load_balancing_greedy import best_span, descent
 from rich.console import Console
 from rich.table import Table
 
-from petalnode.node.placement.coverage import PlacedServer, swarm_throughput, upper_bound
 from petalnode.node.placement.joining import joining_span, moves_to, span_for_newcomer
-from petalnode.node.placement.observed import USUAL_LOAD, Change, recent, turnover
+from petalnode.node.placement.observed import (
+    USUAL_LOAD,
+    Change,
+    PlacedServer,
+    recent,
+    swarm_throughput,
+    turnover,
+    upper_bound,
+)
 from petalnode.node.placement.plan import PlacementPlan, Policy, make_plan, may_leave
 from petalnode.node.placement.search import Search, Terms
 from petalnode.protocols.ids import Span

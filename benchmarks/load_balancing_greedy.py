@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from petalnode.node.placement.coverage import PlacedServer, coverage, swarm_throughput
+from petalnode.node.placement.observed import PlacedServer, coverage, swarm_throughput
 from petalnode.protocols.ids import Span
 
 MOST_STEPS = 60

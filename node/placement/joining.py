@@ -14,7 +14,7 @@ import numpy as np
 
 from ...protocols.ids import Span
 from ..swarm.cost import Floats
-from .coverage import PlacedServer, coverage, describe_spans, gaps
+from .observed import PlacedServer, coverage, describe_spans, gaps
 from .plan import DEFAULT, NOTABLE, Policy, make_plan
 
 _SETTLING_ROUNDS: Final = 10

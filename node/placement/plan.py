@@ -14,7 +14,7 @@ import numpy as np
 
 from ...protocols.ids import Span
 from ..swarm.cost import Ints
-from .coverage import PlacedServer, describe_spans, gaps, swarm_throughput, upper_bound
+from .observed import PlacedServer, describe_spans, gaps, swarm_throughput, upper_bound
 from .search import Search, State, Terms
 
 

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petalnode.node.placement.coverage import PlacedServer
 from petalnode.node.placement.joining import Choice, choice_of_newcomer, span_for_newcomer
-from petalnode.node.placement.observed import observe_servers
+from petalnode.node.placement.observed import PlacedServer, observe_servers
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
 

@@ -5,8 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.placement.coverage import PlacedServer, gaps
-from petalnode.node.placement.observed import ASKERS, AT_ONCE, is_overdue, worth_asking
+from petalnode.node.placement.observed import ASKERS, AT_ONCE, PlacedServer, gaps, is_overdue, worth_asking
 from petalnode.protocols.ids import Span
 
 BLOCKS = 12

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.placement.coverage import PlacedServer
 from petalnode.node.placement.joining import span_for_newcomer, why_join
+from petalnode.node.placement.observed import PlacedServer
 from petalnode.node.placement.plan import make_plan, why_move
 from petalnode.protocols.ids import Span
 

@@ -12,8 +12,7 @@ from ....protocols.announcement import Announcement
 from ....protocols.ids import Span
 from ...swarm import cost
 from ...swarm.cost import Floats
-from .cycle import Problem
-from .walk import shortest_ways
+from .cycle import Problem, shortest_ways
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ import numpy as np
 from ....protocols.ids import Span
 from ...swarm.cost import Floats
 from ...swarm.routing import RouteCandidate, chain_seconds, cheapest_chain
-from .cycle import PlacedMachine
+from .cycle import PlacedMachine, fastest_walk, spans_of
 from .fastest import fastest_cycle
 from .fleet import Fleet
 from .label_search import MAX_MACHINES, TOLERANCE
 from .throughput import most_throughput
-from .walk import fastest_walk, spans_of
 
 _CYCLE_SHARE: Final = 0.4
 """Part of the time for machine of the two searches for cycles; the rest is for walks."""

@@ -16,9 +16,18 @@ from ....protocols.announcement import Announcement
 from ....protocols.framing import PeerError
 from ....protocols.ids import Span
 from ...errors import SwarmError
-from ...placement.coverage import PlacedServer, gaps
 from ...placement.joining import Choice, choice_of_newcomer, why_join
-from ...placement.observed import Change, ObservedServers, is_overdue, observe_servers, recent, turnover, worth_asking
+from ...placement.observed import (
+    Change,
+    ObservedServers,
+    PlacedServer,
+    gaps,
+    is_overdue,
+    observe_servers,
+    recent,
+    turnover,
+    worth_asking,
+)
 from ...placement.plan import DEFAULT, Move, PlacementPlan, Policy, make_plan, may_leave, why_move
 from ...swarm.swarm import Swarm
 
