@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +22,7 @@ from ...models.disk_limit import in_use, keep_within, note_use
 from ...models.progress import Progress
 from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
+from ...version import __version__
 from .memory import (
     USUAL_CACHE_TOKENS,
     Sizing,
@@ -68,8 +69,8 @@ async def run_server(
     started = time.perf_counter()
     async with trio.open_nursery() as nursery:
         # Two seconds of imports, while the network and the disk are asked.
-        imported = _Background(_import_blocks)
-        nursery.start_soon(imported.run)
+        imported = trio.Event()
+        nursery.start_soon(_import_blocks, imported)
         folder = await find_folder(options, progress)
         check_blocks(options, folder)
         with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
@@ -111,7 +112,7 @@ class Server:
         self._started = started
         self._count_reason = self._blocks_reason = ""
 
-    async def run(self, imported: _Background, stop: trio.Event) -> None:
+    async def run(self, imported: trio.Event, stop: trio.Event) -> None:
         span = await self._first_span(imported)
         came_from: Span | None = None
         while not stop.is_set():
@@ -128,7 +129,8 @@ class Server:
             from .span_server import serve_span  # with torch: 2 s, which passed while the network was asked
 
             load_seconds = (time.perf_counter() - began) / len(span)
-            on_ready = self._on_ready("ready" if came_from is None else "moved", began)
+            since, event = (self._started, "ready") if came_from is None else (began, "moved")
+            on_ready = partial(self._on_ready, event, since)
             move = await serve_span(self._context, self._joining(span), blocks, load_seconds, on_ready, stop)
             del blocks
             if move is None:
@@ -136,16 +138,11 @@ class Server:
             span, came_from = move.target, move.source
             self._blocks_reason = self._context.placement.reason
 
-    def _on_ready(self, event: str, began: float) -> Callable[[dict[str, object]], None]:
-        since = self._started if event == "ready" else began
+    def _on_ready(self, event: str, since: float, fields: dict[str, object]) -> None:
+        reasons = {"count_reason": self._count_reason, "blocks_reason": self._blocks_reason}
+        self._context.on_event(event, **fields, **reasons, seconds=round(time.perf_counter() - since, 2))
 
-        def say(fields: dict[str, object]) -> None:
-            reasons = {"count_reason": self._count_reason, "blocks_reason": self._blocks_reason}
-            self._context.on_event(event, **fields, **reasons, seconds=round(time.perf_counter() - since, 2))
-
-        return say
-
-    async def _first_span(self, imported: _Background) -> Span:
+    async def _first_span(self, imported: trio.Event) -> Span:
         options, folder = self._context.options, self._context.folder
         if options.blocks is not None:
             return options.blocks
@@ -169,14 +166,22 @@ class Server:
         self._status(f"taking blocks {span} of {folder.num_blocks} of {folder.name}: {self._blocks_reason}")
         return span
 
-    async def _load(self, span: Span, imported: _Background) -> BlockSpan:
-        options, folder = self._context.options, self._context.folder
+    async def _load(self, span: Span, imported: trio.Event) -> BlockSpan:
+        folder = self._context.folder
         self._context.swarm.announce(self._joining(span))
         self._status(f"loading blocks {span} of {folder.num_blocks} of {folder.name}")
         path = await self._source.weights(span)
         await in_thread(lambda: self._keep_disk(path, span))
         await imported.wait()
-        return await _load(path, span, options, self._progress)
+        return await in_thread(lambda: self._read_blocks(path, span))
+
+    def _read_blocks(self, path: Path, span: Span) -> BlockSpan:
+        from ...blocks.span import load_span
+
+        options = self._context.options
+        return load_span(
+            path, span, device=options.device, dtype=options.dtype, quantisation=options.quant, progress=self._progress
+        )
 
     def _keep_disk(self, path: Path, span: Span) -> None:
         used = in_use(path, self._context.folder.num_blocks, span)
@@ -189,8 +194,6 @@ class Server:
             )
 
     def _joining(self, span: Span) -> Announcement:
-        from ...version import __version__
-
         options, swarm = self._context.options, self._context.swarm
         known = None if options.throughput else recall_speed(self._context.speed_key)
         return Announcement(
@@ -262,33 +265,12 @@ def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:
     )
 
 
-async def _load(path: Path, span: Span, options: ServerOptions, progress: Progress) -> BlockSpan:
-    from ...blocks.span import load_span
+async def _import_blocks(imported: trio.Event) -> None:
+    def import_blocks() -> None:
+        from ...blocks import collector_paused
 
-    return await in_thread(
-        lambda: load_span(
-            path, span, device=options.device, dtype=options.dtype, quantisation=options.quant, progress=progress
-        )
-    )
+        with collector_paused():
+            from . import span_server  # noqa: F401
 
-
-def _import_blocks() -> None:
-    from ...blocks import collector_paused
-
-    with collector_paused():
-        from . import span_server  # noqa: F401
-
-
-class _Background:
-    """A function in a worker thread, whose end somebody awaits later."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._function = function
-        self._done = trio.Event()
-
-    async def run(self) -> None:
-        await in_thread(self._function)
-        self._done.set()
-
-    async def wait(self) -> None:
-        await self._done.wait()
+    await in_thread(import_blocks)
+    imported.set()

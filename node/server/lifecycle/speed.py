@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -75,9 +75,7 @@ class SpeedKey:
 
     def name(self) -> str:
         libraries = " ".join(f"{library} {version(library)}" for library in _LIBRARIES)
-        return digest(
-            _DOMAIN, self.model_version, self.dtype, self.quantisation, self.hardware, self.threads, libraries
-        ).hex()[:32]
+        return digest(_DOMAIN, *astuple(self), libraries).hex()[:32]
 
 
 def cpu_name() -> str:
@@ -136,12 +134,7 @@ def recall_speed(key: SpeedKey, now: float | None = None) -> BlockSpeed | None:
 def keep_speed(key: SpeedKey, speed: BlockSpeed, now: float | None = None) -> None:
     """Keeps what was measured. That it cannot be written is no error: it is measured again then."""
     entries = _load()
-    entries[key.name()] = (
-        time.time() if now is None else now,
-        speed.step_seconds,
-        speed.token_seconds,
-        speed.byte_seconds,
-    )
+    entries[key.name()] = time.time() if now is None else now, *astuple(speed)
     latest = sorted(entries.items(), key=lambda entry: entry[1])[-_KEPT:]
     with suppress(OSError):
         file = cache_dir() / _FILE
@@ -150,22 +143,20 @@ def keep_speed(key: SpeedKey, speed: BlockSpeed, now: float | None = None) -> No
         Path(stream.name).replace(file)
 
 
-def _load() -> dict[str, tuple[float, float, float, float]]:
+def _load() -> dict[str, tuple[float, ...]]:
+    """When it was measured, and the fields of a `BlockSpeed`, by the names of their keys."""
     try:
         stored = json.loads((cache_dir() / _FILE).read_bytes())
         if stored["format"] != _FORMAT:
             return {}
-        found = {
-            str(name): (float(at), float(step), float(token), float(byte))
-            for name, (at, step, token, byte) in stored["speeds"].items()
-        }
+        found = {name: tuple(map(float, entry)) for name, entry in stored["speeds"].items()}
         return {name: entry for name, entry in found.items() if _is_usable(entry)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def _is_usable(entry: tuple[float, float, float, float]) -> bool:
-    return all(map(math.isfinite, entry)) and min(entry[1:3]) > 0 and entry[3] >= 0
+def _is_usable(entry: tuple[float, ...]) -> bool:
+    return len(entry) == 4 and all(map(math.isfinite, entry)) and min(entry[1:3]) > 0 and entry[3] >= 0
 
 
 class LiveSpeed:
@@ -177,8 +168,7 @@ class LiveSpeed:
     """
 
     def __init__(self, step_seconds: float, token_seconds: float) -> None:
-        self.step_seconds = step_seconds
-        self.token_seconds = token_seconds
+        self.step_seconds, self.token_seconds = step_seconds, token_seconds
         self._steps: deque[float] = deque(maxlen=_SAMPLES)
         self._tokens: deque[float] = deque(maxlen=_SAMPLES)
         self._used = False
@@ -285,8 +275,7 @@ class SpanSpeed:
         await self._keep(on_change)
 
     async def _keep(self, on_change: Callable[[], None]) -> None:
-        speed = BlockSpeed(
-            self.live.step_seconds / self._count, self.live.token_seconds / self._count, self.byte_seconds
-        )
+        step, token = self.live.step_seconds / self._count, self.live.token_seconds / self._count
+        speed = BlockSpeed(step, token, self.byte_seconds)
         await trio.to_thread.run_sync(keep_speed, self._key, speed)
         on_change()

@@ -136,11 +136,7 @@ class Adapters:
             self._streams.add(-1)
 
     async def _receive(self, stream: BatchFrames, offer: wire.Adapter, span: Span) -> _Held:
-        """
-        Raises:
-            Refusal: it cannot be taken.
-            PeerError: the client is gone.
-        """
+        """Raises Refusal if it cannot be taken, PeerError if the client is gone."""
         lease = await reserve(self._budget, sum(math.prod(tensor.shape) for tensor in offer.tensors) * 4, MEMORY_WAIT)
         try:
             await _say(stream, held=False)
@@ -168,10 +164,7 @@ async def _say(stream: BatchFrames, *, held: bool) -> None:
 
 
 def _unpack(offer: wire.Adapter, payloads: Sequence[bytearray]) -> dict[str, torch.Tensor]:
-    """
-    Raises:
-        Refusal: values that are not finite, or not those of the hash.
-    """
+    """Raises Refusal for values that are not finite, or not those of the hash."""
     tensors: dict[str, torch.Tensor] = {}
     for name, header, payload in zip(offer.names, offer.tensors, payloads, strict=True):
         try:

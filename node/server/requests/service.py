@@ -122,12 +122,7 @@ class RequestService:
             del self._by_key[key]
 
     async def _reserve(self, stream: InferenceStream, opened: wire.Open, terms: SessionTerms) -> tuple[Lease, bool]:
-        """Cache for a session, and whether it has priority.
-
-        Raises:
-            Refusal: ERROR_CACHE_FULL.
-            PeerError: the client is gone.
-        """
+        """Cache for a session, and whether it has priority."""
         payment = self._payments.take(opened, stream.peer_id, terms) if self._payments is not None else None
         paid = payment is not None
         try:
