@@ -46,11 +46,11 @@ def measured(span: BlockSpan, kinds: dict[str, list[SpanAdapter | None]], rounds
     for kind, adapters in kinds.items():
         hidden = torch.randn(len(adapters), 1, HISTORY + 1, span.hidden_size)
         caches = [span.make_cache(1, HISTORY + 1) for _ in adapters]
-        for each, cache, adapter in zip(hidden, caches, adapters, strict=True):
-            span.forward(each[:, :-1], cache, adapter)
+        for values, cache, adapter in zip(hidden, caches, adapters, strict=True):
+            span.forward(values[:, :-1], cache, adapter)
 
         def run(hidden=hidden, caches=caches, adapters=adapters) -> None:  # type: ignore[no-untyped-def]
-            span.decode([(each[:, -1:], cache) for each, cache in zip(hidden, caches, strict=True)], adapters)
+            span.decode([(values[:, -1:], cache) for values, cache in zip(hidden, caches, strict=True)], adapters)
             for cache in caches:
                 cache.rollback(HISTORY)
 
@@ -96,8 +96,10 @@ def main() -> None:
     for column in ("sessions", "adapters", "ms", "more than none"):
         table.add_column(column)
     for sessions_text, by_kind in figures.items():
-        for kind, each in by_kind.items():
-            table.add_row(sessions_text, kind, f"{each:.2f}", f"{each / by_kind['no adapter'] - 1:+.0%}")
+        for kind, milliseconds in by_kind.items():
+            table.add_row(
+                sessions_text, kind, f"{milliseconds:.2f}", f"{milliseconds / by_kind['no adapter'] - 1:+.0%}"
+            )
     Console().print(table)
 
 

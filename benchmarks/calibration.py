@@ -76,7 +76,7 @@ class Case:
     @property
     def steps(self) -> tuple[Step, ...]:
         first = self.prompt.shape[1]
-        ones = (Step(first + index, each) for index, each in enumerate(self.decoded.split(1, dim=1)))
+        ones = (Step(first + index, token) for index, token in enumerate(self.decoded.split(1, dim=1)))
         return (Step(0, self.prompt), *ones)
 
 
@@ -177,7 +177,7 @@ def kept_tensors(client: ClientModel) -> dict[str, torch.Tensor]:
     random = Random(3)  # of which both are some way off zero
     kinds: tuple[Kind, ...] = ("deep-prompt", "lora")
     found = [draw_kept_tensors(kind, client.linears, client.hidden_size, random, 16) for kind in kinds]
-    return {name: tensor for each in found for name, tensor in each.items()}
+    return {name: tensor for tensors in found for name, tensor in tensors.items()}
 
 
 def kept_gradients(
@@ -217,24 +217,24 @@ def answers(folder: Path, dtype: str, quantisation: str, device: str, every: Seq
     kept = kept_tensors(load_client(folder, device="cpu", dtype="float32"))
     for direction, ways in (("forward", FORWARD), ("backward", BACKWARD)):
         for way, answer in ways.items():
-            yield direction, way, [each.float().cpu() for each in answer(blocks, every)]
+            yield direction, way, [tensor.float().cpu() for tensor in answer(blocks, every)]
     yield "backward", KEPT, kept_gradients(blocks, every, kept)
     torch.set_num_threads(2)
     for direction, ways in (("forward", {"as sent": as_sent}), ("backward", {"alone": gradients})):
         for way, answer in ways.items():
-            yield direction, f"{way}, 2 threads", [each.float().cpu() for each in answer(blocks, every)]
+            yield direction, f"{way}, 2 threads", [tensor.float().cpu() for tensor in answer(blocks, every)]
     yield "backward", f"{KEPT}, 2 threads", kept_gradients(blocks, every, kept)
     torch.set_num_threads(1)
     if quantisation != "none":
-        for module in (each for block in blocks.stack.blocks for each in block.modules()):
+        for module in (module for block in blocks.stack.blocks for module in block.modules()):
             for value in vars(module).values():
                 if isinstance(value, QuantisedMatrix):
                     value.product = value.product_in_pieces  # type: ignore[method-assign]
-        yield "forward", "other products", [each.float().cpu() for each in as_sent(blocks, every)]
+        yield "forward", "other products", [tensor.float().cpu() for tensor in as_sent(blocks, every)]
     config = blocks.stack._decoder.config
     if config._attn_implementation == "sdpa":
         config._attn_implementation = blocks.stack._implementation = "eager"
-        yield "forward", "eager attention", [each.float().cpu() for each in at_once(blocks, every)]
+        yield "forward", "eager attention", [tensor.float().cpu() for tensor in at_once(blocks, every)]
 
 
 def _blocks(folder: Path) -> int:
@@ -247,11 +247,11 @@ def worker(folder: Path, dtype: str, quantisation: str, samples: int, output: Pa
     """What another kind of processor answers: in a process that was told to be one."""
     found = {}
     for direction, way, given in answers(folder, dtype, quantisation, "cpu", cases(folder, samples)):
-        for index, each in enumerate(given):
+        for index, value in enumerate(given):
             if way in ("as sent", "alone"):
-                found[f"{direction}/{index}"] = each.contiguous()
+                found[f"{direction}/{index}"] = value.contiguous()
             if way == KEPT:
-                found.update({f"{KEPT}/{index}/{name}": tensor.contiguous() for name, tensor in each.items()})
+                found.update({f"{KEPT}/{index}/{name}": tensor.contiguous() for name, tensor in value.items()})
     save_file(found, output)
 
 
@@ -285,9 +285,9 @@ def measure(
     for held in (quantisation, *COARSER[quantisation]):
         found = Recomputation(folder, dtype, held).answer(questions)
         truths[held] = {
-            "forward": [torch.cat(each.outputs, dim=1) for each in found[:samples]],  # type: ignore[union-attr]
-            "backward": [each.gradients.hidden for each in found[samples : 2 * samples]],  # type: ignore[union-attr]
-            KEPT: [{name: gradient_of(each.gradients, name) for name in kept} for each in found[2 * samples :]],
+            "forward": [torch.cat(result.outputs, dim=1) for result in found[:samples]],  # type: ignore[union-attr]
+            "backward": [result.gradients.hidden for result in found[samples : 2 * samples]],  # type: ignore[union-attr]
+            KEPT: [{name: gradient_of(result.gradients, name) for name in kept} for result in found[2 * samples :]],
         }
     own = truths.pop(quantisation)
 
@@ -295,16 +295,16 @@ def measure(
         shares = {}
         if way.startswith(KEPT):
             far = [
-                each
+                error
                 for claimed, truth in zip(given, own[KEPT], strict=True)
-                for each in kept_distances(claimed, truth).values()
+                for error in kept_distances(claimed, truth).values()
             ]
         else:
             pairs = list(zip(given, own[direction], strict=True))
             far = [distance(claimed, truth) for claimed, truth in pairs]
             shares = {
-                other: max(share_of(*pair, third).share for pair, third in zip(pairs, each[direction], strict=True))
-                for other, each in truths.items()
+                other: max(share_of(*pair, third).share for pair, third in zip(pairs, wanted[direction], strict=True))
+                for other, wanted in truths.items()
             }
         return {
             "model": name,
@@ -314,8 +314,8 @@ def measure(
             "direction": direction,
             "way": way,
             "blocks": len(span),
-            "worst": max(each.worst for each in far),
-            "mean": max(each.mean for each in far),
+            "worst": max(error.worst for error in far),
+            "mean": max(error.mean for error in far),
             "samples": len(given),
             "largest_share": shares,
         }
@@ -337,16 +337,18 @@ def measure(
 def rows_of(measured: Sequence[Mapping[str, Any]], command: str) -> list[Calibration]:
     """The table: of each kind the worst of all ways and models."""
     rows = []
-    kinds = dict.fromkeys((each["dtype"], each["quantisation"], each["device"], each["direction"]) for each in measured)
+    kinds = dict.fromkeys(
+        (figures["dtype"], figures["quantisation"], figures["device"], figures["direction"]) for figures in measured
+    )
     for kind in kinds:
         own = [
-            each
-            for each in measured
-            if (each["dtype"], each["quantisation"], each["device"], each["direction"]) == kind
-            and not each["way"].startswith("FALSE")
+            figures
+            for figures in measured
+            if (figures["dtype"], figures["quantisation"], figures["device"], figures["direction"]) == kind
+            and not figures["way"].startswith("FALSE")
         ]
         dtype, quantisation, device, direction = kind
-        widest = max(own, key=lambda each: each["worst"])
+        widest = max(own, key=lambda figures: figures["worst"])
         rows.append(
             Calibration(
                 dtype=dtype,
@@ -356,8 +358,8 @@ def rows_of(measured: Sequence[Mapping[str, Any]], command: str) -> list[Calibra
                 direction=direction,
                 blocks=widest["blocks"],
                 worst=float(f"{widest['worst']:.2g}"),
-                mean=float(f"{max(each['mean'] for each in own):.2g}"),
-                samples=sum(each["samples"] for each in own),
+                mean=float(f"{max(figures['mean'] for figures in own):.2g}"),
+                samples=sum(figures["samples"] for figures in own),
                 source=command,
             )
         )
@@ -372,7 +374,7 @@ def merged(before: Sequence[Calibration], rows: Sequence[Calibration]) -> list[C
         if old is None:
             table[_kind(row)] = row
             continue
-        widest = max(old, row, key=lambda each: each.worst)
+        widest = max(old, row, key=lambda tolerance: tolerance.worst)
         mean, samples = max(old.mean, row.mean), old.samples + row.samples
         table[_kind(row)] = replace(widest, mean=mean, samples=samples)
     return sorted(table.values(), key=_kind)
@@ -433,12 +435,12 @@ def show(measured: Sequence[Mapping[str, Any]], rows: Sequence[Calibration]) -> 
     table = Table(title="honest servers against the truth, and coarser weights (FALSE)")
     for column in ("model", "dtype", "weights", "direction", "way", "mean", "worst token", "share of coarser weights"):
         table.add_column(column)
-    for each in measured:
-        shares = ", ".join(f"{name} {share:.2f}" for name, share in each["largest_share"].items())
+    for figures in measured:
+        shares = ", ".join(f"{name} {share:.2f}" for name, share in figures["largest_share"].items())
         table.add_row(
-            *(str(each[name]) for name in ("model", "dtype", "quantisation", "direction", "way")),
-            f"{each['mean']:.1e}",
-            f"{each['worst']:.1e}",
+            *(str(figures[name]) for name in ("model", "dtype", "quantisation", "direction", "way")),
+            f"{figures['mean']:.1e}",
+            f"{figures['worst']:.1e}",
             shares,
         )
     console.print(table)

@@ -126,10 +126,10 @@ def hop_parts(model: Any, prompt: torch.Tensor, steps: int) -> dict[str, float]:
             begun = time.perf_counter()
             from_chunks(to_chunks(token, "none", 1))
             serialise = time.perf_counter() - begun
-            hops = sum(each.total for each in timings)
-            rows["compute"].append(sum(each.compute for each in timings))
-            rows["queue"].append(sum(each.queue for each in timings))
-            rows["wire"].append(sum(each.total - each.queue - each.compute for each in timings))
+            hops = sum(timing.total for timing in timings)
+            rows["compute"].append(sum(timing.compute for timing in timings))
+            rows["queue"].append(sum(timing.queue for timing in timings))
+            rows["wire"].append(sum(timing.total - timing.queue - timing.compute for timing in timings))
             rows["serialise"].append(serialise)
             rows["hand_over"].append(total - hops - serialise)
     return {name: 1000 * statistics.median(values) for name, values in rows.items()}
@@ -226,22 +226,22 @@ def show(results: list[dict[str, Any]]) -> None:
         table.add_column(column, justify="right")
     for column in ("ready s", "RSS MiB"):
         table.add_column(column, justify="right")
-    for each in results:
-        parts = each["hop_parts_ms"]
+    for result in results:
+        parts = result["hop_parts_ms"]
         table.add_row(
-            each["model"],
-            str(each["servers"]),
-            f"{each['plain_ms']['p50']:.1f}",
-            f"{each['chain_ms']['p50']:.1f}",
-            f"{each['chain_ms']['p95']:.1f}",
-            f"{each['ratio']:.2f}",
+            result["model"],
+            str(result["servers"]),
+            f"{result['plain_ms']['p50']:.1f}",
+            f"{result['chain_ms']['p50']:.1f}",
+            f"{result['chain_ms']['p95']:.1f}",
+            f"{result['ratio']:.2f}",
             *(f"{parts[name]:.2f}" for name in ("compute", "wire", "queue", "hand_over", "serialise")),
-            *(f"{each['receipt_ms'][name]:.2f}" for name in ("p50", "p95")),
-            f"{each['bulk_1x128']['tokens_per_s']:.0f}",
-            f"{each['bulk_8x128']['tokens_per_s']:.0f}",
-            f"{each['bulk_8x128']['ratio']:.2f}",
-            f"{max(each['ready_s']):.1f}",
-            f"{max(each['server_rss_mib']):.0f}",
+            *(f"{result['receipt_ms'][name]:.2f}" for name in ("p50", "p95")),
+            f"{result['bulk_1x128']['tokens_per_s']:.0f}",
+            f"{result['bulk_8x128']['tokens_per_s']:.0f}",
+            f"{result['bulk_8x128']['ratio']:.2f}",
+            f"{max(result['ready_s']):.1f}",
+            f"{max(result['server_rss_mib']):.0f}",
         )
     Console(width=180).print(table)
 

@@ -190,11 +190,11 @@ class Prober:
 
     def verdicts(self, client: SwarmClient, *, together: bool) -> list[Verdict]:
         """A verdict for each row of what the client has seen; with `together` the truth is computed in one batch."""
-        seen = [each for log in client.receipts.sessions if (each := observed_session(log)) is not None]
+        seen = [probe for log in client.receipts.sessions if (probe := observed_session(log)) is not None]
         seen += [observed_batch(work) for work in client.receipts.batches]
         if not together:
-            return self.judge.judge([row for each in seen for row in rows_of(each)])
-        return [self.judge.verdict(row) for each in self.judge.compare(seen) for row in each.rows()]
+            return self.judge.judge([row for probe in seen for row in rows_of(probe)])
+        return [self.judge.verdict(row) for probe in self.judge.compare(seen) for row in probe.rows()]
 
 
 def rows_of(observed: Observed) -> list[Observed]:
@@ -212,17 +212,17 @@ def rows_of(observed: Observed) -> list[Observed]:
             if observed.kept:  # its gradients are sums over the rows
                 return [observed]
             question = PassQuestion(replace(batch, hidden=batch.hidden[rows]), gradient)
-        found.append(replace(observed, question=question, claimed=tuple(each[rows] for each in observed.claimed)))
+        found.append(replace(observed, question=question, claimed=tuple(tensor[rows] for tensor in observed.claimed)))
     return found
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    called = [each.verdict == "faulty" for each in verdicts]
+    called = [verdict.verdict == "faulty" for verdict in verdicts]
     return {
         "probes": len(called),
         "faulty": sum(called) / len(called),
-        "inconclusive": sum(each.verdict == "inconclusive" for each in verdicts) / len(called),
-        "error": statistics.median(each.error or 0.0 for each in verdicts),
+        "inconclusive": sum(verdict.verdict == "inconclusive" for verdict in verdicts) / len(called),
+        "error": statistics.median(verdict.error or 0.0 for verdict in verdicts),
         "called": called,
     }
 
@@ -356,20 +356,20 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace, faults: list[dict[str, Any]], harmless: list[dict[str, Any]]) -> None:
-    sensitivity = {each["declared"]: each["faulty"] for each in faults if each["fault"] == "noise 10 %"}
-    for each in faults:
-        called = each.pop("called")
-        p = sensitivity[each["declared"]] if "once" in each["fault"] else each["faulty"]
-        f = each["share_wrong"]
-        each["after"] = {
+    sensitivity = {fault["declared"]: fault["faulty"] for fault in faults if fault["fault"] == "noise 10 %"}
+    for fault in faults:
+        called = fault.pop("called")
+        p = sensitivity[fault["declared"]] if "once" in fault["fault"] else fault["faulty"]
+        f = fault["share_wrong"]
+        fault["after"] = {
             n: {"measured": grouped(called, n), "theory": 1 - (1 - p * f) ** n}
             for n in GROUPS
             if grouped(called, n) is not None
         }
-    for each in harmless:
-        del each["called"]
-    total = sum(each["probes"] for each in harmless)
-    wrong = round(sum(each["probes"] * each["faulty"] for each in harmless))
+    for server in harmless:
+        del server["called"]
+    total = sum(server["probes"] for server in harmless)
+    wrong = round(sum(server["probes"] * server["faulty"] for server in harmless))
     found = {
         "model": options.model,
         "faults": faults,
@@ -385,19 +385,19 @@ def report(options: argparse.Namespace, faults: list[dict[str, Any]], harmless: 
     table = Table(title="faulty servers: share of probes called faulty, and of groups of n with one (theory)")
     for column in ("declared", "fault", "probes", "error", "faulty", "inconclusive", *(f"n={n}" for n in GROUPS)):
         table.add_column(column, justify="right")
-    for each in faults:
-        after = each["after"]
+    for fault in faults:
+        after = fault["after"]
         cells = [f"{after[n]['measured']:.2f} ({after[n]['theory']:.2f})" if n in after else "" for n in GROUPS]
-        shares = (f"{each['faulty']:.3f}", f"{each['inconclusive']:.3f}")
-        table.add_row(each["declared"], each["fault"], str(each["probes"]), f"{each['error']:.1e}", *shares, *cells)
+        shares = (f"{fault['faulty']:.3f}", f"{fault['inconclusive']:.3f}")
+        table.add_row(fault["declared"], fault["fault"], str(fault["probes"]), f"{fault['error']:.1e}", *shares, *cells)
     console.print(table)
     table = Table(title=f"honest servers: {wrong} of {total} probes called faulty")
     for column in ("dtype", "weights", "threads", "processor", "how", "probes", "error", "faulty", "inconclusive"):
         table.add_column(column, justify="right")
-    for each in harmless:
-        machine = (str(each["threads"]), each["processor"])
-        kind = (each["dtype"], each["quantisation"], *machine, each["how"], str(each["probes"]))
-        table.add_row(*kind, f"{each['error']:.1e}", f"{each['faulty']:.4f}", f"{each['inconclusive']:.4f}")
+    for server in harmless:
+        machine = (str(server["threads"]), server["processor"])
+        kind = (server["dtype"], server["quantisation"], *machine, server["how"], str(server["probes"]))
+        table.add_row(*kind, f"{server['error']:.1e}", f"{server['faulty']:.4f}", f"{server['inconclusive']:.4f}")
     console.print(table)
     table = Table(title="calibration: how far honest answers are from the truth")
     for column in ("dtype", "weights", "devices", "direction", "worst token", "mean", "blocks", "samples"):

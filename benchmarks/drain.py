@@ -88,7 +88,7 @@ def main() -> None:
         expected = plain.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
         for how in SIGNALS:
             rounds = [run(folder, how, expected, prompt) for _ in range(options.rounds)]
-            results[how] = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+            results[how] = {name: statistics.median(times[name] for times in rounds) for name in rounds[0]}
     if options.json:
         print(json.dumps({"drain": results}))
         return

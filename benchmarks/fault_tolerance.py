@@ -203,7 +203,7 @@ def run(
 
     def add(figure: Figure) -> Figure:
         first = next(
-            (each for each in figures if (each.algorithm, each.tokens) == (figure.algorithm, figure.tokens)), figure
+            (done for done in figures if (done.algorithm, done.tokens) == (figure.algorithm, figure.tokens)), figure
         )
         if figure.tokens_per_second is not None and first.tokens_per_second is not None:
             figure.share = figure.tokens_per_second / first.tokens_per_second
@@ -228,7 +228,9 @@ def run(
                     add(ours)
                     assert ours.tokens_per_second is not None
                     if "restart" in algorithms:
-                        free = next(each for each in figures if (each.algorithm, each.tokens) == ("ours", tokens))
+                        free = next(
+                            figure for figure in figures if (figure.algorithm, figure.tokens) == ("ours", tokens)
+                        )
                         assert free.tokens_per_second is not None
                         limit = STOPPED_AT * tokens / ours.tokens_per_second
                         add(benchmark.restart(tokens, ours.rate, 1 / free.tokens_per_second, limit))
@@ -244,15 +246,15 @@ def show(figures: Sequence[Figure], lengths: Sequence[int], rates: Sequence[floa
         for rate in rates:
             table.add_column(f"{rate:g}", justify="right")
         for algorithm in ("restart", "cache-less", "ours"):
-            cells = [each for each in figures if (each.algorithm, each.tokens) == (algorithm, tokens)]
+            cells = [figure for figure in figures if (figure.algorithm, figure.tokens) == (algorithm, tokens)]
             if cells:
                 table.add_row(
                     algorithm,
                     *(
                         "-"
-                        if each.tokens_per_second is None
-                        else f"{each.tokens_per_second:.2f} ({each.share or 0:.0%})"
-                        for each in cells
+                        if cell.tokens_per_second is None
+                        else f"{cell.tokens_per_second:.2f} ({cell.share or 0:.0%})"
+                        for cell in cells
                     ),
                 )
         Console().print(table)

@@ -105,8 +105,8 @@ def steps(folder: Path, kind: Kind, delay: float, tokens: int, rounds: int) -> d
             here.client.order(tokens, allowed=[here.server])
             seen = [here.client.token() for _ in range(tokens)][5:]
             directs = here.client.done()["direct"]
-            totals += [each["seconds"] for each in seen]
-            wires += [each["wire"] for each in seen]
+            totals += [token["seconds"] for token in seen]
+            wires += [token["wire"] for token in seen]
     step, wire, trip = (1000 * statistics.median(values) for values in (totals, wires, trips))
     return {
         "delay_ms": 1000 * delay,
@@ -135,7 +135,7 @@ def drills(folder: Path) -> dict[str, dict[str, float]]:
         for name, act in (("NAT forgets", here.home.forget_mappings), ("new address", here.home.change_address)):
             _generating(here, until="rejoined")
             act()
-            found[name] = {"longest_s": max(each["seconds"] for each in here.client.rest())}
+            found[name] = {"longest_s": max(token["seconds"] for token in here.client.rest())}
         neighbour = here.nodes.light(here.office_host, listen=[ECHO_PORT], peers=[here.relay.address])
         neighbour.ask("wait_relays", relays=[here.relay.peer_id])
         _generating(here, until="changed")
@@ -144,7 +144,7 @@ def drills(folder: Path) -> dict[str, dict[str, float]]:
         back = here.nodes.command(here.relay_host, *RELAY)
         reserving = neighbour.tell("wait_relays", relays=[back.peer_id])
         returned = time.perf_counter()
-        longest = max(each["seconds"] for each in here.client.rest())
+        longest = max(token["seconds"] for token in here.client.rest())
         session = time.perf_counter() - returned
         found["relay killed"] = {
             "longest_s": longest,
@@ -165,12 +165,12 @@ def moving(folder: Path) -> dict[str, float]:
             tokens.append(here.client.token())
         seconds = time.perf_counter() - begun
         direct = list(here.client.rest())
-    relayed = [each["seconds"] for each in tokens[1:20]]
+    relayed = [token["seconds"] for token in tokens[1:20]]
     return {
         "moved_after_s": seconds,
         "relayed_ms": 1000 * statistics.median(relayed),
-        "direct_ms": 1000 * statistics.median(each["seconds"] for each in direct[-15:]),
-        "longest_ms": 1000 * max(each["seconds"] for each in tokens[20:]),
+        "direct_ms": 1000 * statistics.median(token["seconds"] for token in direct[-15:]),
+        "longest_ms": 1000 * max(token["seconds"] for token in tokens[20:]),
     }
 
 
@@ -210,10 +210,10 @@ def show(results: dict[str, Any]) -> None:
     table = Table(title="one token behind two NATs")
     for column in ("delay ms", "path", "step ms", "wire ms", "round trip ms", "over", "first s"):
         table.add_column(column, justify="right")
-    for each in results["steps"]:
-        numbers = (f"{each[name]:.1f}" for name in ("step_ms", "wire_ms", "round_trip_ms"))
-        over, first = f"{each['over']:.2f}", f"{each['first_s']:.2f}"
-        table.add_row(f"{each['delay_ms']:g}", each["path"], *numbers, over, first)
+    for result in results["steps"]:
+        numbers = (f"{result[name]:.1f}" for name in ("step_ms", "wire_ms", "round_trip_ms"))
+        over, first = f"{result['over']:.2f}", f"{result['first_s']:.2f}"
+        table.add_row(f"{result['delay_ms']:g}", result["path"], *numbers, over, first)
     console.print(table)
     moved = results["moving"]
     console.print(

@@ -64,13 +64,15 @@ def wikipedia() -> str:
                 check=True,
             )
             with tarfile.open(next(Path(scratch).glob("*.tar.gz"))) as archive:
-                member = next(each for each in archive.getmembers() if each.name.endswith(MEMBER))
+                member = next(entry for entry in archive.getmembers() if entry.name.endswith(MEMBER))
                 packed = archive.extractfile(member)
                 assert packed is not None
                 with gzip.open(packed) as stream:
                     raw = stream.read(RAW_BYTES).decode(errors="ignore")
         articles = re.findall(r"(?s)<text[^>]*>(.*?)</text>", raw)
-        text = html.unescape(html.unescape("\n".join(each for each in articles if not each.startswith("#REDIRECT"))))
+        text = html.unescape(
+            html.unescape("\n".join(article for article in articles if not article.startswith("#REDIRECT")))
+        )
         for pattern, instead in _MARKUP:
             text = re.sub(pattern, instead, text)
         kept.parent.mkdir(exist_ok=True)
@@ -141,13 +143,13 @@ def show(model: str, tokens: int, results: list[dict[str, Any]]) -> None:
     table = Table(title=f"{model}, {tokens} tokens")
     for column in ("blocks", "perplexity", "ratio", "likeliest token right", "blocks, tokens/s"):
         table.add_column(column, justify="right")
-    for each in results:
+    for result in results:
         table.add_row(
-            each["quantisation"],
-            f"{each['perplexity']:.2f}",
-            f"{each['perplexity'] / results[0]['perplexity']:.3f}",
-            f"{100 * each['likeliest_right']:.1f} %",
-            f"{each['block_tokens_per_second']:.0f}",
+            result["quantisation"],
+            f"{result['perplexity']:.2f}",
+            f"{result['perplexity'] / results[0]['perplexity']:.3f}",
+            f"{100 * result['likeliest_right']:.1f} %",
+            f"{result['block_tokens_per_second']:.0f}",
         )
     Console().print(table)
 

@@ -70,7 +70,9 @@ def client(folder: str, addr: str, tokens: int, rounds: int) -> None:
 def one_session(model: Any, hidden: torch.Tensor, mode: str, tokens: int) -> dict[str, Any]:
     """What its steps are predicted to take when it begins, and what they take: medians."""
     # Without what only makes a newcomer the second choice, and takes no time.
-    candidates = [replace(each, penalty_seconds=0.0) for each in model._runtime.call(model._runtime.value.candidates)]
+    candidates = [
+        replace(candidate, penalty_seconds=0.0) for candidate in model._runtime.call(model._runtime.value.candidates)
+    ]
     steps, computed = [], []
     with model.inference_session(PROMPT_TOKENS + tokens) as session, torch.inference_mode():
         token = session.step(hidden)[:, -1:]
@@ -86,7 +88,7 @@ def one_session(model: Any, hidden: torch.Tensor, mode: str, tokens: int) -> dic
     return {
         "mode": mode,
         "servers": len(chain),
-        "announced": sum(each.step_seconds for each in candidates),
+        "announced": sum(candidate.step_seconds for candidate in candidates),
         "predicted": chain_seconds(chain, candidates, token_bytes=token_bytes, pushed=mode == "pushed"),
         "computed": statistics.median(computed),
         "measured": statistics.median(steps),
@@ -96,7 +98,7 @@ def one_session(model: Any, hidden: torch.Tensor, mode: str, tokens: int) -> dic
 
 def _pairs_known(model: Any) -> bool:
     """Whether every server but the last has announced how far the next one is; they look for it once a minute."""
-    servers = sorted(model._runtime.call(model._runtime.value.candidates), key=lambda each: each.span)
+    servers = sorted(model._runtime.call(model._runtime.value.candidates), key=lambda candidate: candidate.span)
     return all(after.peer_id in before.rtts for before, after in itertools.pairwise(servers))
 
 
@@ -113,7 +115,7 @@ def run(folder: Path, num_blocks: int, rtt: float, count: int, options: argparse
     found = []
     for mode in MODES:
         rounds = [result for result in results if result["mode"] == mode]
-        times = {f"{name}_ms": 1000 * statistics.median(each[name] for each in rounds) for name in TIMES}
+        times = {f"{name}_ms": 1000 * statistics.median(figures[name] for figures in rounds) for name in TIMES}
         error = times["predicted_ms"] / times["measured_ms"] - 1
         found.append({"rtt_ms": rtt, "servers": count, "mode": mode, **times, "error": error})
     return found
@@ -166,13 +168,13 @@ def main() -> None:
     table = Table(title=f"time of a decode step of {options.model}, ms")
     for column in ("RTT ms", "servers", "mode", *TIMES, "error"):
         table.add_column(column, justify="right")
-    for each in results:
+    for result in results:
         table.add_row(
-            f"{each['rtt_ms']:g}",
-            str(each["servers"]),
-            each["mode"],
-            *(f"{each[f'{name}_ms']:.1f}" for name in TIMES),
-            f"{each['error']:+.0%}",
+            f"{result['rtt_ms']:g}",
+            str(result["servers"]),
+            result["mode"],
+            *(f"{result[f'{name}_ms']:.1f}" for name in TIMES),
+            f"{result['error']:+.0%}",
         )
     Console(width=110).print(table)
 

@@ -116,16 +116,16 @@ def show(results: list[dict[str, Any]]) -> None:
     columns = ("blocks", "first start", "second", "of processor", "RSS MiB", "mapped", "decode ms", "ratio")
     for column in (*columns, "8 rows", "prefill"):
         table.add_column(column, justify="right")
-    for each in results:
-        ratios = each["speed_ratio"]
+    for result in results:
+        ratios = result["speed_ratio"]
         table.add_row(
-            each["quantisation"],
-            f"{each['first_start']['ready_seconds']:.1f} s",
-            f"{each['second_start']['ready_seconds']:.1f} s",
-            " / ".join(f"{each[which]['ready_processor_seconds']:.1f}" for which in ("first_start", "second_start")),
-            f"{each['second_start']['rss_mib']:.0f}",
-            f"{each['second_start']['rss_file_mib']:.0f}",
-            f"{1000 * each['seconds']['decode']:.1f}",
+            result["quantisation"],
+            f"{result['first_start']['ready_seconds']:.1f} s",
+            f"{result['second_start']['ready_seconds']:.1f} s",
+            " / ".join(f"{result[which]['ready_processor_seconds']:.1f}" for which in ("first_start", "second_start")),
+            f"{result['second_start']['rss_mib']:.0f}",
+            f"{result['second_start']['rss_file_mib']:.0f}",
+            f"{1000 * result['seconds']['decode']:.1f}",
             *(f"{ratios[name]:.2f}" for name in ("decode", "decode_8_rows", "prefill")),
         )
     Console(width=120).print(table)

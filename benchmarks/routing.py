@@ -75,19 +75,21 @@ def made_up_swarm(
                 },
             )
         )
-    return found, {"client": client, **{each.peer_id: place for each, place in zip(found, places, strict=True)}}
+    return found, {"client": client, **{server.peer_id: place for server, place in zip(found, places, strict=True)}}
 
 
 def true_step_seconds(
     chain: Sequence[Hop], swarm: Sequence[RouteCandidate], places: dict[str, Place], pushed: bool
 ) -> float:
-    by_peer = {each.peer_id: each for each in swarm}
+    by_peer = {server.peer_id: server for server in swarm}
     stops = ["client"]
     total = 0.0
     for hop in chain:
-        each = by_peer[hop.peer_id]
-        load = 1 + LOAD_PER_WAITING * each.queue_depth
-        total += each.step_seconds * load * len(hop.span) / len(each.span) + 2 * TOKEN_BYTES * each.seconds_per_byte
+        server = by_peer[hop.peer_id]
+        load = 1 + LOAD_PER_WAITING * server.queue_depth
+        total += (
+            server.step_seconds * load * len(hop.span) / len(server.span) + 2 * TOKEN_BYTES * server.seconds_per_byte
+        )
         stops += [hop.peer_id] if pushed else [hop.peer_id, "client"]
     stops += ["client"] if pushed else []
     return total + sum(round_trip(places[one], places[other]) / 2 for one, other in itertools.pairwise(stops))

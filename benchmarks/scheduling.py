@@ -136,7 +136,7 @@ def _solve(problem: Problem, limit: float) -> tuple[float, float]:
 
     blocks, size = problem.num_blocks, len(problem)
     count = blocks * size * size
-    block, sender, receiver = (each.ravel() for each in np.indices((blocks, size, size)))
+    block, sender, receiver = (axis.ravel() for axis in np.indices((blocks, size, size)))
     way = problem.way.copy()
     np.fill_diagonal(way, 0.0)
     cost = problem.block_seconds[sender] + way[sender, receiver]
@@ -194,21 +194,21 @@ def algorithms(options: argparse.Namespace) -> dict[str, Callable[[Problem], tup
 def summary(answers: dict[str, list[Answer]], best: list[float]) -> dict[str, dict[str, float | int | None]]:
     """Of one testbed, by algorithm; means over the seeds for which there is an answer."""
     found = {}
-    for name, each in answers.items():
-        known = [answer.ms for answer in each if math.isfinite(answer.ms)]
-        ratios = [answer.ms / least for answer, least in zip(each, best, strict=True) if math.isfinite(answer.ms)]
-        behind = zip(each, answers["greedy"], strict=True)
+    for name, plans in answers.items():
+        known = [answer.ms for answer in plans if math.isfinite(answer.ms)]
+        ratios = [answer.ms / least for answer, least in zip(plans, best, strict=True) if math.isfinite(answer.ms)]
+        behind = zip(plans, answers["greedy"], strict=True)
         found[name] = {
             "tpot_ms": statistics.mean(known) if known else None,
-            "seconds": statistics.mean(answer.seconds for answer in each),
-            "max_seconds": max(answer.seconds for answer in each),
-            "wall_seconds": statistics.mean(answer.wall for answer in each),
+            "seconds": statistics.mean(answer.seconds for answer in plans),
+            "max_seconds": max(answer.seconds for answer in plans),
+            "wall_seconds": statistics.mean(answer.wall for answer in plans),
             "worst_over_best": max(ratios) - 1 if ratios else None,
             "best_found": sum(ratio <= 1 + 1e-9 for ratio in ratios),
             "not_above_greedy": sum(answer.ms <= other.ms + ROUNDING for answer, other in behind),
-            "proved": sum(answer.least >= answer.ms - ROUNDING for answer in each),
+            "proved": sum(answer.least >= answer.ms - ROUNDING for answer in plans),
             "answers": len(known),
-            "seeds": len(each),
+            "seeds": len(plans),
         }
     return found
 
@@ -225,14 +225,14 @@ def plot(testbeds: dict[str, dict[str, dict[str, float | int | None]]], folder: 
     for number, name in enumerate(names):
         places = [index + 0.8 * (number / len(names) - 0.5) for index in range(len(testbeds))]
         colour = f"C{number}"
-        least = [each["petalnode"]["tpot_ms"] or 1.0 for each in testbeds.values()]
-        means = [each[name]["tpot_ms"] for each in testbeds.values()]
+        least = [testbed["petalnode"]["tpot_ms"] or 1.0 for testbed in testbeds.values()]
+        means = [testbed[name]["tpot_ms"] for testbed in testbeds.values()]
         percents = [
             math.nan if mean is None else max(100 * (mean / ours - 1), 0.001)
             for mean, ours in zip(means, least, strict=True)
         ]
         above.bar(places, percents, 0.8 / len(names), color=colour, label=name, bottom=0.0005)
-        took.bar(places, [each[name]["seconds"] for each in testbeds.values()], 0.8 / len(names), color=colour)
+        took.bar(places, [testbed[name]["seconds"] for testbed in testbeds.values()], 0.8 / len(names), color=colour)
     for axes, title in ((above, "time per token above the best, %"), (took, "seconds to find it")):
         axes.set_yscale("log")
         axes.set_title(title)
@@ -261,7 +261,7 @@ def main() -> None:
             name: [timed(lambda problem=problem, call=call: call(problem)) for problem in problems]
             for name, call in algorithms(options).items()
         }
-        best = [min(each[index].ms for each in answers.values()) for index in range(len(problems))]
+        best = [min(answer[index].ms for answer in answers.values()) for index in range(len(problems))]
         testbeds[f"tb{testbed}"] = summary(answers, best)
     if options.plot:
         plot(testbeds, options.plot)

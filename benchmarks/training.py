@@ -103,7 +103,7 @@ def measure(
     assert difference < 1e-3, f"the gradients differ by {difference:.1g}"
     result: dict[str, Any] = {"method": "deep" if deep else "prompt", "batch": batch, "prompt": prompt}
     for index, part in enumerate(("forward", "backward")):
-        best = {name: min(each[index] for each in taken) for name, taken in times.items()}
+        best = {name: min(seconds[index] for seconds in taken) for name, taken in times.items()}
         result[part] = {name: batch * TOKENS / seconds for name, seconds in best.items()}
         result[part]["ratio"] = best["plain"] / best["swarm"]
         result[part]["ratio2"] = best["plain2"] / best["swarm"]
@@ -158,9 +158,9 @@ def show(results: list[dict[str, Any]]) -> None:
     table = Table(title="tokens per second, and as a ratio to plain transformers with one thread (all threads)")
     for column in ("model", "method", "batch", "prompt", "forward", "of plain", "backward", "of plain "):
         table.add_column(column, justify="right")
-    for each in results:
-        cells = [each["model"], each["method"], str(each["batch"]), str(each["prompt"])]
-        for part in (each["forward"], each["backward"]):
+    for result in results:
+        cells = [result["model"], result["method"], str(result["batch"]), str(result["prompt"])]
+        for part in (result["forward"], result["backward"]):
             cells += [f"{part['swarm']:.0f}", f"{part['ratio']:.2f} ({part['ratio2']:.2f})"]
         table.add_row(*cells)
     Console(width=120).print(table)

@@ -167,8 +167,8 @@ def run(model: Path, rtt: float, count: int, tokens: int, rounds: int) -> Iterat
         finally:
             process.stop()
     for mode in MODES:
-        totals = [total for each in rounds_of[mode] for total in each["totals"]]
-        computing = statistics.median(part for each in rounds_of[mode] for part in each["computing"])
+        totals = [total for round_ in rounds_of[mode] for total in round_["totals"]]
+        computing = statistics.median(part for round_ in rounds_of[mode] for part in round_["computing"])
         delays = count * rtt if mode == "relayed" else (count + 1) * rtt / 2
         measured = statistics.median(totals)
         yield {
@@ -180,7 +180,7 @@ def run(model: Path, rtt: float, count: int, tokens: int, rounds: int) -> Iterat
             "computing_ms": 1000 * computing,
             "bound_ms": 1000 * (delays + computing),
             "share": (delays + computing) / measured,
-            "pushed_steps": sum(each["pushed_steps"] for each in rounds_of[mode]),
+            "pushed_steps": sum(round_["pushed_steps"] for round_ in rounds_of[mode]),
             "bytes_per_token": dict(
                 zip(
                     ("from_client", "between_servers", "to_client"),
@@ -222,16 +222,16 @@ def show(results: Sequence[dict[str, Any]]) -> None:
     columns = ("RTT ms", "servers", "mode", "ms/token", "p95", "computing", "bound", "share", "bytes/token")
     for column in (*columns, "open s", "first s"):
         table.add_column(column, justify="right")
-    for each in results:
+    for result in results:
         table.add_row(
-            f"{each['rtt_ms']:g}",
-            str(each["servers"]),
-            each["mode"],
-            *(f"{each[name]:.1f}" for name in ("ms_per_token", "p95_ms", "computing_ms", "bound_ms")),
-            f"{each['share']:.0%}",
-            " / ".join(str(sent) for sent in each["bytes_per_token"].values()),
-            f"{each['open_s']:.2f}",
-            f"{each['first_token_s']:.2f}",
+            f"{result['rtt_ms']:g}",
+            str(result["servers"]),
+            result["mode"],
+            *(f"{result[name]:.1f}" for name in ("ms_per_token", "p95_ms", "computing_ms", "bound_ms")),
+            f"{result['share']:.0%}",
+            " / ".join(str(sent) for sent in result["bytes_per_token"].values()),
+            f"{result['open_s']:.2f}",
+            f"{result['first_token_s']:.2f}",
         )
     Console(width=140).print(table)
 
