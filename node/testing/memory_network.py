@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import trio
@@ -24,25 +24,26 @@ from ..trust.store import TrustStore
 from .memory_stream import MemoryStream, stream_pair
 
 _LIFETIME = 300.0
+NOTICED = 4.0
+"""Seconds after which a connection on which nothing comes is given up, as by the real ones."""
 RTT = 0.001
 """Seconds that `measure_rtt` tells unless the link has a delay."""
 
 
-@dataclass
 class Link:
     """The way between two nodes. Faults meet all streams on it, and those that are opened later.
 
     Attributes:
         down: no stream can be opened.
-        delay: seconds, one way.
+        delay: seconds, one way, of streams that are opened from now on.
+        streams: with their protocols; the ends of who opened them.
     """
 
-    down: bool = False
-    frozen: bool = False
-    delay: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.streams: list[tuple[str, MemoryStream]] = []  # with their protocols; the ends of who opened them
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.down = self.frozen = False
+        self.delay = 0.0
+        self.streams: list[tuple[str, MemoryStream]] = []
+        self._nursery = nursery
 
     def live(self, protocol: str | None = None) -> Iterator[MemoryStream]:
         for name, stream in self.streams:
@@ -59,11 +60,17 @@ class Link:
         self.down = True
         self.cut()
 
-    def freeze(self) -> None:
-        """Nothing comes through and nobody is told; streams that are opened hear nothing either."""
+    def freeze(self, noticed: float = NOTICED) -> None:
+        """Nothing comes through and nobody is told, until both notice after so many seconds that nothing comes."""
         self.frozen = True
         for stream in self.live():
             stream.freeze()
+        self._nursery.start_soon(self._notice, noticed)
+
+    async def _notice(self, seconds: float) -> None:
+        await trio.sleep(seconds)
+        if self.frozen:
+            self.cut()
 
     def mend(self) -> None:
         """As at the start, for what is opened from now on; what was frozen goes on."""
@@ -91,7 +98,7 @@ class MemoryNetwork:
 
     def link(self, one: str, other: str) -> Link:
         """The way between two peers."""
-        return self._links.setdefault(frozenset((one, other)), Link())
+        return self._links.setdefault(frozenset((one, other)), Link(self.nursery))
 
     def links_of(self, peer_id: str) -> list[Link]:
         return [self.link(peer_id, other) for other in self.nodes if other != peer_id]

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 from unittest.mock import patch
 
 import trio
@@ -23,38 +23,54 @@ from ..credits.payment_verifier import PaymentVerifier
 from ..models.progress import no_progress
 from ..server.lifecycle.options import ServerOptions
 from ..server.lifecycle.server import run_server
-from .memory_network import Link, MemoryNetwork, MemoryNode
+from .memory_network import MemoryNetwork, MemoryNode
 
-STEPS_PER_SECOND = 1000.0
-"""That servers announce unless told otherwise: measuring it takes longer than most tests."""
+T = TypeVar("T")
+
+USUAL: Final[dict[str, Any]] = {"throughput": 1000.0, "cache_tokens": 60_000, "device": "cpu", "offline": True}
+"""Options of servers unless told otherwise. To measure how fast they are takes longer than most tests."""
 
 
 class MemoryServer:
-    """One server.
+    """One server. Its methods may be called in its trio thread and in every other.
 
     Attributes:
         events: what it has told so far, as the lines of `petalnode serve --json`.
-        ready: its ready event.
     """
 
-    def __init__(self, node: MemoryNode) -> None:
+    def __init__(self, node: MemoryNode, token: trio.lowlevel.TrioToken) -> None:
         self.node = node
         self.peer_id = node.peer_id
         self.events: list[dict[str, Any]] = []
         self.alive = True
+        self._token = token
         self._stop = trio.Event()
-        self._ready = trio.Event()
-        self._ended = trio.Event()
+        self._settled = trio.Event()
+        self._failure: Exception | None = None
         self._scope = trio.CancelScope()
 
     @property
     def ready(self) -> dict[str, Any]:
+        """Its ready event; waits for it the first time, which only other threads can."""
+        if not self._settled.is_set():
+            trio.from_thread.run(self._settled.wait, trio_token=self._token)
+        if self._failure is not None:
+            raise self._failure
         return next(event for event in self.events if event["event"] == "ready")
+
+    @property
+    def is_ready(self) -> bool:
+        return self._settled.is_set() and self._failure is None
 
     @property
     def span(self) -> tuple[int, int]:
         start, end = self.ready["blocks"]
         return start, end
+
+    @property
+    def errors(self) -> str:
+        """What a person would read."""
+        return "\n".join(event["text"] for event in self.events if event["event"] == "status")
 
     async def run(self, options: ServerOptions) -> None:
         node: Any = self.node  # in place of a Swarm
@@ -65,75 +81,90 @@ class MemoryServer:
                     self.node.nursery = nursery  # its handlers end with it
                     await run_server(node, node.identity, options, self._on_event, no_progress, self._stop, payments)
                     nursery.cancel_scope.cancel()
+        except Exception as error:
+            self._failure = error
         finally:
             self.alive = False
             self.node.network.remove(self.node)
-            self._ended.set()
+            self._settled.set()
 
-    async def wait_ready(self) -> None:
-        await self._ready.wait()
-
-    async def kill(self) -> None:
+    def kill(self) -> None:
         """Ends it as if its process were killed: nobody is told."""
-        self.node.network.remove(self.node)
-        self._scope.cancel()
-        await self._ended.wait()
 
-    async def stop(self) -> None:
-        """Tells it to stop, and waits until its clients have left or had the time to."""
-        self._stop.set()
-        await self._ended.wait()
+        def kill() -> None:
+            self.alive = False
+            self.node.network.remove(self.node)
+            self._scope.cancel()
+
+        in_loop(self._token, kill)
+
+    def terminate(self) -> None:
+        """Tells it to stop; it does when its clients have left or had the time to."""
+        self.alive = False
+        in_loop(self._token, self._stop.set)
+
+    def freeze(self) -> None:
+        """It holds its connections and answers nothing, until the others give them up."""
+        in_loop(self._token, lambda: [link.freeze() for link in self.node.network.links_of(self.peer_id)])
+
+    def thaw(self) -> None:
+        in_loop(self._token, lambda: [link.mend() for link in self.node.network.links_of(self.peer_id)])
 
     def _on_event(self, name: str, **fields: Any) -> None:
         self.events.append({"event": name, **fields})
         if name == "ready":
-            self._ready.set()
+            self._settled.set()
+
+
+def in_loop(token: trio.lowlevel.TrioToken, function: Callable[[], T]) -> T:
+    """Runs `function` in the trio thread of `token`, also if that is this one."""
+    try:
+        here = trio.lowlevel.current_trio_token() is token
+    except RuntimeError:
+        here = False
+    return function() if here else trio.from_thread.run_sync(function, trio_token=token)
 
 
 class MemorySwarm:
-    """Servers and models for callers that are not trio; made by `memory_swarm`. Its methods wait."""
+    """Servers and models for callers that are not trio; made by `memory_swarm`."""
 
     def __init__(self, thread: TrioThread[MemoryNetwork]) -> None:
         self._thread = thread
+        self._token: trio.lowlevel.TrioToken = thread.call(_current_token)
         self.network = thread.value
 
     def call(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         """Runs `await function(*args)` where the nodes live."""
         return self._thread.call(function, *args)
 
-    def servers(self, model: Path, *blocks: str, **options: Any) -> list[MemoryServer]:
-        """Starts servers of these blocks ("0:2"), side by side; `options` are fields of `ServerOptions`."""
+    def start(
+        self,
+        model: Path,
+        blocks: str | None = None,
+        *,
+        identity: Identity | None = None,
+        prepare: Callable[[MemoryNode], None] = lambda node: None,
+        **options: Any,
+    ) -> MemoryServer:
+        """A server of these blocks ("0:2"), which it chooses itself if none are given. Returns at once; `ready` waits.
 
-        async def start() -> list[MemoryServer]:
-            started = []
-            for span in blocks:
-                first, _, end = span.partition(":")
-                server = MemoryServer(self.network.node())
-                given: dict[str, Any] = {
-                    "throughput": STEPS_PER_SECOND,
-                    "cache_tokens": 60_000,
-                    "device": "cpu",
-                    "offline": True,
-                }
-                wanted = ServerOptions(str(model), Span(int(first), int(end)), **given | options)
-                self.network.nursery.start_soon(server.run, wanted)
-                started.append(server)
-            for server in started:
-                await server.wait_ready()
-            return started
+        `options` are fields of `ServerOptions`. `prepare` may change the node before it serves.
+        """
 
-        return list(self.call(start))
+        def start() -> MemoryServer:
+            node = self.network.node(identity)
+            prepare(node)
+            server = MemoryServer(node, self._token)
+            self.network.nursery.start_soon(server.run, ServerOptions(str(model), span, **USUAL | options))
+            return server
 
-    def kill(self, *servers: MemoryServer) -> None:
-        for server in servers:
-            self.call(server.kill)
+        first, _, end = (blocks or "").partition(":")
+        span = Span(int(first), int(end)) if blocks is not None else None
+        return in_loop(self._token, start)
 
-    def stop(self, server: MemoryServer) -> None:
-        self.call(server.stop)
-
-    def link(self, one: str, other: str) -> Link:
-        """The way between two peers. To be changed in `call`, or by whoever runs there."""
-        return self.network.link(one, other)
+    def change(self, function: Callable[[MemoryNetwork], T]) -> T:
+        """Runs `function(network)` where the nodes live: to cut, freeze or slow down the way between two of them."""
+        return in_loop(self._token, lambda: function(self.network))
 
     def open_model(self, kind: Any, folder: Path, **options: Any) -> Any:
         """`kind.from_pretrained` of a model that uses this network."""
@@ -177,6 +208,10 @@ class _Resource:
 
         if not self._stop.is_set():
             self._thread.call(close)
+
+
+async def _current_token() -> trio.lowlevel.TrioToken:
+    return trio.lowlevel.current_trio_token()
 
 
 @contextmanager

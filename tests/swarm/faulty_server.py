@@ -16,6 +16,7 @@ from typing import Any
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.swarm import swarm as swarm_module
+from petalnode.node.testing import MemoryNode
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError, StreamClosed
 from petalnode.protocols.ids import BACKWARD, FORWARD, INFERENCE
@@ -30,15 +31,23 @@ def install(control: Path) -> None:
     honest = swarm_module.Swarm.set_handler
 
     def set_handler(self: Any, protocol: str, frame_type: Any, handler: Any, **options: Any) -> None:
-        if protocol == INFERENCE:
-            handler = _spoiling(handler, control, self._config.identity)
-        elif protocol == FORWARD:
-            handler = _spoiling(handler, control, self._config.identity, _SpoiledWorks)
-        elif protocol == BACKWARD:
-            handler = _spoiling(handler, control, self._config.identity, _SpoiledBackward)
+        if protocol in _SPOILED:
+            handler = _spoiling(handler, control, self.identity, _SPOILED[protocol])
         honest(self, protocol, frame_type, handler, **options)
 
     swarm_module.Swarm.set_handler = set_handler  # type: ignore[method-assign]
+
+
+def spoil(node: MemoryNode, control: Path) -> None:
+    """Makes a server in memory a faulty one."""
+    honest = node.set_handler
+
+    def set_handler(protocol: str, frame_type: Any, handler: Any, **options: Any) -> None:
+        if protocol in _SPOILED:
+            handler = _spoiling(handler, control, node.identity, _SPOILED[protocol])
+        honest(protocol, frame_type, handler, **options)
+
+    node.set_handler = set_handler  # type: ignore[method-assign]
 
 
 def order(control: Path, fault: str = "", at: int = 1, *, blocks: str = "", amount: float = 0.0) -> None:
@@ -54,11 +63,11 @@ def ordered(control: Path) -> dict[str, Any]:
 
 
 def _spoiling(
-    handler: Callable[[Any], Awaitable[None]], control: Path, identity: Identity, spoiled: type[Any] | None = None
+    handler: Callable[[Any], Awaitable[None]], control: Path, identity: Identity, spoiled: type[Any]
 ) -> Callable[[Any], Awaitable[None]]:
     async def handle(stream: Any) -> None:
         wanted = ordered(control)
-        await handler((spoiled or _Spoiled)(stream, wanted.get("fault", ""), wanted.get("at", 1), identity))
+        await handler(spoiled(stream, wanted.get("fault", ""), wanted.get("at", 1), identity))
 
     return handle
 
@@ -245,6 +254,8 @@ class _SpoiledWorks:
 class _SpoiledBackward(_SpoiledWorks):
     gives_gradients = True
 
+
+_SPOILED: dict[str, type[Any]] = {INFERENCE: _Spoiled, FORWARD: _SpoiledWorks, BACKWARD: _SpoiledBackward}
 
 WORK_FAULTS = ("reset", "error", "shape", "altered", "forged", "stranger", "nan")
 """Of replies to works; "silence" too, which takes a deadline to be noticed, and "no gradients", a plain refusal."""

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.testing.inspection import call, client_of
+from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import INFERENCE
+from tests.swarm.memory_pool import MemoryPool
 from tests.swarm.processes import until
-from tests.swarm.server_pool import PooledServer, ServerPool
+from tests.swarm.server_pool import PooledServer
 
 Model = DistributedModelForCausalLM
 CACHE = ("--cache-tokens", "60000")
+"""Of servers that are processes; those in memory have so many by default."""
 POSITIONS = ("0:2", "2:4", "4:6")
 
 
@@ -40,7 +44,7 @@ class Tap:
     def __init__(self, model: Model) -> None:
         self.on_answer: Callable[[str, int], object] | None = None
         self._answers: dict[str, int] = {}
-        swarm = model._runtime.value.swarm
+        swarm = client_of(model).swarm
         connect = swarm.new_stream
 
         async def new_stream(peer_id: str, protocol: str, *arguments: Any, **options: Any) -> Any:
@@ -83,18 +87,18 @@ class _TappedStream:
 class Fleet:
     """Three servers at each position of the chain, kept at three by starting another for each that is killed."""
 
-    def __init__(self, pool: ServerPool) -> None:
+    def __init__(self, pool: MemoryPool) -> None:
         self._pool = pool
-        self._servers = [pool.start(blocks, *CACHE) for blocks in POSITIONS * 3]
+        self._servers = [pool.start(blocks) for blocks in POSITIONS * 3]
 
-    def at(self, session: Any, position: int) -> PooledServer:
+    def at(self, session: Any, position: int) -> MemoryServer:
         """The server at a position of the session's chain; negative ones count from the end."""
         return self._pool.of(session.route[position][0])
 
-    def kill(self, server: PooledServer) -> None:
+    def kill(self, server: MemoryServer) -> None:
         server.kill()
         self._servers.remove(server)
-        self._servers.append(self._pool.start(f"{server.span[0]}:{server.span[1]}", *CACHE))
+        self._servers.append(self._pool.start(f"{server.span[0]}:{server.span[1]}"))
 
     def kill_peer(self, peer_id: str) -> None:
         self.kill(self._pool.of(peer_id))
@@ -103,26 +107,30 @@ class Fleet:
         heard_of(model, self._servers)
 
 
-def heard_of(model: Model, servers: Sequence[PooledServer]) -> None:
+def heard_of(model: Model, servers: Sequence[PooledServer | MemoryServer]) -> None:
     """Returns once the servers are up and the client knows of each."""
-    client = model._runtime.value
-    wanted = {server.peer_id for server in servers}
+    client = client_of(model)
+    wanted = {server.ready["peer_id"] for server in servers}
 
     def heard() -> bool:
         if wanted <= {server.peer_id for server in client.servers()}:
             return True
-        model._runtime.call(client.refresh)
+        call(model, client.refresh)
         return False
 
     until(heard, "the client hears of all servers")
 
 
 @contextmanager
-def opened_for(servers: Sequence[PooledServer], folder: Path, peer: str, **options: Any) -> Iterator[Model]:
+def opened_for(
+    servers: Sequence[PooledServer | MemoryServer], folder: Path, peer: str | MemoryPool, **options: Any
+) -> Iterator[Model]:
     """A client that uses these servers only, and knows of them."""
-    allowed = [server.peer_id for server in servers]
-    with AutoDistributedModelForCausalLM.from_pretrained(
-        folder, initial_peers=[peer], allowed_servers=allowed, **options
-    ) as opened:
+    options["allowed_servers"] = [server.peer_id for server in servers]
+    if isinstance(peer, str):
+        opened = AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[peer], **options)
+    else:
+        opened = peer.swarm.open_model(AutoDistributedModelForCausalLM, folder, **options)
+    with opened:
         heard_of(opened, servers)
         yield opened

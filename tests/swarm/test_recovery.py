@@ -1,4 +1,7 @@
-"""Whatever happens to the servers of a chain, what comes out is what plain transformers says."""
+"""Whatever happens to the servers of a chain, what comes out is what plain transformers says.
+
+The servers are real ones on a network in memory; in test_chaos.py they are processes.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import NoChainError, SwarmError
+from petalnode.node.testing.memory_servers import MemoryServer
 from tests.swarm.faulty_server import FAULTS, order
-from tests.swarm.fleet import CACHE, POSITIONS, At, Fleet, Model, Tap, opened_for
-from tests.swarm.processes import Nodes
-from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
+from tests.swarm.fleet import POSITIONS, At, Fleet, Model, Tap, opened_for
+from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
 
 LONG = 800
@@ -42,14 +45,8 @@ def folder(models: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def meeting_point(node_starter: Nodes) -> str:
-    address: str = node_starter.meeting_point().event("ready")["addrs"][0]
-    return address
-
-
-@pytest.fixture(scope="module")
-def pool(home: Path, folder: Path, meeting_point: str) -> Iterator[ServerPool]:
-    with server_pool(home / "recovery", folder, meeting_point) as started:
+def pool(folder: Path) -> Iterator[MemoryPool]:
+    with memory_pool(folder) as started:
         yield started
 
 
@@ -79,20 +76,21 @@ def expected(whole: Any) -> Expected:
 
 
 @pytest.fixture(scope="module")
-def lonely(pool: ServerPool, folder: Path, node_starter: Nodes, expected: Expected) -> Iterator[Lonely]:
-    started = Lonely(pool, folder, node_starter.meeting_point().event("ready")["addrs"][0], expected)
-    yield started
-    started.close()
+def lonely(folder: Path, expected: Expected) -> Iterator[Lonely]:
+    with memory_pool(folder) as apart:
+        started = Lonely(apart, folder, expected)
+        yield started
+        started.close()
 
 
 @pytest.fixture(scope="module")
-def fleet(pool: ServerPool, lonely: Lonely) -> Fleet:
+def fleet(pool: MemoryPool, lonely: Lonely) -> Fleet:
     return Fleet(pool)
 
 
 @pytest.fixture(scope="module")
-def client(fleet: Fleet, folder: Path, meeting_point: str) -> Iterator[tuple[Model, Tap]]:
-    with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[meeting_point]) as opened:
+def client(pool: MemoryPool, fleet: Fleet, folder: Path) -> Iterator[tuple[Model, Tap]]:
+    with pool.swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
         yield opened, Tap(opened)
 
 
@@ -114,14 +112,13 @@ class Lonely:
     Then a server comes back.
     """
 
-    def __init__(self, pool: ServerPool, folder: Path, peer: str, expected: Expected) -> None:
+    def __init__(self, pool: MemoryPool, folder: Path, expected: Expected) -> None:
         self.ids = prompt(1, 9)
         self.expected = expected(self.ids, max_new_tokens=20)
         self._pool = pool
         self._folder = folder
-        self._peer = peer
-        self._first = pool.start("0:4", *CACHE, peer=peer)
-        self._only = pool.start("4:6", *CACHE, peer=peer)
+        self._first = pool.start("0:4")
+        self._only = pool.start("4:6")
         self._lost = threading.Event()
         self._threads = ThreadPoolExecutor(3)
         self.waits: Future[torch.Tensor] = self._threads.submit(self._generate, True)
@@ -135,9 +132,7 @@ class Lonely:
         def pause() -> None:
             assert self._lost.wait(60)
 
-        with AutoDistributedModelForCausalLM.from_pretrained(
-            self._folder, initial_peers=[self._peer], wait=wait
-        ) as model:
+        with self._pool.swarm.open_model(AutoDistributedModelForCausalLM, self._folder, wait=wait) as model:
             return generate(model, self.ids, max_new_tokens=20, streamer=At({8: pause}))
 
     def _lose(self) -> float:
@@ -150,7 +145,7 @@ class Lonely:
             self.gives_up.exception(60)
             return monotonic() - lost
         finally:
-            self._pool.start("3:6", *CACHE, peer=self._peer)
+            self._pool.start("3:6")
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -335,13 +330,13 @@ def test_rows_that_changed_places_stay_there(model: Model, fleet: Fleet) -> None
 
 
 def test_others_with_other_boundaries_take_over(
-    pool: ServerPool, fleet: Fleet, folder: Path, meeting_point: str, expected: Expected, model: Model
+    pool: MemoryPool, fleet: Fleet, folder: Path, expected: Expected, model: Model
 ) -> None:
     ids = prompt(1, 40)
-    whole_span = pool.start("0:6", *CACHE, "--throughput", "900000")
-    parts = [pool.start(blocks, *CACHE, "--throughput", "1") for blocks in ("0:3", "2:4", "3:6")]
+    whole_span = pool.start("0:6", throughput=900000.0)
+    parts = [pool.start(blocks, throughput=1.0) for blocks in ("0:3", "2:4", "3:6")]
     with (
-        opened_for([whole_span, *parts], folder, meeting_point) as opened,
+        opened_for([whole_span, *parts], folder, pool) as opened,
         opened.inference_session(max_length=60) as session,
     ):
         out = generate(opened, ids, session=session, streamer=At({4: whole_span.kill}))
@@ -356,10 +351,10 @@ def test_others_with_other_boundaries_take_over(
 # --- frozen, and back again
 
 
-def test_frozen_servers_are_replaced(model: Model, pool: ServerPool, fleet: Fleet, expected: Expected) -> None:
+def test_frozen_servers_are_replaced(model: Model, pool: MemoryPool, fleet: Fleet, expected: Expected) -> None:
     """They hold their connections and answer nothing: once in the middle of a long prompt, once while decoding."""
     with model.inference_session(max_length=60) as session:
-        frozen: list[PooledServer] = []
+        frozen: list[MemoryServer] = []
 
         def freeze() -> None:
             frozen.append(fleet.at(session, 1))
@@ -377,10 +372,10 @@ def test_frozen_servers_are_replaced(model: Model, pool: ServerPool, fleet: Flee
 
 
 def test_a_server_that_is_frozen_while_it_takes_a_long_prompt(
-    model: Model, tap: Tap, pool: ServerPool, expected: Expected
+    model: Model, tap: Tap, pool: MemoryPool, expected: Expected
 ) -> None:
     ids = prompt(1, LONG)
-    frozen: list[PooledServer] = []
+    frozen: list[MemoryServer] = []
     with model.inference_session(max_length=LONG + 8) as session:
 
         def on_answer(peer_id: str, count: int) -> None:
@@ -398,20 +393,17 @@ def test_a_server_that_is_frozen_while_it_takes_a_long_prompt(
     assert torch.equal(out, expected(ids))
 
 
-def test_a_server_comes_back_under_its_name(
-    pool: ServerPool, fleet: Fleet, home: Path, folder: Path, meeting_point: str, expected: Expected
-) -> None:
+def test_a_server_comes_back_under_its_name(pool: MemoryPool, fleet: Fleet, folder: Path, expected: Expected) -> None:
     """It has lost its sessions and its port, and is the only one that holds the blocks."""
-    identity = home / "comes-back.key"
-    server = pool.start("0:6", *CACHE, identity=identity)
+    server = pool.start("0:6", identity="comes back")
     ids = prompt(1, 40)
 
     def restart() -> None:
         server.kill()
-        pool.start("0:6", *CACHE, identity=identity)
+        pool.start("0:6", identity="comes back")
 
     with (
-        opened_for([server], folder, meeting_point) as opened,
+        opened_for([server], folder, pool) as opened,
         opened.inference_session(max_length=60) as session,
     ):
         out = generate(opened, ids, session=session, streamer=At({4: restart}))
@@ -425,33 +417,33 @@ def test_a_server_comes_back_under_its_name(
 
 
 @pytest.fixture(scope="module")
-def liar(pool: ServerPool, home: Path) -> tuple[PooledServer, Path]:
+def liar(pool: MemoryPool, home: Path) -> tuple[MemoryServer, Path]:
     """A server of 2:4 that everybody believes to be the fastest."""
     control = home / "liar.json"
     order(control)
-    return pool.start("2:4", *CACHE, "--throughput", "900000", fault=control), control
+    return pool.start("2:4", throughput=900000.0, fault=control), control
 
 
 @pytest.fixture(scope="module")
-def honest(pool: ServerPool) -> list[PooledServer]:
+def honest(pool: MemoryPool) -> list[MemoryServer]:
     """Servers that are to be slower than the liar."""
-    return [pool.start(blocks, *CACHE, "--throughput", "1") for blocks in POSITIONS]
+    return [pool.start(blocks, throughput=1.0) for blocks in POSITIONS]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_that_answers_wrongly_is_replaced(
     fault: str,
-    liar: tuple[PooledServer, Path],
-    honest: list[PooledServer],
+    liar: tuple[MemoryServer, Path],
+    honest: list[MemoryServer],
     folder: Path,
-    meeting_point: str,
+    pool: MemoryPool,
     expected: Expected,
 ) -> None:
     server, control = liar
     order(control, fault, at=4)
     ids = prompt(1, 40)
     with (
-        opened_for([server, *honest], folder, meeting_point, request_timeout=2.0) as opened,
+        opened_for([server, *honest], folder, pool, request_timeout=2.0) as opened,
         opened.inference_session(max_length=60) as session,
     ):
         chain: list[Any] = []
@@ -463,14 +455,14 @@ def test_a_server_that_answers_wrongly_is_replaced(
 
 
 def test_a_server_that_lost_the_session_and_is_alone_is_asked_again(
-    pool: ServerPool, home: Path, folder: Path, meeting_point: str, expected: Expected
+    pool: MemoryPool, home: Path, folder: Path, expected: Expected
 ) -> None:
     control = home / "forgetful.json"
     order(control, "reset", at=4)
-    server = pool.start("0:6", *CACHE, fault=control)
+    server = pool.start("0:6", fault=control)
     ids = prompt(1, 40)
     with (
-        opened_for([server], folder, meeting_point) as opened,
+        opened_for([server], folder, pool) as opened,
         opened.inference_session(max_length=60) as session,
     ):
         out = generate(opened, ids, session=session, streamer=At({2: lambda: order(control)}))

@@ -16,13 +16,14 @@ from petalnode import PromptTuning
 from petalnode.node.client import server_selection
 from petalnode.node.client.batch import batch_client
 from petalnode.node.errors import NoChainError, SwarmError
+from petalnode.node.testing.inspection import client_of
+from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD, FORWARD
 from tests.swarm.faulty_server import WORK_FAULTS, order
 from tests.swarm.fleet import Model, opened_for
+from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.swarm.plain_tuning import PlainTuning
-from tests.swarm.processes import Nodes
-from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
 from tests.tiny_models import HIDDEN, VOCABULARY, load_whole
 
 TOLERANCE = 1e-4
@@ -36,10 +37,9 @@ def folder(models: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pool(home: Path, folder: Path, node_starter: Nodes) -> Iterator[ServerPool]:
+def pool(folder: Path) -> Iterator[MemoryPool]:
     torch.set_num_threads(1)
-    peer: str = node_starter.meeting_point().event("ready")["addrs"][0]
-    with server_pool(home / "training", folder, peer) as started:
+    with memory_pool(folder) as started:
         yield started
 
 
@@ -62,7 +62,7 @@ class Works:
         self.late_gradients: Counter[str] = Counter()
         self.streams: dict[tuple[str, str], list[Any]] = defaultdict(list)
         self._due: Callable[[str, str], object] = lambda protocol, peer_id: None
-        swarm = model._runtime.value.swarm
+        swarm = client_of(model).swarm
         connect = swarm.new_stream
 
         async def new_stream(peer_id: str, protocol: str, *arguments: Any, **options: Any) -> Any:
@@ -143,20 +143,20 @@ class Trial:
 
 
 @contextmanager
-def trial(pool: ServerPool, folder: Path, *servers: PooledServer, **options: Any) -> Iterator[tuple[Trial, Works]]:
-    with opened_for(servers, folder, pool.peer, **options) as model:
+def trial(pool: MemoryPool, folder: Path, *servers: MemoryServer, **options: Any) -> Iterator[tuple[Trial, Works]]:
+    with opened_for(servers, folder, pool, **options) as model:
         works = Works(model)
         yield Trial(model, folder), works
 
 
 @pytest.fixture(scope="module")
-def steady(pool: ServerPool) -> tuple[PooledServer, PooledServer]:
+def steady(pool: MemoryPool) -> tuple[MemoryServer, MemoryServer]:
     """Two servers that outlive all tests."""
     return pool.start("0:3"), pool.start("3:6")
 
 
 def test_a_batch_goes_over_all_servers_that_there_are(
-    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]
+    pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
     servers = [*steady, pool.start("0:3"), pool.start("3:6")]
     with trial(pool, folder, *servers) as (each, works):
@@ -169,7 +169,7 @@ def test_a_batch_goes_over_all_servers_that_there_are(
 
 
 def test_servers_compute_ahead_of_their_gradients(
-    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]
+    pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
     first, last = steady
     with trial(pool, folder, first, last) as (each, works):
@@ -187,7 +187,7 @@ def test_servers_compute_ahead_of_their_gradients(
 @pytest.mark.parametrize("protocol", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("blocks", ["0:3", "3:6"])
 def test_a_server_is_killed(
-    protocol: str, blocks: str, pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]
+    protocol: str, blocks: str, pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
     victim = pool.start(blocks)
     with trial(pool, folder, victim, *steady) as (each, works):
@@ -197,7 +197,7 @@ def test_a_server_is_killed(
 
 
 @pytest.mark.parametrize("protocol", [FORWARD, BACKWARD])
-def test_others_with_other_boundaries_take_over(protocol: str, pool: ServerPool, folder: Path) -> None:
+def test_others_with_other_boundaries_take_over(protocol: str, pool: MemoryPool, folder: Path) -> None:
     victim, *others = [pool.start(each) for each in ("0:6", "0:2", "2:5", "5:6")]
     with trial(pool, folder, victim, *others) as (each, works):
         with works.at_first(protocol, victim.peer_id, victim.kill):
@@ -207,7 +207,7 @@ def test_others_with_other_boundaries_take_over(protocol: str, pool: ServerPool,
         server.kill()
 
 
-def test_a_server_freezes(pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]) -> None:
+def test_a_server_freezes(pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]) -> None:
     victim = pool.start("0:3")
     with (
         trial(pool, folder, victim, *steady) as (each, works),
@@ -217,7 +217,7 @@ def test_a_server_freezes(pool: ServerPool, folder: Path, steady: tuple[PooledSe
     victim.kill()
 
 
-def test_a_server_leaves(pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]) -> None:
+def test_a_server_leaves(pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]) -> None:
     leaving = pool.start("0:3")
     with trial(pool, folder, leaving, *steady) as (each, works):
         with works.at_first(FORWARD, leaving.peer_id, leaving.terminate):
@@ -226,7 +226,7 @@ def test_a_server_leaves(pool: ServerPool, folder: Path, steady: tuple[PooledSer
 
 
 @pytest.fixture(scope="module")
-def liar(pool: ServerPool, home: Path) -> tuple[PooledServer, Path]:
+def liar(pool: MemoryPool, home: Path) -> tuple[MemoryServer, Path]:
     control = home / "training-fault.json"
     return pool.start("0:6", fault=control), control
 
@@ -234,10 +234,10 @@ def liar(pool: ServerPool, home: Path) -> tuple[PooledServer, Path]:
 @pytest.mark.parametrize("fault", WORK_FAULTS)
 def test_a_server_that_lies_is_not_believed(
     fault: str,
-    pool: ServerPool,
+    pool: MemoryPool,
     folder: Path,
-    steady: tuple[PooledServer, PooledServer],
-    liar: tuple[PooledServer, Path],
+    steady: tuple[MemoryServer, MemoryServer],
+    liar: tuple[MemoryServer, Path],
 ) -> None:
     server, control = liar
     with trial(pool, folder, server, *steady) as (each, works):
@@ -247,7 +247,7 @@ def test_a_server_that_lies_is_not_believed(
 
 
 def test_a_server_that_says_nothing_is_given_up(
-    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer], liar: tuple[PooledServer, Path]
+    pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer], liar: tuple[MemoryServer, Path]
 ) -> None:
     server, control = liar
     with trial(pool, folder, server, *steady, request_timeout=8.0) as (each, works):
@@ -257,7 +257,7 @@ def test_a_server_that_says_nothing_is_given_up(
 
 
 def test_a_server_without_gradients_is_used_for_what_it_can(
-    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer], liar: tuple[PooledServer, Path]
+    pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer], liar: tuple[MemoryServer, Path]
 ) -> None:
     server, control = liar
     with trial(pool, folder, server, *steady) as (each, works):
@@ -266,7 +266,7 @@ def test_a_server_without_gradients_is_used_for_what_it_can(
         each.run()
         assert works.replies[FORWARD, server.peer_id] in (2, 3) and works.replies[BACKWARD, server.peer_id] == 0
         assert all(works.replies[BACKWARD, other.peer_id] == 2 * MICRO_BATCHES for other in steady)
-    with opened_for([server], folder, pool.peer) as model:
+    with opened_for([server], folder, pool) as model:
         loss = model(tokens(), labels=tokens()).loss
         assert not loss.requires_grad
         hidden = torch.zeros(1, 4, HIDDEN, requires_grad=True)
@@ -275,7 +275,7 @@ def test_a_server_without_gradients_is_used_for_what_it_can(
 
 
 def test_nobody_is_left(
-    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer], monkeypatch: pytest.MonkeyPatch
+    pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_client, "RECOVERY_TIMEOUT", 1.0)
     victim = pool.start("0:3")
@@ -288,7 +288,7 @@ def test_nobody_is_left(
 
 
 def test_a_batch_that_no_server_takes_is_refused(
-    pool: ServerPool, folder: Path, steady: tuple[PooledServer, PooledServer]
+    pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
-    with opened_for(steady, folder, pool.peer) as model, pytest.raises(SwarmError, match="4096"):
+    with opened_for(steady, folder, pool) as model, pytest.raises(SwarmError, match="4096"):
         model.remote_blocks(torch.zeros(1, 5000, HIDDEN))

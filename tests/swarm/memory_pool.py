@@ -1,0 +1,48 @@
+"""A pool of servers as that of `server_pool.py`, of which none is a process: for tests of what servers say and do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from tests.swarm.faulty_server import spoil
+
+
+class MemoryPool:
+    """Starts servers of one model."""
+
+    def __init__(self, swarm: MemorySwarm, folder: Path) -> None:
+        self.servers: list[MemoryServer] = []
+        self.swarm = swarm
+        self._folder = folder
+        self._identities: dict[str, Identity] = {}
+
+    def start(
+        self, blocks: str | None, *, identity: str = "", fault: Path | None = None, **options: Any
+    ) -> MemoryServer:
+        """Returns at once; `ready` waits. `fault` is the control file of `faulty_server`, `identity` a name that the
+        server comes back under, `options` are fields of `ServerOptions`.
+        """
+        kept = self._identities.setdefault(identity, Identity.generate()) if identity else None
+        prepare = (lambda node: None) if fault is None else partial(spoil, control=fault)
+        server = self.swarm.start(self._folder, blocks, identity=kept, prepare=prepare, **options)
+        self.servers.append(server)
+        return server
+
+    @property
+    def alive(self) -> list[MemoryServer]:
+        return [server for server in self.servers if server.alive]
+
+    def of(self, peer_id: str) -> MemoryServer:
+        return next(server for server in self.alive if server.is_ready and server.peer_id == peer_id)
+
+
+@contextmanager
+def memory_pool(folder: Path) -> Iterator[MemoryPool]:
+    with memory_swarm() as swarm:
+        yield MemoryPool(swarm, folder)
