@@ -19,6 +19,7 @@ from ..crypto.identity import Identity, peer_id_from_bytes, peer_id_to_bytes, ve
 from ..crypto.pledge import Pledge
 from . import wire_pb2 as wire
 from .ids import Span
+from .inference import pledge_from_wire, pledge_to_wire
 
 DOMAIN: Final = "petalnode/announcement/1"
 CLOCK_TOLERANCE: Final = 10.0  # seconds that the clocks of two nodes may differ
@@ -33,6 +34,22 @@ _MAX_TEXT: Final = 256  # characters of any one text
 _MAX_STEP_US: Final = 600 * 1_000_000
 _MAX_LOAD_MS: Final = 24 * 3600 * 1000
 _MAX_PLACES: Final = 2**31
+_SAME: Final = (
+    "sequence",
+    "model_version",
+    "model_name",
+    "num_blocks",
+    "dtype",
+    "quantisation",
+    "cache_tokens_free",
+    "cache_tokens",
+    "queue_depth",
+    "software_version",
+    "public_name",
+    "max_session_length",
+    "fixed",
+    "device",
+)  # fields that stand in the message as they are
 
 
 class BadAnnouncement(ValueError):
@@ -119,37 +136,24 @@ class Announcement:
             ValueError: a field that does not fit, or that no reader would accept.
         """
         message = wire.Announcement(
+            **{name: getattr(self, name) for name in _SAME},
             peer_id=peer_id_to_bytes(self.peer_id),
-            sequence=self.sequence,
             expires_ms=round(self.expires * 1000),
-            model_version=self.model_version,
-            model_name=self.model_name,
-            num_blocks=self.num_blocks,
             span=wire.Span(start=self.span.start, end=self.span.end),
             state=wire.ServerState.ValueType(self.state),
             step_us=min(round(self.step_seconds * 1e6), _MAX_STEP_US),
             forward_tokens_per_second=min(round(self.forward_tokens_per_second), 2**31),
-            dtype=self.dtype,
-            quantisation=self.quantisation,
-            cache_tokens_free=self.cache_tokens_free,
-            cache_tokens=self.cache_tokens,
-            queue_depth=self.queue_depth,
             adapters=self.adapters,
             addrs=[Multiaddr(addr).to_bytes() for addr in self.addrs[:MAX_ADDRS]],
             rtts=[
                 wire.Rtt(peer_id=peer_id_to_bytes(peer), microseconds=min(round(rtt * 1e6), 2**31))
                 for peer, rtt in list(self.rtts.items())[:_MAX_RTTS]
             ],
-            software_version=self.software_version,
-            public_name=self.public_name,
-            max_session_length=self.max_session_length,
             relay=self.relay.to_wire() if self.relay is not None else None,
-            fixed=self.fixed,
             next_span=wire.Span(start=self.next_span.start, end=self.next_span.end) if self.next_span else None,
             network_us=min(round(self.network_seconds * 1e6), _MAX_STEP_US),
             load_ms=min(round(self.load_seconds * 1e3), _MAX_LOAD_MS),
             pledge=pledge_to_wire(self.pledge) if self.pledge is not None else None,
-            device=self.device,
             credits_of=[peer_id_to_bytes(peer) for peer in self.credits_of],
         )
         _check_message(message)
@@ -286,36 +290,22 @@ def _check_message(message: wire.Announcement) -> None:
 
 def _content(message: wire.Announcement) -> Announcement:
     _check_message(message)
-    expires = message.expires_ms / 1000
     return Announcement(
+        **{name: getattr(message, name) for name in _SAME},
         peer_id=peer_id_from_bytes(message.peer_id),
-        model_version=message.model_version,
-        model_name=message.model_name,
-        num_blocks=message.num_blocks,
         span=Span(message.span.start, message.span.end),
         state=ServerState(message.state),
-        sequence=message.sequence,
-        expires=expires,
+        expires=message.expires_ms / 1000,
         step_seconds=message.step_us / 1e6,
         forward_tokens_per_second=float(message.forward_tokens_per_second),
-        dtype=message.dtype,
-        quantisation=message.quantisation,
-        cache_tokens_free=message.cache_tokens_free,
-        cache_tokens=message.cache_tokens,
-        queue_depth=message.queue_depth,
         adapters=tuple(message.adapters),
         addrs=tuple(str(Multiaddr(addr)) for addr in message.addrs),
         rtts={peer_id_from_bytes(rtt.peer_id): rtt.microseconds / 1e6 for rtt in message.rtts},
-        software_version=message.software_version,
-        public_name=message.public_name,
-        max_session_length=message.max_session_length,
         relay=RelayOffer.of(message),
-        fixed=message.fixed,
         next_span=Span(message.next_span.start, message.next_span.end) if message.HasField("next_span") else None,
         network_seconds=message.network_us / 1e6,
         load_seconds=message.load_ms / 1e3,
         pledge=_pledge(message) if message.HasField("pledge") else None,
-        device=message.device,
         credits_of=tuple(peer_id_from_bytes(peer) for peer in message.credits_of),
     )
 
@@ -326,39 +316,3 @@ def _pledge(message: wire.Announcement) -> Pledge:
     if message.pledge.server != message.peer_id:
         raise ValueError("the pledge is another server's")
     return pledge
-
-
-def pledge_to_wire(pledge: Pledge) -> wire.Pledge:
-    return wire.Pledge(
-        server=peer_id_to_bytes(pledge.server),
-        model_version=pledge.model_version,
-        span=wire.Span(start=pledge.span[0], end=pledge.span[1]),
-        dtype=pledge.dtype,
-        quantisation=pledge.quantisation,
-        deposit=pledge.deposit,
-        from_ms=pledge.from_ms,
-        until_ms=pledge.until_ms,
-        holder=peer_id_to_bytes(pledge.holder) if pledge.holder else b"",
-        voucher=pledge.voucher,
-        signature=pledge.signature,
-    )
-
-
-def pledge_from_wire(message: wire.Pledge) -> Pledge:
-    """
-    Raises:
-        ValueError: if `server` or `holder` is no peer id.
-    """
-    return Pledge(
-        server=peer_id_from_bytes(message.server),
-        model_version=message.model_version,
-        span=(message.span.start, message.span.end),
-        dtype=message.dtype,
-        quantisation=message.quantisation,
-        deposit=message.deposit,
-        from_ms=message.from_ms,
-        until_ms=message.until_ms,
-        holder=peer_id_from_bytes(message.holder) if message.holder else "",
-        voucher=message.voucher,
-        signature=message.signature,
-    )

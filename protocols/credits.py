@@ -12,17 +12,12 @@ be sent again: it is cleared once.
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from dataclasses import fields
-from typing import Final, Protocol, TypeAlias, TypeVar, get_type_hints
-
-from google.protobuf.message import Message
+from typing import Final, Protocol, TypeAlias
 
 from ..crypto.credits import Clearing, Credit, CreditQuery, DepositOrder, Transfer, is_voucher
-from ..crypto.identity import peer_id_from_bytes, peer_id_to_bytes
-from ..crypto.statement import Statement
 from . import wire_pb2 as wire
 from .framing import MessageStream, PeerError, ProtocolError
-from .inference import Refusal, bad_request
+from .inference import Refusal, bad_request, from_wire, to_wire
 
 HONOURED_MS: Final = 10 * 60_000
 """How long after it was cleared a server takes a payment."""
@@ -33,8 +28,6 @@ MAX_ORDERS: Final = 64
 """On one stream."""
 
 CreditsStream: TypeAlias = MessageStream[wire.CreditsFrame]
-M = TypeVar("M", bound=Message)
-S = TypeVar("S", bound=Statement)
 Order: TypeAlias = CreditQuery | Transfer | DepositOrder
 
 
@@ -70,7 +63,7 @@ async def serve_credits(stream: CreditsStream, issuer: Issuer, *, timeout: float
 
 async def _answer(order: Order, issuer: Issuer) -> wire.CreditsFrame:
     if isinstance(order, CreditQuery):
-        return wire.CreditsFrame(credit=_to_wire(await issuer.credit(order), wire.Credit))
+        return wire.CreditsFrame(credit=to_wire(await issuer.credit(order), wire.Credit))
     if isinstance(order, Transfer):
         return wire.CreditsFrame(clearing=clearing_to_wire(await issuer.clear(order)))
     return wire.CreditsFrame(voucher=wire.CreditVoucher(voucher=await issuer.deposit(order)))
@@ -82,9 +75,9 @@ async def ask_credit(stream: CreditsStream, query: CreditQuery, *, timeout: floa
         Refusal: the validator's own.
         PeerError: it does not answer, or with something else.
     """
-    frame = await _ask(stream, wire.CreditsFrame(query=_to_wire(query, wire.CreditQuery)), "credit", timeout)
+    frame = await _ask(stream, wire.CreditsFrame(query=to_wire(query, wire.CreditQuery)), "credit", timeout)
     try:
-        credit = _from_wire(frame.credit, Credit)
+        credit = from_wire(frame.credit, Credit)
     except ValueError as error:
         raise _nonsense(stream, str(error)) from None
     if (credit.issuer, credit.holder) != (query.issuer, query.holder) or not credit.is_signed:
@@ -94,7 +87,7 @@ async def ask_credit(stream: CreditsStream, query: CreditQuery, *, timeout: floa
 
 async def ask_clearing(stream: CreditsStream, transfer: Transfer, *, timeout: float) -> Clearing:
     """Raises as `ask_credit`. After a PeerError it is not known whether the transfer was cleared: send it again."""
-    frame = await _ask(stream, wire.CreditsFrame(transfer=_to_wire(transfer, wire.CreditTransfer)), "clearing", timeout)
+    frame = await _ask(stream, wire.CreditsFrame(transfer=to_wire(transfer, wire.CreditTransfer)), "clearing", timeout)
     clearing = Clearing(transfer, frame.clearing.time_ms, frame.clearing.signature)
     if not clearing.is_signed:
         raise _nonsense(stream, "a clearing that it has not signed")
@@ -103,7 +96,7 @@ async def ask_clearing(stream: CreditsStream, transfer: Transfer, *, timeout: fl
 
 async def ask_voucher(stream: CreditsStream, order: DepositOrder, *, timeout: float) -> bytes:
     """Raises as `ask_credit`."""
-    frame = await _ask(stream, wire.CreditsFrame(deposit=_to_wire(order, wire.CreditDeposit)), "voucher", timeout)
+    frame = await _ask(stream, wire.CreditsFrame(deposit=to_wire(order, wire.CreditDeposit)), "voucher", timeout)
     voucher = frame.voucher.voucher
     if not is_voucher(order.issuer, order.server, order.points, order.until_ms, voucher):
         raise _nonsense(stream, "a voucher that it has not signed")
@@ -129,11 +122,11 @@ def _order(frame: wire.CreditsFrame) -> Order:
     body = frame.WhichOneof("body")
     try:
         if body == "query":
-            return _from_wire(frame.query, CreditQuery)
+            return from_wire(frame.query, CreditQuery)
         if body == "transfer":
-            return _from_wire(frame.transfer, Transfer)
+            return from_wire(frame.transfer, Transfer)
         if body == "deposit":
-            return _from_wire(frame.deposit, DepositOrder)
+            return from_wire(frame.deposit, DepositOrder)
     except ValueError as error:
         raise bad_request(str(error)) from None
     raise bad_request(f"a query, a transfer or a deposit can be asked for, not {body}")
@@ -141,7 +134,7 @@ def _order(frame: wire.CreditsFrame) -> Order:
 
 def clearing_to_wire(clearing: Clearing) -> wire.CreditClearing:
     return wire.CreditClearing(
-        transfer=_to_wire(clearing.transfer, wire.CreditTransfer),
+        transfer=to_wire(clearing.transfer, wire.CreditTransfer),
         time_ms=clearing.time_ms,
         signature=clearing.signature,
     )
@@ -149,19 +142,4 @@ def clearing_to_wire(clearing: Clearing) -> wire.CreditClearing:
 
 def clearing_from_wire(message: wire.CreditClearing) -> Clearing:
     """Raises ValueError: something in it is no peer id. Its signatures are not checked."""
-    return Clearing(_from_wire(message.transfer, Transfer), message.time_ms, message.signature)
-
-
-def _to_wire(statement: Statement, message: type[M]) -> M:
-    """The message's fields have the names of the statement's; what is text there is a peer id."""
-    values = {field.name: getattr(statement, field.name) for field in fields(statement)}
-    return message(**{name: peer_id_to_bytes(each) if isinstance(each, str) else each for name, each in values.items()})
-
-
-def _from_wire(message: Message, statement: type[S]) -> S:
-    """Raises ValueError: something in it is no peer id. Its signature is not checked."""
-    hints = get_type_hints(statement)
-    values = {field.name: getattr(message, field.name) for field in fields(statement)}
-    return statement(
-        **{name: peer_id_from_bytes(each) if hints[name] is str else each for name, each in values.items()}
-    )
+    return Clearing(from_wire(message.transfer, Transfer), message.time_ms, message.signature)

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import trio
 from google.protobuf.message import DecodeError, Message
 
-from .framing import ProtocolError, RawStream, StreamClosed, StreamTimeout
+from .framing import ProtocolError, RawStream, StreamClosed, StreamTimeout, varint
 
 MAX_MESSAGE: Final = 4096  # bytes, as the standards say; those of identify are longer
 _MAX_VARINT: Final = 3  # bytes
@@ -38,7 +38,7 @@ class DelimitedStream:
         data = message.SerializeToString()
         with trio.move_on_after(timeout):
             try:
-                await self._stream.write(_varint(len(data)) + data)
+                await self._stream.write(varint(len(data)) + data)
             except OSError as error:
                 raise StreamClosed(f"the stream to {self.peer_id} is closed: {error}", self.peer_id) from error
             except BaseException:
@@ -104,12 +104,3 @@ class DelimitedStream:
         """Ends the stream at once in both directions. Never waits for the peer."""
         with contextlib.suppress(OSError):
             await self._stream.reset()
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)

@@ -180,7 +180,7 @@ class MessageStream(Generic[F]):
                 f"a message with a header of {len(header)} bytes and {len(tensors)} tensors of {total} bytes is "
                 f"over this stream's limits ({self._max_header}, {MAX_TENSORS}, {self._max_payload})"
             )
-        head = _varint(len(header)) + header
+        head = varint(len(header)) + header
         return [memoryview(head), *views], len(head) + total
 
     async def receive(self, *, timeout: float | None) -> tuple[F, list[bytes]]:
@@ -302,7 +302,8 @@ def _tensors(frame: Message) -> Sequence[wire.Tensor]:
     return frame.tensors  # type: ignore[attr-defined, no-any-return]
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """Unsigned LEB128, as protobuf and libp2p write lengths."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -23,11 +23,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
-from typing import Final
+from functools import cache
+from typing import Any, Final, TypeVar, get_type_hints
+
+from google.protobuf.message import Message
 
 from ..crypto.identity import peer_id_from_bytes, peer_id_to_bytes
+from ..crypto.pledge import Pledge
 from ..crypto.receipts import Receipt, request_hash, session_root
 from . import wire_pb2 as wire
 from .ids import Span
@@ -39,6 +44,9 @@ MAX_BATCH: Final = 1024
 MAX_LENGTH: Final = 1 << 20
 MAX_STEP_BYTES: Final = 64 << 20
 """No tensor of one step may take more than this on the wire."""
+
+M = TypeVar("M", bound=Message)
+S = TypeVar("S")
 
 
 class Refusal(Exception):
@@ -177,47 +185,66 @@ def sha256(payload: bytes | bytearray | memoryview) -> bytes:
     return hashlib.sha256(payload).digest()
 
 
+@cache
+def _conversions(statement: type, message: type[Message]) -> tuple[tuple[str, str], ...]:
+    """How the fields of a statement stand in its message, where they have the same names: (name, kind)."""
+    hints = get_type_hints(statement)
+    kinds = []
+    for field in dataclasses.fields(statement):
+        described = message.DESCRIPTOR.fields_by_name[field.name]
+        if described.message_type is not None:
+            kind = "span"
+        elif hints[field.name] is str and described.type == described.TYPE_BYTES:
+            kind = "optional id" if field.default == "" else "id"
+        else:
+            kind = "plain"
+        kinds.append((field.name, kind))
+    return tuple(kinds)
+
+
+def to_wire(statement: Any, message: type[M]) -> M:
+    """The message that has the fields of a receipt, a pledge or another signed statement; peer ids in binary."""
+    values = {}
+    for name, kind in _conversions(type(statement), message):
+        value = getattr(statement, name)
+        if kind == "span":
+            value = wire.Span(start=value[0], end=value[1])
+        elif kind != "plain":
+            value = peer_id_to_bytes(value) if value or kind == "id" else b""
+        values[name] = value
+    return message(**values)
+
+
+def from_wire(message: Message, statement: type[S]) -> S:
+    """The statement in a message. Its signature is not checked.
+
+    Raises:
+        ValueError: something in it is no peer id.
+    """
+    values = {}
+    for name, kind in _conversions(statement, type(message)):
+        value = getattr(message, name)
+        if kind == "span":
+            value = (value.start, value.end)
+        elif kind != "plain":
+            value = peer_id_from_bytes(value) if value or kind == "id" else ""
+        values[name] = value
+    return statement(**values)
+
+
 def receipt_to_wire(receipt: Receipt) -> wire.Receipt:
-    return wire.Receipt(
-        protocol_version=receipt.protocol_version,
-        model_version=receipt.model_version,
-        span=wire.Span(start=receipt.span[0], end=receipt.span[1]),
-        dtype=receipt.dtype,
-        quantisation=receipt.quantisation,
-        client=peer_id_to_bytes(receipt.client),
-        nonce=receipt.nonce,
-        session_epoch=receipt.session_epoch,
-        sequence=receipt.sequence,
-        request_hash=receipt.request_hash,
-        reply_hash=receipt.reply_hash,
-        previous_receipt=receipt.previous_receipt,
-        upstream_receipt=receipt.upstream_receipt,
-        time_ms=receipt.time_ms,
-        adapter=receipt.adapter,
-        signature=receipt.signature,
-    )
+    return to_wire(receipt, wire.Receipt)
 
 
 def receipt_from_wire(message: wire.Receipt) -> Receipt:
-    """
-    Raises:
-        ValueError: if `client` is no peer id.
-    """
-    return Receipt(
-        protocol_version=message.protocol_version,
-        model_version=message.model_version,
-        span=(message.span.start, message.span.end),
-        dtype=message.dtype,
-        quantisation=message.quantisation,
-        client=peer_id_from_bytes(message.client),
-        nonce=message.nonce,
-        session_epoch=message.session_epoch,
-        sequence=message.sequence,
-        request_hash=message.request_hash,
-        reply_hash=message.reply_hash,
-        previous_receipt=message.previous_receipt,
-        upstream_receipt=message.upstream_receipt,
-        time_ms=message.time_ms,
-        adapter=message.adapter,
-        signature=message.signature,
-    )
+    """Raises ValueError if `client` is no peer id."""
+    return from_wire(message, Receipt)
+
+
+def pledge_to_wire(pledge: Pledge) -> wire.Pledge:
+    return to_wire(pledge, wire.Pledge)
+
+
+def pledge_from_wire(message: wire.Pledge) -> Pledge:
+    """Raises ValueError if `server` or `holder` is no peer id."""
+    return from_wire(message, Pledge)

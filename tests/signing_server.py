@@ -17,9 +17,8 @@ from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.trust.receipt_log import LoggedBatch, SessionLog
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import pledge_to_wire
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span
-from petalnode.protocols.inference import hash_of_step, root_of, sha256
+from petalnode.protocols.inference import hash_of_step, pledge_to_wire, root_of, sha256
 from petalnode.protocols.tensors import decode, encode
 from petalnode.protocols.training import NOTHING_KEPT, hash_of_batch, hash_of_payloads
 

@@ -20,10 +20,10 @@ from ...crypto.pledge import Pledge
 from ...crypto.receipts import NO_RECEIPT, Receipt
 from ...crypto.statement import now_ms
 from ...protocols import wire_pb2 as wire
-from ...protocols.announcement import CLOCK_TOLERANCE, Announcement, pledge_from_wire
+from ...protocols.announcement import CLOCK_TOLERANCE, Announcement
 from ...protocols.framing import MessageStream, PeerError, ProtocolError
 from ...protocols.ids import PROTOCOL_VERSION, Span
-from ...protocols.inference import EPOCH_BYTES, NONCE_BYTES, Refusal, receipt_from_wire
+from ...protocols.inference import EPOCH_BYTES, NONCE_BYTES, Refusal, pledge_from_wire, receipt_from_wire
 from ..errors import NoChainError, ServerCheated, ServerFailed
 from ..swarm.routing import Hop
 from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT

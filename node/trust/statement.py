@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from ...crypto.evidence import NotProven, check_chain, check_equivocation, check_pledge_broken
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
-from ...protocols.announcement import pledge_from_wire
 from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.inference import (
     MAX_BATCH,
@@ -18,6 +17,7 @@ from ...protocols.inference import (
     Refusal,
     SessionTerms,
     hash_of_step,
+    pledge_from_wire,
     receipt_from_wire,
     root_of,
     sha256,

@@ -11,9 +11,8 @@ import pytest
 
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import pledge_from_wire
 from petalnode.protocols.framing import PeerError
-from petalnode.protocols.inference import hash_of_step, receipt_from_wire, root_of
+from petalnode.protocols.inference import hash_of_step, pledge_from_wire, receipt_from_wire, root_of
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Node
 from tests.swarm.raw import HIDDEN, RawSession, Run, raw_client, values

@@ -11,7 +11,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.crypto.pledge import Pledge
 from petalnode.crypto.receipts import Receipt, session_root
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import pledge_from_wire, pledge_to_wire
+from petalnode.protocols.inference import pledge_from_wire, pledge_to_wire
 from tests.statements import pledge_of, terms_of
 from tests.unit.test_receipts import CLIENT, OTHER, RECEIPT, SERVER
 

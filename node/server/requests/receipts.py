@@ -9,9 +9,8 @@ from typing import Any
 
 from ....crypto.receipts import NO_RECEIPT, Receipt, session_root
 from ....protocols import wire_pb2 as wire
-from ....protocols.announcement import pledge_to_wire
 from ....protocols.ids import PROTOCOL_VERSION
-from ....protocols.inference import EPOCH_BYTES, SessionTerms, bad_request, receipt_from_wire
+from ....protocols.inference import EPOCH_BYTES, SessionTerms, bad_request, pledge_to_wire, receipt_from_wire
 from ....protocols.training import BatchTerms
 from .opening import RequestContext
 
