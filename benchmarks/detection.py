@@ -55,7 +55,7 @@ from petalnode.node.errors import ModelError
 from petalnode.node.models import ModelFolder, resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.node.trust.receipt_log import LAST_WORKS, SHARED_BYTES, ReceiptArchive
+from petalnode.node.trust.receipt_log import LAST_BATCHES, SHARED_BYTES, ReceiptArchive
 from petalnode.node.validator.probe_inputs import ProbeModel, draw_kept_tensors
 from petalnode.node.validator.probe_plan import Kind
 from petalnode.node.verification.observed import Observed, observed_batch, observed_session
@@ -273,7 +273,7 @@ async def caught(prober: Prober, dtype: str, found: Server, probes: int) -> list
         verdicts = []
         while len(verdicts) < probes:
             async with prober.client(found.address) as client:
-                for _ in range(min(LAST_WORKS, probes - len(verdicts))):
+                for _ in range(min(LAST_BATCHES, probes - len(verdicts))):
                     await prober.batch(client, 1, kind)
                 verdicts += await trio.to_thread.run_sync(lambda: prober.verdicts(client, together=False))
         name = (
