@@ -44,30 +44,20 @@ def _root(
     pass
 
 
-_COMMANDS = {
-    "demo": "demo",
-    "serve": "serve",
-    "chat": "chat",
-    "status": "status",
-    "bootstrap": "bootstrap",
-    "doctor": "doctor",
-    "swarm-key": "bootstrap",
-    "plan": "plan",
-    "tune": "tune",
-    "adapters": "adapters",
-    "validate": "validate",
-    "verify-evidence": "validate",
-    "bans": "bans",
-    "credits": "credits",
-}
-"""The name of each command, in the order of the help, and its module in `commands`."""
+_COMMANDS = (
+    *("demo", "serve", "chat", "status", "bootstrap", "doctor", "swarm-key"),
+    *("plan", "tune", "adapters", "validate", "verify-evidence", "bans", "credits"),
+)
+"""In the order of the help."""
+_MODULES = {"swarm-key": "bootstrap", "verify-evidence": "validate"}
+"""The module in `commands`, where it is not named after the command."""
 
 
 def _register(arguments: list[str]) -> None:
     """Adds the command that is called, or all of them for the help: importing a command takes time and memory."""
     called = [name for name in arguments[:1] if name in _COMMANDS]
     for name in called or _COMMANDS:
-        module = importlib.import_module(f".commands.{_COMMANDS[name]}", __package__)
+        module = importlib.import_module(f".commands.{_MODULES.get(name, name)}", __package__)
         found = getattr(module, name.replace("-", "_"))
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
@@ -116,7 +106,9 @@ def run(arguments: list[str]) -> int:
                 return int(ExitCode.INTERRUPTED)
         for error in errors:
             if isinstance(error, PetalnodeError):
-                _complain(str(error))
+                from .output import Output
+
+                Output(False).error(str(error))
                 return int(error.exit_code)
             if isinstance(error, _UsageError):
                 error.show()  # type: ignore[attr-defined]
@@ -130,12 +122,6 @@ def run(arguments: list[str]) -> int:
 def _exit_code(error: BaseException) -> int:
     code = error.exit_code if isinstance(error, typer.Exit) else getattr(error, "code", 0)
     return code if isinstance(code, int) else int(ExitCode.RESULT_SAYS_NO)
-
-
-def _complain(text: str) -> None:
-    from .output import Output
-
-    Output(False).error(text)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -213,33 +213,28 @@ def _opening(options: ChatOptions) -> Dialogue:
     return Dialogue().plus("system", options.system) if options.system else Dialogue()
 
 
+@dataclass
 class _Chatter:
     """One person at one terminal."""
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        text: Text,
-        sampling: Sampling,
-        options: ChatOptions,
-        output: Output,
-        saved: SavedChat | None,
-        disagreements: Sequence[Disagreement],
-    ) -> None:
-        self._disagreements = disagreements
-        self._conversation = conversation
-        self._text = text
-        self._sampling = sampling
-        self._options = options
-        self._output = output
-        self._saved = saved
-        self._dialogue = saved.dialogue if saved is not None and saved.dialogue.turns else _opening(options)
+    conversation: Conversation
+    text: Text
+    sampling: Sampling
+    options: ChatOptions
+    output: Output
+    saved: SavedChat | None
+    disagreements: Sequence[Disagreement]
+
+    def __post_init__(self) -> None:
+        self.dialogue = _opening(self.options)
+        if self.saved is not None and self.saved.dialogue.turns:
+            self.dialogue = self.saved.dialogue
 
     async def loop(self, model_name: str) -> None:
-        self._output.say(f"Talking to {model_name}. {_HELP}", style="dim")
-        questions = sum(turn.role == "user" for turn in self._dialogue.turns)
+        self.output.say(f"Talking to {model_name}. {_HELP}", style="dim")
+        questions = sum(turn.role == "user" for turn in self.dialogue.turns)
         if questions:
-            self._output.say(f"(going on after {questions} questions; /new starts over)", style="dim")
+            self.output.say(f"(going on after {questions} questions; /new starts over)", style="dim")
         reader = LineReader()
         with reader:
             while True:
@@ -248,75 +243,73 @@ class _Chatter:
                     return
                 question = line.strip()
                 if question == "/new":
-                    self._dialogue = _opening(self._options)
-                    self._output.say("(starting over)", style="dim")
+                    self.dialogue = _opening(self.options)
+                    self.output.say("(starting over)", style="dim")
                 elif question == "/route":
                     self._say_route()
                 elif question.startswith("/"):
-                    self._output.say(_HELP, style="dim")
+                    self.output.say(_HELP, style="dim")
                 elif question:
                     try:
                         await self.answer(question)
                     except PetalnodeError as error:
-                        self._output.error(str(error))
+                        self.output.error(str(error))
 
     async def answer(self, question: str) -> None:
         """Streams one answer. Ctrl-C stops it; what was said until then counts."""
-        asked = self._dialogue.plus("user", question)
-        room = min(self._sampling.max_new_tokens, self._conversation.max_length // 4)
-        fitted, tokens, dropped = fit(asked, self._text.tokenize, self._conversation.max_length - room)
+        asked = self.dialogue.plus("user", question)
+        room = min(self.sampling.max_new_tokens, self.conversation.max_length // 4)
+        fitted, tokens, dropped = fit(asked, self.text.tokenize, self.conversation.max_length - room)
         if dropped:
-            self._output.say(f"(the context is full: the oldest {dropped} turns were dropped)", style="dim")
-        recoveries = self._conversation.recoveries
-        disagreed = len(self._disagreements)
+            self.output.say(f"(the context is full: the oldest {dropped} turns were dropped)", style="dim")
+        recoveries = self.conversation.recoveries
+        disagreed = len(self.disagreements)
         begun = time.perf_counter()
         said: list[int] = []
-        write = self._text.stream(self._write)
+        write = self.text.stream(self._write)
 
         def on_token(token: int) -> None:
             said.append(token)
             write(token)
 
-        stopped = await stopped_by_ctrl_c(
-            lambda stop: self._conversation.answer(tokens, self._sampling, on_token, stop)
-        )
+        stopped = await stopped_by_ctrl_c(lambda stop: self.conversation.answer(tokens, self.sampling, on_token, stop))
         seconds = time.perf_counter() - begun
-        text = self._text.decode(said)
-        self._dialogue = fitted.plus("assistant", text)
-        recoveries = self._conversation.recoveries - recoveries
-        if self._saved is not None and self._options.session is not None:
-            self._saved = self._saved.after(self._dialogue, *self._conversation.state())
-            self._saved.save(self._options.session)
-        if self._output.as_json:
-            self._output.emit(
+        text = self.text.decode(said)
+        self.dialogue = fitted.plus("assistant", text)
+        recoveries = self.conversation.recoveries - recoveries
+        if self.saved is not None and self.options.session is not None:
+            self.saved = self.saved.after(self.dialogue, *self.conversation.state())
+            self.saved.save(self.options.session)
+        if self.output.as_json:
+            self.output.emit(
                 text=text,
                 tokens=len(said),
                 seconds=round(seconds, 3),
                 route=[
                     {"peer_id": hop.peer_id, "blocks": [hop.span.start, hop.span.end]}
-                    for hop in self._conversation.route
+                    for hop in self.conversation.route
                 ],
                 recoveries=recoveries,
-                reused=self._conversation.reused,
-                disagreements=[disagreement.fields() for disagreement in self._disagreements[disagreed:]],
+                reused=self.conversation.reused,
+                disagreements=[disagreement.fields() for disagreement in self.disagreements[disagreed:]],
             )
         else:
             self._write("\n")
             if stopped:
-                self._output.say("(stopped)", style="dim")
-            if self._options.show_route:
+                self.output.say("(stopped)", style="dim")
+            if self.options.show_route:
                 rate = len(said) / seconds if seconds else 0.0
-                self._output.say(f"\n{len(said)} tokens in {seconds:.1f} s, {rate:.1f} tokens/s", style="dim")
+                self.output.say(f"\n{len(said)} tokens in {seconds:.1f} s, {rate:.1f} tokens/s", style="dim")
                 self._say_route()
-        if stopped and self._options.prompt is not None:
+        if stopped and self.options.prompt is not None:
             raise typer.Exit(ExitCode.INTERRUPTED)
 
     def _write(self, text: str) -> None:
-        if not self._output.as_json:
+        if not self.output.as_json:
             sys.stdout.write(text)
             sys.stdout.flush()
 
     def _say_route(self) -> None:
-        hops = [f"{hop.span} at …{hop.peer_id[-8:]}" for hop in self._conversation.route]
+        hops = [f"{hop.span} at …{hop.peer_id[-8:]}" for hop in self.conversation.route]
         text = f"route: you → {' → '.join(hops)} → you" if hops else "no route yet: ask something"
-        self._output.say(text, style="dim")
+        self.output.say(text, style="dim")

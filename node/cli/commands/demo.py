@@ -51,16 +51,17 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
     with tempfile.TemporaryDirectory(prefix="petalnode-demo-") as scratch:
         async with open_swarm(config) as swarm, trio.open_nursery() as nursery:
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
-            spans = even_spans(folder.num_blocks, servers)
-            started = [
-                await nursery.start(_server, span, swarm.addrs[0], Path(scratch) / f"{index}.key", servers)
-                for index, span in enumerate(spans)
-            ]
             output.say(f"starting {servers} servers of {folder.name} on this machine ...")
+
+            async def start(span: Span) -> None:
+                key = Path(scratch) / f"{span.start}.key"
+                peer_id = await nursery.start(_server, span, swarm.addrs[0], key, servers)
+                output.say(f"  blocks {span}: server …{peer_id[-8:]}")
+
             with trio.move_on_after(READY_TIMEOUT) as scope:
-                for span, ready in zip(spans, started, strict=True):
-                    peer_id = await ready.wait()
-                    output.say(f"  blocks {span}: server …{peer_id[-8:]}")
+                async with trio.open_nursery() as starting:
+                    for span in even_spans(folder.num_blocks, servers):
+                        starting.start_soon(start, span)
             if scope.cancelled_caught:
                 raise MachineError(f"the servers were not ready within {READY_TIMEOUT:.0f} s")
             options = ChatOptions(prompt=prompt, max_new_tokens=max_new_tokens, show_route=True)
@@ -81,38 +82,24 @@ def even_spans(num_blocks: int, count: int) -> list[Span]:
     return [Span(start, end) for start, end in itertools.pairwise(edges)]
 
 
-class _Ready:
-    """A server's peer id, once it says that it is ready."""
-
-    def __init__(self) -> None:
-        self._event = trio.Event()
-        self._peer_id = ""
-
-    def set(self, peer_id: str) -> None:
-        self._peer_id = peer_id
-        self._event.set()
-
-    async def wait(self) -> str:
-        await self._event.wait()
-        return self._peer_id
-
-
 async def _server(
     span: Span,
     peer: str,
     identity: Path,
     servers: int,
     *,
-    task_status: trio.TaskStatus[_Ready] = trio.TASK_STATUS_IGNORED,
+    task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Runs one server process until cancelled. It stops by itself when this process is gone, however that went."""
+    """Runs one server process until cancelled; started with its peer id when it is ready.
+
+    The server stops by itself when this process ends, because its standard input is then closed.
+    """
     command = [
         *(sys.executable, "-m", "petalnode", "serve", DEFAULT_MODEL, "--blocks", str(span), "--peer", peer),
         *("--listen", "/ip4/127.0.0.1/tcp/0", "--identity", str(identity), "--until-eof", "--json"),
         *("--drain-timeout", "0"),  # nobody is left to move
         *("--no-mdns", "--no-remember", "--relay", "off"),
     ]
-    ready = _Ready()
     process = await trio.lowlevel.open_process(
         command,
         stdin=subprocess.PIPE,
@@ -126,8 +113,7 @@ async def _server(
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_read_errors, process, errors)
-            task_status.started(ready)
-            await _read_events(process, ready)
+            await _read_events(process, task_status)
             code = await process.wait()
             # Only an end that nobody asked for comes here.
             raise MachineError(f"the server of blocks {span} ended with exit code {code}: {''.join(errors)[-500:]}")
@@ -143,7 +129,7 @@ async def _read_errors(process: trio.Process, errors: list[str]) -> None:
         del errors[:-50]
 
 
-async def _read_events(process: trio.Process, ready: _Ready) -> None:
+async def _read_events(process: trio.Process, task_status: trio.TaskStatus[str]) -> None:
     assert process.stdout is not None
     pending = b""
     async for data in process.stdout:
@@ -151,7 +137,7 @@ async def _read_events(process: trio.Process, ready: _Ready) -> None:
         for line in lines:
             event = json.loads(line)
             if event.get("event") == "ready":
-                ready.set(event["peer_id"])
+                task_status.started(event["peer_id"])
 
 
 async def _stop(process: trio.Process) -> None:

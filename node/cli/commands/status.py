@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import trio
 import typer
@@ -55,9 +55,7 @@ async def _status(model: str | None, join: JoinOptions) -> None:
             known = sorted(view.servers(version, now=time.time()), key=lambda server: (server.span, server.peer_id))
             servers = [server for server in known if server.num_blocks == num_blocks]
             coverage = coverage_of(servers, num_blocks)
-            output.emit(
-                **_as_json(name, version, num_blocks, servers, coverage), relays=[relay.as_json() for relay in relays]
-            )
+            output.emit(**_as_json(name, version, num_blocks, servers, coverage), relays=list(map(asdict, relays)))
             if not join.json:
                 output.console.print(_table(name, version, num_blocks, servers))
                 for line in adapter_lines(servers):
@@ -69,8 +67,10 @@ async def _status(model: str | None, join: JoinOptions) -> None:
                 if missing:
                     output.say(f"nobody serves {describe_blocks(missing)}: no answers until somebody does", style="red")
         if not join.json:
-            for line in relay_lines(relays):
-                output.say(line)
+            for relay in relays:
+                output.say(f"relay {relay}")
+            if not relays:
+                output.say("relays: none known, so nodes behind NAT cannot be reached from outside their network")
 
 
 def adapter_lines(servers: Sequence[Announcement]) -> list[str]:
@@ -179,9 +179,6 @@ class Relay:
     circuits: int | None = None
     relayed_bytes: int | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
         load = f"{self.reservations} of {self.reservations + self.free} places taken"
         if self.circuits is not None and self.relayed_bytes is not None:
@@ -215,10 +212,3 @@ async def known_relays(swarm: Swarm) -> list[Relay]:
         for peer_id in asked:
             nursery.start_soon(ask, peer_id)
     return sorted(found.values(), key=lambda relay: (relay.role, relay.peer_id))
-
-
-def relay_lines(relays: Sequence[Relay]) -> list[str]:
-    """Lines for a person."""
-    if not relays:
-        return ["relays: none known, so nodes behind NAT cannot be reached from outside their network"]
-    return [f"relay {relay}" for relay in relays]

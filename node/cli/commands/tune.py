@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import typer
@@ -194,9 +193,7 @@ class _Report:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def on_event(self, event: Event) -> None:
@@ -235,24 +232,17 @@ class _Report:
             self._output.say(f"step {event.step} of {event.steps}: {figures}")
 
 
+@dataclass
 class _Run:
     """One training from the command line."""
 
-    def __init__(
-        self,
-        options: TuneOptions,
-        out: Path,
-        dataset: Dataset,
-        train: tuple[Example, ...],
-        held_out: tuple[Example, ...],
-        output: Output,
-    ) -> None:
-        self._options = options
-        self._out = out
-        self._dataset = dataset
-        self._train = train
-        self._held_out = held_out
-        self._output = output
+    options: TuneOptions
+    out: Path
+    dataset: Dataset
+    train: tuple[Example, ...]
+    held_out: tuple[Example, ...]
+    output: Output
+    model_name: str = ""
 
     def run(self, name: str | None, join: JoinOptions) -> None:
         # Told to stop in any way, it keeps what it has.
@@ -261,7 +251,7 @@ class _Run:
             model, tokenizer = self._open(name, join, stack)
             training = self._training(model, tokenizer)
             try:
-                with _Report(self._output, training.recipe.steps) as report:
+                with _Report(self.output, training.recipe.steps) as report:
                     self._loop(training, report)
             except (KeyboardInterrupt, PetalnodeError) as error:
                 self._keep(training, interrupted=isinstance(error, KeyboardInterrupt))
@@ -272,12 +262,12 @@ class _Run:
 
     def _open(self, name: str | None, join: JoinOptions, stack: ExitStack) -> tuple[DistributedModel, Any]:
         """The model on the swarm, with the head of a classifier if the data has labels, and its tokenizer."""
-        bars = ProgressBars(self._output.errors)
+        bars = ProgressBars(self.output.errors)
 
         @asynccontextmanager
         async def resource() -> AsyncIterator[SwarmClient]:
-            async with joined(join, self._output, role="tune", listens=False) as (swarm, _):
-                folder = await model_folder(name or await served_model(swarm), self._output, need="client")
+            async with joined(join, self.output, role="tune", listens=False) as (swarm, _):
+                folder = await model_folder(name or await served_model(swarm), self.output, need="client")
                 identified = await identify_model(swarm, folder, bars)
                 bars.stop()
                 async with open_client(swarm, identified) as client:
@@ -293,9 +283,9 @@ class _Run:
         runtime = TrioThread(resource)
         stack.callback(runtime.close)
         folder = runtime.value.model.folder
-        opened = OpenedModel(load_client(folder.path, device=self._options.device), runtime, folder.path)
+        opened = OpenedModel(load_client(folder.path, device=self.options.device), runtime, folder.path)
         tokenizer = load_tokenizer(folder)
-        labels = self._dataset.labels
+        labels = self.dataset.labels
         model: DistributedModel
         if labels:
             if len(labels) < 2:
@@ -305,7 +295,7 @@ class _Run:
                 model.config.pad_token_id = _padding(tokenizer)
         else:
             model = DistributedModelForCausalLM(opened)
-        self._model_name = folder.name
+        self.model_name = folder.name
         return model, tokenizer
 
     def _training(self, model: DistributedModel, tokenizer: Any) -> Training:
@@ -313,17 +303,17 @@ class _Run:
         from ...tuning.trainer import Training
         from ...tuning.tuned import Tuned
 
-        options = self._options
+        options = self.options
         chat = bool(tokenizer.chat_template) if options.chat_template is None else options.chat_template
         if chat and not tokenizer.chat_template:
-            raise BadInput(f"{self._model_name} has no chat template: leave --chat-template out")
-        labels = self._dataset.labels
+            raise BadInput(f"{self.model_name} has no chat template: leave --chat-template out")
+        labels = self.dataset.labels
         limits: dict[str, Any] = {"max_length": options.max_length, "chat": chat, "labels": labels}
-        train = rows_of(self._train, tokenizer, **limits)
-        held_out = rows_of(self._held_out, tokenizer, **limits)
+        train = rows_of(self.train, tokenizer, **limits)
+        held_out = rows_of(self.held_out, tokenizer, **limits)
         if not train:
             raise BadInput(f"nothing to learn is left within {options.max_length} tokens: raise --max-length")
-        if self._held_out and not held_out:
+        if self.held_out and not held_out:
             raise BadInput(f"nothing to evaluate on is left within {options.max_length} tokens: raise --max-length")
         epoch = steps_of_epoch(len(train), options.batch_size)
         steps = options.steps or (options.epochs or DEFAULT_EPOCHS) * epoch
@@ -342,7 +332,7 @@ class _Run:
         )
         tuned = Tuned.of(model, recipe.method, options.seed)
         about = {
-            "data": self._dataset.hash,
+            "data": self.dataset.hash,
             "model_version": model.version.hex(),
             "rows": len(train),
             "held_out": len(held_out),
@@ -351,11 +341,11 @@ class _Run:
         }
         training = Training(tuned, recipe, train, held_out, about=about, padding=_padding(tokenizer))
         if options.resume:
-            training.resume(load_checkpoint(self._out))
+            training.resume(load_checkpoint(self.out))
         weights = sum(weight.numel() for weight in tuned.weights.values())
-        told = f"{options.method}: {weights:,} weights to train on {len(train):,} rows of {self._dataset.name}"
+        told = f"{options.method}: {weights:,} weights to train on {len(train):,} rows of {self.dataset.name}"
         told += f", {len(held_out):,} held out" if held_out else ""
-        self._output.say(told + (f"; going on at step {training.step + 1}" if training.step else ""))
+        self.output.say(told + (f"; going on at step {training.step + 1}" if training.step else ""))
         return training
 
     def _loop(self, training: Training, report: _Report) -> None:
@@ -364,7 +354,7 @@ class _Run:
         for event in training.run():
             report.on_event(event)
             if isinstance(event, StepDone) and event.step % training.recipe.checkpoint_every == 0:
-                save_checkpoint(self._out, training.checkpoint())
+                save_checkpoint(self.out, training.checkpoint())
 
     def _keep(self, training: Training, *, interrupted: bool) -> None:
         """Saves a checkpoint and says how to go on."""
@@ -372,23 +362,23 @@ class _Run:
 
         if not training.step:
             return
-        path = save_checkpoint(self._out, training.checkpoint())
+        path = save_checkpoint(self.out, training.checkpoint())
         given = [argument for argument in sys.argv[1:] if argument not in ("--resume", "--overwrite")]
-        self._output.say(f"{'Interrupted' if interrupted else 'Stopped'} after step {training.step}. Go on with")
-        self._output.say(f"  petalnode {shlex.join([*given, '--resume'])}")
+        self.output.say(f"{'Interrupted' if interrupted else 'Stopped'} after step {training.step}. Go on with")
+        self.output.say(f"  petalnode {shlex.join([*given, '--resume'])}")
         if interrupted:
-            self._output.emit(event="interrupted", step=training.step, checkpoint=str(path))
+            self.output.emit(event="interrupted", step=training.step, checkpoint=str(path))
 
     def _save(self, training: Training) -> None:
         from ...tuning.adapter_folder import card_of, save_adapter
         from ...tuning.checkpoint import CHECKPOINT
 
-        options, out = self._options, self._out
+        options, out = self.options, self.out
         training.take_best()
-        labels = self._dataset.labels
+        labels = self.dataset.labels
         results: dict[str, Any] = {
-            "data": self._dataset.name,
-            "SHA-256 of the data": self._dataset.hash,
+            "data": self.dataset.name,
+            "SHA-256 of the data": self.dataset.hash,
             "steps": training.step,
             "rows of a step": options.batch_size,
             "loss of the last step": round(training.loss, 4),
@@ -397,7 +387,7 @@ class _Run:
             results["loss on held-out data"] = round(training.early_stop.best, 4)
         note = AdapterNote(
             method=options.method,
-            model=self._model_name,
+            model=self.model_name,
             model_version=training.tuned.model.version.hex(),
             task="classification" if labels else "language",
             labels=labels,
@@ -406,8 +396,8 @@ class _Run:
         )
         save_adapter(out, training.tuned, note, card_of(note))
         (out / CHECKPOINT).unlink(missing_ok=True)
-        self._output.say(f"saved in {out}")
-        self._output.emit(event="saved", path=str(out))
+        self.output.say(f"saved in {out}")
+        self.output.emit(event="saved", path=str(out))
 
 
 def _padding(tokenizer: Any) -> int:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from types import TracebackType
 
 import torch
 
@@ -25,13 +24,13 @@ from .runtime import TrioThread
 class InferenceSession:
     """Attention caches of one batch of sequences, kept by the servers of a chain.
 
-    Opened at the servers by the first step, which shows how many rows there are. One call at a time. A context
-    manager: leaving it gives the caches back, as `close` does.
+    The first step opens the session at the servers and sets the batch size. One call at a time. A context manager:
+    leaving it closes the session, which frees the caches.
 
     Attributes:
-        max_length: tokens of a row that fit; servers reserve rows x max_length.
-        tokens: token ids per row that `generate` has put in, if it was `generate`.
-        adapter: what the blocks are changed by in this session, if not by what the model was opened with.
+        max_length: tokens per row at most; servers reserve batch size x max_length.
+        tokens: token ids per row, if the session holds what `generate` sent; else None.
+        adapter: applies to the blocks in this session instead of the adapter that the model was opened with.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class InferenceSession:
         adapter: SessionAdapter | None = None,
     ) -> None:
         if max_length < 1:
-            raise BadInput(f"a session of max_length {max_length} holds nothing")
+            raise BadInput(f"max_length is {max_length}: give 1 or more")
         self.max_length = max_length
         self.tokens: list[list[int]] | None = None
         self._runtime = runtime
@@ -63,14 +62,12 @@ class InferenceSession:
     def __enter__(self) -> InferenceSession:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
     def batch_size(self) -> int | None:
-        """Rows, once the first step has shown how many."""
+        """The number of rows; None before the first step."""
         return None if self._session is None else self._session.spec.batch
 
     @property
@@ -82,15 +79,15 @@ class InferenceSession:
 
     @property
     def recoveries(self) -> int:
-        """Servers that failed and were replaced so far."""
+        """How many failed servers were replaced so far."""
         return 0 if self._session is None else self._session.recoveries
 
     @property
     def position(self) -> int:
-        """Tokens that each row holds. Set it lower to roll back: what follows replaces what was there.
+        """Tokens that each row holds. Set it lower to roll back: the next step then replaces the later tokens.
 
         Raises:
-            BadInput: when set to more than is held, or below 0.
+            BadInput: set to more tokens than are held, or below 0.
         """
         return 0 if self._session is None else self._session.position
 
@@ -99,7 +96,7 @@ class InferenceSession:
         if self._session is not None:
             self._session.position = position
         elif position != 0:
-            raise BadInput(f"a session that holds no tokens cannot go to position {position}")
+            raise BadInput(f"a session without tokens cannot be set to position {position}")
         if self.tokens is not None:
             self.tokens = [row[:position] for row in self.tokens]
 
@@ -160,7 +157,7 @@ class InferenceSession:
         return self._session
 
     def close(self) -> None:
-        """Gives the servers their caches back. Safe to call twice."""
+        """Closes the session and frees the caches at the servers. Safe to call twice."""
         with self._lock:
             if self._closed:
                 return
@@ -171,4 +168,4 @@ class InferenceSession:
             try:
                 self._runtime.call(self._stack.aclose)
             except PetalnodeError:
-                pass  # a server is gone, or the model was closed before: the servers notice by themselves
+                pass  # a server is gone, or the model is closed: then the servers close the session themselves

@@ -1,7 +1,6 @@
-"""A trio event loop in a thread of its own, for callers that are not trio: the synchronous Python API.
+"""A trio event loop in a daemon thread, for the synchronous Python API.
 
-Safe from any thread (autograd has its own); refuses to work after a fork; a process that forgets to close it exits
-cleanly all the same, because the thread is a daemon and the loop is stopped at exit.
+May be called from any thread, such as those of autograd, but not after a fork. The loop is stopped at exit.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class TrioThread(Generic[T]):
     """Holds an async context manager open in a trio thread, and runs async functions there.
 
     Args:
-        resource: entered in the thread; what it gives is `self.value`. Whatever it raises, the constructor raises.
+        resource: entered in the thread; its value is `self.value`, and its errors are raised by the constructor.
     """
 
     value: T
@@ -133,7 +132,7 @@ class TrioThread(Generic[T]):
 
 
 def _only(error: BaseException) -> BaseException:
-    """The single error inside nested exception groups, for callers who do not know of nurseries."""
+    """The error inside nested exception groups, if it is the only one."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

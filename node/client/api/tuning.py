@@ -16,29 +16,28 @@ from ...models.adapter import Adapter
 from .model import DistributedModel
 
 IGNORED_LABEL = -100
-"""Of positions without a loss, in transformers."""
+"""The label of positions without a loss, in transformers."""
 
 
 _USUAL_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",))
 
 
 class PromptTuning(nn.Module):
-    """Learns virtual tokens that stand before every row (Lester et al. 2021), and with `deep` something to add to their
-    positions in every block as well (P-tuning v2, Liu et al. 2021; "prefix tuning" in Petals, NeurIPS 2023, app. G).
+    """Learns virtual tokens before every row (soft prompts, Lester et al. 2021), and with `deep` also tensors that are
+    added to the input of every block at their positions (deep prompts: P-tuning v2, Liu et al. 2021; "prefix tuning"
+    in Petals, NeurIPS 2023, app. G).
 
         tuned = PromptTuning(model, num_virtual_tokens=16)
         optimiser = torch.optim.Adam(tuned.parameters(), lr=1e-2)
         tuned(input_ids, attention_mask=mask, labels=labels).loss.backward()
 
-    The names are peft's: `num_virtual_tokens`, and `prompt_embeddings`, which has the name and shape of the tensor that
-    peft saves for PROMPT_TUNING. peft's own PREFIX_TUNING learns keys and values instead of `deep_prompts`, which is
-    another method.
+    `num_virtual_tokens`, `prompt_embeddings` have the names and shapes of peft's PROMPT_TUNING; peft's PREFIX_TUNING,
+    which learns keys and values, is another method than `deep`.
 
     Args:
-        model: any model of the Python API. It is no submodule of this one: its own weights that shall be trained (the
-            head of a classifier) go to the optimiser beside `tuned.parameters()`.
-        init: [num_virtual_tokens, embedding size] to start from, such as the embeddings of a text; by default those of
-            random tokens, which is where peft's RANDOM starts from in spirit and trains faster than noise.
+        model: any model of the Python API. It is not a submodule: to train its own weights too (the head of a
+            classifier), give them to the optimiser beside `tuned.parameters()`.
+        init: float [num_virtual_tokens, embedding size], the initial prompt; by default embeddings of random tokens.
 
     Attributes:
         prompt_embeddings: [num_virtual_tokens, embedding size], float32.
@@ -52,7 +51,7 @@ class PromptTuning(nn.Module):
     ) -> None:
         super().__init__()
         if num_virtual_tokens < 1:
-            raise BadInput(f"{num_virtual_tokens} virtual tokens teach nothing: ask for 1 or more")
+            raise BadInput(f"{num_virtual_tokens} virtual tokens: give 1 or more")
         embeddings = model.transformers_model.get_input_embeddings()
         weight = embeddings.weight
         if init is None:
@@ -75,10 +74,10 @@ class PromptTuning(nn.Module):
         labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The model's own forward on the virtual tokens and `input_ids` [batch, tokens] behind them.
+        """The model's forward on the virtual tokens followed by `input_ids` [batch, tokens].
 
-        What comes back has `num_virtual_tokens` more positions than went in, where it has positions. `labels` are
-        those of `input_ids`: token ids of the same shape, or classes.
+        Outputs per position have `num_virtual_tokens` more of them. `labels` are for `input_ids`: token ids of the
+        same shape, or classes.
         """
         model = self._model[0]
         ids, mask = self._prefixed(input_ids, attention_mask)
@@ -92,14 +91,14 @@ class PromptTuning(nn.Module):
     def generate(
         self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """The model's own generate behind the virtual tokens; returns the sequences without them."""
+        """The model's generate after the virtual tokens; returns the sequences without them."""
         model = self._model[0]
         if kwargs.get("use_cache") is False:
             ids, mask = self._prefixed(input_ids, attention_mask)
             with model.prompted(self.prompt_embeddings, self.deep_prompts):
                 sequences: torch.Tensor = model.generate(ids, attention_mask=mask, **kwargs)
             return sequences[:, self.num_virtual_tokens :]
-        # A session knows padding at the left only, so the virtual tokens stand behind it.
+        # A session supports padding at the left only, so the virtual tokens come after the padding.
         count = self.num_virtual_tokens
         seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         starts = seen.argmax(dim=1).cpu()
@@ -139,20 +138,20 @@ class LoraTuning(nn.Module):
         optimiser = torch.optim.AdamW(tuned.parameters(), lr=1e-3)
         tuned(input_ids, attention_mask=mask, labels=labels).loss.backward()
 
-    Servers get the present weights with each batch, treat them as inputs and keep nothing of them; so any number of
-    people train on the same servers. Arguments and `peft_state_dict` have peft's names (LoraConfig), and the start is
-    peft's: A random, B zero. There is no dropout, since the server's part is computed twice.
+    Servers get the current weights with each batch, as inputs, and do not keep them, so any number of clients can train
+    on the same servers. Arguments, `peft_state_dict` and the initialisation (A random, B zero) are those of peft's
+    LoraConfig. There is no dropout, because servers compute their forward pass twice.
 
     Args:
-        model: any model of the Python API. It is no submodule of this one.
+        model: any model of the Python API. It is not a submodule.
         r: rank.
         lora_alpha: the change is scaled by lora_alpha / r.
-        target_modules: names, or ends of names, of linear layers of a block; None is what is usual for the attention
-            of the architecture.
-        layers_to_transform: numbers of the blocks that are changed; None is all.
+        target_modules: names, or ends of names, of linear layers of a block; None is the usual attention layers of
+            the architecture.
+        layers_to_transform: numbers of the blocks to change; None is all.
 
     Raises:
-        BadInput: no such layers or blocks.
+        BadInput: there are no such layers or blocks.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class LoraTuning(nn.Module):
     ) -> None:
         super().__init__()
         if r < 1:
-            raise BadInput(f"a rank of {r} changes nothing: give r of 1 or more")
+            raise BadInput(f"r is {r}: give a rank of 1 or more")
         self.r = r
         self.lora_alpha = lora_alpha
         numbers = list(range(model.num_blocks)) if layers_to_transform is None else sorted(set(layers_to_transform))
@@ -195,18 +194,18 @@ class LoraTuning(nn.Module):
         return self.lora_alpha / self.r
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward with its blocks changed; a `PromptTuning` of the model may be called within it."""
+        """The model's forward with these LoRA weights."""
         with self.applied():
             return self._model[0](*args, **kwargs)
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own generate with its blocks changed, in a session that the present weights are brought to."""
+        """The model's generate with these LoRA weights, which are uploaded to the servers of a new session."""
         with self.applied():
             return self._model[0].generate(*args, **kwargs)
 
     def applied(self) -> AbstractContextManager[None]:
-        """A context in which all calls of the model, in this thread, have its blocks changed."""
+        """A context in which these LoRA weights apply to calls of the model and its `PromptTuning` in this thread."""
         return self._model[0].changed(self._named())
 
     def _named(self) -> dict[LoraName, torch.Tensor]:
@@ -217,19 +216,19 @@ class LoraTuning(nn.Module):
         return named
 
     def peft_state_dict(self) -> Mapping[str, torch.Tensor]:
-        """The weights under the names that peft saves them with in adapter_model.safetensors."""
+        """The weights by the names that peft gives them in adapter_model.safetensors."""
         return {self._peft_name(key): weight.detach() for key, weight in self.weights.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[LoraName, torch.Tensor]) -> None:
-        """Takes over these weights, the scaling apart.
+        """Copies these weights, without the scaling, into this module.
 
         Raises:
-            BadInput: there are others than these, or of other shapes.
+            BadInput: the names or shapes are not those of this module.
         """
         own = {_name(key): weight for key, weight in self.weights.items()}
         if strange := own.keys() ^ tensors.keys():
-            raise BadInput(f"the weights of {min(map(str, strange))} are missing, or are not wanted here")
+            raise BadInput(f"the weights {min(map(str, strange))} are missing or unexpected")
         for name, weight in own.items():
             if tensors[name].shape != weight.shape:
                 raise BadInput(f"{name} has shape {list(tensors[name].shape)}, not {list(weight.shape)}")
@@ -247,12 +246,12 @@ def _name(key: str) -> LoraName:
 
 
 def is_target(path: str, targets: Collection[str]) -> bool:
-    """Whether the layer at `path` of a block is one of those that are called so, or end so."""
+    """Whether `path`, or its end, is one of these names of layers."""
     return any(path == target or path.endswith(f".{target}") for target in targets)
 
 
 def usual_targets(linears: Mapping[str, Any]) -> tuple[str, ...]:
-    """The layers that are usually changed, of those that a block has, by their paths there.
+    """The names of the layers that LoRA usually changes, given the linear layers of a block by path.
 
     Raises:
         BadInput: the architecture is not known.
@@ -260,4 +259,6 @@ def usual_targets(linears: Mapping[str, Any]) -> tuple[str, ...]:
     for names in _USUAL_TARGETS:
         if all(any(is_target(path, (name,)) for path in linears) for name in names):
             return names
-    raise BadInput(f"which layers? Give target_modules out of {', '.join(linears)}")
+    raise BadInput(
+        f"the usual layers of this architecture are not known: give target_modules out of {', '.join(linears)}"
+    )
