@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal, TypeAlias, get_args
 
 from ..errors import BadInput
@@ -33,7 +34,4 @@ def held_bytes(quantisation: Quantisation, shape: tuple[int, ...], nbytes: int) 
     """
     if quantisation == "none" or len(shape) < 2:
         return nbytes
-    count = 1
-    for size in shape:
-        count *= size
-    return int(count * _BYTES[quantisation])
+    return int(math.prod(shape) * _BYTES[quantisation])

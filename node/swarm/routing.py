@@ -3,7 +3,7 @@
 Petals (NeurIPS 2023, section 3.2) routes a session over the shortest path in a graph of servers and replans with D*
 Lite. Here the whole path is computed anew each time, exactly, in a few milliseconds: docs/routing.md.
 
-**Cost** of one request, in seconds, with what one server takes as in planning/cost.py. A message takes half a round
+**Cost** of one request, in seconds, with what one server takes as in cost.py. A message takes half a round
 trip. A chain c -> s1 -> s2 -> c costs
 
     half(s1) + work(s1) + way(s1, s2) + work(s2) + half(s2)

@@ -23,9 +23,7 @@ MAX_BLOCKS: Final = 512
 SAME_REGION_SECONDS: Final = 0.001
 """A round trip between two machines of one region, where the file does not say."""
 _MAX_BYTES: Final = 16 << 20
-_NUMBERS: Final = ("blocks", "memory_gb", "ms_per_block")
-_TEXTS: Final = ("name", "device", "region")
-_KEYS: Final = (*_TEXTS, *_NUMBERS, "rtt_ms")
+_KEYS: Final = ("name", "device", "region", "blocks", "memory_gb", "ms_per_block", "rtt_ms")
 _CLIENT_KEYS: Final = ("region", "rtt_ms", "ms_per_token")
 CLIENT: Final = "client"
 MEMORY_SHARE: Final = 0.8
@@ -33,48 +31,29 @@ MEMORY_SHARE: Final = 0.8
 BANDWIDTH_SHARE: Final = 0.75
 """Part of the memory's bandwidth that a decode step reaches, which reads every weight once and does little else. Of
 the devices in table 2 of the Berkeley report (EECS-2024-111): A100 0.70, RTX 3090 0.84, A10G 0.76."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """`memory` in bytes, None where it differs from one to another; `bandwidth` of it in bytes per second."""
-
-    memory: float | None
-    bandwidth: float
-
-    def block_seconds(self, block_bytes: float) -> float:
-        """One block of a decode step."""
-        return block_bytes / (self.bandwidth * BANDWIDTH_SHARE)
-
-
-def _gigabytes(memory: float | None, bandwidth: float) -> Device:
-    return Device(None if memory is None else memory * 1e9, bandwidth * 1e9)
-
-
-DEVICES: Final = {
-    "a100-40": _gigabytes(40, 1555),
-    "a100-80": _gigabytes(80, 2039),
-    "a10g": _gigabytes(24, 600),
-    "h100": _gigabytes(80, 3350),
-    "h200": _gigabytes(141, 4800),
-    "l4": _gigabytes(24, 300),
-    "l40s": _gigabytes(48, 864),
-    "rtx3060": _gigabytes(12, 360),
-    "rtx3090": _gigabytes(24, 936),
-    "rtx4060": _gigabytes(8, 272),
-    "rtx4090": _gigabytes(24, 1008),
-    "rtx5090": _gigabytes(32, 1792),
-    "t4": _gigabytes(16, 320),
-    "v100": _gigabytes(16, 900),
-    "m1": _gigabytes(None, 68),
-    "m2": _gigabytes(None, 100),
-    "m3": _gigabytes(None, 100),
-    "m4": _gigabytes(None, 120),
-    "cpu": _gigabytes(None, 40),
+DEVICES: Final[Mapping[str, tuple[float | None, float]]] = {
+    "a100-40": (40, 1555),
+    "a100-80": (80, 2039),
+    "a10g": (24, 600),
+    "h100": (80, 3350),
+    "h200": (141, 4800),
+    "l4": (24, 300),
+    "l40s": (48, 864),
+    "rtx3060": (12, 360),
+    "rtx3090": (24, 936),
+    "rtx4060": (8, 272),
+    "rtx4090": (24, 1008),
+    "rtx5090": (32, 1792),
+    "t4": (16, 320),
+    "v100": (16, 900),
+    "m1": (None, 68),
+    "m2": (None, 100),
+    "m3": (None, 100),
+    "m4": (None, 120),
+    "cpu": (None, 40),
 }
-"""By the makers' data sheets; a laptop's processor with two channels of memory for `cpu`."""
-
-
+"""Memory in 10^9 bytes (None where it differs from one to another) and its bandwidth in 10^9 bytes per second, by the
+makers' data sheets; a laptop's processor with two channels of memory for `cpu`."""
 _TABLE = Path(__file__).with_name("regions.csv")
 
 
@@ -233,15 +212,15 @@ def fleet_of(file: MachinesFile, num_blocks: int, block_bytes: float | None) -> 
 
 
 def _machine(row: Row, num_blocks: int, block_bytes: float | None) -> Machine:
-    device = None if row.device is None else DEVICES[row.device]
+    device_memory, bandwidth = (None, None) if row.device is None else DEVICES[row.device]
     memory = row.memory
-    if memory is None and device is not None and device.memory is not None:
-        memory = device.memory * MEMORY_SHARE
+    if memory is None and device_memory is not None:
+        memory = device_memory * 1e9 * MEMORY_SHARE
     if row.blocks is None and memory is None:
         raise BadInput(
             f"{row.name}: how many blocks can it hold? Give blocks, memory_gb or a device with its own memory"
         )
-    if row.block_seconds is None and device is None:
+    if row.block_seconds is None and bandwidth is None:
         raise BadInput(f"{row.name}: how fast is it? Give ms_per_block or a device")
     if block_bytes is None and (row.blocks is None or row.block_seconds is None):
         raise BadInput(
@@ -254,8 +233,8 @@ def _machine(row: Row, num_blocks: int, block_bytes: float | None) -> Machine:
         blocks = int(memory / block_bytes)
     seconds = row.block_seconds
     if seconds is None:
-        assert device is not None and block_bytes is not None
-        seconds = device.block_seconds(block_bytes)
+        assert bandwidth is not None and block_bytes is not None
+        seconds = block_bytes / (bandwidth * 1e9 * BANDWIDTH_SHARE)
     return Machine(row.name, min(blocks, num_blocks), seconds)
 
 
