@@ -143,10 +143,7 @@ class SwarmClient(ServerSelection):
         return None if announced is None else ServerClaims.of(announced)
 
     def accuse(self, peer_id: str, reason: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
-        """Notes that a server signed something else than it did, or nothing: it is not used for long.
-
-        `proof`, two receipts that contradict each other, is shown to others.
-        """
+        """Bans a server that signed something else than it did, or nothing, and publishes the proof if there is one."""
         self.swarm.trust.ban(peer_id, reason, "own")
         if proof is not None:
             bundle = equivocation_bundle(self.swarm.identity, peer_id, *proof)
@@ -158,18 +155,11 @@ class SwarmClient(ServerSelection):
 
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
         """A stream to the server of `hop`; with `direct`, only on a connection that there is, without a relay.
-
-        Raises:
-            ServerFailed: it cannot be reached.
-        """
+        Raises ServerFailed."""
         return await self._stream(hop, INFERENCE, wire.InferenceFrame, direct=direct)
 
     async def batch_stream(self, hop: Hop, protocol: str) -> BatchFrames:
-        """A stream for batches to the server of `hop`; `protocol` says of which kind.
-
-        Raises:
-            ServerFailed: it cannot be reached.
-        """
+        """A stream for batches to the server of `hop`; `protocol` says of which kind. Raises ServerFailed."""
         return await self._stream(hop, protocol, wire.BatchFrame, max_header=MAX_BATCH_HEADER, max_payload=PIECE_BYTES)
 
     async def _stream(self, hop: Hop, protocol: str, frame: type[F], **options: Any) -> MessageStream[F]:

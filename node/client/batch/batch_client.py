@@ -74,19 +74,12 @@ class StartedBackward:
             await self.stream.abandon(self.sent)
 
 
-@dataclass(frozen=True)
-class _Key:
-    protocol: str
-    hop: Hop
-    spec: BatchSpec
-
-
 class BatchClient:
     """Runs batch requests at servers over streams that are kept between batches; one per client."""
 
     def __init__(self, client: ModelClient) -> None:
         self._client = client
-        self._slots: dict[_Key, _Slot] = {}
+        self._slots: dict[tuple[str, Hop, BatchSpec], _Slot] = {}
         self._no_gradients: dict[str, ServerFailed] = {}
         self._speeds: dict[str, float] = {}  # seconds of a token in a block, by peer
 
@@ -174,7 +167,7 @@ class BatchClient:
         Of the gradient in `request` only the description is used. None if the server cannot have it so; what is wrong
         with it will show when the whole request is run.
         """
-        slot = self._slots.setdefault(_Key(BACKWARD, hop, spec), _Slot())
+        slot = self._slots.setdefault((BACKWARD, hop, spec), _Slot())
         if trio.current_time() < slot.whole_until:
             return None
         slot.users += 1
@@ -206,7 +199,7 @@ class BatchClient:
         Raises:
             ServerFailed: the server is gone, silent, refuses or cheats.
         """
-        slot = self._slots.setdefault(_Key(protocol, hop, spec), _Slot())
+        slot = self._slots.setdefault((protocol, hop, spec), _Slot())
         slot.users += begun is None
         patience = timeout or self._patience(hop, request, protocol)
         try:

@@ -68,6 +68,7 @@ class Chain:
         recoveries: servers that were replaced so far.
         paths: how often a server's session went on over another stream instead.
         between_steps: held by every step.
+        no_push: until when a server does not push to another one, because a push between them was lost.
     """
 
     def __init__(self, router: Router, spec: SessionSpec, wait: bool) -> None:
@@ -78,6 +79,7 @@ class Chain:
         self.recoveries = 0
         self.paths = PathChanges()
         self.between_steps = trio.Lock()
+        self.no_push: dict[tuple[str, str], float] = {}
         self._wait = wait
 
     @property

@@ -23,7 +23,7 @@ from ..router import Router
 from .chain import Chain, Link, close_links, step_limit
 from .history import History, Input
 from .reconnector import PathChanges
-from .step import PushFailures, StepRun
+from .step import StepRun
 from .stream import HopTiming, SessionSpec, SessionStream
 
 
@@ -55,7 +55,6 @@ class ClientSession:
         self.spec = spec
         self._router = router
         self._chain = Chain(router, spec, wait)
-        self._push_failures = PushFailures()
         self._position = 0
         self._torn = False
         self._closed = False
@@ -199,7 +198,7 @@ class ClientSession:
         return out
 
     async def _run(self, links: list[Link], step: Input, *, push: bool) -> WireTensor:
-        return await StepRun(self._chain, links, step, self._push_failures, push=push).run()
+        return await StepRun(self._chain, links, step, push=push).run()
 
     async def _pipeline(self, inputs: Sequence[Input]) -> list[WireTensor]:
         """Runs many steps at once, each server on another one."""

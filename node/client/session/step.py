@@ -35,37 +35,17 @@ from .recovery import (
 from .stream import Answer
 
 
-class PushFailures:
-    """Between which servers a push was lost, so that for a while this client sends to the second one itself."""
-
-    def __init__(self) -> None:
-        self._until: dict[tuple[str, str], float] = {}
-
-    def note(self, sender: Link, receiver: Link) -> None:
-        self._until[_peers(sender, receiver)] = trio.current_time() + PUSH_RETRY
-
-    def may_push(self, sender: Link, receiver: Link) -> bool:
-        return self._until.get(_peers(sender, receiver), 0.0) <= trio.current_time()
-
-
-def _peers(sender: Link, receiver: Link) -> tuple[str, str]:
-    return sender.server.hop.peer_id, receiver.server.hop.peer_id
-
-
 class StepRun:
     """Runs `step` through `links`, replacing in that list whichever server fails.
 
     With `push` the first server is given the other servers, and each pushes its output to the next one; this client
-    sends a step only where that has failed (`push_failures`).
+    sends a step only where that has failed.
     """
 
-    def __init__(
-        self, chain: Chain, links: list[Link], step: Input, push_failures: PushFailures, *, push: bool
-    ) -> None:
+    def __init__(self, chain: Chain, links: list[Link], step: Input, *, push: bool) -> None:
         self._chain = chain
         self._links = links
         self._step = step
-        self._push_failures = push_failures
         self._push = push
         self._index = 0
         self._chunk = step.chunk  # what enters the server at `index`
@@ -146,7 +126,7 @@ class StepRun:
         targets = []
         if self._push:
             for sender, receiver in zip(self._links[self._index :], self._links[self._index + 1 :], strict=False):
-                if not self._push_failures.may_push(sender, receiver):
+                if self._chain.no_push.get(_peers(sender, receiver), 0.0) > trio.current_time():
                     break
                 targets.append(receiver.server.target())
         return wire.Step(
@@ -206,7 +186,8 @@ class StepRun:
     def _judge_push(self, link: Link) -> None:
         """Ends the pushing between two servers for a while if this client had to send the second what the first had."""
         if self._pushed and not self._disturbed and self._index and link.server.pushed_steps == self._pushed_before:
-            self._push_failures.note(self._links[self._index - 1], link)
+            pair = _peers(self._links[self._index - 1], link)
+            self._chain.no_push[pair] = trio.current_time() + PUSH_RETRY
 
     # --- recovery
 
@@ -264,3 +245,7 @@ class StepRun:
         except (SwarmError, BadInput) as error:
             self._impossible = error
             return Signal.NOBODY_ELSE
+
+
+def _peers(sender: Link, receiver: Link) -> tuple[str, str]:
+    return sender.server.hop.peer_id, receiver.server.hop.peer_id
