@@ -20,7 +20,7 @@ FORMAT: Final = "petalnode-chat/1"
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatMessage:
     """`role` is "system", "user" or "assistant", as chat templates call them."""
 
     role: str
@@ -31,10 +31,10 @@ class Turn:
 class Dialogue:
     """What was said so far, oldest first; the system turn, if any, stands first and always stays."""
 
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[ChatMessage, ...] = ()
 
     def plus(self, role: str, content: str) -> Dialogue:
-        return replace(self, turns=(*self.turns, Turn(role, content)))
+        return replace(self, turns=(*self.turns, ChatMessage(role, content)))
 
     def without_oldest(self) -> Dialogue | None:
         """Without the oldest question and its answer; None if only the newest question is left."""
@@ -48,7 +48,7 @@ class Dialogue:
 
 
 def fit(
-    dialogue: Dialogue, tokenize: Callable[[Sequence[Turn]], list[int]], limit: int
+    dialogue: Dialogue, tokenize: Callable[[Sequence[ChatMessage]], list[int]], limit: int
 ) -> tuple[Dialogue, list[int], int]:
     """Drops the oldest turns until the prompt has at most `limit` tokens.
 
@@ -84,7 +84,7 @@ class Text:
             stops.update([ids] if isinstance(ids, int) else ids or [])
         self.stop_tokens = tuple(sorted(stops))
 
-    def tokenize(self, turns: Sequence[Turn]) -> list[int]:
+    def tokenize(self, turns: Sequence[ChatMessage]) -> list[int]:
         """The prompt for the next answer. A model without a chat template gets the plain text."""
         if not self._tokenizer.chat_template:
             return list(self._tokenizer("\n".join(turn.content for turn in turns))["input_ids"])
@@ -199,7 +199,7 @@ class SavedChat:
         return cls(
             identity=Identity.from_seed(bytes.fromhex(data["identity"])),
             model_version=None if data["model_version"] is None else bytes.fromhex(data["model_version"]),
-            dialogue=Dialogue(tuple(Turn(str(role), str(content)) for role, content in data["turns"])),
+            dialogue=Dialogue(tuple(ChatMessage(str(role), str(content)) for role, content in data["turns"])),
             tokens=tuple(int(token) for token in data["tokens"]),
             adapter=str(data.get("adapter", "")),
             session=None

@@ -20,7 +20,7 @@ from ...crypto.identity import Identity
 from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.tensors import decode, dtype_name, encode
 from ..client.api.remote import SpanTensors
-from ..client.batch.batch_stream import BatchInput, BatchSpec, KeptTensors
+from ..client.batch.batch_stream import BatchInput, BatchSpec, KeptSet
 from ..client.chunks import from_chunks, to_chunks
 from ..client.core import SwarmClient
 from ..client.deadlines import REFRESH_TIMEOUT, SUSPECT_SECONDS
@@ -223,7 +223,7 @@ async def _train(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
     chunk = WireTensor(*encode(hidden, "none"))
     tensors = draw_kept_tensors(probe.kind, model.local.linears, model.local.hidden_size, random, hidden.shape[1])
     span_tensors = SpanTensors(Span(0, model.local.num_blocks), tensors)
-    entered: list[tuple[Hop, WireTensor, KeptTensors | None]] = []
+    entered: list[tuple[Hop, WireTensor, KeptSet | None]] = []
     for hop in probe.route:
         kept = await trio.to_thread.run_sync(span_tensors, hop.span, slice(0, 0))
         (output,) = await client.batches.run(FORWARD, hop, spec, BatchInput((chunk,), kept=kept), None)

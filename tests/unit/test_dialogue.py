@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.client.chat import Dialogue, Turn, fit
+from petalnode.node.client.chat import ChatMessage, Dialogue, fit
 
 
-def tokenize(turns: Sequence[Turn]) -> list[int]:
+def tokenize(turns: Sequence[ChatMessage]) -> list[int]:
     """A token per character, and one before each turn."""
     return [0 for turn in turns for _ in "|" + turn.content]
 
@@ -41,9 +41,11 @@ def test_the_newest_question_is_never_dropped() -> None:
 
 
 def test_an_answer_that_was_stopped_is_followed_by_a_question() -> None:
-    dialogue = Dialogue((Turn("user", "a"), Turn("assistant", ""), Turn("user", "b"), Turn("user", "c")))
+    dialogue = Dialogue(
+        (ChatMessage("user", "a"), ChatMessage("assistant", ""), ChatMessage("user", "b"), ChatMessage("user", "c"))
+    )
     left, _, dropped = fit(dialogue, tokenize, 3)
-    assert left.turns == (Turn("user", "c"),) and dropped == 3
+    assert left.turns == (ChatMessage("user", "c"),) and dropped == 3
 
 
 @given(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.client.request import WireTensor
-from petalnode.node.client.session.history import REPLAY_TOKENS, History, Input
+from petalnode.node.client.session.history import REPLAY_TOKENS, Input, InputHistory
 from petalnode.protocols.wire_pb2 import Tensor
 
 HIDDEN = 3
@@ -60,7 +60,7 @@ class Made:
     """A session so far: what the server holds, and what the client kept."""
 
     cache: Cache
-    history: History
+    history: InputHistory
     batch: int
     codec: str
 
@@ -69,7 +69,7 @@ class Made:
 def sessions(draw: st.DrawFn, codecs: Sequence[str] = ("none",)) -> Made:
     batch = draw(st.integers(1, 3))
     codec = draw(st.sampled_from(codecs))
-    cache, history, token = Cache([[] for _ in range(batch)]), History(), 0
+    cache, history, token = Cache([[] for _ in range(batch)]), InputHistory(), 0
     for _ in range(draw(st.integers(0, 12))):
         position = cache.length
         if draw(st.integers(0, 3)) == 0:
@@ -116,7 +116,7 @@ def test_replay_rebuilds_a_cache_that_is_about_to_be_rolled_back(made: Made, pos
 def test_what_was_replayed_can_be_replayed_again(made: Made, more: Made, position: int) -> None:
     """The replacement's own history is what was replayed into it; it may die as well, and after more steps."""
     position = min(position, made.cache.length)
-    second = History()
+    second = InputHistory()
     for step in made.history.replay(position, 4):
         second.append(step)
     again = Made(made.cache, second, made.batch, made.codec)
@@ -148,7 +148,7 @@ def test_memory_is_that_of_the_tokens_held(made: Made) -> None:
 
 
 def test_decode_steps_become_one() -> None:
-    history = History()
+    history = InputHistory()
     for position in range(REPLAY_TOKENS + 10):
         history.append(Input(position, (), chunk([[position % 251]])))
     steps = history.replay(REPLAY_TOKENS + 10, 4096)
@@ -159,7 +159,7 @@ def test_decode_steps_become_one() -> None:
 @pytest.mark.parametrize("batch", [2, 3])
 def test_rows_are_merged_one_after_another(batch: int) -> None:
     rows = [[10 * row + index for index in range(6)] for row in range(batch)]
-    history = History()
+    history = InputHistory()
     for start, end in ((0, 3), (3, 4), (4, 6)):
         history.append(Input(start, (), chunk([row[start:end] for row in rows])))
     (step,) = history.replay(6, 512)
@@ -169,7 +169,7 @@ def test_rows_are_merged_one_after_another(batch: int) -> None:
 
 
 def test_rows_count_towards_the_size_of_a_replayed_step() -> None:
-    history = History()
+    history = InputHistory()
     for position in range(REPLAY_TOKENS):
         history.append(Input(position, (), chunk([[1]] * 4)))
     steps = history.replay(REPLAY_TOKENS, 4096)
@@ -179,7 +179,7 @@ def test_rows_count_towards_the_size_of_a_replayed_step() -> None:
 def test_blocks_of_a_codec_that_shares_scales_stay_single() -> None:
     """int8-block64 packs values and scales of a whole tensor: its bytes cannot be put behind each other."""
     numbers = random.Random(0)
-    history, sent = History(), []
+    history, sent = InputHistory(), []
     for position in range(5):
         payload = numbers.randbytes(70)
         tensor = Tensor(shape=[1, 1, 64], dtype="float32", codec="int8-block64", nbytes=len(payload))
@@ -191,7 +191,7 @@ def test_blocks_of_a_codec_that_shares_scales_stay_single() -> None:
 
 
 def test_a_reorder_starts_a_step_of_its_own() -> None:
-    history = History()
+    history = InputHistory()
     history.append(Input(0, (), chunk([[1, 2], [3, 4]])))
     history.append(Input(2, (1, 1), chunk([[5], [6]])))
     history.append(Input(3, (), chunk([[7], [8]])))
@@ -202,8 +202,8 @@ def test_a_reorder_starts_a_step_of_its_own() -> None:
 
 
 def test_nothing_is_replayed_to_a_session_without_tokens() -> None:
-    history = History()
+    history = InputHistory()
     assert history.replay(0, 512) == []
     history.append(Input(0, (1, 0), chunk([[1], [2]])))
     assert history.replay(0, 512) == []
-    assert History().nbytes == 0
+    assert InputHistory().nbytes == 0

@@ -20,7 +20,7 @@ from ....protocols.tensors import decode, dtype_name, encode
 from ....protocols.training import PROMPTS, LoraName
 from ...errors import BadInput, SwarmError
 from ..batch.batch_pass import BatchPass, MicroBatch, PassSpec
-from ..batch.batch_stream import BatchSpec, KeptTensors
+from ..batch.batch_stream import BatchSpec, KeptSet
 from ..core import SwarmClient
 from ..request import WireTensor
 from ..session_adapter import SessionAdapter
@@ -329,7 +329,7 @@ class SpanTensors:
     span: Span
     tensors: Mapping[str, torch.Tensor]
 
-    def __call__(self, span: Span, rows: slice) -> KeptTensors | None:
+    def __call__(self, span: Span, rows: slice) -> KeptSet | None:
         cut: dict[str, torch.Tensor] = {}
         for name, tensor in self.tensors.items():
             if name == PROMPTS:
@@ -339,7 +339,7 @@ class SpanTensors:
                 cut[name] = tensor
         if not cut:
             return None
-        return KeptTensors.of(list(cut), [WireTensor(*encode(tensor, "none")) for tensor in cut.values()])
+        return KeptSet.of(list(cut), [WireTensor(*encode(tensor, "none")) for tensor in cut.values()])
 
 
 def _of_rows(given: torch.Tensor, rows: slice, hidden: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ...errors import ServerFailed, SwarmError, unwrapped
 from ...swarm.routing import Hop
 from ..request import MAX_FAILURES, WireTensor, blames_request
 from .batch_client import BatchClient, StartedBackward
-from .batch_stream import BatchInput, BatchSpec, KeptTensors
+from .batch_stream import BatchInput, BatchSpec, KeptSet
 from .chains import Chain
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class PassSpec:
 
     span: Span
     stream: BatchSpec
-    kept: Callable[[Span, slice], KeptTensors | None] | None = None
+    kept: Callable[[Span, slice], KeptSet | None] | None = None
     kept_by_row: bool = False
     timeout: float | None = None
     wait: bool = False
@@ -83,7 +83,7 @@ class BatchPass:
     chains: Sequence[Chain]
     junctions: list[list[Junction]] = field(default_factory=list)
     repeated: int = 0
-    _kept: dict[tuple[int, int, int, int], KeptTensors | None] = field(default_factory=dict)
+    _kept: dict[tuple[int, int, int, int], KeptSet | None] = field(default_factory=dict)
     _making: trio.Lock = field(default_factory=trio.Lock)
 
     async def forward(self) -> list[WireTensor]:
@@ -198,7 +198,7 @@ class BatchPass:
         part = self.parts[index]
         return BatchInput(chunks, part.mask, part.positions, await self._kept_for(hop.span, part.rows))
 
-    async def _kept_for(self, span: Span, rows: slice) -> KeptTensors | None:
+    async def _kept_for(self, span: Span, rows: slice) -> KeptSet | None:
         if self.spec.kept is None:
             return None
         rows = rows if self.spec.kept_by_row else slice(0, 0)

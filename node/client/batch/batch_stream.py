@@ -44,7 +44,7 @@ class BatchSpec:
 
 
 @dataclass(frozen=True)
-class KeptTensors:
+class KeptSet:
     """Tensors that a server keeps for several requests. `hash` names them."""
 
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class KeptTensors:
     hash: bytes
 
     @classmethod
-    def of(cls, names: Sequence[str], chunks: Sequence[WireTensor]) -> KeptTensors:
+    def of(cls, names: Sequence[str], chunks: Sequence[WireTensor]) -> KeptSet:
         """Hashes the bytes: off the trio thread."""
         keep = wire.Keep(names=names, tensors=[chunk.tensor for chunk in chunks])
         return cls(tuple(names), tuple(chunks), hash_of_keep(keep, hash_of_payloads(chunk.payload for chunk in chunks)))
@@ -65,7 +65,7 @@ class BatchInput:
     chunks: tuple[WireTensor, ...]
     mask: bytes = b""
     positions: tuple[int, ...] = ()
-    kept: KeptTensors | None = None
+    kept: KeptSet | None = None
 
 
 @dataclass(eq=False)
@@ -263,7 +263,7 @@ class BatchStream(ServerStream[wire.BatchFrame]):
                 pending.turn.set()
             return pending
 
-    async def _keep(self, kept: KeptTensors, timeout: float) -> int:
+    async def _keep(self, kept: KeptSet, timeout: float) -> int:
         self._kept_number += 1
         keep = wire.Keep(number=self._kept_number, names=kept.names, tensors=[chunk.tensor for chunk in kept.chunks])
         payloads = [chunk.payload for chunk in kept.chunks]

@@ -13,7 +13,7 @@ from ...swarm.routing import Hop
 from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, STANDBY_RETRY
 from ..request import StreamLost
 from ..router import Router, ServerSearch, note_failure
-from .history import History, Input, merged
+from .history import Input, InputHistory, merged
 from .reconnector import PathChanges, SessionReconnector
 from .stream import SessionSpec, SessionStream
 
@@ -26,7 +26,7 @@ class HistoryLost(SwarmError):
 
 
 @dataclass(eq=False)
-class Link:
+class ServerLink:
     """One server of the chain, and the inputs that made its cache.
 
     `usual`: seconds that its last answers took per token, beyond the round trip. `reconnector`: once it is in the
@@ -34,7 +34,7 @@ class Link:
     """
 
     server: SessionStream
-    history: History = field(default_factory=History)
+    history: InputHistory = field(default_factory=InputHistory)
     usual: float | None = None
     standby: Standby | None = None
     reconnector: SessionReconnector | None = None
@@ -54,7 +54,7 @@ class Standby:
     """Servers that are brought to where a link is, to take its place. `applied`: the link's inputs they have."""
 
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    links: list[Link] = field(default_factory=list)
+    links: list[ServerLink] = field(default_factory=list)
     applied: list[Input] = field(default_factory=list)
     ready: bool = False
 
@@ -74,7 +74,7 @@ class Chain:
     def __init__(self, router: Router, spec: SessionSpec, wait: bool) -> None:
         self.router = router
         self.spec = spec
-        self.links: list[Link] = []
+        self.links: list[ServerLink] = []
         self.route_epoch = 0
         self.recoveries = 0
         self.paths = PathChanges()
@@ -88,9 +88,9 @@ class Chain:
 
     async def open(self) -> None:
         """Raises NoChainError, BadInput: no servers take a session like this."""
-        self.links = await self._opened(self.spec, History(), 0, None, None)
+        self.links = await self._opened(self.spec, InputHistory(), 0, None, None)
 
-    def reconnector(self, link: Link) -> SessionReconnector:
+    def reconnector(self, link: ServerLink) -> SessionReconnector:
         """The link's reconnector, which is started when the link is first used in the chain."""
         if link.reconnector is None:
             link.reconnector = SessionReconnector(self.router, link.server, self.between_steps, self.paths)
@@ -108,7 +108,7 @@ class Chain:
 
     # --- others in the place of a server that failed
 
-    async def replace(self, links: list[Link], index: int, position: int, error: ServerFailed) -> int:
+    async def replace(self, links: list[ServerLink], index: int, position: int, error: ServerFailed) -> int:
         """Puts others in the place of the server at `index` of `links`, brought to `position`; returns how many.
 
         Raises:
@@ -133,11 +133,11 @@ class Chain:
     async def _opened(
         self,
         spec: SessionSpec,
-        history: History,
+        history: InputHistory,
         position: int,
         because: ServerFailed | None,
         reconnector: SessionReconnector | None,
-    ) -> list[Link]:
+    ) -> list[ServerLink]:
         """Links for `spec.span` that hold what `history` says, up to `position`.
 
         Servers that refuse or cannot be reached are left out and the rest tried; when none is left, all are asked again
@@ -166,7 +166,7 @@ class Chain:
             except NoChainError as error:
                 await search.found_nobody(error)
                 continue
-            links: list[Link] = []
+            links: list[ServerLink] = []
             try:
                 await self._open_links(spec, route, links)
                 await self._replay(links, history.replay(position, step_limit(links)))
@@ -179,13 +179,13 @@ class Chain:
             else:
                 return links
 
-    async def _open_links(self, spec: SessionSpec, route: Sequence[Hop], links: list[Link]) -> None:
+    async def _open_links(self, spec: SessionSpec, route: Sequence[Hop], links: list[ServerLink]) -> None:
         """Opens a session at every server of `route`, side by side. `links` then has those that must be closed.
 
         Raises:
             ServerFailed: one of them cannot be reached or refuses.
         """
-        opened: dict[Hop, Link] = {}
+        opened: dict[Hop, ServerLink] = {}
         self.route_epoch += 1
         epoch, router = self.route_epoch, self.router
 
@@ -195,7 +195,7 @@ class Chain:
                 stream = await router.connect(hop)
                 claims, log = router.claims_of(hop.peer_id), router.receipts.session(hop.peer_id)
                 server = SessionStream(stream, hop, spec, router.peer_id, claims=claims, log=log)
-                opened[hop] = Link(server)
+                opened[hop] = ServerLink(server)
                 await server.open(
                     epoch,
                     upstream=route[index - 1].peer_id if index else None,
@@ -213,7 +213,7 @@ class Chain:
         finally:
             links.extend(opened[hop] for hop in route if hop in opened)
 
-    async def _replay(self, links: Sequence[Link], steps: Sequence[Input]) -> None:
+    async def _replay(self, links: Sequence[ServerLink], steps: Sequence[Input]) -> None:
         """Runs `steps` through new links, one server after the other, to build their caches.
 
         Raises:
@@ -228,13 +228,13 @@ class Chain:
 
     # --- standbys
 
-    def prepare_standby(self, link: Link) -> None:
+    def prepare_standby(self, link: ServerLink) -> None:
         """Begins to prepare other servers for the blocks of `link`, unless that is under way or was tried just now."""
         if link.standby is None and trio.current_time() >= link.no_standby_until:
             link.standby = Standby()
             self.router.start_soon(self._prepare, link, link.standby)
 
-    async def _prepare(self, link: Link, standby: Standby) -> None:
+    async def _prepare(self, link: ServerLink, standby: Standby) -> None:
         with standby.scope:
             try:
                 spec = replace(self.spec, span=link.server.hop.span)
@@ -258,7 +258,7 @@ class Chain:
                 await self.switch(self.links, index)
             index += 1
 
-    async def switch(self, links: list[Link], index: int) -> int:
+    async def switch(self, links: list[ServerLink], index: int) -> int:
         """Puts the standby of a link in its place; returns of how many servers it is, 0 if it has just failed."""
         link = links[index]
         standby = link.standby
@@ -278,7 +278,7 @@ class Chain:
         self.router.start_soon(close_links, [link])
         return len(standby.links)
 
-    async def _catch_up(self, link: Link, standby: Standby) -> int:
+    async def _catch_up(self, link: ServerLink, standby: Standby) -> int:
         """Gives the standby what the link has had and it has not; returns how many tokens that were.
 
         Raises:
@@ -300,12 +300,12 @@ class Chain:
         return sum(step.chunk.tokens for step in todo)
 
 
-def step_limit(links: Sequence[Link]) -> int:
+def step_limit(links: Sequence[ServerLink]) -> int:
     """Tokens of a row that one step through all of `links` may have."""
     return min((link.server.max_step_tokens for link in links), default=1)
 
 
-async def close_links(links: Sequence[Link], leave: bool = False) -> None:
+async def close_links(links: Sequence[ServerLink], leave: bool = False) -> None:
     """Ends the sessions of `links`, side by side, or leaves them at their servers. Never raises."""
     async with trio.open_nursery() as nursery:
         for link in links:

@@ -24,7 +24,7 @@ from ..chunks import from_chunks
 from ..deadlines import RETRY_INTERVAL
 from ..request import WireTensor
 from ..router import ModelClient, Router
-from .chain import Link
+from .chain import ServerLink
 from .comparing import (
     Agreement,
     Disagreement,
@@ -427,7 +427,7 @@ Session = ClientSession | ComparedSession
 """What `SwarmClient.session` opens."""
 
 
-def _span_answers(links: Sequence[Link], before: int, output: torch.Tensor) -> list[SpanAnswer]:
+def _span_answers(links: Sequence[ServerLink], before: int, output: torch.Tensor) -> list[SpanAnswer]:
     """What each server of a chain made of the last step, which began at position `before`."""
     left = []
     for link in links[1:]:

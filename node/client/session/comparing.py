@@ -24,7 +24,7 @@ from ...errors import NoChainError
 from ...swarm.routing import Hop, RouteCandidate, chain_seconds, cheapest_chain, describe_blocks
 from ...verification.judging import Distance, distance, judge_distance
 from ...verification.tolerances import CODEC_SLACK, Kind, Tolerance, calibrations, find_tolerance
-from .history import History
+from .history import InputHistory
 
 _CLEAN: Final = 0.1
 """A junction at which chains differ by less than this share of their difference at the end is before the fault: no
@@ -267,7 +267,7 @@ class SpanAnswer:
     """One server's part of the step that is judged: what `history` has, and the hidden states that it claims for it."""
 
     hop: Hop
-    history: History
+    history: InputHistory
     claimed: torch.Tensor
 
 

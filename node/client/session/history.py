@@ -32,7 +32,7 @@ class Input:
         return self.position + self.chunk.tokens
 
 
-class History:
+class InputHistory:
     """The inputs that make a server's present cache, in order.
 
     Attributes:

@@ -20,8 +20,8 @@ from ...errors import BadInput, SwarmError, unwrapped
 from ...swarm.routing import Hop
 from ..request import WireTensor
 from ..router import Router
-from .chain import Chain, Link, close_links, step_limit
-from .history import History, Input
+from .chain import Chain, ServerLink, close_links, step_limit
+from .history import Input, InputHistory
 from .reconnector import PathChanges
 from .step import StepRun
 from .stream import HopTiming, SessionSpec, SessionStream
@@ -64,7 +64,7 @@ class ClientSession:
         return self._chain.route
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[ServerLink, ...]:
         """The chain, with the inputs of each server."""
         return tuple(self._chain.links)
 
@@ -119,14 +119,14 @@ class ClientSession:
 
     async def resume(self, saved: SavedSession) -> bool:
         """Takes up a session that an earlier process left; false if any of its servers does not hold it any more."""
-        links: list[Link] = []
+        links: list[ServerLink] = []
         positions = [saved.position]
 
         async def resume_one(link: SavedLink) -> None:
             hop = Hop(link.peer_id, Span(link.start, link.end))
             stream, claims = await self._router.connect(hop), self._router.claims_of(hop.peer_id)
             server = SessionStream(stream, hop, self.spec, self._router.peer_id, link.nonce, claims=claims)
-            links.append(Link(server))
+            links.append(ServerLink(server))
             positions.append(await server.resume(link.epoch))
 
         try:
@@ -139,7 +139,7 @@ class ClientSession:
             return False
         self._position = min(positions)
         for resumed in links:
-            resumed.history = History(start=self._position)
+            resumed.history = InputHistory(start=self._position)
         self._chain.links = sorted(links, key=lambda link: link.server.hop.span.start)
         self._chain.route_epoch = saved.route_epoch + 1
         return True
@@ -197,7 +197,7 @@ class ClientSession:
             self._position = position
         return out
 
-    async def _run(self, links: list[Link], step: Input, *, push: bool) -> WireTensor:
+    async def _run(self, links: list[ServerLink], step: Input, *, push: bool) -> WireTensor:
         return await StepRun(self._chain, links, step, push=push).run()
 
     async def _pipeline(self, inputs: Sequence[Input]) -> list[WireTensor]:
@@ -206,7 +206,7 @@ class ClientSession:
         stages = [[link] for link in self._chain.links]
 
         async def stage(
-            links: list[Link],
+            links: list[ServerLink],
             source: trio.MemoryReceiveChannel[Input],
             hand_on: Callable[[Input], object],
             done: Callable[[], object],

@@ -12,7 +12,7 @@ from ....protocols.inference import pushed_step
 from ...errors import BadInput, ServerFailed, SwarmError
 from ..deadlines import PUSH_RETRY, STANDBY_POLL, patience, push_patience
 from ..request import StreamLost, WireTensor, blames_request
-from .chain import Chain, Link
+from .chain import Chain, ServerLink
 from .history import Input
 from .recovery import (
     Answered,
@@ -42,7 +42,7 @@ class StepRun:
     sends a step only where that has failed.
     """
 
-    def __init__(self, chain: Chain, links: list[Link], step: Input, *, push: bool) -> None:
+    def __init__(self, chain: Chain, links: list[ServerLink], step: Input, *, push: bool) -> None:
         self._chain = chain
         self._links = links
         self._step = step
@@ -72,7 +72,7 @@ class StepRun:
         return self._chunk
 
     @property
-    def _link(self) -> Link:
+    def _link(self) -> ServerLink:
         return self._links[self._index]
 
     async def _carry_out(self, action: StepAction) -> StepEvent:
@@ -153,7 +153,7 @@ class StepRun:
         answer = await link.server.receive(asked, self._chunk, patient)
         return Signal.LATE if answer is None else self._answered(answer, phase)
 
-    async def _receive_late(self, link: Link, asked: wire.Step) -> StepEvent:
+    async def _receive_late(self, link: ServerLink, asked: wire.Step) -> StepEvent:
         while self._deadline is not None and trio.current_time() < self._deadline:
             self._chain.prepare_standby(link)
             answer = await link.server.receive(asked, self._chunk, STANDBY_POLL)
@@ -183,7 +183,7 @@ class StepRun:
         self._failures.clear()
         return Answered(answer.handed_on and self._asked is not None)
 
-    def _judge_push(self, link: Link) -> None:
+    def _judge_push(self, link: ServerLink) -> None:
         """Ends the pushing between two servers for a while if this client had to send the second what the first had."""
         if self._pushed and not self._disturbed and self._index and link.server.pushed_steps == self._pushed_before:
             pair = _peers(self._links[self._index - 1], link)
@@ -247,5 +247,5 @@ class StepRun:
             return Signal.NOBODY_ELSE
 
 
-def _peers(sender: Link, receiver: Link) -> tuple[str, str]:
+def _peers(sender: ServerLink, receiver: ServerLink) -> tuple[str, str]:
     return sender.server.hop.peer_id, receiver.server.hop.peer_id
