@@ -26,7 +26,7 @@ def to_chunks(hidden: torch.Tensor, codec: str, max_step_tokens: int) -> list[Wi
         raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
     size = min(max_step_tokens, max(1, PIPELINE_TOKENS // hidden.shape[0]))
     try:
-        return [WireTensor(*encode(part, codec)) for part in hidden.split(size, dim=1)]
+        return [WireTensor(*encode(part, codec)) for part in torch.split(hidden, size, dim=1)]
     except TensorError as error:
         raise BadInput(str(error)) from None
 

@@ -256,7 +256,7 @@ class Host:
         """A signed envelope with our key (https://github.com/libp2p/specs/blob/master/RFC/0002-signed-envelopes.md)."""
         key = self.libp2p.get_private_key()
         signature = key.sign(make_unsigned(domain, payload_type, payload))
-        return Envelope(key.get_public_key(), payload_type, payload, signature).marshal_envelope()
+        return bytes(Envelope(key.get_public_key(), payload_type, payload, signature).marshal_envelope())
 
     def set_stream_handler(self, protocol: str, handler: ByteHandler, *, window: int = WINDOW) -> None:
         """`handler` gets every stream of that protocol that a peer opens; it must not raise.

@@ -123,7 +123,8 @@ class ComputeThread:
     async def call(self, function: Callable[[], T]) -> T:
         """Runs `function` on the compute thread, before the steps that wait."""
         call = _Call(function=function)
-        return await self._result(call, call)
+        result: T = await self._result(call, call)
+        return result
 
     async def step(self, session: ComputeSession, step: StepInput) -> StepOutput:
         """Rolls back, reorders and runs one step. If cancelled, the step still runs and its result is dropped.
@@ -147,7 +148,8 @@ class ComputeThread:
         """
         request = _PassRequest(passing=passing, resumed=resumed, counts=False)
         try:
-            return await self._result(request, request)
+            result: PassResult[T] = await self._result(request, request)
+            return result
         except trio.Cancelled:
             request.abandoned = True
             raise

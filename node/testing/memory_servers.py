@@ -23,7 +23,7 @@ from ..credits.payment_verifier import PaymentVerifier
 from ..models.progress import no_progress
 from ..server.lifecycle.options import ServerOptions
 from ..server.lifecycle.server import run_server
-from .memory_network import MemoryNetwork, MemoryNode
+from .memory_network import Link, MemoryNetwork, MemoryNode
 
 T = TypeVar("T")
 
@@ -105,10 +105,14 @@ class MemoryServer:
 
     def freeze(self) -> None:
         """It holds its connections and answers nothing, until the others give them up."""
-        in_loop(self._token, lambda: [link.freeze() for link in self.node.network.links_of(self.peer_id)])
+        in_loop(self._token, lambda: self._change_links(Link.freeze))
 
     def thaw(self) -> None:
-        in_loop(self._token, lambda: [link.mend() for link in self.node.network.links_of(self.peer_id)])
+        in_loop(self._token, lambda: self._change_links(Link.mend))
+
+    def _change_links(self, change: Callable[[Link], None]) -> None:
+        for link in self.node.network.links_of(self.peer_id):
+            change(link)
 
     def _on_event(self, name: str, **fields: Any) -> None:
         self.events.append({"event": name, **fields})

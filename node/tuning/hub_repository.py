@@ -28,7 +28,7 @@ class HubRepository:
 
     def search(self, model: str | None, tags: tuple[str, ...]) -> list[SharedAdapter]:
         from huggingface_hub import constants
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
         wanted = ["petalnode", *tags]
         if model is not None and "/" in model:

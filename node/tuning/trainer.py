@@ -95,7 +95,7 @@ class Training:
         def forward_and_back() -> float:
             self._optimiser.zero_grad()
             mean, _ = self.tuned.loss(batch)
-            mean.backward()
+            mean.backward()  # type: ignore[no-untyped-call]
             return float(mean.detach())
 
         loss = yield from _patiently(forward_and_back)

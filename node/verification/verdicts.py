@@ -99,7 +99,7 @@ class Compared:
     @property
     def steps(self) -> tuple[Distance, ...]:
         """The distance of each answer."""
-        parts = self.recomputed.split([answer.shape[1] for answer in self.observed.claimed], dim=1)
+        parts = torch.split(self.recomputed, [answer.shape[1] for answer in self.observed.claimed], dim=1)
         return tuple(_far(claimed, part) for claimed, part in zip(self.observed.claimed, parts, strict=True))
 
     def rows(self) -> list[Compared]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -150,4 +151,4 @@ class Recent:
         self._at = trio.current_time()
 
     def bytes(self) -> float:
-        return self._bytes * 0.5 ** ((trio.current_time() - self._at) / 0.5)
+        return self._bytes * math.exp2((self._at - trio.current_time()) / 0.5)

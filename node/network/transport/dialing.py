@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network
@@ -48,7 +49,7 @@ def failed(trouble: Trouble | None, now: float) -> Trouble:
 def pause_ends(trouble: Trouble) -> float:
     """Until when the address is only tried if there is nothing else."""
     doublings = min(trouble.failures - 1.0, 16.0)
-    return trouble.at + min(_FIRST_PAUSE * 2.0**doublings, _LONGEST_PAUSE)
+    return trouble.at + min(_FIRST_PAUSE * math.exp2(doublings), _LONGEST_PAUSE)
 
 
 def kept(addrs: Iterable[Multiaddr]) -> tuple[Multiaddr, ...]:

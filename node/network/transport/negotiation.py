@@ -29,7 +29,7 @@ from libp2p.utils import encode_delim
 
 def question(protocol: str) -> bytes:
     """What asks a peer for `protocol`, and is its answer if it agrees."""
-    return encode_delim(MULTISELECT_PROTOCOL_ID.encode()) + encode_delim(protocol.encode())
+    return bytes(encode_delim(MULTISELECT_PROTOCOL_ID.encode()) + encode_delim(protocol.encode()))
 
 
 class OneRoundTrip(MultiselectClient):
@@ -68,7 +68,7 @@ class OneAnswer(Multiselect):
     ) -> tuple[TProtocol | None, StreamHandlerFn | None]:
         assert isinstance(communicator, MultiselectCommunicator)
         gathering = _Gathering(communicator.read_writer)
-        agreed = await super().negotiate(gathering, negotiate_timeout)
+        agreed: tuple[TProtocol | None, StreamHandlerFn | None] = await super().negotiate(gathering, negotiate_timeout)
         await gathering.flush()
         return agreed
 
@@ -89,7 +89,7 @@ class _Gathering(MultiselectCommunicator):
         more_is_here = isinstance(self.read_writer, NetStream) and self.read_writer.muxed_stream.has_unread
         if not more_is_here:
             await self.flush()
-        return await super().read()
+        return str(await super().read())
 
     async def flush(self) -> None:
         kept, self._kept = self._kept, b""
