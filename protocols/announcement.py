@@ -34,22 +34,20 @@ _MAX_TEXT: Final = 256  # characters of any one text
 _MAX_STEP_US: Final = 600 * 1_000_000
 _MAX_LOAD_MS: Final = 24 * 3600 * 1000
 _MAX_PLACES: Final = 2**31
+# Fields that stand in the message as they are.
 _SAME: Final = (
-    "sequence",
-    "model_version",
-    "model_name",
-    "num_blocks",
-    "dtype",
-    "quantisation",
-    "cache_tokens_free",
-    "cache_tokens",
-    "queue_depth",
-    "software_version",
-    "public_name",
-    "max_session_length",
-    "fixed",
-    "device",
-)  # fields that stand in the message as they are
+    *(
+        "sequence",
+        "model_version",
+        "model_name",
+        "num_blocks",
+        "dtype",
+        "quantisation",
+        "software_version",
+        "public_name",
+    ),
+    *("cache_tokens_free", "cache_tokens", "queue_depth", "max_session_length", "fixed", "device"),
+)
 
 
 class BadAnnouncement(ValueError):

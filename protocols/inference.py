@@ -185,7 +185,7 @@ def sha256(payload: bytes | bytearray | memoryview) -> bytes:
     return hashlib.sha256(payload).digest()
 
 
-@cache
+@cache  # whose types know no classes as keys
 def _conversions(statement: type, message: type[Message]) -> tuple[tuple[str, str], ...]:
     """How the fields of a statement stand in its message, where they have the same names: (name, kind)."""
     hints = get_type_hints(statement)
@@ -205,7 +205,7 @@ def _conversions(statement: type, message: type[Message]) -> tuple[tuple[str, st
 def to_wire(statement: Any, message: type[M]) -> M:
     """The message that has the fields of a receipt, a pledge or another signed statement; peer ids in binary."""
     values = {}
-    for name, kind in _conversions(type(statement), message):
+    for name, kind in _conversions(type(statement), message):  # type: ignore[arg-type]
         value = getattr(statement, name)
         if kind == "span":
             value = wire.Span(start=value[0], end=value[1])
@@ -222,7 +222,7 @@ def from_wire(message: Message, statement: type[S]) -> S:
         ValueError: something in it is no peer id.
     """
     values = {}
-    for name, kind in _conversions(statement, type(message)):
+    for name, kind in _conversions(statement, type(message)):  # type: ignore[arg-type]
         value = getattr(message, name)
         if kind == "span":
             value = (value.start, value.end)
