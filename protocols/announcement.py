@@ -35,19 +35,12 @@ _MAX_STEP_US: Final = 600 * 1_000_000
 _MAX_LOAD_MS: Final = 24 * 3600 * 1000
 _MAX_PLACES: Final = 2**31
 # Fields that stand in the message as they are.
+# fmt: off
 _SAME: Final = (
-    *(
-        "sequence",
-        "model_version",
-        "model_name",
-        "num_blocks",
-        "dtype",
-        "quantisation",
-        "software_version",
-        "public_name",
-    ),
-    *("cache_tokens_free", "cache_tokens", "queue_depth", "max_session_length", "fixed", "device"),
+    "sequence", "model_version", "model_name", "num_blocks", "dtype", "quantisation", "software_version",
+    "public_name", "cache_tokens_free", "cache_tokens", "queue_depth", "max_session_length", "fixed", "device",
 )
+# fmt: on
 
 
 class BadAnnouncement(ValueError):

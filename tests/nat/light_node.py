@@ -59,12 +59,12 @@ class Commands:
 
     async def paths(self, peer: str) -> list[dict[str, Any]]:
         """The live connections to a peer."""
-        return [dataclasses.asdict(path) for path in self._swarm._host.paths(self._found(peer)[0])]
+        return [dataclasses.asdict(path) for path in self._swarm.host.paths(self._found(peer)[0])]
 
     async def wait_paths(self, peer: str, number: int, timeout: float = 30.0) -> None:
         """Until there are just so many connections to a peer."""
         with trio.fail_after(timeout):
-            while len(self._swarm._host.paths(self._found(peer)[0])) != number:  # noqa: ASYNC110 (nothing tells)
+            while len(self._swarm.host.paths(self._found(peer)[0])) != number:  # noqa: ASYNC110 (nothing tells)
                 await trio.sleep(0.05)
 
     async def is_direct(self, peer: str) -> bool:
@@ -178,7 +178,7 @@ class Commands:
         return dataclasses.asdict(await self._swarm.ask_node(self._found(peer)[0], timeout=timeout))
 
     async def disconnect(self, peer: str) -> None:
-        await self._swarm._host.disconnect(self._found(peer)[0])
+        await self._swarm.host.disconnect(self._found(peer)[0])
 
 
 async def carry_out(commands: Commands, number: int, do: str, arguments: dict[str, Any]) -> None:
