@@ -28,7 +28,7 @@ from tests.swarm.processes import Nodes, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
 
-SECONDS = float(os.environ.get("PETALNODE_CHAOS_SECONDS", "20"))
+SECONDS = float(os.environ.get("PETALNODE_CHAOS_SECONDS", "12"))
 SEED = int(os.environ.get("PETALNODE_CHAOS_SEED", "0")) or random.randrange(1, 2**31)
 CLIENTS = 4
 CACHE_TOKENS = 20000

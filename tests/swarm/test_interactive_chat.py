@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import select
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,22 +13,23 @@ from pathlib import Path
 import pytest
 
 from tests.patience import Patience
+from tests.swarm import warm_python
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import START_TIMEOUT, STOP_TIMEOUT, Nodes
 
 # Makes the terminal on standard input its own, as a login shell does, so that Ctrl-C comes as a signal.
 _ON_ITS_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, runpy, termios
 os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.executable, [sys.executable, "-m", "petalnode", *sys.argv[1:]])
+runpy.run_module("petalnode", run_name="__main__", alter_sys=True)
 """
 
 
 class Terminal:
     """The person's side of a pseudo-terminal."""
 
-    def __init__(self, descriptor: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, descriptor: int, process: warm_python.Process) -> None:
         self.process = process
         self._descriptor = descriptor
         self._unread = ""
@@ -87,14 +87,8 @@ class Terminal:
 @contextmanager
 def terminal(*arguments: str, env: dict[str, str], cwd: Path) -> Iterator[Terminal]:
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", _ON_ITS_TERMINAL, *arguments],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=env | {"TERM": "xterm"},
-        cwd=cwd,
-    )
+    command = [sys.executable, "-c", _ON_ITS_TERMINAL, *arguments]
+    process = warm_python.start(command, env | {"TERM": "xterm"}, cwd, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     try:
         yield Terminal(ours, process)

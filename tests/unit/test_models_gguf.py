@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from transformers.utils import logging
 from petalnode.node.errors import MachineError, ModelError
 from petalnode.node.models import Checkpoint, compute_manifest, resolve
 from petalnode.node.models.sources.gguf_header import read_gguf_header
+from tests.swarm import warm_python
 from tests.tiny_gguf import BLOCKS, CHAT_TEMPLATE, VOCABULARY, write_tiny_gguf
 
 logging.disable_progress_bar()
@@ -129,10 +129,9 @@ def test_processes_that_start_at_once_import_once(tmp_path: Path, cache: Path) -
         "folder = resolve(sys.argv[1], progress=lambda what, done, total: said.append(what))\n"
         "print(folder.path, any(what.startswith('Converting') for what in said))"
     )
-    started = [
-        subprocess.Popen([sys.executable, "-c", script, str(file)], stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    said = [process.communicate(timeout=50)[0].split() for process in started]
+    command = [sys.executable, "-c", script, str(file)]
+    started = [warm_python.start(command, warm_python.environment()) for _ in range(3)]
+    said = [process.stdout.read().split() for process in started if process.stdout is not None]
     assert len({path for path, _ in said}) == 1
     assert sorted(converted for _, converted in said) == ["False", "False", "True"]
     assert not list((cache / "models").glob("*.partial"))
