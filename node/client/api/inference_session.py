@@ -96,7 +96,7 @@ class InferenceSession:
         if self._session is not None:
             self._session.position = position
         elif position != 0:
-            raise BadInput(f"a session without tokens cannot be set to position {position}")
+            raise BadInput(f"a session that holds no tokens cannot be set to position {position}")
         if self.tokens is not None:
             self.tokens = [row[:position] for row in self.tokens]
 

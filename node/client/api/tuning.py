@@ -165,7 +165,7 @@ class LoraTuning(nn.Module):
     ) -> None:
         super().__init__()
         if r < 1:
-            raise BadInput(f"r is {r}: give a rank of 1 or more")
+            raise BadInput(f"a rank of {r} is too low: give r of 1 or more")
         self.r = r
         self.lora_alpha = lora_alpha
         numbers = list(range(model.num_blocks)) if layers_to_transform is None else sorted(set(layers_to_transform))
