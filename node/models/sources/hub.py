@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -188,7 +189,8 @@ def _weights(remote: _Remote, name: str, cache: Path, progress: Progress) -> Non
         headers = {"Authorization": f"Bearer {token}"} if token and same_host else {}
         with FileLock(blob.with_name(f"{found.etag}.partial.lock")):
             if not blob.exists():
-                with _download_errors(remote, f"the download of {name} broke off, the next try goes on from there: "):
+                what = f"the download of {name} broke off, the next try goes on from there: "
+                with _download_errors(remote, what, (OSError, HTTPException)):  # what `progress` raises passes
                     download(found.location, partial, progress, what=f"Downloading {name}", headers=headers)
                 if sha256_of(partial, name, progress).hex() != found.etag:
                     partial.unlink()
@@ -198,15 +200,15 @@ def _weights(remote: _Remote, name: str, cache: Path, progress: Progress) -> Non
 
 
 @contextmanager
-def _download_errors(remote: _Remote, what: str) -> Iterator[None]:
-    """Turns all that a download raises, but errors of the disk, into ModelError or `_Unreachable` with this text."""
+def _download_errors(remote: _Remote, what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Turns errors of these kinds, but those of the disk, into ModelError or `_Unreachable`."""
     from huggingface_hub.errors import GatedRepoError
 
     try:
         yield
     except GatedRepoError as error:
         raise ModelError(_gated(remote.model_id)) from error
-    except Exception as error:  # its HTTP library's own errors come through
+    except kinds as error:  # the hub's HTTP library's own errors come through
         if is_disk_error(error):
             raise
         raise _Unreachable(what + _first_line(error)) from error
