@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import trio
@@ -156,25 +157,16 @@ class PlacementState:
         It is made from what is known when this returns, unless that changes all the time.
         """
         for _ in range(_LOOKS):
-            seen, rate = self.seen(), self._turnover()
-            choice = await trio.to_thread.run_sync(self._choice, seen, rate, count, throughput)
+            seen = self.seen()
+            decide = partial(choice_of_newcomer, turnover=self._turnover(), policy=self._policy)
+            choice = await trio.to_thread.run_sync(
+                decide, seen.servers, seen.newcomers, self.peer_id, throughput, count, self.num_blocks
+            )
             now = self.seen()
             if (now.servers, now.newcomers) == (seen.servers, seen.newcomers):
                 break
         self.reason = why_join(choice.others, choice.span, self.num_blocks)
         return choice
-
-    def _choice(self, seen: ObservedServers, rate: float, count: int, throughput: float | None) -> Choice:
-        return choice_of_newcomer(
-            seen.servers,
-            seen.newcomers,
-            self.peer_id,
-            throughput,
-            count,
-            self.num_blocks,
-            turnover=rate,
-            policy=self._policy,
-        )
 
     async def due_move(self, *, contested: bool = False, by_itself: bool = False) -> Move | None:
         """Where this server should go now, None if it should stay, or must for now.

@@ -58,6 +58,7 @@ class _Done:
     lease: Lease
 
 
+@dataclass(eq=False)
 class BatchStream:
     """Serves one stream of batches that was admitted.
 
@@ -65,22 +66,15 @@ class BatchStream:
     same way, so that the answers before it are not lost.
     """
 
-    def __init__(
-        self,
-        context: RequestContext,
-        memory: BatchMemory,
-        open_requests: OpenCount,
-        stream: BatchFrames,
-        terms: BatchTerms,
-        protocol: str,
-    ) -> None:
-        self._context = context
-        self._memory = memory
-        self._open_requests = open_requests
-        self._stream = stream
-        self._terms = terms
-        self._protocol = protocol
-        self._receipts = ReceiptChain(context, stream.peer_id, terms)
+    _context: RequestContext
+    _memory: BatchMemory
+    _open_requests: OpenCount
+    _stream: BatchFrames
+    _terms: BatchTerms
+    _protocol: str
+
+    def __post_init__(self) -> None:
+        self._receipts = ReceiptChain(self._context, self._stream.peer_id, self._terms)
         self._kept: OrderedDict[int, tuple[KeptTensors, Lease]] = OrderedDict()
         self._kept_number = 0
         self._sequence = 0

@@ -44,6 +44,7 @@ class _SentReply:
     payload: bytes
 
 
+@dataclass(eq=False)
 class ServerSession:
     """Holds one session's place in the cache and its chain of receipts.
 
@@ -53,32 +54,23 @@ class ServerSession:
     sent again on the new one, those that come later go there, and no step is taken from the old one any more.
     """
 
-    def __init__(
-        self,
-        context: RequestContext,
-        client: str,
-        terms: SessionTerms,
-        compute: ComputeSession,
-        lease: Lease,
-        connector: PushConnector,
-        keep: float,
-        paid: bool = False,
-    ) -> None:
-        self._context = context
-        self._client = client
-        self._terms = terms
-        self._compute = compute
-        self._lease = lease
-        self._connector = connector
-        self._keep = keep
-        self._paid = paid
+    _context: RequestContext
+    _client: str
+    _terms: SessionTerms
+    _compute: ComputeSession
+    _lease: Lease
+    _connector: PushConnector
+    _keep: float
+    _paid: bool = False
+
+    def __post_init__(self) -> None:
         self._stream: InferenceStream | None = None
         self._lock = trio.Lock()
         self._replying = trio.Lock()  # replies leave in their order, behind Granted
         self._sequence = 0
         self._position = 0
-        self._route_epoch = terms.route_epoch
-        self._receipts = ReceiptChain(context, client, terms)
+        self._route_epoch = self._terms.route_epoch
+        self._receipts = ReceiptChain(self._context, self._client, self._terms)
         self._replies: deque[_SentReply] = deque(maxlen=CREDITS)
         self._attempt = 0
         self._resuming = 0
