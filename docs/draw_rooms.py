@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 from pathlib import Path
+from random import Random
 
 from tests.import_graph import ROOM_ORDER, ROOT, Graph, import_graph, room_graph
 
@@ -42,6 +43,7 @@ INK, LINE = "#1f2733", "#6f7b8a"
 
 WIDTH, HEIGHT, GAP, LAYER_GAP, MARGIN = 222, 66, 22, 58, 24
 LANE = 26  # of an arrow that passes a layer
+STARTS = 6
 
 
 def arrows(rooms: Mapping[str, Iterable[str]]) -> set[tuple[str, str]]:
@@ -99,24 +101,30 @@ def crossings(upper: Sequence[Node], lower: Sequence[Node], links: set[tuple[Nod
 
 
 def ordered(layers: list[list[Node]], links: set[tuple[Node, Node]]) -> list[list[Node]]:
-    """The layers with the nodes of each in the order in which the fewest arrows cross (Sugiyama, 1981)."""
-    layers = [list(layer) for layer in layers]
+    """The layers with the nodes of each in the order in which the fewest arrows cross (Sugiyama, 1981).
 
-    def cost(index: int, order: Sequence[Node]) -> tuple[int, float]:
-        around = [layers[at] for at in (index - 1, index + 1) if 0 <= at < len(layers)]
-        crossed = length = 0.0
-        for other in around:
-            lower, upper = (other, order) if other[0].layer < order[0].layer else (order, other)
+    One layer after the other is ordered as the layers beside it want it; of several starts the best counts.
+    """
+
+    def cost(layers: list[list[Node]], lowest: int, highest: int) -> tuple[int, float]:
+        crossed, length = 0, 0.0
+        for lower, upper in pairwise(layers[max(0, lowest) : highest + 1]):
             crossed += crossings(upper, lower, links)
-            for high, low in links:
-                if high in upper and low in lower:
-                    length += abs((upper.index(high) + 0.5) / len(upper) - (lower.index(low) + 0.5) / len(lower))
-        return int(crossed), round(length, 6)
+            place = {node: (at + 0.5) / len(layer) for layer in (lower, upper) for at, node in enumerate(layer)}
+            length += sum(abs(place[high] - place[low]) for high, low in links if high in place and low in place)
+        return crossed, round(length, 6)
 
-    for _ in range(6):
-        for index in (*range(len(layers)), *reversed(range(len(layers)))):
-            layers[index] = list(min(permutations(layers[index]), key=lambda order: cost(index, order)))
-    return layers
+    def improved(layers: list[list[Node]]) -> list[list[Node]]:
+        for index in (*range(len(layers)), *reversed(range(len(layers)))) * 2:
+            layers[index] = min(
+                (list(order) for order in permutations(layers[index])),
+                key=lambda order: cost([*layers[:index], order, *layers[index + 1 :]], index - 1, index + 1),
+            )
+        return layers
+
+    random = Random(0)
+    starts = [[random.sample(layer, len(layer)) for layer in layers] for _ in range(STARTS)]
+    return min((improved(start) for start in starts), key=lambda found: cost(found, 0, len(found)))
 
 
 def spread(wanted: Sequence[float], widths: Sequence[int]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the pages name exists: linked files, paths, commands, options and make targets."""
+"""What the pages name exists: linked files, paths, commands, options, make targets, and the arrows of the picture."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from docs.draw_rooms import PICTURE, arrows, draw
 from petalnode.node.cli import app as command_line
-from tests.import_graph import ROOT
+from tests.import_graph import ROOM_ORDER, ROOT, import_graph, module_files, room_graph
 
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md"]  # which may name what is gone
@@ -87,3 +88,41 @@ def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {target for line in code(page) for target in re.findall(r"^make ([a-z][\w-]*)", line)}
     assert named <= targets
+
+
+def test_the_picture_shows_who_imports_whom() -> None:
+    """If it does not: python -m docs.draw_rooms"""
+    rooms = room_graph(import_graph())
+    drawn = re.findall(r'data-from="(\w+)" data-to="(\w+)"', PICTURE.read_text())
+    assert set(drawn) == arrows(rooms)
+    assert PICTURE.read_text() == draw(rooms)
+
+
+def test_the_table_of_rooms_is_in_their_order() -> None:
+    table = (
+        (ROOT / "docs/architecture.md").read_text().partition("\n## The rooms of node/")[2].partition("\n\nA room")[0]
+    )
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    assert tuple(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == ROOM_ORDER
+
+
+def test_a_decode_step_goes_the_way_that_is_described() -> None:
+    _, _, section = (ROOT / "docs/architecture.md").read_text().partition("\n## One decode step")
+    rows = re.findall(r"^\| `([\w/]+\.py)` \|.*\| ([^|]*) \|$", section, re.MULTILINE)
+    assert len(rows) > 10
+    graph, files = import_graph(), module_files()
+    names = {path: name for name, path in files.items()}
+    before = [names[ROOT / rows[0][0]]]
+    for path, reached in rows[1:]:
+        module, (by,) = names[ROOT / path], re.findall(r"`([^`]+)`", reached)
+        if by.startswith("/petalnode/"):  # both ends use the module of that protocol
+            assert any(by in files[used].read_text() for caller in before for used in graph[caller] & graph[module]), (
+                path
+            )
+        elif by.endswith(".py"):
+            (caller,) = (name for name in before if f"/{files[name].relative_to(ROOT)}".endswith(f"/{by}"))
+            assert module in graph[caller], path
+        else:  # whoever put the two together has handed it over
+            uses = [name for name in (module, *before) if re.search(rf"\b{by}\b", files[name].read_text())]
+            assert module in uses and len(uses) > 1, path
+        before.append(module)
