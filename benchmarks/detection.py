@@ -61,7 +61,7 @@ from petalnode.node.validator.probe_plan import Kind
 from petalnode.node.verification.observed import Observed, observed_batch, observed_session
 from petalnode.node.verification.recomputation import PassQuestion, SessionQuestion
 from petalnode.node.verification.tolerances import calibrations
-from petalnode.node.verification.verdicts import Judge, Verdict
+from petalnode.node.verification.verdicts import Compared, Judge, Verdict
 from petalnode.protocols.ids import BACKWARD, Span
 from petalnode.protocols.tensors import dtype_name, encode
 from tests.swarm.faulty_server import order
@@ -189,12 +189,27 @@ class Prober:
         await client.batches.run(BACKWARD, hop, works, task, None)
 
     def verdicts(self, client: SwarmClient, *, together: bool) -> list[Verdict]:
-        """A verdict for each row of what the client has seen; with `together` the truth is computed in one batch."""
+        """A verdict for each row of what the client has seen; with `together` all rows are recomputed in one batch."""
         seen = [probe for log in client.receipts.sessions if (probe := observed_session(log)) is not None]
         seen += [observed_batch(work) for work in client.receipts.batches]
         if not together:
-            return self.judge.judge([row for probe in seen for row in rows_of(probe)])
-        return [self.judge.verdict(row) for probe in self.judge.compare(seen) for row in probe.rows()]
+            seen = [row for probe in seen for row in rows_of(probe)]
+        compared = self.judge.compare(seen)
+        if together:
+            compared = [row for one in compared for row in compared_rows(one)]
+        return [self.judge.verdict(one) for one in compared]
+
+
+def compared_rows(compared: Compared) -> list[Compared]:
+    """Every row as an observation of its own, with the whole question and without kept tensors."""
+    return [
+        Compared(
+            replace(compared.observed, claimed=tuple(answer[row : row + 1] for answer in compared.observed.claimed)),
+            compared.recomputed[row : row + 1],
+            {name: other[row : row + 1] for name, other in compared.others.items()},
+        )
+        for row in range(len(compared.recomputed))
+    ]
 
 
 def rows_of(observed: Observed) -> list[Observed]:

@@ -38,15 +38,11 @@ class Account:
     deposit_until_ms: int = 0
     sequence: int = 0
 
-    @property
-    def total(self) -> int:
-        return self.points + self.deposit
-
 
 def matured(account: Account, now_ms: int) -> Account:
     """With the deposit back in the points, once it has been kept long enough."""
     if account.deposit and now_ms > account.deposit_until_ms + GRACE_MS:
-        return replace(account, points=account.total, deposit=0, deposit_until_ms=0)
+        return replace(account, points=account.points + account.deposit, deposit=0, deposit_until_ms=0)
     return account
 
 

@@ -25,6 +25,7 @@ from ...protocols.inference import (
 )
 from ...protocols.training import NOTHING_KEPT, hash_of_batch, hash_of_keep, hash_of_payloads
 from .bundle import Bundle, needed
+from .receipt_log import LoggedBatch
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,8 @@ class SessionClaim:
     output: bytes
 
 
-@dataclass(frozen=True)
-class BatchClaim:
-    """The server did answer `request` with `outputs`; whether that is right has to be recomputed."""
-
-    receipt: Receipt
-    protocol: str
-    request: wire.BatchRequest
-    inputs: tuple[bytes, ...]
-    keep: wire.Keep | None
-    kept: tuple[bytes, ...]
-    outputs: tuple[bytes, ...]
-
-
-CheckedEvidence = SelfProven | SessionClaim | BatchClaim
+CheckedEvidence = SelfProven | SessionClaim | LoggedBatch
+"""A batch is evidence that the server did answer it so; whether that is right has to be recomputed."""
 
 
 def check_statement(bundle: Bundle) -> CheckedEvidence:
@@ -136,7 +125,7 @@ def _check_form(step: wire.Step, tensor: wire.Tensor, terms: SessionTerms, lengt
         raise NotProven(f"step {step.sequence} has another codec than the session")
 
 
-def _batch(bundle: Bundle) -> BatchClaim:
+def _batch(bundle: Bundle) -> LoggedBatch:
     evidence = bundle.evidence.work
     receipt = receipt_from_wire(evidence.receipt)
     if not receipt.is_signed_by(bundle.accused):
@@ -161,7 +150,7 @@ def _batch(bundle: Bundle) -> BatchClaim:
     outputs = tuple(_payload(bundle, f"output.{number}") for number in range(answers))
     if hash_of_payloads(outputs) != receipt.reply_hash:
         raise NotProven("the answer is not the one that the server signed")
-    return BatchClaim(receipt, evidence.protocol, work, inputs, keep, kept, outputs)
+    return LoggedBatch(bundle.accused, evidence.protocol, receipt, work, inputs, keep, kept, outputs)
 
 
 def _payload(bundle: Bundle, name: str) -> bytes:

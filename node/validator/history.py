@@ -63,17 +63,6 @@ class History(Database):
         )
         return {peer_id: max(0.0, moment - last) for peer_id, last in rows}
 
-    def counts(self, model_version: bytes) -> dict[str, dict[str, int]]:
-        """By peer id, how many verdicts there are of each kind."""
-        rows = self._database.execute(
-            "SELECT peer_id, verdict, COUNT(*) FROM verdicts WHERE model_version = ? GROUP BY peer_id, verdict",
-            (model_version,),
-        )
-        found: dict[str, dict[str, int]] = {}
-        for peer_id, verdict, count in rows:
-            found.setdefault(peer_id, {})[verdict] = count
-        return found
-
     def last(self, model_version: bytes, peer_id: str, count: int = 20) -> list[Verdict]:
         """Its last verdicts, the newest first."""
         rows = self._database.execute(

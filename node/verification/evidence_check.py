@@ -12,19 +12,20 @@ import torch
 
 from ...crypto.evidence import NotProven
 from ...protocols.framing import TensorError
-from ...protocols.ids import BACKWARD, Span
+from ...protocols.ids import Span
 from ...protocols.inference import Refusal
 from ...protocols.tensors import decode
-from ...protocols.training import BatchTerms
-from ..blocks.batch_job import gradient_of, unpack_keep, unpack_request
+from ..blocks.batch_job import gradient_of
 from ..errors import BadInput
 from ..models import ModelFolder, compute_manifest
 from ..models.progress import Progress, no_progress
 from ..trust.bundle import Bundle
-from ..trust.statement import BatchClaim, SelfProven, SessionClaim, check_statement
+from ..trust.receipt_log import LoggedBatch
+from ..trust.statement import SelfProven, SessionClaim, check_statement
 from .judging import Judgement, judge_answer, judge_kept, kept_distances, worst_judgement
-from .recomputation import PassAnswer, PassQuestion, Recomputation, SessionAnswer, SessionQuestion, Step
-from .tolerances import Kind, find_tolerance
+from .observed import Observed, observed_batch
+from .recomputation import PassQuestion, Recomputation, SessionAnswer, SessionQuestion, Step
+from .tolerances import find_tolerance
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,8 @@ def check_evidence(
                 f"this evidence is about model version {shown.receipt.model_version.hex()[:12]}; {folder.path} is "
                 f"{version.hex()[:12]}: name the model that it is about"
             )
-        judge_it = _judge_session if isinstance(shown, SessionClaim) else _judge_batch
         try:
-            judged = judge_it(shown, folder, device, progress)  # type: ignore[arg-type]
+            judged = _judge(shown, folder, device, progress)
         except (TensorError, Refusal, ValueError) as error:
             if isinstance(error, BadInput):
                 raise
@@ -94,66 +94,37 @@ def check_evidence(
     return Outcome(result == "faulty", judged.reason, judged.error, judged.tolerance, result == "inconclusive")
 
 
-def _kind(claim: SessionClaim | BatchClaim, direction: str, codec: str, device: str) -> Kind:
-    receipt = claim.receipt
-    return Kind(
-        receipt.dtype,
-        receipt.quantisation,
-        "backward" if direction == BACKWARD else "forward",
-        receipt.span[1] - receipt.span[0],
-        codec,
-        server_device="",
-        own_device=torch.device(device).type,
-    )
-
-
-def _judge_session(claim: SessionClaim, folder: ModelFolder, device: str, progress: Progress) -> Judgement:
-    steps = [
-        Step(step.position, _finite(decode(tensor, payload)), tuple(step.reorder))
-        for step, tensor, payload in claim.steps
-    ]
-    question = SessionQuestion(Span(*claim.receipt.span), tuple(steps), claim.terms.left_padding)
-    (answer,) = _recomputation(claim, folder, device, progress).answer([question])
-    assert isinstance(answer, SessionAnswer)
-    step, tensor, _ = claim.steps[-1]
-    claimed = decode(tensor, claim.output)
-    padding = torch.tensor(claim.terms.left_padding or [0] * claim.terms.batch).unsqueeze(1)
-    counts = torch.arange(step.position, step.position + claimed.shape[1]) >= padding
-    kind = _kind(claim, "", tensor.codec, device)
-    return judge_answer(kind, claimed, answer.outputs[-1], counts)
-
-
-def _judge_batch(claim: BatchClaim, folder: ModelFolder, device: str, progress: Progress) -> Judgement:
-    described = [claim.request.tensors[0]]
-    kept = None
-    if claim.keep is not None:
-        kept = unpack_keep(claim.keep, list(map(bytearray, claim.kept)))
-        described += claim.keep.tensors
-    tensor = described[0]
-    terms = BatchTerms(claim.receipt.model_version, Span(*claim.receipt.span), tensor.codec, tensor.dtype, b"")
-    job = unpack_request(claim.protocol, terms, claim.request, list(map(bytearray, claim.inputs)), kept)
-    (answer,) = _recomputation(claim, folder, device, progress).answer([PassQuestion(job.batch, job.gradient)])
-    assert isinstance(answer, PassAnswer)
-    claimed = [decode(header, payload) for header, payload in zip(described, claim.outputs, strict=False)]
-    kind = _kind(claim, claim.protocol, tensor.codec, device)
+def _judge(claim: SessionClaim | LoggedBatch, folder: ModelFolder, device: str, progress: Progress) -> Judgement:
+    seen = observed_batch(claim) if isinstance(claim, LoggedBatch) else _observed_session(claim)
+    (answer,) = Recomputation(folder.path, seen.dtype, seen.quantisation, device, progress).answer([seen.question])
+    kind = seen.kind(device)
+    if isinstance(seen.question, PassQuestion):
+        counted = seen.question.batch.mask
+    else:
+        assert isinstance(claim, SessionClaim)
+        first, length = seen.question.steps[-1].position, seen.claimed[0].shape[1]
+        padding = torch.tensor(claim.terms.left_padding or [0] * claim.terms.batch).unsqueeze(1)
+        counted = torch.arange(first, first + length) >= padding
+    if isinstance(answer, SessionAnswer):
+        return judge_answer(kind, seen.claimed[0], answer.outputs[-1], counted)
     if answer.gradients is None:
         assert answer.output is not None
-        return judge_answer(kind, claimed[0], answer.output, job.batch.mask)
-    names = claim.keep.names if claim.keep is not None else ()
-    found = kept_distances(
-        dict(zip(names, claimed[1:], strict=True)), {name: gradient_of(answer.gradients, name) for name in names}
-    )
-    hidden = judge_answer(kind, claimed[0], answer.gradients.hidden, job.batch.mask)
+        return judge_answer(kind, seen.claimed[0], answer.output, counted)
+    found = kept_distances(seen.kept, {name: gradient_of(answer.gradients, name) for name in seen.kept})
+    hidden = judge_answer(kind, seen.claimed[0], answer.gradients.hidden, counted)
     return worst_judgement([hidden, *judge_kept(found, find_tolerance(kind))])
 
 
-def _recomputation(
-    claim: SessionClaim | BatchClaim, folder: ModelFolder, device: str, progress: Progress
-) -> Recomputation:
-    return Recomputation(folder.path, claim.receipt.dtype, claim.receipt.quantisation, device, progress)
-
-
-def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    if not bool(torch.isfinite(tensor).all()):
-        raise NotProven("what was asked holds NaN or infinity, which no server takes")
-    return tensor
+def _observed_session(claim: SessionClaim) -> Observed:
+    """With the answer to the last step only."""
+    steps = []
+    for step, tensor, payload in claim.steps:
+        hidden = decode(tensor, payload)
+        if not bool(torch.isfinite(hidden).all()):
+            raise NotProven("what was asked holds NaN or infinity, which no server takes")
+        steps.append(Step(step.position, hidden, tuple(step.reorder)))
+    receipt, last = claim.receipt, claim.steps[-1][1]
+    span = Span(*receipt.span)
+    question = SessionQuestion(span, tuple(steps), claim.terms.left_padding)
+    claimed = (decode(last, claim.output),)
+    return Observed("", span, receipt.dtype, receipt.quantisation, question, claimed, codec=last.codec)

@@ -13,7 +13,7 @@ from ...protocols.training import BatchTerms
 from ..blocks.batch_job import unpack_keep, unpack_request
 from ..trust.receipt_log import LoggedBatch, SessionLog
 from .recomputation import PassQuestion, Question, SessionQuestion, Step
-from .tolerances import Pass
+from .tolerances import Kind, Pass
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ class Observed:
             return "forward"
         return "backward"
 
-    @property
-    def requests(self) -> int:
-        return len(self.claimed)
+    def kind(self, own_device: str) -> Kind:
+        """The kind of answer, by which its tolerance is found, if it is recomputed on `own_device`."""
+        own = torch.device(own_device).type
+        return Kind(self.dtype, self.quantisation, self.direction, len(self.span), self.codec, self.device, own)
 
 
 def observed_session(log: SessionLog, device: str = "") -> Observed | None:

@@ -13,7 +13,6 @@ import torch
 from ...protocols.ids import Span
 from ..blocks.batch_job import gradient_of
 from ..errors import PetalnodeError
-from ..models.progress import Progress, no_progress
 from .judging import (
     COARSER,
     SUSPICIOUS,
@@ -28,7 +27,7 @@ from .judging import (
 )
 from .observed import Observed
 from .recomputation import Answer, Recomputation, SessionAnswer
-from .tolerances import Calibration, Kind, find_tolerance
+from .tolerances import find_tolerance
 
 _SEVERITY: Final[tuple[Result, ...]] = ("ok", "inconclusive", "faulty")
 
@@ -102,17 +101,6 @@ class Compared:
         parts = torch.split(self.recomputed, [answer.shape[1] for answer in self.observed.claimed], dim=1)
         return tuple(_far(claimed, part) for claimed, part in zip(self.observed.claimed, parts, strict=True))
 
-    def rows(self) -> list[Compared]:
-        """Every row as an observation of its own, with the whole question and without kept tensors."""
-        return [
-            Compared(
-                replace(self.observed, claimed=tuple(answer[row : row + 1] for answer in self.observed.claimed)),
-                self.recomputed[row : row + 1],
-                {name: other[row : row + 1] for name, other in self.others.items()},
-            )
-            for row in range(len(self.recomputed))
-        ]
-
 
 def _far(claimed: torch.Tensor, recomputed: torch.Tensor) -> Distance:
     return (
@@ -126,39 +114,23 @@ class Judge:
     Args:
         folder: the model with all weights of the blocks that are judged.
         device: where to recompute.
-        table: tolerances; by default those of this package.
-        suspicion: mean error from which on coarser weights are tried.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        device: str = "cpu",
-        progress: Progress = no_progress,
-        table: Sequence[Calibration] | None = None,
-        suspicion: float = SUSPICIOUS,
-    ) -> None:
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
         self._folder = folder
         self.device = device
-        self._progress = progress
-        self._table = table
-        self._suspicion = suspicion
 
-    def judge(self, observed: Sequence[Observed]) -> list[Verdict]:
-        """A verdict for each observation, in order.
+    def compare(self, observed: Sequence[Observed]) -> list[Compared]:
+        """Every observation with its recomputation, in order.
 
         Raises:
             PetalnodeError: the model's weights are not here, or this machine cannot compute with them.
         """
-        return [self.verdict(compared) for compared in self.compare(observed)]
-
-    def compare(self, observed: Sequence[Observed]) -> list[Compared]:
-        """Every observation with its recomputation, in order. Raises as `judge`."""
         answers: dict[int, Answer] = {}
         for (dtype, quantisation), indices in _grouped(observed).items():
             answers.update(self._recompute(observed, indices, dtype, quantisation))
         found = [_compared(seen, answers[index]) for index, seen in enumerate(observed)]
-        suspects = [index for index, one in enumerate(found) if self._suspicion <= one.found.mean < float("inf")]
+        suspects = [index for index, one in enumerate(found) if SUSPICIOUS <= one.found.mean < float("inf")]
         for dtype, quantisation in dict.fromkeys(
             (observed[index].dtype, other) for index in suspects for other in COARSER[observed[index].quantisation]
         ):
@@ -178,24 +150,13 @@ class Judge:
     def _recompute(
         self, observed: Sequence[Observed], indices: Sequence[int], dtype: str, quantisation: str
     ) -> dict[int, Answer]:
-        recomputation = Recomputation(self._folder, dtype, quantisation, self.device, self._progress)
+        recomputation = Recomputation(self._folder, dtype, quantisation, self.device)
         answers = recomputation.answer([observed[index].question for index in indices])
         return dict(zip(indices, answers, strict=True))
 
     def verdict(self, compared: Compared) -> Verdict:
         seen = compared.observed
-        tolerance = find_tolerance(
-            Kind(
-                seen.dtype,
-                seen.quantisation,
-                seen.direction,
-                len(seen.span),
-                seen.codec,
-                seen.device,
-                torch.device(self.device).type,
-            ),
-            self._table,
-        )
+        tolerance = find_tolerance(seen.kind(self.device))
         what = "its answer" if seen.direction == "forward" else "its gradient"
         judged = worst_judgement(
             [judge_distance(compared.found, tolerance, what), *judge_kept(compared.kept, tolerance)]
@@ -210,7 +171,7 @@ class Judge:
                     f"{what} is what {name} weights give ({share.share:.2f} of the way), and it declared {declared}"
                 )
                 break
-        return Verdict(seen.peer_id, seen.span, result, reason, error, limit, seen.direction, seen.requests)
+        return Verdict(seen.peer_id, seen.span, result, reason, error, limit, seen.direction, len(seen.claimed))
 
 
 def _compared(observed: Observed, answer: Answer) -> Compared:
