@@ -145,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _uploaded(self, name: str, files: dict[str, bytes], file: str | None, *, body: bool) -> None:
         if file is None:
-            siblings = [{"rfilename": each, "size": len(content)} for each, content in files.items()]
+            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
             return self._json({"id": name, "sha": COMMIT, "siblings": siblings})
         if file not in files:
             return self._refuse(404, "EntryNotFound")

@@ -30,9 +30,9 @@ def save_lora(model: Path, folder: Path, targets: list[str] | str, seed: int = 0
         tuned = get_peft_model(load_whole(model), config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, each in tuned.named_parameters():
+        for name, parameter in tuned.named_parameters():
             if "lora_" in name:
-                each.copy_(0.2 * torch.randn(each.shape, generator=generator))
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     tuned.save_pretrained(folder)
     return folder
 
@@ -45,8 +45,8 @@ def save_prompt(model: Path, folder: Path, tokens: int = 5, seed: int = 0) -> Pa
     tuned = get_peft_model(load_whole(model), config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for each in tuned.prompt_encoder.parameters():
-            each.copy_(0.2 * torch.randn(each.shape, generator=generator))
+        for parameter in tuned.prompt_encoder.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     tuned.save_pretrained(folder)
     return folder
 

@@ -111,7 +111,7 @@ class SigningServer:
     def work(self, hidden: torch.Tensor, gradient: torch.Tensor | None = None, *, spoil: Spoil = honest) -> LoggedBatch:
         """The client's log of one pass."""
         protocol = FORWARD if gradient is None else BACKWARD
-        sent = [encode(each, "none") for each in (hidden, gradient) if each is not None]
+        sent = [encode(tensor, "none") for tensor in (hidden, gradient) if tensor is not None]
         work = wire.BatchRequest(sequence=1, tensors=[tensor for tensor, _ in sent])
         inputs = tuple(payload for _, payload in sent)
         passes = SpanPasses(self.blocks, 1 << 40)

@@ -130,7 +130,7 @@ class Commands:
 
     async def servers(self) -> dict[str, list[str]]:
         """peer id -> announced addresses of the servers known now."""
-        return {each.peer_id: list(each.addrs) for each in self._swarm.view.servers(now=time.time())}
+        return {server.peer_id: list(server.addrs) for server in self._swarm.view.servers(now=time.time())}
 
     async def wait_server(self, peer: str, timeout: float = 30.0) -> float:
         """Seconds until this server's announcement is known."""
@@ -208,7 +208,7 @@ async def serve(swarm: Swarm) -> None:
 def config(options: dict[str, Any]) -> SwarmConfig:
     """Takes the fields of SwarmConfig, and `seed`, out of the options."""
     seed = options.pop("seed", None)
-    fields = {each.name for each in dataclasses.fields(SwarmConfig)} & set(options)
+    fields = {field.name for field in dataclasses.fields(SwarmConfig)} & set(options)
     given = {name: _as_in_config(options.pop(name)) for name in fields}
     if "remembered" in given:
         given["remembered"] = Path(given["remembered"])

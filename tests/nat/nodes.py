@@ -132,16 +132,16 @@ class LabNodes:
         return process
 
     def end(self) -> None:
-        for each in self._running:
-            if each.process.poll() is None:
-                each.close_stdin()
-                each.process.terminate()
-        for each in self._running:
+        for process in self._running:
+            if process.process.poll() is None:
+                process.close_stdin()
+                process.process.terminate()
+        for process in self._running:
             try:
-                each.process.wait(STOP_TIMEOUT)
+                process.process.wait(STOP_TIMEOUT)
             except Exception:
                 pass
-            each.kill()
+            process.kill()
 
 
 @contextmanager

@@ -36,8 +36,8 @@ def test_only_who_has_the_key_gets_in(lab: Lab, nodes: LabNodes) -> None:
     seen = nodes.run(visitor, "status", "--peer", peer, "--swarm-key", str(key), "--json")
     assert seen.code == 0, seen
     (line,) = seen.objects
-    assert [each["peer_id"] for each in line["servers"]] == [server.peer_id]
-    assert [(each["peer_id"], each["reservations"]) for each in line["relays"]] == [(bootstrap.peer_id, 1)]
+    assert [shown["peer_id"] for shown in line["servers"]] == [server.peer_id]
+    assert [(shown["peer_id"], shown["reservations"]) for shown in line["relays"]] == [(bootstrap.peer_id, 1)]
     guest = nodes.light(visitor, peers=[peer], psk=load_swarm_key(key))
     print(f"reached through two NATs in {guest.ask('reach', peer=server.peer_id):.2f} s")
 

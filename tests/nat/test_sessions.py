@@ -129,7 +129,7 @@ def test_a_session_moves_when_the_nats_are_punched(world: World, expected: Expec
     assert done["ids"] == expected(done["ids"])
     assert (done["moved"], done["rejoined"], done["recoveries"]) == (1, 0, 0)
     assert done["direct"] == [True]
-    longest = max(each["seconds"] for each in tokens)
+    longest = max(token["seconds"] for token in tokens)
     print(f"a relayed token {median(relayed):.1f} ms, the longest while it moved {1000 * longest:.1f} ms")
 
 

@@ -79,7 +79,7 @@ def install(control: Path) -> None:
         if name == "prompts" and prompts is not None:
             prompts = prompts.roll(1, dims=0)
         if name == "lora":
-            lora = {which: 1.1 * each for which, each in lora.items()}
+            lora = {which: 1.1 * correct for which, correct in lora.items()}
         return Gradients(_noisy(found.hidden, name, amount), prompts, lora)
 
     def passing_resume(self: SpanPasses, parked: Any, gradient: torch.Tensor) -> Any:

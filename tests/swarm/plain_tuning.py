@@ -47,7 +47,7 @@ class PlainTuning(nn.Module):
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    return next(each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == NUM_BLOCKS)
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == NUM_BLOCKS)
 
 
 def _adding(prompt: torch.Tensor) -> Callable[[nn.Module, Any, Any], Any]:

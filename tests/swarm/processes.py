@@ -277,16 +277,16 @@ class Nodes:
         return process
 
     def end(self) -> None:
-        for each in self.running:
-            if each.process.poll() is None:
-                each.close_stdin()
-                each.process.terminate()
-        for each in self.running:
+        for process in self.running:
+            if process.process.poll() is None:
+                process.close_stdin()
+                process.process.terminate()
+        for process in self.running:
             try:
-                each.process.wait(STOP_TIMEOUT)
+                process.process.wait(STOP_TIMEOUT)
             except subprocess.TimeoutExpired:
                 pass
-            each.kill()
+            process.kill()
 
 
 @contextmanager

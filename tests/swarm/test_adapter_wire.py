@@ -46,7 +46,7 @@ def adapter(scale: float = 1.0, rank: int = 2) -> Adapter:
 
 
 def offer(content: Adapter, ready: dict[str, Any], **fields: Any) -> tuple[wire.Adapter, list[bytes]]:
-    tensors = {name: encode(each, "none") for name, each in content.tensors.items() if name.startswith("3.")}
+    tensors = {name: encode(tensor, "none") for name, tensor in content.tensors.items() if name.startswith("3.")}
     usual: dict[str, Any] = {
         "protocol_version": 1,
         "model_version": bytes.fromhex(ready["model_version"]),
@@ -84,8 +84,8 @@ async def bring(swarm: Swarm, ready: dict[str, Any], content: Adapter, **fields:
 
 def tensor(*shape: int) -> wire.Tensor:
     size = 4
-    for each in shape:
-        size *= each
+    for extent in shape:
+        size *= extent
     return wire.Tensor(shape=shape, dtype="float32", codec="none", nbytes=size)
 
 
@@ -152,9 +152,9 @@ def test_it_is_held_as_long_as_the_stream_and_its_sessions(server: Node, run: Ru
         again, said = await bring(swarm, server.ready, mine)  # it is here: no pieces are asked for
         assert said.adapter_state.held
         session = await RawSession.opened(swarm, server.ready, adapter=mine.hash)
-        for each in (stream, again):
-            await each.send(wire.BatchFrame(close=wire.Close()), timeout=TIMEOUT)
-            await each.close()
+        for opened in (stream, again):
+            await opened.send(wire.BatchFrame(close=wire.Close()), timeout=TIMEOUT)
+            await opened.close()
         plain = await RawSession.opened(swarm, server.ready)
         frame, (changed,) = await session.step(1, 0, values(3))
         assert receipt_from_wire(frame.reply.receipt).adapter == mine.hash
@@ -162,8 +162,8 @@ def test_it_is_held_as_long_as_the_stream_and_its_sessions(server: Node, run: Ru
         assert receipt_from_wire(frame.reply.receipt).adapter == b""
         assert changed != unchanged
         second = await RawSession.opened(swarm, server.ready, adapter=mine.hash)  # the first session holds it
-        for each in (session, second, plain):
-            await each.close()
+        for opened in (session, second, plain):
+            await opened.close()
         with trio.fail_after(TIMEOUT):
             while True:
                 late = await RawSession.connect(swarm, server.ready)

@@ -134,7 +134,7 @@ def test_sessions_of_many_adapters_share_the_servers(
     folder = models / "tiny-llama"
     used = [adapters.poet, None, adapters.mine, adapters.poet]
     ids = prompt(seed=5)
-    models_open = [opened(holding.peer, folder, each) for each in used]
+    models_open = [opened(holding.peer, folder, adapter) for adapter in used]
     try:
         answers: dict[int, torch.Tensor] = {}
 
@@ -172,8 +172,8 @@ def test_what_was_tuned_is_opened(method: Any, shared_swarm: SharedSwarm, tmp_pa
     with opened(shared_swarm.peer, shared_swarm.folder) as model:
         tuned = Tuned.of(model, MethodOptions(method, virtual_tokens=3, rank=2), seed=0)
         generator = torch.Generator().manual_seed(0)
-        for each in tuned.weights.values():
-            each.data.normal_(0, 0.3, generator=generator)
+        for weight in tuned.weights.values():
+            weight.data.normal_(0, 0.3, generator=generator)
         expected = tuned.module.generate(ids, **options(ids))
         with torch.no_grad():
             logits = tuned.module(ids).logits

@@ -148,7 +148,7 @@ class Chaos:
             server
             for server in well
             if all(
-                any(each.span[0] <= block < each.span[1] for each in well if each is not server)
+                any(other.span[0] <= block < other.span[1] for other in well if other is not server)
                 for block in range(NUM_BLOCKS)
             )
         ]
@@ -195,7 +195,7 @@ class Chaos:
 
 def open_streams() -> tuple[int, int]:
     """(streams, connections) of all clients of this process."""
-    muxers = [each for each in gc.get_objects() if isinstance(each, Muxer) and not each.is_closed]
+    muxers = [found for found in gc.get_objects() if isinstance(found, Muxer) and not found.is_closed]
     return sum(len(muxer._streams) for muxer in muxers), len(muxers)
 
 
@@ -286,7 +286,7 @@ def check_nothing_is_left(
 
     def missing() -> dict[str, int]:
         model._runtime.call(client.refresh)
-        known = {each.peer_id: each for each in client.servers()}
+        known = {server.peer_id: server for server in client.servers()}
         return {
             server.peer_id: CACHE_TOKENS - known[server.peer_id].cache_tokens_free if server.peer_id in known else -1
             for server in servers

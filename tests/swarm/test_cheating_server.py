@@ -111,7 +111,7 @@ CHEATS: dict[str, Cheat] = {
 
 
 def name_of(cheat: Cheat) -> str:
-    return next(name for name, each in CHEATS.items() if each is cheat)
+    return next(name for name, candidate in CHEATS.items() if candidate is cheat)
 
 
 def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStream[wire.InferenceFrame]], object]:
@@ -189,9 +189,9 @@ def test_an_honest_server_is_believed_and_its_receipts_kept() -> None:
     log = SessionLog("server", keeps_tensors=True)
     talk(None, CLAIMS, log)
     assert log.complete and log.opening is not None and log.granted is not None
-    assert [each.receipt.sequence for each in log.entries] == [1, 2]
-    assert [each.step and each.step.position for each in log.entries] == [0, 1]
-    assert {each.input for each in log.entries} == {each.output for each in log.entries} == {bytes(16)}
+    assert [entry.receipt.sequence for entry in log.entries] == [1, 2]
+    assert [entry.step and entry.step.position for entry in log.entries] == [0, 1]
+    assert {entry.input for entry in log.entries} == {entry.output for entry in log.entries} == {bytes(16)}
     first, second = log.entries
     assert first.receipt.previous_receipt == root_of(log.opening, first.receipt.client, log.granted.session_epoch)
     assert second.receipt.previous_receipt == first.receipt.hash()

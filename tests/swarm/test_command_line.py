@@ -173,8 +173,8 @@ def outcomes(places: dict[str, str], models: Path, home: Path) -> Iterator[Calla
             name: pool.submit(run, case) for name, case in (MISTAKES | ANSWERS).items()
         }
         yield lambda name: waiting[name].result(170)
-        for each in waiting.values():
-            each.cancel()
+        for future in waiting.values():
+            future.cancel()
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -223,11 +223,11 @@ def test_chat_as_json_is_one_object(outcomes: Callable[[str], Outcome], shared_s
 def test_status_as_json_has_a_line_per_model(outcomes: Callable[[str], Outcome], shared_swarm: SharedSwarm) -> None:
     outcome = outcomes("status as json")
     assert outcome.code == 0, outcome
-    models = {each["model"]: each for each in outcome.objects}
+    models = {line["model"]: line for line in outcome.objects}
     assert set(models) == {"tiny-llama", "tiny-gpt2", "tiny-gemma3"}
     llama = models["tiny-llama"]
     assert llama["num_blocks"] == 6 and llama["coverage"] == [1] * 6
-    assert [(each["peer_id"], each["blocks"]) for each in llama["servers"]] == [
+    assert [(server["peer_id"], server["blocks"]) for server in llama["servers"]] == [
         (node.peer_id, node.ready["blocks"]) for node in shared_swarm.llama
     ]
     for server in llama["servers"]:
@@ -297,7 +297,7 @@ def test_a_server_says_goodbye(lone_server: Node, node_starter: Nodes, models: P
 
     def names() -> list[str]:
         seen = petalnode("status", "--json", "--peer", lone_server.address, env=node_starter.env)
-        return [server["name"] for each in map(json.loads, seen.out.splitlines()) for server in each["servers"]]
+        return [server["name"] for line in map(json.loads, seen.out.splitlines()) for server in line["servers"]]
 
     assert leaving.ready
     until(lambda: "leaving" in names(), "the new server is seen")

@@ -80,7 +80,7 @@ def without_blocks(folder: Path, to: Path) -> Path:
     (file,) = to.glob("*.safetensors")
     with safe_open(file, "pt") as tensors:
         files = {name: f"{'blocks' if '.layers.' in name else 'ends'}.safetensors" for name in tensors.keys()}  # noqa: SIM118
-        ends = {name: tensors.get_tensor(name) for name, each in files.items() if each == "ends.safetensors"}
+        ends = {name: tensors.get_tensor(name) for name, file_name in files.items() if file_name == "ends.safetensors"}
     save_file(ends, to / "ends.safetensors", {"format": "pt"})
     (to / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     file.unlink()
@@ -108,7 +108,7 @@ def set_back(model: Model, *servers: PooledServer) -> None:
 
 
 def banned(model: Model) -> set[str]:
-    return {each.peer_id for each in model._runtime.value.swarm.trust.bans()}
+    return {ban.peer_id for ban in model._runtime.value.swarm.trust.bans()}
 
 
 def test_honest_chains_agree(chains: Chains) -> None:
@@ -117,7 +117,7 @@ def test_honest_chains_agree(chains: Chains) -> None:
             assert answer(model) == answer(load_whole(chains.folder))
             routes = session._session.routes
             used = [hop.peer_id for route in routes for hop in route]
-            assert len(routes) == 3 and sorted(used) == sorted(each.peer_id for each in chains.exact)
+            assert len(routes) == 3 and sorted(used) == sorted(server.peer_id for server in chains.exact)
             assert session.position == 16
         assert model.disagreements == () and not banned(model)
         beams = model.generate(PROMPT, num_beams=3, max_new_tokens=6, do_sample=False)
@@ -213,7 +213,7 @@ def test_too_few_chains(chains: Chains) -> None:
 def test_chat_says_who_disagreed(chains: Chains, node_starter: Nodes) -> None:
     order(chains.control, blocks="noise", amount=0.1)
     chat = ("chat", str(chains.part), "--prompt", "hi", "--max-new-tokens", "4", "--json", "--peer", chains.peer)
-    allowed = [option for each in chains.exact for option in ("--allow", each.peer_id)]
+    allowed = [option for server in chains.exact for option in ("--allow", server.peer_id)]
     outcome = petalnode(*chat, *allowed, "--compare-chains", "3", "--no-remember", env=node_starter.env)
     assert outcome.code == 0, outcome
     (told,) = outcome.objects[0]["disagreements"]

@@ -234,7 +234,9 @@ def test_chat_pays_a_busy_server_and_no_other(points: PointsSwarm) -> None:
             async def until_announced(free: int) -> None:
                 while True:
                     view = await stranger.refresh(timeout=10)
-                    (found,) = [each for each in view.servers(now=time.time()) if each.peer_id == points.server.peer_id]
+                    (found,) = [
+                        server for server in view.servers(now=time.time()) if server.peer_id == points.server.peer_id
+                    ]
                     if found.cache_tokens_free == free:
                         break
                     await trio.sleep(0.1)
@@ -327,7 +329,7 @@ def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(po
             async with open_swarm(config) as swarm:
                 while True:
                     view = await swarm.refresh(timeout=10)
-                    found = [each for each in view.servers(now=time.time()) if each.peer_id == pledging.peer_id]
+                    found = [server for server in view.servers(now=time.time()) if server.peer_id == pledging.peer_id]
                     pledge = found[0].pledge if found else None
                     if pledge is not None and pledge.holder:
                         break

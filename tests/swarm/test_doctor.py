@@ -8,7 +8,7 @@ NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrc
 
 
 def found(outcome: Outcome) -> dict[str, str]:
-    return {each["check"]: each["verdict"] for each in outcome.objects if each["event"] == "check"}
+    return {line["check"]: line["verdict"] for line in outcome.objects if line["event"] == "check"}
 
 
 def test_a_healthy_node_in_a_swarm_is_told_so(node_starter: Nodes) -> None:

@@ -57,7 +57,7 @@ def dated(message: EvidenceMessage, now: float) -> bytes:
 def numeric(number: int = 0, *endorsers: Identity, accused: Identity = LIAR) -> bytes:
     """Evidence that has to be recomputed and is too large for gossip."""
     key = bytes([number]) * 32
-    signed = [Endorsement.made(each, key, accused.peer_id, 5) for each in endorsers]
+    signed = [Endorsement.made(endorser, key, accused.peer_id, 5) for endorser in endorsers]
     return EvidenceMessage(key, accused.peer_id, round(NOW * 1000), None, tuple(signed)).to_bytes()
 
 
@@ -81,7 +81,7 @@ def test_evidence_that_proves_itself_bans_and_is_passed_on() -> None:
     proven: list[Bundle] = []
     gossip.on_proven.append(proven.append)
     assert receive(gossip, dated(EvidenceMessage.of(equivocation()), NOW))
-    assert [each.accused for each in proven] == [LIAR.peer_id]
+    assert [bundle.accused for bundle in proven] == [LIAR.peer_id]
     ban = store.ban_of(LIAR.peer_id)
     assert ban is not None and ban.source == "evidence" and "two answers" in ban.reason
     assert not store.is_banned(ACCUSER.peer_id)
@@ -265,11 +265,11 @@ def test_validators_recompute_what_they_hear_and_convince_who_trusts_them(folder
     async def main() -> None:
         stores = [TrustStore() for _ in range(4)]
         async with nodes(*stores) as (client, finder, other, liar):
-            for each in (finder, other):
+            for participant in (finder, other):
                 stores[0].trusted = TrustedValidators(
                     {finder.peer_id: "ann", other.peer_id: "ben", liar.peer_id: "carl"}, 2
                 )
-                await until(lambda each=each: bool(each.gossip.peers()))
+                await until(lambda participant=participant: bool(participant.gossip.peers()))
             await until(lambda: bool(liar.gossip.peers()))
             endorser = Endorser(other, folder)
             async with trio.open_nursery() as nursery:

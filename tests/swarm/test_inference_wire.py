@@ -377,7 +377,7 @@ def test_streams_that_say_nothing_hold_up_nobody(server: Node, run: Run) -> None
         session = await RawSession.opened(swarm, server.ready)
         frame, _ = await session.step(1, 0, values(1))
         assert frame.reply.position == 1
-        for each in silent:
-            await each.stream.reset()
+        for held in silent:
+            await held.stream.reset()
 
     run(main)

@@ -37,14 +37,14 @@ def tuning(model: Any, **options: Any) -> LoraTuning:
     """With B that is not zero, so that A has gradients as well."""
     torch.manual_seed(0)
     tuned = LoraTuning(model, **options)
-    for each in tuned.parameters():
-        each.data.normal_(0, 0.2)
+    for parameter in tuned.parameters():
+        parameter.data.normal_(0, 0.2)
     return tuned
 
 
 def copied(tuned: LoraTuning) -> Weights:
     """The weights by peft's names, to be trained apart."""
-    return {name: each.clone().requires_grad_() for name, each in tuned.peft_state_dict().items()}
+    return {name: weight.clone().requires_grad_() for name, weight in tuned.peft_state_dict().items()}
 
 
 @contextmanager
@@ -104,11 +104,11 @@ def test_training_learns_what_plain_training_learns(
         loss = tuned(ids, labels=ids).loss
         with inside(whole, weights, tuned.scaling):
             expected = whole(ids, labels=ids, use_cache=False).loss
-        for optimiser, each, seen in ((mine, loss, losses[0]), (theirs, expected, losses[1])):
+        for optimiser, term, seen in ((mine, loss, losses[0]), (theirs, expected, losses[1])):
             optimiser.zero_grad()
-            each.backward()
+            term.backward()
             optimiser.step()
-            seen.append(each.item())
+            seen.append(term.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[0][-1] < 0.99 * losses[0][0]
 

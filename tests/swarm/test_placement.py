@@ -106,7 +106,9 @@ def held(spans: list[Span], blocks: int = BLOCKS) -> list[int]:
 async def until_all_know(every: list[Server], known: dict[str, Span]) -> None:
     """Returns when each of them knows of these spans, by peer id, and of no others."""
     for server in every:
-        while {each.peer_id: each.span for each in server.swarm.view.servers(MODEL, now=time.time())} != known:
+        while {
+            announced.peer_id: announced.span for announced in server.swarm.view.servers(MODEL, now=time.time())
+        } != known:
             await trio.sleep(0.1)
             await server.placement.refresh()
 
@@ -183,7 +185,9 @@ def test_two_that_would_move_to_the_same_blocks_settle_who_does() -> None:
                 for server in every:  # all mean to go where nobody is
                     server.announce(Span(0, 2), next_span=Span(2, 4))
                 for server in every:
-                    while not all(each.next_span for each in server.swarm.view.servers(MODEL, now=time.time())):
+                    while not all(
+                        announced.next_span for announced in server.swarm.view.servers(MODEL, now=time.time())
+                    ):
                         await trio.sleep(0.1)
                         await server.placement.refresh()
                 due = {server.swarm.peer_id: await server.placement.due_move(contested=True) for server in every}
@@ -331,7 +335,7 @@ def test_a_survivor_closes_the_gap_at_its_first_check_after_the_loss(tmp_path: P
             for server in survivors:
                 server.announce(Span(0, 3))
             await until_all_know(
-                survivors, {each.swarm.peer_id: Span(0, 3) for each in survivors} | {peer_id: Span(3, 6)}
+                survivors, {survivor.swarm.peer_id: Span(0, 3) for survivor in survivors} | {peer_id: Span(3, 6)}
             )
             for server in survivors:
                 await server.placement.probe()
@@ -392,8 +396,8 @@ def test_the_network_is_measured_with_those_that_answer() -> None:
 def test_a_server_chooses_blocks_of_a_model_that_it_has_not_got_and_fetches_only_these(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "hub" / "model", shards="60KB")
     with serve_hub(folder) as hub, nodes(tmp_path / "first") as first, nodes(tmp_path / "second") as second:
-        for each in (first, second):
-            each.env |= {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HOME": str(each.home / "hub")}
+        for starter in (first, second):
+            starter.env |= {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HOME": str(starter.home / "hub")}
         whole = first.server("org/tiny", "0:4")
         whole.ready  # noqa: B018  (the manifest takes all of the model once)
         hub.gets.clear()

@@ -37,14 +37,16 @@ def test_a_plan_for_a_file_of_machines(machines: Path, home: Path) -> None:
     fastest = plan["fastest"]
     # The client and the attic are beside each other; two blocks there, and four on the fast one over there. Each
     # takes a millisecond to handle a step.
-    assert sorted((each["name"], each["blocks"][1] - each["blocks"][0]) for each in fastest["machines"]) == [
+    assert sorted(
+        (machine["name"], machine["blocks"][1] - machine["blocks"][0]) for machine in fastest["machines"]
+    ) == [
         ("attic", 2),
         ("fast", 4),
     ]
     assert fastest["ms_per_token"] == fastest["least_ms_per_token"] == pytest.approx(20 + 4 + 0.5 + 5 + 5 + 2)
     assert fastest["proved"] is True
     busiest = plan["busiest"]
-    assert {each["name"] for each in busiest["machines"]} == {"attic", "fast", "far"}
+    assert {machine["name"] for machine in busiest["machines"]} == {"attic", "fast", "far"}
     assert fastest["tokens_per_second"] < busiest["tokens_per_second"] <= busiest["most_tokens_per_second"]
     table = petalnode("plan", "--machines", str(machines), env=environment(home))
     assert table.code == 0 and "there is no faster chain" in table.out and "attic" in table.out, table
@@ -82,8 +84,8 @@ def test_a_plan_for_a_running_swarm(shared_swarm: SharedSwarm, home: Path) -> No
     (plan,) = outcome.objects
     servers = {node.ready["peer_id"] for node in shared_swarm.llama}
     assert plan["num_blocks"] == 6
-    assert {each["peer_id"] for each in plan["now"]["machines"]} == servers
-    assert [each["blocks"] for each in plan["now"]["route"]] == [[0, 2], [2, 4], [4, 6]]
+    assert {machine["peer_id"] for machine in plan["now"]["machines"]} == servers
+    assert [machine["blocks"] for machine in plan["now"]["route"]] == [[0, 2], [2, 4], [4, 6]]
     # All three are needed, so no plan does better than another by leaving one out.
-    assert sum(each["blocks"][1] - each["blocks"][0] for each in plan["fastest"]["machines"]) == 6
+    assert sum(machine["blocks"][1] - machine["blocks"][0] for machine in plan["fastest"]["machines"]) == 6
     assert 0 < plan["fastest"]["ms_per_token"] <= plan["now"]["ms_per_token"] + 1e-3

@@ -69,7 +69,7 @@ def test_a_node_joins_by_those_it_met_in_an_earlier_run(nodes: Nodes, memory: Pa
     assert joined == JoinResult("peers", bootstrap.peer_id)
 
     # Whichever of the two it was connected to has to do.
-    kept = {each.peer_id for each in PeerStore(memory).load()}
+    kept = {record.peer_id for record in PeerStore(memory).load()}
     assert bootstrap.peer_id in kept
     joined = run_once(config(memory), server.peer_id)
     assert joined is not None and joined.way == "remembered" and joined.peer_id in kept
@@ -84,13 +84,13 @@ def test_the_living_are_found_among_the_dead(nodes: Nodes, memory: Path) -> None
     assert run_once(config(memory), server.peer_id) == JoinResult("remembered", server.peer_id)
     kept = PeerStore(memory).load()
     assert kept[0].peer_id == server.peer_id and kept[0].addrs[0] == where and not kept[0].failing
-    assert any(each.failing for each in kept[1:])
+    assert any(record.failing for record in kept[1:])
 
 
 def test_who_remembers_nobody_stays_alone(memory: Path) -> None:
     PeerStore(memory).update({Identity.generate().peer_id: [NOBODY]}, (), time.time())
     assert run_once(config(memory, listen=(LOOPBACK,))) is None
-    assert not any(each.failing for each in PeerStore(memory).load())
+    assert not any(record.failing for record in PeerStore(memory).load())
 
 
 def test_a_peer_that_was_named_has_to_answer(nodes: Nodes, memory: Path) -> None:
@@ -153,7 +153,7 @@ def test_what_cannot_be_dialed_is_not_remembered(nodes: Nodes, memory: Path) -> 
     clients: list[str] = []
     trio.run(main)
     assert len(PeerStore(memory).load()) == 2  # the server, and the node itself
-    assert not {each.peer_id for each in PeerStore(memory).load()} & set(clients)
+    assert not {record.peer_id for record in PeerStore(memory).load()} & set(clients)
 
 
 def test_nodes_of_one_machine_find_each_other_without_any_network(memory: Path) -> None:

@@ -50,7 +50,7 @@ async def announced_free(swarm: Swarm, server: Node, expected: int) -> None:
     with trio.fail_after(TIMEOUT):
         while True:
             view = await swarm.refresh(timeout=10)
-            (found,) = [each for each in view.servers(now=time.time()) if each.peer_id == server.peer_id]
+            (found,) = [announced for announced in view.servers(now=time.time()) if announced.peer_id == server.peer_id]
             if found.cache_tokens_free == expected:
                 assert found.cache_tokens == TOKENS
                 return

@@ -81,8 +81,8 @@ def deep_tuning(model: Any) -> PromptTuning:
 
 def compare(tuned: PromptTuning, plain: PlainTuning, **inputs: Any) -> None:
     """One forward and backward pass each; everything that is trained has the same gradients."""
-    for each in (*tuned.parameters(), *plain.parameters()):
-        each.grad = None
+    for parameter in (*tuned.parameters(), *plain.parameters()):
+        parameter.grad = None
     got, expected = tuned(**inputs), plain(**inputs)
     close(got.loss, expected.loss)
     got.loss.backward()
@@ -107,10 +107,10 @@ def test_prompts_of_a_language_model(architecture: str, folders: Folders, shared
                 labels = ids.masked_fill(mask == 0, -100)
                 compare(tuned, plain, input_ids=ids, attention_mask=mask, labels=labels)
         # All weights that are here may be trained too, the embeddings through all blocks.
-        for each in (opened, whole):
-            embeddings = each.get_input_embeddings().requires_grad_()
+        for module in (opened, whole):
+            embeddings = module.get_input_embeddings().requires_grad_()
             embeddings.weight.grad = None
-            each(ids, attention_mask=padded("right"), labels=ids).loss.backward()
+            module(ids, attention_mask=padded("right"), labels=ids).loss.backward()
         close(opened.get_input_embeddings().weight.grad, whole.get_input_embeddings().weight.grad)
 
 
@@ -122,7 +122,7 @@ def test_a_classifier(architecture: str, folders: Folders, shared_swarm: SharedS
     with AutoDistributedModelForSequenceClassification.from_pretrained(
         folder, num_labels=3, initial_peers=[shared_swarm.peer]
     ) as opened:
-        trained = [name for name, each in opened.named_parameters() if each.requires_grad]
+        trained = [name for name, parameter in opened.named_parameters() if parameter.requires_grad]
         assert trained == ["score.weight"]
         whole.score.load_state_dict(opened.score.state_dict())
         whole.score.requires_grad_()
@@ -140,12 +140,12 @@ def test_training_learns_what_plain_training_learns(model: DistributedModelForCa
     plain = PlainTuning(whole, tuned.prompt_embeddings, tuned.deep_prompts)
     ids, mask = tokens(6), padded("right", 6)
     losses: list[list[float]] = []
-    for each in (tuned, plain):
-        optimiser = torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9)
+    for tuning in (tuned, plain):
+        optimiser = torch.optim.SGD(tuning.parameters(), lr=0.05, momentum=0.9)
         losses.append([])
         for _ in range(5):
             optimiser.zero_grad()
-            loss = each(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+            loss = tuning(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
             loss.backward()
             optimiser.step()
             losses[-1].append(loss.item())
@@ -201,7 +201,7 @@ def test_a_module_between_the_blocks_of_a_model(shared_swarm: SharedSwarm, whole
     ) as opened:
         blocks = opened.remote_blocks
         opened.remote_blocks = nn.Sequential(blocks[:3], adapter, blocks[3:])
-        trained = [each for each in opened.parameters() if each.requires_grad]
+        trained = [parameter for parameter in opened.parameters() if parameter.requires_grad]
         assert len(trained) == 2
         loss = opened(ids, attention_mask=mask, labels=ids).loss
         close(loss, expected)
@@ -216,9 +216,9 @@ def test_a_module_between_the_blocks_of_a_model(shared_swarm: SharedSwarm, whole
 
 def test_hidden_states_between_the_blocks(model: DistributedModelForCausalLM, whole: Any) -> None:
     found, gradients = [], []
-    for each in (model, whole):
-        embedded = each.get_input_embeddings()(tokens(2)).detach().requires_grad_()
-        output = each(inputs_embeds=embedded, attention_mask=padded("left", 2), output_hidden_states=True)
+    for module in (model, whole):
+        embedded = module.get_input_embeddings()(tokens(2)).detach().requires_grad_()
+        output = module(inputs_embeds=embedded, attention_mask=padded("left", 2), output_hidden_states=True)
         loss = sum(state[:, -1].pow(2).mean() for state in output.hidden_states)
         gradients.append(torch.autograd.grad(loss, embedded)[0])
         found.append(output)
@@ -280,7 +280,7 @@ def test_two_clients_train_different_things_on_the_same_servers(shared_swarm: Sh
             optimiser.zero_grad()
             tuned(ids, labels=labels).loss.backward()
             optimiser.step()
-        return [each.detach() for each in trained]
+        return [parameter.detach() for parameter in trained]
 
     peers = [shared_swarm.peer]
     with (

@@ -130,11 +130,11 @@ class Trial:
 
     @staticmethod
     def _gradients(tuned: Any) -> list[torch.Tensor]:
-        for each in tuned.parameters():
-            each.grad = None
+        for parameter in tuned.parameters():
+            parameter.grad = None
         loss = tuned(tokens(), labels=tokens()).loss
         loss.backward()
-        return [loss.detach(), *(each.grad for each in tuned.parameters())]
+        return [loss.detach(), *(parameter.grad for parameter in tuned.parameters())]
 
     def run(self) -> None:
         for got, expected in zip(self._gradients(self.tuned), self._expected, strict=True):
@@ -159,8 +159,8 @@ def test_a_batch_goes_over_all_servers_that_there_are(
     pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
     servers = [*steady, pool.start("0:3"), pool.start("3:6")]
-    with trial(pool, folder, *servers) as (each, works):
-        each.run()
+    with trial(pool, folder, *servers) as (comparison, works):
+        comparison.run()
         for protocol in (FORWARD, BACKWARD):
             counts = [works.replies[protocol, server.peer_id] for server in servers]
             assert all(counts) and counts[0] + counts[2] == counts[1] + counts[3] == MICRO_BATCHES
@@ -172,14 +172,14 @@ def test_servers_compute_ahead_of_their_gradients(
     pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
     first, last = steady
-    with trial(pool, folder, first, last) as (each, works):
-        each.run()
+    with trial(pool, folder, first, last) as (comparison, works):
+        comparison.run()
         count = works.replies[BACKWARD, first.peer_id]
         assert count == works.late_gradients[first.peer_id] > 1 and not works.late_gradients[last.peer_id]
         [stream] = works.streams[BACKWARD, first.peer_id]
         # What waits for its gradient is lost with its stream; it is done again as a whole, and nobody is to blame.
         with works.at_first(BACKWARD, last.peer_id, lambda: trio.lowlevel.spawn_system_task(stream.reset)):
-            each.run()
+            comparison.run()
         assert len(works.streams[BACKWARD, first.peer_id]) == 2
         assert not works.late_gradients[last.peer_id]
 
@@ -190,18 +190,18 @@ def test_a_server_is_killed(
     protocol: str, blocks: str, pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]
 ) -> None:
     victim = pool.start(blocks)
-    with trial(pool, folder, victim, *steady) as (each, works):
+    with trial(pool, folder, victim, *steady) as (comparison, works):
         with works.at_first(protocol, victim.peer_id, victim.kill):
-            each.run()
-        each.run()  # and the next batch without it
+            comparison.run()
+        comparison.run()  # and the next batch without it
 
 
 @pytest.mark.parametrize("protocol", [FORWARD, BACKWARD])
 def test_others_with_other_boundaries_take_over(protocol: str, pool: MemoryPool, folder: Path) -> None:
-    victim, *others = [pool.start(each) for each in ("0:6", "0:2", "2:5", "5:6")]
-    with trial(pool, folder, victim, *others) as (each, works):
+    victim, *others = [pool.start(blocks) for blocks in ("0:6", "0:2", "2:5", "5:6")]
+    with trial(pool, folder, victim, *others) as (comparison, works):
         with works.at_first(protocol, victim.peer_id, victim.kill):
-            each.run()
+            comparison.run()
         assert all(works.replies[BACKWARD, other.peer_id] for other in others)
     for server in others:
         server.kill()
@@ -210,19 +210,19 @@ def test_others_with_other_boundaries_take_over(protocol: str, pool: MemoryPool,
 def test_a_server_freezes(pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]) -> None:
     victim = pool.start("0:3")
     with (
-        trial(pool, folder, victim, *steady) as (each, works),
+        trial(pool, folder, victim, *steady) as (comparison, works),
         works.at_first(BACKWARD, victim.peer_id, victim.freeze),
     ):
-        each.run()
+        comparison.run()
     victim.kill()
 
 
 def test_a_server_leaves(pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer]) -> None:
     leaving = pool.start("0:3")
-    with trial(pool, folder, leaving, *steady) as (each, works):
+    with trial(pool, folder, leaving, *steady) as (comparison, works):
         with works.at_first(FORWARD, leaving.peer_id, leaving.terminate):
-            each.run()
-        each.run()
+            comparison.run()
+        comparison.run()
 
 
 @pytest.fixture(scope="module")
@@ -240,9 +240,9 @@ def test_a_server_that_lies_is_not_believed(
     liar: tuple[MemoryServer, Path],
 ) -> None:
     server, control = liar
-    with trial(pool, folder, server, *steady) as (each, works):
+    with trial(pool, folder, server, *steady) as (comparison, works):
         order(control, fault)
-        each.run()
+        comparison.run()
         assert works.replies[BACKWARD, steady[0].peer_id] == works.replies[BACKWARD, steady[1].peer_id] >= 2
 
 
@@ -250,9 +250,9 @@ def test_a_server_that_says_nothing_is_given_up(
     pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer], liar: tuple[MemoryServer, Path]
 ) -> None:
     server, control = liar
-    with trial(pool, folder, server, *steady, request_timeout=8.0) as (each, works):
+    with trial(pool, folder, server, *steady, request_timeout=8.0) as (comparison, works):
         order(control, "silence")
-        each.run()
+        comparison.run()
         assert works.replies[BACKWARD, steady[0].peer_id]
 
 
@@ -260,10 +260,10 @@ def test_a_server_without_gradients_is_used_for_what_it_can(
     pool: MemoryPool, folder: Path, steady: tuple[MemoryServer, MemoryServer], liar: tuple[MemoryServer, Path]
 ) -> None:
     server, control = liar
-    with trial(pool, folder, server, *steady) as (each, works):
+    with trial(pool, folder, server, *steady) as (comparison, works):
         order(control, "no gradients")
-        each.run()  # finds it out in the backward pass
-        each.run()
+        comparison.run()  # finds it out in the backward pass
+        comparison.run()
         assert works.replies[FORWARD, server.peer_id] in (2, 3) and works.replies[BACKWARD, server.peer_id] == 0
         assert all(works.replies[BACKWARD, other.peer_id] == 2 * MICRO_BATCHES for other in steady)
     with opened_for([server], folder, pool) as model:
@@ -280,11 +280,11 @@ def test_nobody_is_left(
     monkeypatch.setattr(batch_client, "RECOVERY_TIMEOUT", 1.0)
     victim = pool.start("0:3")
     with (
-        trial(pool, folder, victim, steady[1]) as (each, works),
+        trial(pool, folder, victim, steady[1]) as (comparison, works),
         works.at_first(BACKWARD, steady[1].peer_id, victim.kill),
         pytest.raises(NoChainError, match="0:3"),
     ):
-        each.run()
+        comparison.run()
 
 
 def test_a_batch_that_no_server_takes_is_refused(

@@ -113,7 +113,7 @@ class RawWorks:
     async def reply(self) -> tuple[wire.BatchReply, list[bytearray]]:
         frame, _ = await self.stream.receive(timeout=TIMEOUT)
         _raise(frame)
-        sizes = [each.nbytes for each in frame.reply.tensors]
+        sizes = [tensor.nbytes for tensor in frame.reply.tensors]
         return frame.reply, await receive_pieces(self.stream, sizes, timeout=TIMEOUT)
 
 
@@ -287,7 +287,7 @@ def test_receipts_are_for_what_was_asked_and_answered(server: Node, run: Run) ->
             assert (receipt.sequence, receipt.previous_receipt) == (sequence, previous)
             assert (receipt.nonce, receipt.session_epoch) == (works.nonce, works.granted.session_epoch)
             assert receipt.span == (2, 4)
-            assert [list(each.shape) for each in reply.tensors] == [[1, 5, HIDDEN], [2, 1, 2, HIDDEN]][: 1 + number]
+            assert [list(tensor.shape) for tensor in reply.tensors] == [[1, 5, HIDDEN], [2, 1, 2, HIDDEN]][: 1 + number]
             previous = receipt.hash()
 
     run(main)

@@ -62,8 +62,8 @@ def tuned_on(model: Any, method: Method) -> Tuned:
     """With weights that all matter."""
     tuned = Tuned.of(model, MethodOptions(method, virtual_tokens=3, rank=4, alpha=6), seed=0)
     generator = torch.Generator().manual_seed(1)
-    for each in tuned.weights.values():
-        each.data.add_(0.2 * torch.randn(each.shape, generator=generator))
+    for weight in tuned.weights.values():
+        weight.data.add_(0.2 * torch.randn(weight.shape, generator=generator))
     return tuned
 
 
@@ -156,7 +156,9 @@ def test_adapters_that_cannot_be_loaded(shared_swarm: SharedSwarm, tmp_path: Pat
             load_adapter(model, folder)
         note.write(folder)
         weights = load_file(folder / "adapter_model.safetensors")
-        several = {name: each[:2] if ".0.self_attn.q_proj.lora_A" in name else each for name, each in weights.items()}
+        several = {
+            name: weight[:2] if ".0.self_attn.q_proj.lora_A" in name else weight for name, weight in weights.items()
+        }
         save_file(several, folder / "adapter_model.safetensors")
         with pytest.raises(BadInput):
             load_adapter(model, folder)
@@ -202,15 +204,15 @@ def test_interrupted_and_resumed_it_learns_the_same(
     second = run("parts", "--resume")
 
     def losses(events: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
-        return [(each["event"], each["step"], each["loss"]) for each in events if "loss" in each]
+        return [(event["event"], event["step"], event["loss"]) for event in events if "loss" in event]
 
     assert first[-1]["step"] >= 4 and losses(first[:-1]) + losses(second) == losses(whole)
-    assert [each["event"] for each in whole].count("evaluation") == 4
+    assert [event["event"] for event in whole].count("evaluation") == 4
     assert whole[-1] == {"event": "saved", "path": str(tmp_path / "whole")}
     assert losses(whole)[-1][2] < losses(whole)[0][2]
     names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "petalnode.json"]
-    assert sorted(each.name for each in (tmp_path / "parts").iterdir()) == names
-    one, other = (load_file(tmp_path / each / names[2]) for each in ("whole", "parts"))
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == names
+    one, other = (load_file(tmp_path / name / names[2]) for name in ("whole", "parts"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert "sums" in (tmp_path / "whole" / names[0]).read_text()
 
@@ -229,7 +231,7 @@ def test_interrupted_and_resumed_it_learns_the_same(
 def test_wrong_use_is_one_line(
     options: list[str], says: str, pairs: Path, shared_swarm: SharedSwarm, node_starter: Nodes, tmp_path: Path
 ) -> None:
-    given = [str(pairs) if each == "DATA" else each for each in options]
+    given = [str(pairs) if option == "DATA" else option for option in options]
     done = petalnode(
         "tune", str(shared_swarm.folder), "--peer", shared_swarm.peer, *given, env=node_starter.env, cwd=tmp_path
     )
@@ -268,5 +270,5 @@ def test_lost_servers_are_waited_for(
     assert waited
 
     kinds = [Evaluated, *[StepDone, StepDone, StepDone, Evaluated] * 2]
-    assert [type(each) for each in told] == [type(each) for each in undisturbed] == kinds
-    assert [each.loss for each in told] == pytest.approx([each.loss for each in undisturbed])
+    assert [type(event) for event in told] == [type(event) for event in undisturbed] == kinds
+    assert [event.loss for event in told] == pytest.approx([event.loss for event in undisturbed])

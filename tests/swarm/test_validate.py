@@ -60,8 +60,8 @@ def swarms(node_starter: Nodes, home: Path, models: Path) -> Iterator[dict[str, 
             honest = pool.start("0:3", "--dtype", dtype, peer=peer)
             suspect = pool.start("3:6", "--dtype", dtype, peer=peer, fault=control)
             made[dtype] = SuspectSwarm(peer, folder, control, {dtype: honest}, {dtype: suspect})
-        for each in made.values():
-            for server in (*each.honest.values(), *each.suspect.values()):
+        for swarm in made.values():
+            for server in (*swarm.honest.values(), *swarm.suspect.values()):
                 server.ready  # noqa: B018  (waits)
         yield made
 
@@ -94,11 +94,11 @@ def validated(swarm: SuspectSwarm, file: Path, seed: int = 0, evidence: Path | N
                         ),
                     )
 
-        async with validator() as each:
+        async with validator() as opened:
             with trio.fail_after(150):
-                return await each.once()
+                return await opened.once()
 
-    return {each.peer_id: each for each in trio.run(run)}
+    return {verdict.peer_id: verdict for verdict in trio.run(run)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -163,7 +163,7 @@ def test_the_command(swarms: dict[str, SuspectSwarm], node_starter: Nodes, tmp_p
     )
     order(swarm.control)
     assert said.code == 1, said
-    verdicts = {each["peer_id"]: each for each in said.objects}
+    verdicts = {line["peer_id"]: line for line in said.objects}
     guilty = verdicts[swarm.suspect["float32"].peer_id]
     assert guilty["event"] == "verdict" and guilty["blocks"] == [3, 6] and guilty["verdict"] == "faulty"
     assert guilty["error"] > guilty["tolerance"] > 0
@@ -176,7 +176,7 @@ def test_the_command(swarms: dict[str, SuspectSwarm], node_starter: Nodes, tmp_p
 
     said = petalnode("validate", folder, "--once", "--json", "--peer", swarm.peer, env=env, timeout=170)
     assert said.code == 0, said
-    assert [each["verdict"] for each in said.objects] == ["ok", "ok"]
+    assert [line["verdict"] for line in said.objects] == ["ok", "ok"]
 
 
 async def talk(swarm: SuspectSwarm, identity: Identity, auditor: str | None) -> None:
@@ -208,14 +208,14 @@ def test_the_service_finds_who_is_honest_to_strangers(swarms: dict[str, SuspectS
 
         def audited(least: int) -> bool:
             verdicts.extend(validator.events_so_far())
-            return sum(each["kind"] == "receipts" for each in verdicts) >= least
+            return sum(verdict["kind"] == "receipts" for verdict in verdicts) >= least
 
         def probed() -> bool:
             verdicts.extend(validator.events_so_far())
-            return any(each["peer_id"] == suspect and each["kind"] != "receipts" for each in verdicts)
+            return any(verdict["peer_id"] == suspect and verdict["kind"] != "receipts" for verdict in verdicts)
 
         talks = 0
-        while not any(each["verdict"] == "faulty" for each in verdicts):
+        while not any(verdict["verdict"] == "faulty" for verdict in verdicts):
             trio.run(talk, swarm, client, auditor)
             talks += 1  # each time two answers are picked, of either server
             until(partial(audited, 2 * talks), "two audits", 60)
@@ -225,10 +225,10 @@ def test_the_service_finds_who_is_honest_to_strangers(swarms: dict[str, SuspectS
     finally:
         validator.kill()
         order(swarm.control)
-    for each in verdicts:
-        audited = each["peer_id"] == suspect and each["kind"] == "receipts"
-        assert each["event"] == "verdict" and (each["verdict"] == "faulty") == audited, each
-    guilty = next(each for each in verdicts if each["verdict"] == "faulty")
+    for verdict in verdicts:
+        audited = verdict["peer_id"] == suspect and verdict["kind"] == "receipts"
+        assert verdict["event"] == "verdict" and (verdict["verdict"] == "faulty") == audited, verdict
+    guilty = next(verdict for verdict in verdicts if verdict["verdict"] == "faulty")
     assert guilty["blocks"] == [3, 6] and guilty["evidence"] is not None
     bundle = Bundle.load(Path(str(guilty["evidence"])))
     assert bundle.accused == suspect and bundle.accuser == validator.peer_id
@@ -236,8 +236,8 @@ def test_the_service_finds_who_is_honest_to_strangers(swarms: dict[str, SuspectS
     assert check_evidence(bundle, folder).proven
     with History(tmp_path / "data" / "petalnode" / "validator" / "history.sqlite") as history:
         kept = history.last(compute_manifest(folder).version, suspect, 1000)
-    assert {each.verdict for each in kept if each.kind == "receipts"} == {"faulty"}
-    assert "faulty" not in {each.verdict for each in kept if each.kind != "receipts"}
+    assert {verdict.verdict for verdict in kept if verdict.kind == "receipts"} == {"faulty"}
+    assert "faulty" not in {verdict.verdict for verdict in kept if verdict.kind != "receipts"}
 
 
 def test_nobody_there(node_starter: Nodes, models: Path) -> None:

@@ -60,8 +60,8 @@ def test_it_ends_as_python_ends(code: str, exit_code: int, says: str, tmp_path: 
 def test_signals_reach_it_and_no_other(tmp_path: Path) -> None:
     code = "import time; print('there', flush=True); time.sleep(100)"
     one, two, three = (started(code, home=tmp_path) for _ in range(3))
-    for each in (one, two, three):
-        assert each.line() == "there"
+    for process in (one, two, three):
+        assert process.line() == "there"
     one.signal(signal.SIGINT)
     two.signal(signal.SIGTERM)
     assert (one.wait(), two.wait()) == (-signal.SIGINT, -signal.SIGTERM)

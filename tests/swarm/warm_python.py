@@ -263,8 +263,8 @@ class _Copies:
     def _become(self, request: dict[str, Any], descriptors: list[int]) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for each in (self._channel, self._woken, self._wake):
-            each.close()
+        for channel in (self._channel, self._woken, self._wake):
+            channel.close()
         for number, descriptor in enumerate(descriptors[:3]):
             os.dup2(descriptor, number)
         for descriptor in (*descriptors, *self._status.values()):

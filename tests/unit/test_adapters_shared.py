@@ -71,7 +71,7 @@ def test_searching_a_folder(tmp_path: Path) -> None:
     place = FolderRepository(tmp_path / "shelf")
 
     def names(model: str | None = None, *tags: str) -> str:
-        return "".join(each.name for each in place.search(model, tags))
+        return "".join(listing.name for listing in place.search(model, tags))
 
     assert names() == names(None, "poems") == "ab" and names("smollm2") == names("ffffffff") == "b"
     assert names("01234567") == names("org/m") == names(None, "lora") == "a" and names("0123") == names("x") == ""
@@ -118,7 +118,7 @@ def test_a_git_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     place.push(folder, "mine", replace=False)
     assert "just so" in place.push(folder, "mine", replace=False)
     place.push(folder, "other", replace=False)
-    assert [each.name for each in place.search("org/m", ())] == ["mine", "other"]
+    assert [listing.name for listing in place.search("org/m", ())] == ["mine", "other"]
     place.pull("other", tmp_path / "pulled")
     assert names_in(tmp_path / "pulled") == SHARED
     listed = subprocess.run(["git", "ls-tree", "-r", "--name-only", "HEAD"], cwd=bare, capture_output=True, check=True)
@@ -175,7 +175,9 @@ def test_the_hub(tmp_path: Path) -> None:
         assert pushed[0] == 0 and pushed[1][0]["where"] == f"{hub.url}/me/poems", pushed
         assert sorted(hub.uploaded["me/poems"]) == SHARED
         assert again[0] == 2 and "give another name, or --replace" in again[2]
-        assert [(each["name"], each["method"], each["model"]) for each in found[1]] == [("me/poems", "lora", "org/m")]
+        assert [(entry["name"], entry["method"], entry["model"]) for entry in found[1]] == [
+            ("me/poems", "lora", "org/m")
+        ]
         assert by_version[1] == [{**found[1][0]}] and others[:2] == [0, []]
         assert pulled[0] == 0 and names_in(tmp_path / "poems") == SHARED
         assert nothing[0] == 2 and "no such repository" in nothing[2]

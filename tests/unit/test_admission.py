@@ -40,8 +40,8 @@ def test_what_this_server_cannot_hold(terms: SessionTerms, code: int, says: str)
 
 def tensor(*shape: int, nbytes: int | None = None, **fields: object) -> wire.Tensor:
     size = 4
-    for each in shape:
-        size *= each
+    for extent in shape:
+        size *= extent
     usual: dict[str, object] = {"shape": shape, "dtype": "float32", "codec": "none"}
     return wire.Tensor(**usual | fields, nbytes=size if nbytes is None else nbytes)
 
@@ -106,7 +106,7 @@ headers = st.builds(
     st.integers(0, 2**64 - 1),
 )
 steps = st.builds(
-    lambda *each: wire.Step(sequence=each[0], position=each[1], reorder=each[2], route_epoch=each[3]),
+    lambda *fields: wire.Step(sequence=fields[0], position=fields[1], reorder=fields[2], route_epoch=fields[3]),
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**64 - 1),
     st.lists(st.integers(0, 2**32 - 1), max_size=4),

@@ -210,13 +210,13 @@ def pledge_bundle(log: SessionLog, receipts: Sequence[Receipt]) -> Bundle:
 
 def test_equivocation_and_broken_pledges_need_no_weights(server: SigningServer) -> None:
     log = server.session(STEPS)
-    receipts = [each.receipt for each in log.entries]
+    receipts = [entry.receipt for entry in log.entries]
     other = replace(receipts[3], reply_hash=b"x" * 32).signed(server.identity)
     assert check_evidence(reread(equivocation_bundle(ACCUSER, log.peer_id, receipts[3], other)), None).proven
     assert not check_evidence(reread(equivocation_bundle(ACCUSER, log.peer_id, receipts[3], receipts[3])), None).proven
     assert not check_evidence(reread(pledge_bundle(log, receipts)), None).proven
     outside = server.session(STEPS, span=(1, 5))
-    assert check_evidence(reread(pledge_bundle(outside, [each.receipt for each in outside.entries])), None).proven
+    assert check_evidence(reread(pledge_bundle(outside, [entry.receipt for entry in outside.entries])), None).proven
 
 
 def test_what_cannot_be_checked_is_said(server: SigningServer, folder: ModelFolder, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_missing_blocks_are_named() -> None:
 def test_a_stage_takes_its_blocks_share_of_the_time() -> None:
     fast, slow = server("a", 0, 4, 400.0), server("b", 2, 6, 100.0)
     known = {"a": fast, "b": slow}
-    seconds = {name: seconds_of(each) for name, each in known.items()}
+    seconds = {name: seconds_of(chain) for name, chain in known.items()}
     chain = (Hop("a", Span(0, 4)), Hop("b", Span(4, 6)))
     first, second = stages_of(chain, known, seconds, tokens=100, token_bytes=0)
     assert first.work == pytest.approx(0.25) and second.work == pytest.approx(0.5)
@@ -108,10 +108,10 @@ def test_one_micro_batch_takes_the_best_chain() -> None:
 
 @given(rows=st.integers(1, 300), tokens=st.integers(1, 5000), servers=st.integers(1, 40))
 def test_micro_batches_are_neither_too_large_nor_too_small(rows: int, tokens: int, servers: int) -> None:
-    each = rows_of_micro_batch(rows, tokens, servers)
-    assert 1 <= each <= rows
-    assert each == 1 or each * tokens <= MICRO_BATCH_TOKENS
-    assert each == rows or each * tokens >= LEAST_TOKENS or (each + 1) * tokens > MICRO_BATCH_TOKENS
+    chosen = rows_of_micro_batch(rows, tokens, servers)
+    assert 1 <= chosen <= rows
+    assert chosen == 1 or chosen * tokens <= MICRO_BATCH_TOKENS
+    assert chosen == rows or chosen * tokens >= LEAST_TOKENS or (chosen + 1) * tokens > MICRO_BATCH_TOKENS
 
 
 @given(rows=st.integers(1, 300), most=st.integers(1, 40))

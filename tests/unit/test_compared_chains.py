@@ -34,7 +34,7 @@ def server(name: str, start: int, end: int, rtt: float = 0.01, longest: int | No
 
 
 spans = st.lists(
-    st.tuples(st.integers(0, 5), st.integers(1, 6)).map(lambda each: (each[0], min(6, each[0] + each[1]))), max_size=12
+    st.tuples(st.integers(0, 5), st.integers(1, 6)).map(lambda pair: (pair[0], min(6, pair[0] + pair[1]))), max_size=12
 )
 
 
@@ -42,7 +42,7 @@ spans = st.lists(
 @given(spans, st.integers(1, 4))
 def test_there_are_as_many_chains_as_servers_of_the_rarest_block(held: list[tuple[int, int]], count: int) -> None:
     servers = [server(f"s{number}", *span) for number, span in enumerate(held)]
-    enough = held_least([each.span for each in servers], BLOCKS) >= count
+    enough = held_least([server.span for server in servers], BLOCKS) >= count
     chains = disjoint_chains(servers, BLOCKS, count)
     assert (chains is not None) == enough
     if chains is None:
@@ -53,7 +53,7 @@ def test_there_are_as_many_chains_as_servers_of_the_rarest_block(held: list[tupl
     for chain in chains:
         assert [block for hop in chain for block in range(hop.span.start, hop.span.end)] == list(range(6))
     for group in partition(servers, BLOCKS, count):
-        assert held_least([each.span for each in group], BLOCKS) >= 1
+        assert held_least([server.span for server in group], BLOCKS) >= 1
 
 
 def test_a_cheap_chain_does_not_use_up_what_another_needs() -> None:

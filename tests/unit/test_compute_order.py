@@ -142,8 +142,8 @@ def test_the_second_half_of_a_pass_goes_before_others(blocks: BlockSpan) -> None
         async with trio.open_nursery() as nursery:
 
             def resume() -> None:
-                for each in (second, third):
-                    nursery.start_soon(partial(compute.run_pass, each.run(), resumed=True))
+                for waiting in (second, third):
+                    nursery.start_soon(partial(compute.run_pass, waiting.run(), resumed=True))
 
             first.at_pause = {2: resume}
             await compute.run_pass(first.run())
@@ -151,7 +151,7 @@ def test_the_second_half_of_a_pass_goes_before_others(blocks: BlockSpan) -> None
     run(blocks, main)
     ends = [log.index(f"{each} done") for each in "abc"]
     assert ends[0] > max(ends[1:]) > 0  # "a" gave way, and went on where it was
-    assert [each for each in log if each.startswith("a")] == [f"a {pause}" for pause in range(11)] + ["a done"]
+    assert [line for line in log if line.startswith("a")] == [f"a {pause}" for pause in range(11)] + ["a done"]
 
 
 def test_a_pass_that_nobody_waits_for_ends_at_its_next_pause(blocks: BlockSpan) -> None:

@@ -74,7 +74,7 @@ def test_nobody_signs_for_another() -> None:
 
 def test_one_kind_of_statement_is_never_another() -> None:
     kinds = (CREDIT, QUERY, TRANSFER, CLEARING, ORDER)
-    assert len({each.canonical_bytes()[:60] for each in kinds}) == len(kinds)
+    assert len({kind.canonical_bytes()[:60] for kind in kinds}) == len(kinds)
 
 
 def test_a_voucher_backs_a_pledge_with_whoever_trusts_the_issuer() -> None:

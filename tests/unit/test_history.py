@@ -29,10 +29,10 @@ def chunk(tokens: Sequence[Sequence[int]], codec: str = "none") -> WireTensor:
     return WireTensor(Tensor(shape=shape, dtype="float32", codec=codec, nbytes=len(payload)), payload)
 
 
-def tokens_of(each: WireTensor) -> list[list[int]]:
-    rows, tokens, hidden = each.tensor.shape
-    assert each.tensor.nbytes == len(each.payload)
-    cells = np.frombuffer(each.payload, dtype=np.uint8).reshape(rows, tokens, hidden, -1)
+def tokens_of(sent: WireTensor) -> list[list[int]]:
+    rows, tokens, hidden = sent.tensor.shape
+    assert sent.tensor.nbytes == len(sent.payload)
+    cells = np.frombuffer(sent.payload, dtype=np.uint8).reshape(rows, tokens, hidden, -1)
     assert (cells == cells[:, :, :1, :1]).all(), "the bytes of one token came apart"
     return cells[:, :, 0, 0].tolist()  # type: ignore[no-any-return]
 
@@ -165,7 +165,7 @@ def test_rows_are_merged_one_after_another(batch: int) -> None:
     (step,) = history.replay(6, 512)
     assert tokens_of(step.chunk) == rows
     assert step.chunk.payload == chunk(rows).payload
-    assert [each.chunk.tokens for each in history.replay(6, 4)] == [4, 2]
+    assert [step.chunk.tokens for step in history.replay(6, 4)] == [4, 2]
 
 
 def test_rows_count_towards_the_size_of_a_replayed_step() -> None:

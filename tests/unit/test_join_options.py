@@ -143,4 +143,4 @@ def test_the_demo_s_spans_cover_the_model_evenly(count: int) -> None:
 
 
 def test_the_demo_s_servers_share_the_cores() -> None:
-    assert [threads_per_server(*each) for each in ((8, 3), (2, 3), (1, 1))] == [2, 1, 1]
+    assert [threads_per_server(*machine) for machine in ((8, 3), (2, 3), (1, 1))] == [2, 1, 1]

@@ -90,7 +90,11 @@ def kept(seed: int = 0) -> dict[str, torch.Tensor]:
 def test_gradients_of_what_was_kept_are_judged_by_kind_and_each_block_s_prompts_alone() -> None:
     truth = kept()
     right = kept_distances(truth, truth)
-    assert {what: each.tokens for what, each in right.items()} == {"deep prompts": 3, "LoRA's A": 2, "LoRA's B": 2}
+    assert {what: gradient.tokens for what, gradient in right.items()} == {
+        "deep prompts": 3,
+        "LoRA's A": 2,
+        "LoRA's B": 2,
+    }
     assert worst_judgement(judge_kept(right, TOLERANCE)).result == "ok"
     for name, what in (("prompts", "deep prompts"), ("4.self_attn.q_proj.lora_B", "LoRA's B")):
         claimed = kept()
@@ -116,7 +120,9 @@ def test_gradients_of_something_else_than_was_kept_are_no_answer() -> None:
 def test_more_error_is_never_judged_better(one: float, other: float) -> None:
     order = ("ok", "inconclusive", "faulty")
     truth = hidden(1, 4, 16)
-    results = [judge_distance(distance(noisy(truth, each), truth), TOLERANCE).result for each in sorted((one, other))]
+    results = [
+        judge_distance(distance(noisy(truth, amount), truth), TOLERANCE).result for amount in sorted((one, other))
+    ]
     assert order.index(results[0]) <= order.index(results[1])
 
 

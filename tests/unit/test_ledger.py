@@ -246,7 +246,7 @@ def test_points_are_neither_made_nor_lost(acts: list[tuple[str, ...]]) -> None:
         cleared: dict[tuple[str, int], Transfer] = {}
         for act, *rest in acts:
             before = {peer.peer_id: ledger.credit_of(peer.peer_id) for peer in PEERS}
-            numbers = [int(each) if isinstance(each, int) else 0 for each in rest]
+            numbers = [int(part) if isinstance(part, int) else 0 for part in rest]
             try:
                 if act == "issue":
                     ledger.issue(PEERS[numbers[0]].peer_id, numbers[1])

@@ -31,7 +31,7 @@ def served(arrivals: list[bool]) -> list[int]:
     """The order in which a queue is served that is there from the start."""
     line, overtaken, order = list(enumerate(arrivals)), 0, []
     while line:
-        paid = [each for _, each in line]
+        paid = [has_paid for _, has_paid in line]
         place = next_in_line(paid, overtaken)
         overtaken = now_overtaken(paid, place, overtaken)
         order.append(line.pop(place)[0])
@@ -43,11 +43,11 @@ def test_nobody_starves(arrivals: list[bool]) -> None:
     order = served(arrivals)
     assert sorted(order) == list(range(len(arrivals)))
     for kind in (True, False):
-        same = [each for each in order if arrivals[each] is kind]
+        same = [arrival for arrival in order if arrivals[arrival] is kind]
         assert same == sorted(same), "among equals it is first come, first served"
     ahead = 0
-    for place, each in enumerate(order):
-        ahead = ahead + 1 if arrivals[each] and not all(arrivals[i] for i in order[place:]) else 0
+    for place, arrival in enumerate(order):
+        ahead = ahead + 1 if arrivals[arrival] and not all(arrivals[i] for i in order[place:]) else 0
         assert ahead <= MOST_OVERTAKING
 
 
@@ -186,6 +186,6 @@ def test_an_old_payment_is_never_taken_even_when_it_is_forgotten(till: PaymentVe
 def test_what_is_remembered_is_bounded(till: PaymentVerifier, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(till_module, "MOST_SPENT", 2)
     taken = [till.take(opened(cleared(sequence=number)), CLIENT.peer_id, TERMS) for number in range(1, 4)]
-    assert [each is not None for each in taken] == [True, True, False]
+    assert [payment is not None for payment in taken] == [True, True, False]
     clock.now += HONOURED_MS + 3 * SKEW_MS
     assert till.take(opened(cleared(sequence=4, time_ms=clock.now)), CLIENT.peer_id, TERMS) is not None

@@ -38,7 +38,7 @@ def swarms(draw: st.DrawFn) -> list[Serving]:
 
 
 def check_chain(probe: Probe, servers: list[Serving]) -> None:
-    spans = {each.peer_id: each.span for each in servers}
+    spans = {server.peer_id: server.span for server in servers}
     for hop in probe.route:
         assert spans[hop.peer_id].covers(hop.span)
     for one, other in zip(probe.route, probe.route[1:], strict=False):
@@ -51,7 +51,7 @@ def test_a_round_asks_every_server_for_all_of_its_blocks(servers: list[Serving],
     probes = whole_round(servers, NUM_BLOCKS, random)
     for kind in ("chat", *TRAINING):
         asked = {(hop.peer_id, hop.span) for probe in probes if probe.kind == kind for hop in probe.route}
-        assert asked >= {(each.peer_id, each.span) for each in servers}
+        assert asked >= {(server.peer_id, server.span) for server in servers}
     for probe in probes:
         check_chain(probe, servers)
 
@@ -61,10 +61,10 @@ def test_a_chain_is_as_long_as_the_swarm_allows(servers: list[Serving], random: 
     """A conversation needs all blocks: a shorter chain than could be had is no user's."""
     for target in servers:
         route = chain_through(target, servers, NUM_BLOCKS, random)
-        others = [each for each in servers if each.peer_id != target.peer_id]
+        others = [server for server in servers if server.peer_id != target.peer_id]
         start, end = route[0].span.start, route[-1].span.end
-        assert not any(start - 1 in each.span for each in others)
-        assert not any(end in each.span for each in others)
+        assert not any(start - 1 in other.span for other in others)
+        assert not any(end in other.span for other in others)
 
 
 def test_whoever_was_not_asked_for_long_is_asked_rather() -> None:

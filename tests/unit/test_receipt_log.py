@@ -30,17 +30,17 @@ def filled(count: int, **options: int | bool) -> SessionLog:
 
 
 def test_only_who_shares_keeps_tensors() -> None:
-    assert [each.input for each in filled(2).entries] == [None, None] and filled(2).nbytes == 0
+    assert [entry.input for entry in filled(2).entries] == [None, None] and filled(2).nbytes == 0
     kept = filled(2, keeps_tensors=True)
     assert kept.nbytes == 64 and kept.complete
     kept.forget_tensors()
-    assert kept.nbytes == 0 and [each.output for each in kept.entries] == [None, None]
-    assert all(each.step is not None for each in kept.entries)
+    assert kept.nbytes == 0 and [entry.output for entry in kept.entries] == [None, None]
+    assert all(entry.step is not None for entry in kept.entries)
 
 
 def test_the_oldest_receipts_go_and_the_log_says_so() -> None:
     log = filled(10, limit=4, keeps_tensors=True)
-    assert [each.receipt.sequence for each in log.entries] == [7, 8, 9, 10]
+    assert [entry.receipt.sequence for entry in log.entries] == [7, 8, 9, 10]
     assert not log.complete and log.nbytes == 4 * 32
 
 
@@ -72,9 +72,9 @@ def test_the_archive_is_bounded() -> None:
     work = LoggedBatch("server", "/x", RECEIPT, wire.BatchRequest(), (bytes(100),), None, (), (bytes(100),))
     for _ in range(20):
         archive.add_batch(work)
-    assert sum(each.nbytes for each in archive.batches) <= 1000
+    assert sum(batch.nbytes for batch in archive.batches) <= 1000
     archive.add_batch(replace(work, inputs=(bytes(5000),)))
-    assert all(each.nbytes == 200 for each in archive.batches)
+    assert all(batch.nbytes == 200 for batch in archive.batches)
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ def test_a_pass_and_its_gradients(folder: Path, group_bytes: int) -> None:
     assert torch.equal(backward.gradients.hidden, expected.hidden)
     assert torch.equal(backward.gradients.prompts, expected.prompts)
     assert expected.lora.keys() == backward.gradients.lora.keys() == lora.keys()
-    for name, each in expected.lora.items():
-        assert torch.equal(backward.gradients.lora[name], each)
+    for name, gradient in expected.lora.items():
+        assert torch.equal(backward.gradients.lora[name], gradient)
 
 
 def test_steps_with_a_hole_between_them_are_refused(folder: Path) -> None:

@@ -36,18 +36,18 @@ def test_a_peer_without_an_address_is_not_remembered() -> None:
 def test_there_is_room_for_some() -> None:
     peers = {Identity.generate().peer_id: [f"/ip4/11.0.0.1/tcp/{port}" for port in range(1, 20)] for _ in range(70)}
     known = updated((), peers, (), NOW)
-    assert len(known) == MAX_PEERS and all(len(each.addrs) == MAX_ADDRS for each in known)
+    assert len(known) == MAX_PEERS and all(len(record.addrs) == MAX_ADDRS for record in known)
     assert updated(known, {A: [HERE]}, (), NOW + 1)[0].peer_id == A
 
 
 def test_who_fails_for_days_is_forgotten() -> None:
     known = updated((), {A: [HERE], B: [THERE]}, (), NOW)
     known = updated(known, {B: [THERE]}, [A], NOW + DAY)
-    assert {each.peer_id: each.failing for each in known} == {A: NOW + DAY, B: 0}
+    assert {record.peer_id: record.failing for record in known} == {A: NOW + DAY, B: 0}
     known = updated(known, {B: [THERE]}, [A], NOW + 2 * DAY)
-    assert {each.peer_id: each.failing for each in known} == {A: NOW + DAY, B: 0}
-    assert [each.peer_id for each in in_order(known)] == [B, A]
-    assert [each.peer_id for each in updated(known, {B: [THERE]}, [A], NOW + 5 * DAY)] == [B]
+    assert {record.peer_id: record.failing for record in known} == {A: NOW + DAY, B: 0}
+    assert [record.peer_id for record in in_order(known)] == [B, A]
+    assert [record.peer_id for record in updated(known, {B: [THERE]}, [A], NOW + 5 * DAY)] == [B]
 
 
 def test_who_comes_back_is_trusted_again() -> None:
@@ -73,7 +73,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert memory.load() == ()
     memory.update({A: [HERE], B: [THERE]}, (), NOW)
     memory.update({C: [HERE]}, [A], NOW + 1)
-    assert [(each.peer_id, each.failing) for each in memory.load()] == [(C, 0), *sorted([(A, NOW + 1), (B, 0)])]
+    assert [(record.peer_id, record.failing) for record in memory.load()] == [(C, 0), *sorted([(A, NOW + 1), (B, 0)])]
     assert (tmp_path / "not yet" / "public.json").stat().st_mode & 0o777 == 0o600
 
 
@@ -82,8 +82,8 @@ def test_several_write_at_once(tmp_path: Path) -> None:
     path = tmp_path / "public.json"
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda peer: PeerStore(path).update({peer: [HERE]}, (), NOW), peers))
-    assert {each.peer_id for each in PeerStore(path).load()} == set(peers)
-    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
+    assert {record.peer_id for record in PeerStore(path).load()} == set(peers)
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
 
 
 @pytest.mark.parametrize(

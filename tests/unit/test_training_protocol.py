@@ -56,11 +56,15 @@ async def _sent_and_received(payloads: list[bytes]) -> list[bytearray]:
 
     async def receive() -> None:
         frame, _ = await receiver.receive(timeout=5)
-        received.extend(await receive_pieces(receiver, [each.nbytes for each in frame.work.tensors], timeout=5))
+        received.extend(
+            await receive_pieces(receiver, [described.nbytes for described in frame.work.tensors], timeout=5)
+        )
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(receive)
-        head = wire.BatchFrame(work=wire.BatchRequest(tensors=[wire.Tensor(nbytes=len(each)) for each in payloads]))
+        head = wire.BatchFrame(
+            work=wire.BatchRequest(tensors=[wire.Tensor(nbytes=len(payload)) for payload in payloads])
+        )
         await send_in_pieces(sender, head, payloads, timeout=5)
     return received
 
@@ -92,7 +96,7 @@ async def _received_of(*frames: tuple[wire.BatchFrame, list[bytes]]) -> list[byt
 
 
 def piece(*payloads: bytes) -> tuple[wire.BatchFrame, list[bytes]]:
-    tensors = [wire.Tensor(nbytes=len(each)) for each in payloads]
+    tensors = [wire.Tensor(nbytes=len(payload)) for payload in payloads]
     return wire.BatchFrame(piece=wire.Piece(), tensors=tensors), list(payloads)
 
 
@@ -327,9 +331,9 @@ dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
 
 @given(st.builds(wire.Tensor, shape=st.lists(st.integers(0, 2**31), max_size=5), dtype=dtypes, codec=dtypes,
                  nbytes=st.integers(0, 2**40)), st.binary(max_size=8), st.integers(0, 9))  # fmt: skip
-def test_no_work_does_more_than_be_refused(each: wire.Tensor, mask: bytes, kept: int) -> None:
+def test_no_work_does_more_than_be_refused(tensor: wire.Tensor, mask: bytes, kept: int) -> None:
     try:
-        check(work(each, mask=mask, kept=kept))
+        check(work(tensor, mask=mask, kept=kept))
     except Refusal:
         pass
 

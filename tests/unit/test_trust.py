@@ -90,7 +90,7 @@ def test_bans_grow_expire_and_never_shrink() -> None:
 
 
 def endorsements(*validators: Identity) -> list[Endorsement]:
-    return [Endorsement.made(each, b"e" * 32, "accused", 5) for each in validators]
+    return [Endorsement.made(validator, b"e" * 32, "accused", 5) for validator in validators]
 
 
 def test_validators_of_different_owners_have_to_agree() -> None:
@@ -138,7 +138,7 @@ def test_a_book_outlives_its_process(tmp_path: Path) -> None:
     ban = again.ban_of("bad")
     assert ban is not None and ban.reason == "it lied" and ban.source == "own"
     assert again.reputation("good") == pytest.approx(0.5) and again.reputation("bad") == 0
-    assert [each.peer_id for each in again.bans()] == ["bad"]
+    assert [ban.peer_id for ban in again.bans()] == ["bad"]
     clock.now += CHEATED_SECONDS
     assert not again.is_banned("bad") and again.penalty_seconds("bad") > 30
     third = TrustStore(file, clock=clock)

@@ -19,7 +19,7 @@ from tests.swarm.tokenizer import save_tokenizer
 
 
 def written(path: Path, *lines: object) -> Path:
-    path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines) + "\n")
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
     return path
 
 
@@ -63,7 +63,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_split_loses_nothing(count: int, share: float, seed: int) -> None:
     examples = [Example(str(number)) for number in range(count)]
     train, held_out = split(examples, share, seed)
-    assert sorted((*train, *held_out), key=lambda each: int(each.text)) == examples
+    assert sorted((*train, *held_out), key=lambda example: int(example.text)) == examples
     assert (train, held_out) == split(examples, share, seed)
     assert train and bool(held_out) == (share > 0 and count > 1)
 
@@ -80,9 +80,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_rows(tokenizer: Any) -> None:
     def of(example: Example, length: int = 20, *, chat: bool = False) -> list[tuple[str, str]]:
         rows = rows_of([example], tokenizer, max_length=length, chat=chat)
-        return [
-            (tokenizer.decode(each.tokens[: each.given]), tokenizer.decode(each.tokens[each.given :])) for each in rows
-        ]
+        return [(tokenizer.decode(row.tokens[: row.given]), tokenizer.decode(row.tokens[row.given :])) for row in rows]
 
     assert of(Example("abc")) == [("", "abc\n")]
     assert of(Example("abcdefg"), 4) == [("", "abcd"), ("", "efg\n")]

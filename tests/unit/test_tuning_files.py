@@ -32,7 +32,7 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
     assert replace(found, weights={}, optimiser={}) == replace(CHECKPOINTED, weights={}, optimiser={})
     for held, given in ((found.weights, CHECKPOINTED.weights), (found.optimiser, CHECKPOINTED.optimiser)):
         assert held.keys() == given.keys() and all(torch.equal(held[name], given[name]) for name in held)
-    assert [each.name for each in (tmp_path / "out").iterdir()] == [CHECKPOINT]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [CHECKPOINT]
     assert not differences(found.recipe, json.loads(json.dumps(Recipe(9).fixed())))
 
 

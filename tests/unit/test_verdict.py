@@ -31,8 +31,8 @@ def at(address: str, port: int = 31330) -> Endpoint:
 
 def place(*addresses: str, port: int = 31330) -> LocalEndpoints:
     ends = tuple(at(address, port) for address in addresses)
-    networks = tuple(ip_network((each.ip, 24 if each.ip.version == 4 else 64), strict=False) for each in ends)
-    return LocalEndpoints(ends, frozenset(each.ip for each in ends), networks)
+    networks = tuple(ip_network((end.ip, 24 if end.ip.version == 4 else 64), strict=False) for end in ends)
+    return LocalEndpoints(ends, frozenset(end.ip for end in ends), networks)
 
 
 def seen(
@@ -138,7 +138,7 @@ def test_peers_are_asked_to_dial_the_address_that_they_see_only() -> None:
     mapped = at(NAT, 40000)
     assert candidates(at(NAT, 50123), here, [mapped]) == (mapped, at(NAT))
     assert candidates(at(PUBLIC, 50123), here, [mapped])[0] == at(PUBLIC)
-    assert {each.ip for each in candidates(at(PUBLIC, 50123), here, [mapped])} == {ip_address(PUBLIC)}
+    assert {candidate.ip for candidate in candidates(at(PUBLIC, 50123), here, [mapped])} == {ip_address(PUBLIC)}
     assert candidates(None, here, [mapped]) == ()
 
 
