@@ -186,7 +186,7 @@ def check_keep(keep: wire.Keep, terms: BatchTerms, hosted: Hosted, linears: Line
 
 
 def check_batch(
-    work: wire.BatchRequest,
+    request: wire.BatchRequest,
     terms: BatchTerms,
     hosted: Hosted,
     kept: Mapping[int, wire.Keep],
@@ -195,34 +195,34 @@ def check_batch(
     last: int,
 ) -> None:
     """Whether a batch fits its stream, which keeps `kept`. `last` is the sequence number before it."""
-    if work.sequence != last + 1:
-        raise bad_request(f"work {work.sequence} came after work {last}")
-    if len(work.tensors) != 1 + backward:
+    if request.sequence != last + 1:
+        raise bad_request(f"work {request.sequence} came after work {last}")
+    if len(request.tensors) != 1 + backward:
         raise bad_request(f"a {'backward' if backward else 'forward'} pass takes {1 + backward} tensors")
-    if work.gradient_follows and not backward:
+    if request.gradient_follows and not backward:
         raise bad_request("a forward pass takes no gradient")
-    shape = tuple(work.tensors[0].shape)
+    shape = tuple(request.tensors[0].shape)
     check_shape(shape, hosted.hidden_size)
-    for tensor in work.tensors:
+    for tensor in request.tensors:
         if tuple(tensor.shape) != shape:
             raise bad_request(f"a gradient of {tuple(tensor.shape)} is not of the hidden states' shape {shape}")
         _check_format(tensor, terms, "stream")
         _check_bytes(tensor)
-    _check_batch_size(work, shape[0], shape[1], hosted)
-    if work.kept and work.kept not in kept:
-        raise bad_request(f"nothing is kept under number {work.kept}")
-    if work.kept in kept:
-        _check_prompts(kept[work.kept], shape)
+    _check_batch_size(request, shape[0], shape[1], hosted)
+    if request.kept and request.kept not in kept:
+        raise bad_request(f"nothing is kept under number {request.kept}")
+    if request.kept in kept:
+        _check_prompts(kept[request.kept], shape)
 
 
-def _check_batch_size(work: wire.BatchRequest, rows: int, tokens: int, hosted: Hosted) -> None:
+def _check_batch_size(request: wire.BatchRequest, rows: int, tokens: int, hosted: Hosted) -> None:
     if tokens > hosted.max_length:
         raise Refusal(wire.ERROR_TOO_LONG, f"the model takes {hosted.max_length} tokens, not {tokens}")
     if rows > 1 and rows * tokens > MICRO_BATCH_TOKENS:
         raise Refusal(wire.ERROR_TOO_LONG, f"{rows} x {tokens} tokens in one work; {MICRO_BATCH_TOKENS} are allowed")
-    if work.mask and len(work.mask) != mask_bytes((rows, tokens)):
-        raise bad_request(f"a mask of {len(work.mask)} bytes does not fit {rows} x {tokens} tokens")
-    if work.positions and (len(work.positions) != rows * tokens or max(work.positions) >= hosted.max_length):
+    if request.mask and len(request.mask) != mask_bytes((rows, tokens)):
+        raise bad_request(f"a mask of {len(request.mask)} bytes does not fit {rows} x {tokens} tokens")
+    if request.positions and (len(request.positions) != rows * tokens or max(request.positions) >= hosted.max_length):
         raise bad_request(f"positions take one number below {hosted.max_length} for each of {rows} x {tokens} tokens")
 
 
@@ -232,12 +232,12 @@ def _check_prompts(keep: wire.Keep, shape: tuple[int, ...]) -> None:
             raise bad_request(f"prompts of {tuple(tensor.shape)} do not fit hidden states of {shape}")
 
 
-def batch_bytes(work: wire.BatchRequest, keep: wire.Keep | None) -> int:
+def batch_bytes(request: wire.BatchRequest, keep: wire.Keep | None) -> int:
     """What a checked batch and its reply take, which has gradients of `keep` in a backward pass: raw values."""
-    reply = raw_bytes(work.tensors[:1])
-    if keep is not None and len(work.tensors) > 1:
+    reply = raw_bytes(request.tensors[:1])
+    if keep is not None and len(request.tensors) > 1:
         reply += raw_bytes(keep.tensors)
-    return raw_bytes(work.tensors) + reply
+    return raw_bytes(request.tensors) + reply
 
 
 # --- adapters that clients bring
