@@ -54,14 +54,7 @@ class Announcer:
                 nursery.start_soon(keep_up, part)
 
     def announce(self, announcement: Announcement) -> None:
-        """Publishes what this server says of itself, from now on and until it changes or is retracted.
-
-        Sequence number, expiry and, where it has none, the addresses are filled in. It is sent out at once, and
-        again at every third of its lifetime.
-
-        Raises:
-            ValueError: the announcement is another node's, or one that no reader would accept.
-        """
+        """As `Swarm.announce`."""
         self._own = announcement
         self._sign()
         self._wake()
@@ -75,7 +68,7 @@ class Announcer:
                 self._wake()
 
     async def retract(self) -> None:
-        """Sends a retraction to all who may know this server, and announces no more."""
+        """As `Swarm.retract`, without its deadline."""
         if self._own is None:
             return
         self._own = replace(self._own, state=ServerState.OFFLINE)

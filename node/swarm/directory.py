@@ -255,13 +255,7 @@ class Directory:
             after = last
 
     async def refresh(self, nursery: trio.Nursery, *, model_version: bytes, timeout: float) -> None:
-        """Pulls from several peers side by side, and from some that they name, until there is nothing new.
-
-        Returns when the quick ones have answered; the slow ones go on in `nursery`.
-
-        Raises:
-            SwarmError: there are peers to ask, and none has answered within `timeout` seconds.
-        """
+        """As `Swarm.refresh`: pulls from several peers, and from some that they name, until there is nothing new."""
         asked: set[str] = set()
         failures: list[str] = []
         for wave in range(_WAVES):
@@ -347,11 +341,7 @@ class Directory:
         return best
 
     async def ask_node(self, peer_id: str, *, timeout: float) -> NodeInfo:
-        """What a peer says of itself.
-
-        Raises:
-            PeerError: it cannot be reached, did not answer within `timeout` seconds, or does not know the question.
-        """
+        """As `Swarm.ask_node`."""
         with trio.move_on_after(timeout):
             stream = await self._open_stream(peer_id, timeout)
             try:

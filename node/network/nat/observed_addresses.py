@@ -1,4 +1,4 @@
-"""Asks peers how they see this node, a few at a time, for as long as it runs; `verdict.py` judges what they say."""
+"""Asks peers how they see this node, a few at a time, for as long as it runs; `reachability.py` judges the answers."""
 
 from __future__ import annotations
 
