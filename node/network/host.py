@@ -35,6 +35,7 @@ from .transport.stream_bytes import CircuitConnection, Connection, StreamBytes
 log = logging.getLogger(__name__)
 
 GOSSIP_PROTOCOLS: Final = ("/meshsub/1.1.0",)
+_RESTART_PAUSE: Final = 5.0  # seconds until a part that failed is started again
 _CLOSING: Final = 2.0  # seconds for closing all connections
 
 ByteHandler = Callable[[StreamBytes, str], Awaitable[None]]
@@ -60,6 +61,16 @@ class _NotFromLibp2p(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         # A logger's filters see only what was logged to that logger itself: here, to the root.
         return "libp2p" not in record.pathname
+
+
+async def keep_up(part: Callable[[], Awaitable[None]]) -> None:
+    """Runs a part of the node for ever: an error of ours must not take the node, which is serving sessions, down."""
+    while True:
+        try:
+            await part()
+        except Exception:
+            log.exception("%s failed", part.__qualname__)
+        await trio.sleep(_RESTART_PAUSE)
 
 
 class Host:

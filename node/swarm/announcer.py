@@ -24,8 +24,8 @@ from ...protocols.announcement import (
 from ...protocols.framing import PeerError
 from ..network.addresses import without_peer
 from ..network.dht import Dht
-from ..network.host import Host
-from .directory import ASK_AT_START, TABLE_DEADLINE, Directory, keep_up
+from ..network.host import Host, keep_up
+from .directory import ASK_AT_START, TABLE_DEADLINE, Directory
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from ...protocols.directory import NodeInfo
 from ...protocols.framing import MessageStream, PeerError, ProtocolError, StreamTimeout
 from ..errors import SwarmError
 from ..network.dht import SHARDS, Dht
-from ..network.host import Host
+from ..network.host import Host, keep_up
 from .view import SwarmView
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,6 @@ TABLE_DEADLINE: Final = 10.0
 _FIND_DEADLINE: Final = 3.0
 _TABLE_ROUND: Final = 60.0  # seconds between two look-ups of unknown peers
 _PROVIDE_ROUND: Final = 300.0
-_RESTART_PAUSE: Final = 5.0
 _IDLE_STREAM: Final = 60.0  # seconds
 _MAX_MET: Final = 256  # peers found otherwise whose addresses we keep
 _MAX_LOGGED: Final = 1000
@@ -58,16 +57,6 @@ _BURST: Final = 300  # frames at once from one stream, and
 _FRAMES_PER_SECOND: Final = 20.0
 
 OpenStream = Callable[[str, float], Awaitable[MessageStream[wire.DirectoryFrame]]]
-
-
-async def keep_up(part: Callable[[], Awaitable[None]]) -> None:
-    """Runs a part of the node for ever: an error of ours must not take the node, which is serving sessions, down."""
-    while True:
-        try:
-            await part()
-        except Exception:
-            log.exception("%s failed", part.__qualname__)
-        await trio.sleep(_RESTART_PAUSE)
 
 
 class Directory:

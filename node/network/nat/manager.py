@@ -22,7 +22,7 @@ from ....protocols.directory import NodeInfo
 from ....protocols.framing import PeerError
 from ...version import __version__
 from ..addresses import Endpoint, parse_peer, plain_ip
-from ..host import Host
+from ..host import Host, keep_up
 from ..transport.raw_connection import Path
 from .autonat import DialBackService
 from .circuits import Circuits
@@ -52,7 +52,6 @@ _ASK_PAUSE: Final = 5.0  # seconds between two rounds of that
 _ASK_AGAIN: Final = 15.0  # seconds after which a peer is asked again
 _ANSWER: Final = 4.0  # seconds
 _OFFER_LASTS: Final = 600.0  # seconds
-_RESTART_PAUSE: Final = 5.0
 
 
 class ServerDirectory(Protocol):
@@ -145,16 +144,7 @@ class NatManager:
             self.relay.start()
             parts += [self._reservations.run, self._find_relays]
         for part in parts:
-            self._nursery.start_soon(self._keep_up, part)
-
-    async def _keep_up(self, part: Callable[[], Awaitable[None]]) -> None:
-        """Runs a part for ever: an error of ours must not take the node down, which may be serving sessions."""
-        while True:
-            try:
-                await part()
-            except Exception:
-                log.exception("the part %s of reachability failed", part.__qualname__)
-            await trio.sleep(_RESTART_PAUSE)
+            self._nursery.start_soon(keep_up, part)
 
     # --- what others see
 
@@ -206,7 +196,7 @@ class NatManager:
         self._reservations.enable(needs_relays(now) and self._config.relay != "off")
         if now.ip4.standing is Standing.CLOSED and now.ip4.translated and not self._asks_router:
             self._asks_router = True
-            self._nursery.start_soon(self._keep_up, self._ask_router)
+            self._nursery.start_soon(keep_up, self._ask_router)
         self._addrs_changed()
         self._publish(reachability(now))
 
