@@ -126,3 +126,12 @@ def test_a_decode_step_goes_the_way_that_is_described() -> None:
             uses = [name for name in (module, *before) if re.search(rf"\b{by}\b", files[name].read_text())]
             assert module in uses and len(uses) > 1, path
         before.append(module)
+
+
+def test_classes_of_the_glossary_are_where_it_says() -> None:
+    for row in re.findall(r"^\| .*", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE):
+        _, meaning, where = (cell.strip() for cell in row.strip("|").rsplit("|", 2))
+        files = [ROOT / path for path in re.findall(r"`([^`]+\.py)`", where)]
+        for name in re.findall(r"\(`([A-Z]\w+)`\)", meaning):
+            named = any(f"class {name}" in path.read_text() for path in files)
+            assert named or name == "Keep", row
