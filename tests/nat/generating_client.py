@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.testing.inspection import allow_servers, session_of
 
 
 def say(**fields: Any) -> None:
@@ -53,7 +54,7 @@ class Watch:
         if self._number == 1:
             say(event="first", seconds=now - self._begun)
         if self._number:  # the prompt comes first
-            links = self._session._session.links
+            links = session_of(self._session).links
             say(
                 event="token",
                 number=self._number,
@@ -74,7 +75,7 @@ class Watch:
         return torch.full((input_ids.shape[0],), bool(self._until) and self._left == -1, dtype=torch.bool)
 
     def _fulfilled(self) -> bool:
-        session = self._session._session
+        session = session_of(self._session)
         seen = {
             "moved": session.paths.moved,
             "rejoined": session.paths.rejoined,
@@ -85,8 +86,7 @@ class Watch:
 
 
 def generate(model: Any, order: dict[str, Any], begun: float) -> None:
-    client = model._runtime.value
-    client._allowed = frozenset(order.get("allowed", ()))
+    allow_servers(model, order.get("allowed", ()))
     ids = torch.tensor([order["ids"]])
     with model.inference_session(max_length=ids.shape[1] + order["tokens"]) as session:
         watch = Watch(session, order.get("until", {}), order.get("more", 0), begun)

@@ -17,6 +17,7 @@ from typing import Any
 from petalnode.crypto.identity import Identity
 from petalnode.node.swarm import swarm as swarm_module
 from petalnode.node.testing import MemoryNode
+from petalnode.node.testing.inspection import raw_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError, StreamClosed
 from petalnode.protocols.ids import BACKWARD, FORWARD, INFERENCE
@@ -113,7 +114,7 @@ class _Spoiled:
     # --- faults
 
     async def garbage(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
-        await self._stream._raw.write(b"\xff" * 64 + os.urandom(4096))
+        await raw_of(self._stream).write(b"\xff" * 64 + os.urandom(4096))
 
     async def half(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
         """The header and half of the bytes, and then nothing for ever."""
@@ -125,7 +126,7 @@ class _Spoiled:
             length.append(size & 0x7F | 0x80)
             size >>= 7
         length.append(size)
-        await self._stream._raw.write(bytes(length) + header + payload[: len(payload) // 2])
+        await raw_of(self._stream).write(bytes(length) + header + payload[: len(payload) // 2])
 
     async def silence(self, frame: wire.InferenceFrame, payload: bytes, timeout: float) -> None:
         pass

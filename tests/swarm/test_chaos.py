@@ -24,6 +24,7 @@ import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.network.transport.yamux import Muxer
+from petalnode.node.testing.inspection import call, client_of
 from tests.swarm.processes import Nodes, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
@@ -280,12 +281,12 @@ def check_nothing_is_left(
     model: DistributedModelForCausalLM, servers: list[PooledServer], before: dict[int, int]
 ) -> None:
     """All cache tokens are free, streams are closed, and memory is what it was."""
-    client = model._runtime.value
+    client = client_of(model)
     for server in servers:
         server.ready  # noqa: B018
 
     def missing() -> dict[str, int]:
-        model._runtime.call(client.refresh)
+        call(model, client.refresh)
         known = {server.peer_id: server for server in client.servers()}
         return {
             server.peer_id: CACHE_TOKENS - known[server.peer_id].cache_tokens_free if server.peer_id in known else -1

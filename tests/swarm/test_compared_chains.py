@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError, SwarmError
+from petalnode.node.testing.inspection import call, client_of, session_of
 from tests.swarm.faulty_server import order
 from tests.swarm.fleet import CACHE, Model, opened_for
 from tests.swarm.processes import Nodes, petalnode
@@ -102,20 +103,20 @@ def set_back(model: Model, *servers: PooledServer) -> None:
 
     async def suspect() -> None:
         for server in servers:
-            model._runtime.value.suspect(server.peer_id)
+            client_of(model).suspect(server.peer_id)
 
-    model._runtime.call(suspect)
+    call(model, suspect)
 
 
 def banned(model: Model) -> set[str]:
-    return {ban.peer_id for ban in model._runtime.value.swarm.trust.bans()}
+    return {ban.peer_id for ban in client_of(model).swarm.trust.bans()}
 
 
 def test_honest_chains_agree(chains: Chains) -> None:
     with compared(chains, chains.exact, 3) as model:
         with model.inference_session(max_length=40) as session:
             assert answer(model) == answer(load_whole(chains.folder))
-            routes = session._session.routes
+            routes = session_of(session).routes
             used = [hop.peer_id for route in routes for hop in route]
             assert len(routes) == 3 and sorted(used) == sorted(server.peer_id for server in chains.exact)
             assert session.position == 16
@@ -188,7 +189,7 @@ def test_a_server_that_dies_is_replaced_by_one_of_no_other_chain(started: tuple[
             first = answer(model, 4)
             mortal.kill()
             assert answer(model, 12) == answer(load_whole(chains.folder), 12) and first == answer(model, 12)[:13]
-            used = sorted(hop.peer_id for route in session._session.routes for hop in route)
+            used = sorted(hop.peer_id for route in session_of(session).routes for hop in route)
             assert used == sorted([chains.one.peer_id, chains.two.peer_id]) and session.recoveries == 1
         assert model.disagreements == ()
 

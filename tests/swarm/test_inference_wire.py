@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from petalnode.node.swarm.swarm import Swarm
+from petalnode.node.testing.inspection import raw_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.inference import hash_of_step, pledge_from_wire, receipt_from_wire, root_of
@@ -319,7 +320,7 @@ def test_bytes_that_are_no_message_end_the_stream(data: bytes, when: str, server
     async def main(swarm: Swarm) -> None:
         connect = RawSession.connect if when == "first" else RawSession.opened
         session = await connect(swarm, server.ready)
-        raw = session.stream._raw
+        raw = raw_of(session.stream)
         if data:
             await raw.write(data)
         await raw.close()
@@ -343,9 +344,9 @@ def test_random_bytes_do_no_harm(server: Node, run: Run) -> None:
             data = bytearray(chance.randbytes(chance.choice([1, 5, 80, 3000])))
             if seed % 3 == 0:  # a length that fits, so that the header is read
                 data = bytearray([min(127, len(data))]) + data
-            await session.stream._raw.write(bytes(data))
+            await raw_of(session.stream).write(bytes(data))
             if seed % 5:
-                await session.stream._raw.close()
+                await raw_of(session.stream).close()
             else:
                 await session.stream.reset()
 
@@ -361,8 +362,8 @@ def test_a_right_message_with_a_flipped_bit_does_no_harm(server: Node, run: Run)
             tensor = wire.Tensor(shape=[1, 1, HIDDEN], dtype="float32", codec="none", nbytes=4 * HIDDEN)
             header = bytearray(wire.InferenceFrame(step=step, tensors=[tensor]).SerializeToString())
             header[chance.randrange(len(header))] ^= 1 << chance.randrange(8)
-            await session.stream._raw.write(bytes([len(header)]) + bytes(header) + values(1))
-            await session.stream._raw.close()
+            await raw_of(session.stream).write(bytes([len(header)]) + bytes(header) + values(1))
+            await raw_of(session.stream).close()
             try:
                 await session.receive()
             except PeerError:

@@ -18,6 +18,7 @@ import trio
 from multiaddr import Multiaddr
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.testing.inspection import call, client_of, dial_at, session_of
 from petalnode.protocols.ids import INFERENCE
 from tests.connections import connection_lost
 from tests.swarm.fleet import CACHE, At, Model, heard_of
@@ -44,36 +45,37 @@ class Lines:
     def __init__(self, model: Model, lines: dict[str, Line]) -> None:
         self.model = model
         self._lines = lines
-        network: Any = model._runtime.value.swarm.host._network
-        known = network._addresses
 
-        def addresses(peer_id: Any) -> tuple[Multiaddr, ...]:
-            line = lines.get(str(peer_id))
-            return known(peer_id) if line is None else (Multiaddr(f"/ip4/127.0.0.1/tcp/{line.port}"),)
+        def over_the_line(peer_id: str) -> Sequence[Multiaddr] | None:
+            line = lines.get(peer_id)
+            return None if line is None else (Multiaddr(f"/ip4/127.0.0.1/tcp/{line.port}"),)
 
-        network._addresses = addresses
+        dial_at(client_of(model).swarm.host, over_the_line)
 
     def at(self, session: Any, position: int) -> Line:
         return self._lines[session.route[position][0]]
+
+    def to(self, peer_id: str) -> Line:
+        return self._lines[peer_id]
 
     def all(self) -> list[Line]:
         return list(self._lines.values())
 
     def hang_up(self) -> None:
         """Ends the connections that were made before there were lines."""
-        swarm = self.model._runtime.value.swarm
+        swarm = client_of(self.model).swarm
         for peer_id in self._lines:
-            self.model._runtime.call(swarm.host.disconnect, peer_id)
+            call(self.model, swarm.host.disconnect, peer_id)
 
     def wait_lost(self, session: Any, position: int) -> None:
         """Returns when the client has noticed that the connection is gone."""
 
         async def lost(peer_id: str) -> None:
-            swarm = self.model._runtime.value.swarm
+            swarm = client_of(self.model).swarm
             if swarm.is_connected(peer_id):
                 await connection_lost(swarm.host, peer_id).wait()
 
-        self.model._runtime.call(lost, session.route[position][0])
+        call(self.model, lost, session.route[position][0])
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +138,7 @@ def test_a_connection_is_cut(position: int, over: Lines, whole: Any) -> None:
     with over.model.inference_session(max_length=60) as session:
         out = generate(over.model, ids, streamer=At({5: lambda: over.at(session, position).cut()}))
         assert session.recoveries == 0
-        assert session._session.paths.rejoined == 1
+        assert session_of(session).paths.rejoined == 1
     assert torch.equal(out, generate(whole, ids))
 
 
@@ -150,7 +152,7 @@ def test_all_connections_are_cut_again_and_again(over: Lines, whole: Any) -> Non
     with over.model.inference_session(max_length=60) as session:
         out = generate(over.model, ids, max_new_tokens=20, streamer=None, logits_processor=[Every(3, cut)])
         assert session.recoveries == 0
-        assert session._session.paths.rejoined >= 3
+        assert session_of(session).paths.rejoined >= 3
     assert torch.equal(out, generate(whole, ids, max_new_tokens=20))
 
 
@@ -195,7 +197,7 @@ def test_beams_go_on_though_replies_are_lost(over: Lines, whole: Any) -> None:
 
 def test_a_connection_is_cut_in_the_middle_of_a_long_prompt(over: Lines, whole: Any) -> None:
     ids = prompt(1, 900, seed=3)
-    swarm = over.model._runtime.value.swarm
+    swarm = client_of(over.model).swarm
     connect = swarm.new_stream
     answered: list[str] = []
 
@@ -215,14 +217,14 @@ def test_a_connection_is_cut_in_the_middle_of_a_long_prompt(over: Lines, whole: 
             if frame.WhichOneof("body") == "reply":
                 answered.append(self._stream.peer_id)
                 if len(answered) == 3:
-                    await trio.to_thread.run_sync(over._lines[self._stream.peer_id].cut)
+                    await trio.to_thread.run_sync(over.to(self._stream.peer_id).cut)
             return frame, payloads
 
     swarm.new_stream = new_stream  # type: ignore[method-assign]
     try:
         with over.model.inference_session(max_length=920) as session:
             out = generate(over.model, ids, session=session, max_new_tokens=4)
-            assert session.recoveries == 0 and session._session.paths.rejoined == 1
+            assert session.recoveries == 0 and session_of(session).paths.rejoined == 1
     finally:
         swarm.new_stream = connect  # type: ignore[method-assign]
     assert torch.equal(out, generate(whole, ids, max_new_tokens=4))
@@ -241,7 +243,7 @@ def test_a_line_that_is_down_for_a_while(over: Lines, whole: Any) -> None:
             threading.Thread(target=mend_later).start()
 
         def mend_later() -> None:
-            reconnector = session._session.links[1].reconnector
+            reconnector = session_of(session).links[1].reconnector
             until(lambda: reconnector.state.attempts >= 3, "three attempts fail")
             line[0].mend()
             mended = monotonic()
@@ -249,7 +251,7 @@ def test_a_line_that_is_down_for_a_while(over: Lines, whole: Any) -> None:
             times.append(monotonic() - mended)
 
         out = generate(over.model, ids, streamer=At({5: take_down}))
-        assert session.recoveries == 0 and session._session.paths.rejoined == 1
+        assert session.recoveries == 0 and session_of(session).paths.rejoined == 1
         until(lambda: bool(times), "it is told")
     assert torch.equal(out, generate(whole, ids))
     print(f"back {times[0]:.2f} s after the line")
@@ -275,7 +277,7 @@ def test_a_line_that_freezes_until_it_is_given_up(over: Lines, whole: Any) -> No
 
         out = generate(over.model, ids, streamer=At({5: freeze}))
         print(f"noticed after {begun[1] - begun[0]:.1f} s, back {monotonic() - begun[1]:.2f} s later")
-        assert session.recoveries == 0 and session._session.paths.rejoined == 1
+        assert session.recoveries == 0 and session_of(session).paths.rejoined == 1
     assert torch.equal(out, generate(whole, ids))
 
 
@@ -283,7 +285,7 @@ def test_a_session_that_nobody_uses_is_taken_up_all_the_same(over: Lines, whole:
     ids = prompt(1, 9, seed=6)
     with over.model.inference_session(max_length=60) as session:
         first = generate(over.model, ids, session=session, max_new_tokens=4)
-        paths = session._session.paths
+        paths = session_of(session).paths
         for line in over.all():
             line.cut()
         until(lambda: paths.rejoined == 3, "all three are back")
@@ -303,6 +305,6 @@ def test_where_the_way_stays_cut_others_take_over(
         opened.model.inference_session(max_length=60) as session,
     ):
         out = generate(opened.model, ids, streamer=At({5: lambda: opened.at(session, 1).take_down()}))
-        assert session.recoveries == 1 and session._session.paths.rejoined == 0
+        assert session.recoveries == 1 and session_of(session).paths.rejoined == 0
     assert torch.equal(out, generate(whole, ids))
     other.kill()

@@ -12,6 +12,7 @@ import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.inference_session import InferenceSession
+from petalnode.node.testing.inspection import call, client_of, session_of
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import LOOPBACK, Node, Nodes, Running
 from tests.tiny_models import load_whole
@@ -43,7 +44,7 @@ def generated(model: DistributedModelForCausalLM, session: InferenceSession, fol
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     output = model.generate(prompt, session=session, **options)
     assert torch.equal(output, load_whole(folder).generate(prompt, **options))
-    return session._session
+    return session_of(session)
 
 
 def open_model(folder: Path, peer: str) -> DistributedModelForCausalLM:
@@ -97,9 +98,9 @@ def test_a_server_that_is_told_to_stop_is_left_in_order(node_starter: Nodes, mod
     with open_model(folder, staying[0].address) as model, model.inference_session(120) as session:
 
         async def prefer_the_one_that_will_leave() -> None:
-            model._runtime.value.suspect(peers[0])
+            client_of(model).suspect(peers[0])
 
-        model._runtime.call(prefer_the_one_that_will_leave)
+        call(model, prefer_the_one_that_will_leave)
         prompt = torch.randint(3, 100, (1, 9))
         first = model.generate(prompt, session=session, max_new_tokens=5, min_new_tokens=5, do_sample=False)
         assert [peer for peer, _ in session.route] == [leaving.peer_id]
