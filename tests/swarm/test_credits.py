@@ -98,9 +98,9 @@ async def client(points: PointsSwarm, identity: Identity | None = None) -> Async
             yield swarm
 
 
-async def until(purse: Wallet, enough: Callable[[int], bool]) -> None:
+async def until(wallet: Wallet, enough: Callable[[int], bool]) -> None:
     """Asks for the points again and again until they are enough."""
-    while not enough((await purse.credit()).points):  # noqa: ASYNC110  (of another process)
+    while not enough((await wallet.credit()).points):  # noqa: ASYNC110  (of another process)
         await trio.sleep(0.2)
 
 
@@ -113,8 +113,8 @@ def credits(points: PointsSwarm, *arguments: str) -> Outcome:
 def test_a_server_earns_by_serving_and_its_owner_gets_the_points(points: PointsSwarm) -> None:
     async def until_earned() -> None:
         async with client(points) as swarm:
-            purse = Wallet(swarm, points.earner, points.validator_address)
-            await until(purse, lambda points: points >= ENOUGH)
+            wallet = Wallet(swarm, points.earner, points.validator_address)
+            await until(wallet, lambda points: points >= ENOUGH)
 
     trio.run(until_earned)
     # From here on it does not probe, and what was earned is still there.
@@ -227,8 +227,8 @@ def test_chat_pays_a_busy_server_and_no_other(points: PointsSwarm) -> None:
 
     async def main() -> None:
         async with client(points) as stranger:
-            purse = Wallet(stranger, OWNER, points.validator_address)
-            before = (await purse.credit()).points
+            wallet = Wallet(stranger, OWNER, points.validator_address)
+            before = (await wallet.credit()).points
             assert before == CACHE
 
             async def until_announced(free: int) -> None:
@@ -248,15 +248,15 @@ def test_chat_pays_a_busy_server_and_no_other(points: PointsSwarm) -> None:
 
             await until_announced(CACHE)  # the sessions of before have gone
             await run_chat()
-            assert (await purse.credit()).points == before, "nothing is paid where there is room"
+            assert (await wallet.credit()).points == before, "nothing is paid where there is room"
             holder = await opening(stranger, points, CACHE)
             await granted(holder)
             await until_announced(0)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(run_chat)
-                await until(purse, lambda points: points < before)
+                await until(wallet, lambda points: points < before)
                 await holder.close()
-            assert 0 < (await purse.credit()).points < before
+            assert 0 < (await wallet.credit()).points < before
 
     trio.run(main)
 
@@ -267,8 +267,8 @@ def test_a_killed_validator_has_cleared_once(points: PointsSwarm) -> None:
 
     async def main() -> None:
         async with client(points) as swarm:
-            purse = Wallet(swarm, points.earner, points.validator_address)
-            before = await purse.credit()
+            wallet = Wallet(swarm, points.earner, points.validator_address)
+            before = await wallet.credit()
             cleared = 0
             killed, seventh = False, trio.Event()
 
@@ -276,7 +276,7 @@ def test_a_killed_validator_has_cleared_once(points: PointsSwarm) -> None:
                 nonlocal cleared
                 for _ in range(count):
                     try:
-                        await purse.transfer(recipient.peer_id, 1)
+                        await wallet.transfer(recipient.peer_id, 1)
                     except SwarmError:
                         assert killed
                         return
@@ -291,7 +291,7 @@ def test_a_killed_validator_has_cleared_once(points: PointsSwarm) -> None:
                 points.validator.process.kill()
             await trio.to_thread.run_sync(points.restart_validator, "100000")
             await spend(3)  # the first of them is what was not answered, once more
-            credit = await purse.credit()
+            credit = await wallet.credit()
             assert cleared >= 10
             assert before.points - credit.points == credit.sequence - before.sequence == cleared
             assert (await Wallet(swarm, recipient, points.validator_address).credit()).points == cleared

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from petalnode.crypto.credits import Clearing, Transfer
 from petalnode.crypto.identity import Identity
-from petalnode.node.credits import payment_verifier as till_module
+from petalnode.node.credits import payment_verifier as verifier_module
 from petalnode.node.credits.payment_verifier import PaymentVerifier
 from petalnode.node.server.budget import MOST_OVERTAKING, MemoryBudget, next_in_line, now_overtaken
 from petalnode.node.server.turns import Turn, Waiting, next_turn
@@ -127,17 +127,17 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def till(clock: Clock) -> PaymentVerifier:
+def verifier(clock: Clock) -> PaymentVerifier:
     return PaymentVerifier(SERVER.peer_id, [ISSUER.peer_id], clock)
 
 
-def test_a_payment_is_taken_once(till: PaymentVerifier) -> None:
-    payment = till.take(opened(cleared()), CLIENT.peer_id, TERMS)
+def test_a_payment_is_taken_once(verifier: PaymentVerifier) -> None:
+    payment = verifier.take(opened(cleared()), CLIENT.peer_id, TERMS)
     assert payment is not None
-    assert till.take(opened(cleared()), CLIENT.peer_id, TERMS) is None
-    till.give_back(payment)
-    assert till.take(opened(cleared()), CLIENT.peer_id, TERMS) is not None
-    assert till.take(opened(cleared(sequence=2)), CLIENT.peer_id, TERMS) is not None
+    assert verifier.take(opened(cleared()), CLIENT.peer_id, TERMS) is None
+    verifier.give_back(payment)
+    assert verifier.take(opened(cleared()), CLIENT.peer_id, TERMS) is not None
+    assert verifier.take(opened(cleared(sequence=2)), CLIENT.peer_id, TERMS) is not None
 
 
 GOOD = cleared()
@@ -159,13 +159,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("why", BAD)
-def test_what_buys_nothing_is_no_error(till: PaymentVerifier, why: str) -> None:
-    assert till.take(BAD[why], CLIENT.peer_id, TERMS) is None
-    assert till.take(opened(GOOD), CLIENT.peer_id, TERMS) is not None
+def test_what_buys_nothing_is_no_error(verifier: PaymentVerifier, why: str) -> None:
+    assert verifier.take(BAD[why], CLIENT.peer_id, TERMS) is None
+    assert verifier.take(opened(GOOD), CLIENT.peer_id, TERMS) is not None
 
 
-def test_nobody_pays_with_what_another_one_paid(till: PaymentVerifier) -> None:
-    assert till.take(opened(GOOD), OTHER.peer_id, TERMS) is None
+def test_nobody_pays_with_what_another_one_paid(verifier: PaymentVerifier) -> None:
+    assert verifier.take(opened(GOOD), OTHER.peer_id, TERMS) is None
 
 
 def test_points_of_others_buy_nothing(clock: Clock) -> None:
@@ -173,19 +173,23 @@ def test_points_of_others_buy_nothing(clock: Clock) -> None:
         assert PaymentVerifier(SERVER.peer_id, issuers, clock).take(opened(GOOD), CLIENT.peer_id, TERMS) is None
 
 
-def test_an_old_payment_is_never_taken_even_when_it_is_forgotten(till: PaymentVerifier, clock: Clock) -> None:
-    assert till.take(opened(GOOD), CLIENT.peer_id, TERMS) is not None
+def test_an_old_payment_is_never_taken_even_when_it_is_forgotten(verifier: PaymentVerifier, clock: Clock) -> None:
+    assert verifier.take(opened(GOOD), CLIENT.peer_id, TERMS) is not None
     for _ in range(5):
         clock.now += HONOURED_MS // 3
-        assert till.take(opened(GOOD), CLIENT.peer_id, TERMS) is None
+        assert verifier.take(opened(GOOD), CLIENT.peer_id, TERMS) is None
     clock.now += HONOURED_MS
-    assert till.take(opened(GOOD), CLIENT.peer_id, TERMS) is None
-    assert till.take(opened(cleared(sequence=2)), CLIENT.peer_id, TERMS) is None, "nor one that was not shown in time"
+    assert verifier.take(opened(GOOD), CLIENT.peer_id, TERMS) is None
+    assert verifier.take(opened(cleared(sequence=2)), CLIENT.peer_id, TERMS) is None, (
+        "nor one that was not shown in time"
+    )
 
 
-def test_what_is_remembered_is_bounded(till: PaymentVerifier, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(till_module, "MOST_SPENT", 2)
-    taken = [till.take(opened(cleared(sequence=number)), CLIENT.peer_id, TERMS) for number in range(1, 4)]
+def test_what_is_remembered_is_bounded(
+    verifier: PaymentVerifier, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifier_module, "MOST_SPENT", 2)
+    taken = [verifier.take(opened(cleared(sequence=number)), CLIENT.peer_id, TERMS) for number in range(1, 4)]
     assert [payment is not None for payment in taken] == [True, True, False]
     clock.now += HONOURED_MS + 3 * SKEW_MS
-    assert till.take(opened(cleared(sequence=4, time_ms=clock.now)), CLIENT.peer_id, TERMS) is not None
+    assert verifier.take(opened(cleared(sequence=4, time_ms=clock.now)), CLIENT.peer_id, TERMS) is not None

@@ -67,7 +67,7 @@ def transfer(
         peer_id_to_bytes(to)
     except ValueError:
         raise BadInput(f"{to}: not a peer id; `petalnode chat --identity FILE` prints that of a client") from None
-    clearing = trio.run(_ask, join, output, owner, validator, lambda purse: purse.transfer(to, points))
+    clearing = trio.run(_ask, join, output, owner, validator, lambda wallet: wallet.transfer(to, points))
     done = clearing.transfer
     output.say(f"{done.recipient} has got {done.points} points of {done.spender}")
     output.emit(
