@@ -6,6 +6,7 @@ the Python API. Each server computes in a thread of its own, everything else run
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
@@ -29,6 +30,10 @@ T = TypeVar("T")
 
 USUAL: Final[dict[str, Any]] = {"throughput": 1000.0, "cache_tokens": 60_000, "device": "cpu", "offline": True}
 """Options of servers unless told otherwise. To measure how fast they are takes longer than most tests."""
+
+
+_PATCHING = threading.Lock()
+"""Two threads that open models at once would each restore what the other one had put there."""
 
 
 class MemoryServer:
@@ -174,6 +179,7 @@ class MemorySwarm:
         """`kind.from_pretrained` of a model that uses this network."""
         peer = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"  # well-formed; nobody is dialed
         with (
+            _PATCHING,
             patch.object(model_module, "open_swarm", self.network.open_swarm),
             patch.object(model_module, "TrioThread", partial(_Resource, self._thread)),
         ):
