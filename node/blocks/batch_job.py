@@ -97,8 +97,8 @@ def unpack_batch(terms: BatchTerms, request: wire.BatchRequest, payload: bytearr
     mask = positions = None
     if request.mask:
         bits = torch.frombuffer(bytearray(request.mask), dtype=torch.uint8)
-        each = bits.unsqueeze(1).bitwise_right_shift(torch.arange(7, -1, -1, dtype=torch.uint8)) & 1
-        mask = each.view(-1)[: rows * tokens].view(rows, tokens).bool()
+        unpacked = bits.unsqueeze(1).bitwise_right_shift(torch.arange(7, -1, -1, dtype=torch.uint8)) & 1
+        mask = unpacked.view(-1)[: rows * tokens].view(rows, tokens).bool()
     if request.positions:
         positions = torch.tensor(request.positions, dtype=torch.long).view(rows, tokens)
     tensors = kept.tensors if kept else {}
@@ -125,7 +125,7 @@ def run_job(
         if job.kept is not None:
             described += job.kept.keep.tensors
             results += [gradient_of(gradients, name) for name in job.kept.keep.names]
-    return [result.to("cpu", DTYPES[each.dtype]) for result, each in zip(results, described, strict=True)]
+    return [result.to("cpu", DTYPES[tensor.dtype]) for result, tensor in zip(results, described, strict=True)]
 
 
 def gradient_of(gradients: Gradients, name: str) -> torch.Tensor:
@@ -140,7 +140,7 @@ def gradient_of(gradients: Gradients, name: str) -> torch.Tensor:
 def pack(job: BatchJob, results: Sequence[torch.Tensor]) -> PackedReply:
     """The reply, under the codecs that the request came with."""
     described = [*job.request.tensors[:1], *(job.kept.keep.tensors if job.kept else ())]
-    packed = [encode(result, each.codec) for result, each in zip(results, described, strict=False)]
+    packed = [encode(result, tensor.codec) for result, tensor in zip(results, described, strict=False)]
     payloads = [payload for _, payload in packed]
     return PackedReply([tensor for tensor, _ in packed], payloads, hash_of_payloads(payloads))
 

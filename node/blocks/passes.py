@@ -86,7 +86,7 @@ class _Inputs:
     def leaves(self) -> _Inputs:
         """The same, for gradients to be taken for."""
         prompt = None if self.prompt is None else self.prompt.detach().requires_grad_()
-        return _Inputs(prompt, {name: each.detach().requires_grad_() for name, each in self.lora.items()})
+        return _Inputs(prompt, {name: factor.detach().requires_grad_() for name, factor in self.lora.items()})
 
 
 @dataclass(eq=False)
@@ -186,7 +186,7 @@ class SpanPasses:
         return back.gradients()
 
     def _saved_bytes(self) -> int:
-        return sum(each.nbytes for each in self._saved)
+        return sum(tensor.nbytes for tensor in self._saved)
 
     def _measured(self, run: _BatchRun) -> tuple[list[_Graph], int]:
         """The first block's graph, and the bytes that autograd keeps for it."""

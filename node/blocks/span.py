@@ -20,8 +20,7 @@ from ..errors import BadInput, MachineError, ModelError
 from ..models.checkpoint import Checkpoint
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import Quantisation, choose_quantisation
-from .attention import RaggedView, SessionView
-from .cache import BlockCacheSpec, SpanCache
+from .cache import BlockCacheSpec, RaggedView, SessionView, SpanCache
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
 from .skeleton import Skeleton, build, fill

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
-from .attention import RAGGED
+from .cache import RAGGED
 
 
 class BlockStack:

@@ -21,9 +21,9 @@ from ...crypto.canonical import digest
 from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity
 from ...crypto.swarm_key import SwarmKeyError, load_swarm_key
 from ..errors import BadInput, MachineError, PetalnodeError, SwarmError, unwrapped
-from ..network.nat.limits import RelayLimits
+from ..network.nat.relay import RelayLimits
 from ..swarm.config import SwarmConfig
-from ..swarm.peer_store import peer_store_file
+from ..swarm.discovery import peer_store_file
 from ..swarm.swarm import Swarm, open_swarm
 from ..trust.evidence_message import TrustedValidators, parse_trusted
 from ..trust.store import TrustStore, trust_file

@@ -20,8 +20,7 @@ from ..swarm.swarm import Swarm
 from ..trust.bundle import Bundle
 from ..verification.observed import Observed
 from ..verification.verdicts import Verdict
-from .account import NotCleared
-from .ledger import Ledger
+from .ledger import Ledger, NotCleared
 
 log = logging.getLogger(__name__)
 

@@ -1,12 +1,18 @@
-"""Steps of sessions on the device: bytes to tensors, a ragged batch of decode steps or a chunk of a prefill, tensors to
-bytes. All of it runs on the compute thread."""
+"""Steps of sessions on the device: which of them are next, bytes to tensors, a ragged batch of decode steps or a chunk
+of a prefill, tensors to bytes. All of it runs on the compute thread.
+
+Every turn runs all waiting decode steps as one ragged batch (the largest single gain when several people talk to one
+server), and between turns at most one chunk of one prefill, so that nobody's next token waits for somebody's long
+prompt. `next_turn`, a pure function, decides that.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -15,13 +21,59 @@ from ...protocols.framing import TensorError
 from ...protocols.inference import Refusal, bad_request, sha256
 from ...protocols.tensors import decode, dtype_name, encode
 from ..blocks.cache import SpanCache
-from ..blocks.span import BlockSpan
+from ..blocks.span import PREFILL_CHUNK, BlockSpan
 from ..blocks.span_adapter import SpanAdapter
-from .turns import Waiting, next_turn
+from .budget import next_in_line, now_overtaken
 
 log = logging.getLogger(__name__)
 
 OnComputed = Callable[[int, float, float], None]
+
+MAX_DECODE_ROWS: Final = 256
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A step that waits: `rows` of `tokens` each, `done` tokens a row of it already computed. `paid`: has priority."""
+
+    rows: int
+    tokens: int
+    done: int = 0
+    paid: bool = False
+
+    @property
+    def is_decode(self) -> bool:
+        return self.tokens == 1
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Indices into the waiting steps: all of `decode` in one batch, then `chunk` tokens a row of `prefill`. `overtaken`
+    is for the turn after it."""
+
+    decode: tuple[int, ...]
+    prefill: int | None
+    chunk: int = 0
+    overtaken: int = 0
+
+
+def next_turn(waiting: Sequence[Waiting], overtaken: int = 0) -> Turn:
+    """Decides one turn. `waiting` is in order of arrival; earlier steps go first within their kind, and among prefills
+    those with priority, as `next_in_line` has it."""
+    decode: list[int] = []
+    rows = 0
+    for index, step in enumerate(waiting):
+        if step.is_decode and (not decode or rows + step.rows <= MAX_DECODE_ROWS):
+            decode.append(index)
+            rows += step.rows
+    prefills = [index for index, step in enumerate(waiting) if not step.is_decode]
+    if not prefills:
+        return Turn(tuple(decode), None)
+    paid = [waiting[index].paid for index in prefills]
+    place = next_in_line(paid, overtaken)
+    step = waiting[prefills[place]]
+    chunk = min(step.tokens - step.done, max(1, PREFILL_CHUNK // step.rows))
+    return Turn(tuple(decode), prefills[place], chunk, now_overtaken(paid, place, overtaken))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from ...crypto.identity import Identity
 from ...crypto.swarm_key import SwarmKeyError, check_swarm_key
 from ..errors import BadInput
 from ..network.addresses import parse_own, parse_peer
-from ..network.nat.limits import RelayLimits
+from ..network.nat.relay import RelayLimits
 from ..trust.store import TrustStore
 
 DEFAULT_TTL: Final = 45.0  # seconds that an announcement is valid

@@ -1,25 +1,33 @@
-"""How a node finds its swarm, and finds it again: by named peers, peers of earlier runs, and the local network."""
+"""How a node finds its swarm, and finds it again: by named peers, peers of earlier runs, and the local network.
+
+Peers of earlier runs are kept in a small file, so that a node needs no `--peer`. There is one file for each swarm,
+shared by all nodes of a person on a machine: who met whom is the same for a server and a chat. What to keep is decided
+by pure functions; `PeerStore` reads and writes.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import trio
+from filelock import FileLock, Timeout
 from multiaddr import Multiaddr
 
+from ...crypto.canonical import digest
+from ...crypto.identity import peer_id_to_bytes, write_private
 from ...protocols.framing import PeerError
 from ..network.addresses import ip_of, without_peer
 from ..network.host import Host
 from ..network.mdns import run_mdns, service_name
 from .directory import Directory
-from .peer_store import PeerStore, in_order
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +43,105 @@ _FIRST_NOTE: Final = 5.0  # seconds until the peers met are written down, and th
 _NOTES: Final = 60.0
 
 Way = Literal["peers", "remembered", "neighbours"]
+
+MAX_PEERS: Final = 64
+MAX_ADDRS: Final = 6  # of one peer
+_MAX_FILE: Final = 256 * 1024  # bytes
+_LOCK_PATIENCE: Final = 1.0  # seconds
+_DAY: Final = 86400.0
+_FAILING: Final = 3 * _DAY  # of not answering while others did, and a peer is forgotten
+_UNSEEN: Final = 60 * _DAY  # without a meeting, likewise
+
+
+@dataclass(frozen=True)
+class PeerRecord:
+    """A peer met before: its addresses without /p2p, the best first; when it was last met, and since when it has not
+    answered (0: it did), both in seconds since 1970."""
+
+    peer_id: str
+    addrs: tuple[str, ...]
+    seen: float
+    failing: float = 0.0
+
+
+def updated(
+    known: Iterable[PeerRecord], met: Mapping[str, Sequence[str]], failed: Iterable[str], now: float
+) -> tuple[PeerRecord, ...]:
+    """What to remember, the latest met first, after having met these peers at these addresses (the best first).
+
+    `failed` are those that did not answer.
+    """
+    peers = {record.peer_id: record for record in known}
+    for peer_id, addrs in met.items():
+        held = peers.get(peer_id)
+        merged = dict.fromkeys((*addrs, *(held.addrs if held is not None else ())))
+        if merged:
+            peers[peer_id] = PeerRecord(peer_id, tuple(merged)[:MAX_ADDRS], seen=now)
+    for peer_id in set(failed) - set(met):
+        if peer_id in peers:
+            peers[peer_id] = replace(peers[peer_id], failing=peers[peer_id].failing or now)
+    kept = [peer for peer in peers.values() if now - peer.seen < _UNSEEN and not _hopeless(peer, now)]
+    return tuple(sorted(kept, key=lambda record: (-record.seen, record.peer_id))[:MAX_PEERS])
+
+
+def _hopeless(peer: PeerRecord, now: float) -> bool:
+    return bool(peer.failing) and now - peer.failing > _FAILING
+
+
+def in_order(known: Iterable[PeerRecord]) -> list[PeerRecord]:
+    """Whom to try first: those that answered the last time, the latest met before the others."""
+    return sorted(known, key=lambda record: (bool(record.failing), -record.seen))
+
+
+def peer_store_file(folder: Path, psk: str | None) -> Path:
+    """Where the peers of one swarm are remembered: the public one, or the private one of this key."""
+    swarm = "public" if psk is None else digest("petalnode/remembered/1", bytes.fromhex(psk)).hex()[:16]
+    return folder / "peers" / f"{swarm}.json"
+
+
+class PeerStore:
+    """The file. Its methods block for as long as a small file takes, and never raise: a node does without it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self) -> tuple[PeerRecord, ...]:
+        """What the file holds; nothing if it is missing, damaged or cannot be read."""
+        try:
+            with self._path.open("rb") as file:
+                text = file.read(_MAX_FILE)
+            entries = json.loads(text)["peers"]
+            return tuple(peer for entry in entries if (peer := _peer_record(entry)) is not None)[:MAX_PEERS]
+        except FileNotFoundError:
+            return ()
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            log.debug("the peers remembered in %s cannot be read: %s", self._path, error)
+            return ()
+
+    def update(self, met: Mapping[str, Sequence[str]], failed: Iterable[str], now: float) -> None:
+        """Adds what this run has learnt to what the file holds by now. Several processes may do so at once."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self._path.with_name(self._path.name + ".lock"), timeout=_LOCK_PATIENCE):
+                self._write(updated(self.load(), met, failed, now))
+        except (OSError, Timeout) as error:
+            log.debug("the peers met cannot be kept in %s: %s", self._path, error)
+
+    def _write(self, peers: Sequence[PeerRecord]) -> None:
+        text = json.dumps({"version": 1, "peers": [asdict(peer) for peer in peers]}, indent=1)
+        write_private(self._path, text.encode())
+
+
+def _peer_record(entry: Any) -> PeerRecord | None:
+    """One entry of the file; None if it is not of the form that we write."""
+    try:
+        peer_id, addrs = str(entry["peer_id"]), entry["addrs"]
+        peer_id_to_bytes(peer_id)
+        if not addrs or not all(isinstance(addr, str) for addr in addrs):
+            return None
+        return PeerRecord(peer_id, tuple(addrs)[:MAX_ADDRS], float(entry["seen"]), float(entry["failing"]))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)

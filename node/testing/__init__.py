@@ -8,8 +8,7 @@ as soon as all tasks wait, so that nobody sleeps.
 May use `cli` and the rooms before it; no room uses it.
 """
 
-from .clock import run_autojumping
-from .memory_network import MemoryNetwork, MemoryNode
+from .memory_network import MemoryNetwork, MemoryNode, run_autojumping
 from .memory_stream import MemoryStream, message_streams, stream_pair
 
 __all__ = [

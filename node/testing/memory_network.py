@@ -1,6 +1,7 @@
 """Nodes that reach each other over streams in memory: what clients and servers use of a `Swarm`, without a network.
 
-All nodes of a network live in one trio loop and see every announcement at once.
+All nodes of a network live in one trio loop and see every announcement at once; `run_autojumping` runs the loop with a
+clock that never makes a test wait.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import trio
+from trio.testing import MockClock
 
 from ...crypto.identity import Identity
 from ...protocols.announcement import Announcement, ServerState, freshened, sign_announcement
@@ -28,6 +30,16 @@ NOTICED = 4.0
 """Seconds after which a connection on which nothing comes is given up, as by the real ones."""
 RTT = 0.001
 """Seconds that `measure_rtt` tells unless the link has a delay."""
+
+T = TypeVar("T")
+
+
+def run_autojumping(main: Callable[..., Awaitable[T]], *args: object, threshold: float = 0.0) -> T:
+    """`trio.run` with virtual time: when all tasks have waited for `threshold` real seconds, the next deadline is now.
+
+    Threads are not tasks: where one computes for the test, `threshold` must be longer than it takes.
+    """
+    return trio.run(main, *args, clock=MockClock(autojump_threshold=threshold))
 
 
 class Link:

@@ -7,9 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from petalnode.node.blocks.quantisation.int8 import Int8Matrix
-from petalnode.node.blocks.quantisation.matrix import QuantisedMatrix
-from petalnode.node.blocks.quantisation.nf4 import nf4_kind
+from petalnode.node.blocks.quantisation.matrix import Int8Matrix, QuantisedMatrix, nf4_kind
 from petalnode.node.blocks.quantisation.slots import matrix_slots
 from tests.tiny_models import NUM_BLOCKS, load_whole
 

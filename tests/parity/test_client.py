@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from petalnode.node.blocks.remote import RemoteCache
+from petalnode.node.blocks.client_part import RemoteCache
 from petalnode.node.errors import BadInput
 from petalnode.protocols.ids import Span
 from tests.parity.local_swarm import open_client

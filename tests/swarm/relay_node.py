@@ -18,8 +18,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.network.addresses import parse_peer
 from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.nat.circuits import Circuits
-from petalnode.node.network.nat.limits import RelayLimits
-from petalnode.node.network.nat.relay import RelayService
+from petalnode.node.network.nat.relay import RelayLimits, RelayService
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from tests.swarm.announcer import wait_for_stop
 

@@ -15,8 +15,7 @@ from multiaddr import Multiaddr
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.nat.circuits import Circuits
-from petalnode.node.network.nat.limits import RelayLimits
-from petalnode.node.network.nat.relay import RelayService
+from petalnode.node.network.nat.relay import RelayLimits, RelayService
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from tests.swarm import warm_python
 from tests.swarm.processes import LOOPBACK, Running

@@ -14,8 +14,7 @@ import trio
 from petalnode.crypto.credits import Clearing
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
-from petalnode.node.credits.account import FORFEIT_SHARE
-from petalnode.node.credits.ledger import Ledger
+from petalnode.node.credits.ledger import FORFEIT_SHARE, Ledger
 from petalnode.node.credits.wallet import Wallet
 from petalnode.node.errors import SwarmError
 from petalnode.node.network.addresses import parse_peer

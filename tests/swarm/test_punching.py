@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from petalnode.node.network.host import Host
+from petalnode.node.network.nat.autonat import local_endpoints
 from petalnode.node.network.nat.hole_punching import HolePuncher
-from petalnode.node.network.nat.observed_addresses import local_endpoints
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import StreamClosed
 from petalnode.protocols.nat_traversal import PUNCH, exchange_first, exchange_second

@@ -14,8 +14,7 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.config import SwarmConfig
-from petalnode.node.swarm.discovery import JoinResult
-from petalnode.node.swarm.peer_store import PeerStore
+from petalnode.node.swarm.discovery import JoinResult, PeerStore
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from tests.swarm.announcers import Node, Nodes
 

@@ -19,8 +19,7 @@ from petalnode.node.models.adapter_note import AdapterNote
 from petalnode.node.tuning import repository
 from petalnode.node.tuning.adapter_files import FILES, SharedAdapter, check_adapter, files_of
 from petalnode.node.tuning.adapter_folder import card_of, tags_of
-from petalnode.node.tuning.hub_repository import HubRepository, of_tags
-from petalnode.node.tuning.repository import FolderRepository, GitRepository, repository_of
+from petalnode.node.tuning.repository import FolderRepository, GitRepository, HubRepository, of_tags, repository_of
 from tests.model_hub import serve_hub
 from tests.swarm.processes import environment
 

@@ -15,8 +15,8 @@ from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.server.budget import BudgetFull, Lease, MemoryBudget
 from petalnode.node.server.compute_thread import ComputeThread
-from petalnode.node.server.requests import deferred_backward
-from petalnode.node.server.requests.deferred_backward import DeferredBackward
+from petalnode.node.server.requests import batch_requests
+from petalnode.node.server.requests.batch_requests import DeferredBackward
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal
@@ -99,7 +99,7 @@ def test_who_needs_the_memory_takes_it(blocks: BlockSpan) -> None:
 
 
 def test_a_gradient_that_does_not_come(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred_backward, "GRADIENT_TIMEOUT", 0.05)
+    monkeypatch.setattr(batch_requests, "GRADIENT_TIMEOUT", 0.05)
 
     async def main(
         compute: ComputeThread, passes: SpanPasses, late: DeferredBackward, budget: MemoryBudget, lease: Lease

@@ -15,7 +15,7 @@ from petalnode.node.cli.commands.demo import even_spans, threads_per_server
 from petalnode.node.cli.join import JoinOptions, RelayOptions, joins_swarm, kept_port
 from petalnode.node.cli.node_report import how_joined, join_by
 from petalnode.node.errors import BadInput
-from petalnode.node.network.nat.limits import RelayLimits
+from petalnode.node.network.nat.relay import RelayLimits
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.discovery import JoinResult
 from petalnode.protocols.ids import Span

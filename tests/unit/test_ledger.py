@@ -18,16 +18,18 @@ from hypothesis import strategies as st
 from petalnode.crypto.credits import CreditQuery, DepositOrder, Transfer, is_voucher
 from petalnode.crypto.identity import Identity
 from petalnode.node.credits import ledger as ledger_module
-from petalnode.node.credits.account import (
+from petalnode.node.credits.ledger import (
+    EXPIRY_MS,
     FORFEIT_SHARE,
     GRACE_MS,
+    KEPT_CLEARINGS,
     MAX_DEPOSIT_MS,
     MAX_ORDER_MS,
     Account,
+    Ledger,
     NotCleared,
     earned,
 )
-from petalnode.node.credits.ledger import EXPIRY_MS, KEPT_CLEARINGS, Ledger
 from petalnode.node.errors import MachineError
 from petalnode.protocols.credits import SKEW_MS
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from petalnode.node.errors import NoChainError
 from petalnode.node.placement.planning.cycle import PlacedMachine
 from petalnode.node.placement.planning.fastest import fastest_cycle
-from petalnode.node.placement.planning.fleet import Fleet, Machine, fleet_of_servers
 from petalnode.node.placement.planning.label_search import MAX_MACHINES
+from petalnode.node.placement.planning.machines_file import Fleet, Machine, fleet_of_servers
 from petalnode.node.placement.planning.plans import busiest_plan, expected, fastest_plan, present_plan
 from petalnode.node.swarm.cost import HANDLING_SECONDS
 from petalnode.protocols.announcement import Announcement, ServerState

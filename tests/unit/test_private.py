@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.network.transport.psk import OtherSwarm, PskCipher
+from petalnode.node.network.transport.raw_connection import OtherSwarm, PskCipher
 
 KEY = "5a" * 32
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from ipaddress import ip_address, ip_network
 
 from petalnode.node.network.addresses import Endpoint
-from petalnode.node.network.nat.punch_plan import after_failure, may_punch, own_endpoints, targets
+from petalnode.node.network.nat.hole_punching import after_failure, may_punch, own_endpoints, targets
 from petalnode.node.network.nat.reachability import LocalEndpoints
 
 CASE = frozenset({"198.51.100.7", "203.0.113.5"})

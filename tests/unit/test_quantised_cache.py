@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from petalnode.node.blocks.quantisation import disk_cache as quantised_cache
-from petalnode.node.blocks.quantisation.disk_cache import QuantisedCache
+from petalnode.node.blocks.quantisation import quantiser
+from petalnode.node.blocks.quantisation.quantiser import QuantisedCache
 from petalnode.node.errors import BadInput
 from petalnode.node.models.quantisation import QUANTISATIONS, choose_quantisation, held_bytes
 
@@ -22,7 +22,7 @@ TENSORS = {
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> QuantisedCache:
     monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path))
-    monkeypatch.setattr(quantised_cache, "KEPT_FREE", 0)
+    monkeypatch.setattr(quantiser, "KEPT_FREE", 0)
     return QuantisedCache("nf4-float32-cpu", b"{}")
 
 
@@ -68,7 +68,7 @@ def test_on_a_full_disk_old_blocks_give_way_and_new_ones_are_not_kept(
     cache: QuantisedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.write(DIGEST, TENSORS)
-    monkeypatch.setattr(quantised_cache, "KEPT_FREE", 1 << 62)
+    monkeypatch.setattr(quantiser, "KEPT_FREE", 1 << 62)
     assert not cache.write(bytes(31) + b"\1", TENSORS)
     assert cache.read(DIGEST) is None
 

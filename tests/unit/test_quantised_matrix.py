@@ -7,10 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from petalnode.node.blocks.quantisation import int8 as quantised_int8
-from petalnode.node.blocks.quantisation.int8 import Int8Matrix
-from petalnode.node.blocks.quantisation.matrix import QuantisedLinear, QuantisedMatrix
-from petalnode.node.blocks.quantisation.nf4 import Nf4Matrix, PackedNf4Matrix, nf4_kind
+from petalnode.node.blocks.quantisation import matrix as quantised_matrix
+from petalnode.node.blocks.quantisation.matrix import (
+    Int8Matrix,
+    Nf4Matrix,
+    PackedNf4Matrix,
+    QuantisedLinear,
+    QuantisedMatrix,
+    nf4_kind,
+)
 
 # QLoRA (Dettmers et al. 2023), appendix E.
 NF4 = torch.tensor(
@@ -163,7 +168,7 @@ def test_damage_shows_in_the_error() -> None:
 
 
 def test_without_a_quick_kernel_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantised_int8, "_multiplies_bytes", lambda: False)
+    monkeypatch.setattr(quantised_matrix, "_multiplies_bytes", lambda: False)
     matrix = Int8Matrix.quantise(weights((64, 128)))
     values = torch.randn(3, 128)
     assert torch.equal(matrix.product(values), matrix.product_in_pieces(values))

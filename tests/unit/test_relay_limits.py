@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from petalnode.node.network.nat.limits import RelayLimits, RelayLoad, admit_circuit, admit_reservation, origin_of
+from petalnode.node.network.nat.relay import RelayLimits, RelayLoad, admit_circuit, admit_reservation, origin_of
 from petalnode.protocols import standard_pb2 as pb
 
 LIMITS = RelayLimits(

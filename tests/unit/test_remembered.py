@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.swarm.peer_store import (
+from petalnode.node.swarm.discovery import (
     MAX_ADDRS,
     MAX_PEERS,
     PeerRecord,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petalnode.node.errors import SwarmError
-from petalnode.node.placement.planning.throughput import most_throughput
+from petalnode.node.placement.planning.plans import most_throughput
 from petalnode.node.swarm.cost import throughput_bound
 
 

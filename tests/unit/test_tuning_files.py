@@ -13,9 +13,9 @@ import torch
 from petalnode.node.errors import BadInput
 from petalnode.node.models.adapter_note import NOTE, AdapterNote, read_note
 from petalnode.node.tuning.adapter_folder import card_of, tags_of
-from petalnode.node.tuning.checkpoint import CHECKPOINT, Checkpoint, differences, load_checkpoint, save_checkpoint
 from petalnode.node.tuning.progress import EarlyStop
 from petalnode.node.tuning.recipe import Recipe
+from petalnode.node.tuning.trainer import CHECKPOINT, Checkpoint, differences, load_checkpoint, save_checkpoint
 
 TENSORS = {"a": torch.randn(2, 3), "b/c": torch.tensor(4.0)}
 CHECKPOINTED = Checkpoint(

@@ -10,7 +10,7 @@ import typer
 
 from ....crypto.swarm_key import SwarmKeyError, make_swarm_key
 from ...errors import BadInput
-from ...network.nat.limits import RelayLimits
+from ...network.nat.relay import RelayLimits
 from ..join import JoinOptions, RelayOptions, joined, joins_swarm
 from ..node_report import how_joined, how_joined_json, join_by, report_reachability
 from ..output import Output

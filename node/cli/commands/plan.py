@@ -16,8 +16,14 @@ from ....protocols.ids import Span
 from ...client.deadlines import REFRESH_TIMEOUT, RTT_TIMEOUT
 from ...errors import BadInput, ModelError, NoChainError, SwarmError
 from ...models import Checkpoint, ModelFolder, resolve
-from ...placement.planning.fleet import Fleet, fleet_of_servers
-from ...placement.planning.machines_file import MAX_BLOCKS, MachinesFile, fleet_of, read_machines
+from ...placement.planning.machines_file import (
+    MAX_BLOCKS,
+    Fleet,
+    MachinesFile,
+    fleet_of,
+    fleet_of_servers,
+    read_machines,
+)
 from ...placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, present_plan
 from ..join import JoinOptions, joined, joins_swarm
 from ..output import Output, ProgressBars

@@ -20,7 +20,7 @@ from ...models.disk_limit import parse_size
 from ...models.quantisation import choose_quantisation
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...network.addresses import parse_peer
-from ...network.nat.limits import RelayLimits
+from ...network.nat.relay import RelayLimits
 from ...server.lifecycle.options import ServerOptions
 from ...server.lifecycle.server import run_server
 from ..join import JoinOptions, RelayOptions, joined, joins_swarm

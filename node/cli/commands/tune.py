@@ -155,7 +155,7 @@ def tune(model: SwarmModelArgument = None, *, options: TuneOptions, join: JoinOp
 
 
 def _check_out(out: Path, *, resume: bool, overwrite: bool) -> None:
-    from ...tuning.checkpoint import CHECKPOINT
+    from ...tuning.trainer import CHECKPOINT
 
     if out.is_file():
         raise BadInput(f"--out {out} is a file: give a folder")
@@ -299,8 +299,7 @@ class _Run:
         return model, tokenizer
 
     def _training(self, model: DistributedModel, tokenizer: Any) -> Training:
-        from ...tuning.checkpoint import load_checkpoint
-        from ...tuning.trainer import Training
+        from ...tuning.trainer import Training, load_checkpoint
         from ...tuning.tuned import Tuned
 
         options = self.options
@@ -349,7 +348,7 @@ class _Run:
         return training
 
     def _loop(self, training: Training, report: _Report) -> None:
-        from ...tuning.checkpoint import save_checkpoint
+        from ...tuning.trainer import save_checkpoint
 
         for event in training.run():
             report.on_event(event)
@@ -358,7 +357,7 @@ class _Run:
 
     def _keep(self, training: Training, *, interrupted: bool) -> None:
         """Saves a checkpoint and says how to go on."""
-        from ...tuning.checkpoint import save_checkpoint
+        from ...tuning.trainer import save_checkpoint
 
         if not training.step:
             return
@@ -371,7 +370,7 @@ class _Run:
 
     def _save(self, training: Training) -> None:
         from ...tuning.adapter_folder import card_of, save_adapter
-        from ...tuning.checkpoint import CHECKPOINT
+        from ...tuning.trainer import CHECKPOINT
 
         options, out = self.options, self.out
         training.take_best()

@@ -21,7 +21,7 @@ from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, ModelError
 from ...models import resolve
 from ...models.sources.resolve import DEFAULT_MODEL
-from ...network.nat.limits import RelayLimits
+from ...network.nat.relay import RelayLimits
 from ...swarm.swarm import Swarm
 from ...trust.bundle import Bundle
 from ..join import JoinOptions, joined, joins_swarm

@@ -1,6 +1,6 @@
 """Finds out whether other nodes reach this node, and makes it reachable if they do not.
 
-Asks peers where they see this node (`observed_addresses.py`), maps a port by UPnP, keeps reservations at relays,
+Asks peers where they see this node (`autonat.py`), maps a port by UPnP, keeps reservations at relays,
 punches holes to peers that come over a relay, relays for others where it can, and states the result in a line.
 `reachability.py` and the plans decide what follows from what is known; the manager gathers that and carries it out.
 """
@@ -24,11 +24,9 @@ from ...version import __version__
 from ..addresses import Endpoint, parse_peer, plain_ip
 from ..host import Host, keep_up
 from ..transport.raw_connection import Path
-from .autonat import DialBackService
+from .autonat import DialBackService, ObservedAddresses, local_endpoints
 from .circuits import Circuits
 from .hole_punching import HolePuncher
-from .limits import RelayLimits
-from .observed_addresses import ObservedAddresses, local_endpoints
 from .reachability import (
     Reachability,
     ReachabilityInputs,
@@ -39,7 +37,7 @@ from .reachability import (
     needs_relays,
     reachability,
 )
-from .relay import RelayService
+from .relay import RelayLimits, RelayService
 from .reservations import RelayCandidate, Reservations
 from .upnp import Upnp
 

@@ -3,11 +3,14 @@
 Each circuit stands for itself (a second one between the same two peers is another circuit), and lives no longer than
 its two streams: a peer that dies or stands still loses its connection to us within a few seconds (`yamux.py`), and
 with it all its circuits and its reservation.
+
+What it gives to others is set by the operator's options (`RelayLimits`); pure functions decide by them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import time
 from dataclasses import dataclass
@@ -35,11 +38,10 @@ from ....protocols.circuit import (
 )
 from ....protocols.delimited import DelimitedStream
 from ....protocols.framing import PeerError
-from ..addresses import is_circuit
+from ..addresses import ip_of, is_circuit
 from ..host import Host
 from ..transport.bandwidth import Throttle
 from ..transport.stream_bytes import Connection, StreamBytes
-from .limits import RelayLimits, RelayLoad, admit_circuit, admit_reservation, origin_of
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,70 @@ _WINDOW: Final = 1024 * 1024  # bytes of a circuit that we hold, each way, for a
 _LINGER: Final = 20.0  # seconds without a byte that a circuit lasts after one side has closed its direction
 _FAREWELL: Final = 2.0  # seconds for the other side to take what a side said before it was lost
 _ADDRS_ROOM: Final = 2048  # bytes of addresses in an answer, which may have 4096 in all
+
+HOUR: Final = 3600
+MIB: Final = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class RelayLimits:
+    """The limits of a relay.
+
+    Nobody can take everything: one peer has one reservation and at most `circuits_per_peer` circuits of its own; peers
+    of one address (an IPv4 address, or a /56 of IPv6) have so many reservations and circuits together; and where
+    circuits have to wait for each other, each peer that dialed some has its turn.
+    """
+
+    reservations: int = 256  # peers with a reservation at a time
+    reservations_per_address: int = 64
+    reservation_seconds: int = HOUR
+    circuits: int = 256  # at a time, of all peers together
+    circuits_per_peer: int = 16  # at a time, that one peer has dialed
+    circuits_to_peer: int = 64  # at a time, that lead to one peer
+    circuits_per_address: int = 128
+    circuit_seconds: int = 24 * HOUR
+    circuit_bytes: int = 1 << 40  # each way
+    circuit_bytes_per_second: int | None = 64 * MIB  # both ways together; None: no limit
+    bytes_per_second: int | None = 128 * MIB  # of all circuits; None: no limit
+
+
+@dataclass(frozen=True)
+class RelayLoad:
+    """What a relay carries when somebody asks: in all, and of the peer and the address that ask or are asked for."""
+
+    reservations: int = 0
+    reservations_of_address: int = 0
+    circuits: int = 0
+    circuits_of_address: int = 0
+    circuits_of_peer: int = 0
+    circuits_to_peer: int = 0
+
+
+def admit_reservation(load: RelayLoad, limits: RelayLimits, *, renews: bool) -> Status:
+    """Whether a peer gets a reservation; who has one keeps it."""
+    full = load.reservations >= limits.reservations
+    if not renews and (full or load.reservations_of_address >= limits.reservations_per_address):
+        return pb.RESERVATION_REFUSED
+    return pb.OK
+
+
+def admit_circuit(load: RelayLoad, limits: RelayLimits) -> Status:
+    """Whether a peer gets one more circuit, to a peer that has a reservation."""
+    full = (
+        load.circuits >= limits.circuits
+        or load.circuits_of_peer >= limits.circuits_per_peer
+        or load.circuits_to_peer >= limits.circuits_to_peer
+        or load.circuits_of_address >= limits.circuits_per_address
+    )
+    return pb.RESOURCE_LIMIT_EXCEEDED if full else pb.OK
+
+
+def origin_of(addr: str) -> str:
+    """What counts as one address: the IPv4 address of a multiaddr, or the /56 of an IPv6 one, a household's."""
+    host = ip_of(Multiaddr(addr))
+    if host is None or host.version == 4:
+        return str(host)
+    return str(ipaddress.ip_network((host, 56), strict=False))
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ from .bandwidth import Bandwidth
 from .dialing import Attempt, Trouble, failed, kept, one_per_relay, plan
 from .negotiation import OneRoundTrip, question
 from .noise import BufferedNoise
-from .psk import OtherSwarm, PskConnection
-from .raw_connection import Path, RawConnection, SocketConnection, remote_multiaddr
+from .raw_connection import OtherSwarm, Path, PskConnection, RawConnection, SocketConnection, remote_multiaddr
 from .stream_bytes import CircuitConnection, StreamBytes
 from .yamux import Muxer
 

@@ -22,7 +22,7 @@ from libp2p.security.secure_session import SecureSession
 from multiaddr import Multiaddr
 from noise.exceptions import NoiseInvalidMessage  # type: ignore[import-untyped]
 
-from .psk import PskConnection
+from .raw_connection import PskConnection
 
 MAX_PLAINTEXT: Final = 65535 - 16
 # What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little.

@@ -75,12 +75,12 @@ def blocks_that_fit(
     # A machine with little memory keeps a quarter of what is free, or nothing would fit at all.
     reserve = min(max(RESERVE, int(memory.total * RESERVE_SHARE)), memory.free // 4)
     computing = STEP_TOKENS * hidden_size * 4 * _COPIES + spare
-    each = max(1, block_bytes + cache_bytes)
-    count = min(num_blocks, (memory.free - reserve - computing) // each)
+    per_block = max(1, block_bytes + cache_bytes)
+    count = min(num_blocks, (memory.free - reserve - computing) // per_block)
     if count < 1:
         raise MachineError(
-            f"one block of this model takes {size(each)} with its cache and {size(memory.free)} of {memory.place} are "
-            f"free, of which {size(reserve + computing)} are for computing and for other programs: close some, or "
+            f"one block of this model takes {size(per_block)} with its cache and {size(memory.free)} of {memory.place} "
+            f"are free, of which {size(reserve + computing)} are for computing and for other programs: close some, or "
             "serve a smaller model, or --quant nf4"
         )
     whole = "the whole model" if count == num_blocks else f"{count} of {num_blocks} blocks"
@@ -89,7 +89,7 @@ def blocks_that_fit(
         f"{whole}: {size(memory.free)} of {memory.place} are free, a block takes {size(block_bytes)} and "
         f"{size(cache_bytes)} for a cache of {cache_tokens} tokens; {size(computing)} are for computing and "
         f"{size(reserve)} stay free",
-        count * each + computing,
+        count * per_block + computing,
     )
 
 

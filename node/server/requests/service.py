@@ -21,7 +21,7 @@ from ...errors import unwrapped
 from ..budget import Lease, MemoryBudget
 from .adapters import Adapters
 from .admission import PriorityPayments
-from .batch_stream import BatchMemory, BatchStream
+from .batch_requests import BatchMemory, BatchRequests
 from .opening import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
 from .pushes import PushConnector, PushStream
 from .session import IDLE_TIMEOUT, InferenceStream, ServerSession, not_held
@@ -192,7 +192,7 @@ class RequestService:
         self.context.admit(stream.peer_id, terms, self._streams)
         self._streams.add(1)
         try:
-            await BatchStream(self.context, self._memory, self._batches, stream, terms, protocol).run()
+            await BatchRequests(self.context, self._memory, self._batches, stream, terms, protocol).run()
         finally:
             self._streams.add(-1)
 
