@@ -12,7 +12,7 @@ from hypothesis import settings
 settings.register_profile("petalnode", deadline=None, max_examples=60)
 settings.load_profile("petalnode")
 
-pytest_plugins = ["tests.processor_time"]
+pytest_plugins = ["tests.processor_time", "tests.slowness"]
 
 # Before torch is imported. Of tiny models, threads of torch mostly wait for each other, on cores that other tests want.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

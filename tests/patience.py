@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
-from typing import Final
+from typing import Any, Final
+
+import trio
 
 _LOOK: Final = 1.0
 """Seconds between two looks at a process; only the waiting for a core in between counts as well."""
@@ -57,3 +59,19 @@ class Patience:
                 self._deadline = now + self._seconds
             self._looked = now
         return now >= self._deadline
+
+
+async def eventually(condition: Callable[[], Any], what: str, seconds: float = 20) -> None:
+    """Asks again and again, by a plain or an async function, until `condition` holds: for what no event tells.
+
+    Raises:
+        AssertionError: neither this process nor any that it started has worked in earnest for so many seconds.
+    """
+    patience = Patience(seconds, os.getpid(), working=0.5)
+    while True:
+        answer = condition()
+        if await answer if isinstance(answer, Awaitable) else answer:
+            return
+        if patience.is_over:
+            raise AssertionError(f"not within {seconds:g} s in which not much was done: {what}")
+        await trio.sleep(0.02)

@@ -60,9 +60,10 @@ class SigningServer:
         spoil: Spoil = honest,
         left_padding: Sequence[int] = (),
         codec: str = "none",
+        log: SessionLog | None = None,
         **signed: object,
     ) -> SessionLog:
-        """The client's log of a session of (position, hidden, reorder).
+        """The client's log of a session of (position, hidden, reorder): a new one, or `log`.
 
         The last answer is spoiled, and its receipt says what `signed` says.
         """
@@ -79,7 +80,7 @@ class SigningServer:
             nonce=os.urandom(16),
         )
         granted = wire.Granted(session_epoch=os.urandom(16), pledge=pledge_to_wire(self.pledge))
-        log = SessionLog(self.identity.peer_id, keeps_tensors=True)
+        log = log or SessionLog(self.identity.peer_id, keeps_tensors=True)
         log.begin(opening, granted)
         previous = root_of(opening, self.client.peer_id, granted.session_epoch, self.pledge.hash())
         cache = self.blocks.make_cache(rows, 100, list(left_padding) or None)

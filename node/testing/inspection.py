@@ -1,17 +1,18 @@
-"""What a test may see of the inside of models, sessions, nodes and streams, and what it may do to them."""
+"""What a test may see of the inside of models, sessions and servers, and what it may do to them."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from multiaddr import Multiaddr
-
-from ...protocols.framing import MessageStream, RawStream
+from ...protocols import wire_pb2 as wire
 from ..client.api.inference_session import InferenceSession
 from ..client.api.model import DistributedModel
 from ..client.core import SwarmClient
-from ..network.host import Host
+from ..client.session.stream import SessionStream
+from ..server.requests.pushes import PushStream
+from ..server.requests.service import RequestService
+from ..server.requests.session import ServerSession
 
 
 def client_of(model: DistributedModel) -> SwarmClient:
@@ -29,23 +30,29 @@ def session_of(session: InferenceSession) -> Any:
     return session._session
 
 
-def raw_of(stream: MessageStream[Any]) -> RawStream:
-    """The bytes below a message stream, to write what is no message."""
-    return stream._raw
-
-
 def allow_servers(model: DistributedModel, peer_ids: Sequence[str]) -> None:
     """From now on the model uses these servers only; all if there are none."""
     client_of(model)._allowed = frozenset(peer_ids)
 
 
-def dial_at(host: Host, addresses: Callable[[str], Sequence[Multiaddr] | None]) -> None:
-    """From now on a peer is dialed where `addresses(peer id)` says; None: where it is known to be."""
-    network: Any = host._network
-    known = network._addresses
+def skip_reply(session: SessionStream, reply: wire.Reply, *, answered: int) -> None:
+    """Has a client's session, which has had the replies up to `answered`, check one that nobody waits for.
 
-    def chosen(peer_id: Any) -> Sequence[Multiaddr]:
-        given = addresses(str(peer_id))
-        return tuple(known(peer_id) if given is None else given)
+    Raises:
+        ServerCheated: it is not what the server sent before.
+    """
+    session._answered = answered
+    session._skip(reply)
 
-    network._addresses = chosen
+
+# --- servers
+
+
+def sessions_of(service: RequestService) -> list[ServerSession]:
+    """The sessions that a server holds."""
+    return list(service._by_key.values())
+
+
+def push_streams(session: ServerSession) -> list[PushStream | None]:
+    """A server's streams to those that it hands outputs of this session on to; None where there is none right now."""
+    return [] if session._pushes is None else [target.stream for target in session._pushes._known.values()]

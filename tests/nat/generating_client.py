@@ -98,7 +98,7 @@ def generate(model: Any, order: dict[str, Any], begun: float) -> None:
             streamer=watch,
             stopping_criteria=[watch],
         )
-        inside = session._session
+        inside = session_of(session)
         say(
             event="done",
             ids=out[0].tolist(),

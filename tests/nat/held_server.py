@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import trio
 
 from petalnode.__main__ import main
-from petalnode.node.network.nat.hole_punching import HolePuncher
+from petalnode.node.testing.node_inspection import hold_punching
 
 
 def hold(go: Path) -> None:
     """Changes this process only."""
-    upgrade = HolePuncher._upgrade
 
-    async def held(self: HolePuncher, *arguments: Any) -> None:
+    async def wait() -> None:
         while not await trio.Path(go).exists():  # noqa: ASYNC110  (the file is made by another process)
             await trio.sleep(0.02)
-        await upgrade(self, *arguments)
 
-    HolePuncher._upgrade = held  # type: ignore[method-assign]
+    hold_punching(wait)
 
 
 if __name__ == "__main__":

@@ -130,13 +130,16 @@ class _FalseBlocks(BlockSpan):
     def of(cls, blocks: BlockSpan, folder: Path, control: Path) -> _FalseBlocks:
         blocks.__class__ = cls
         assert isinstance(blocks, _FalseBlocks)
-        blocks._folder = folder
-        blocks._control = control
-        blocks._others = {}
-        blocks._known = set()
-        blocks._heard = []
-        blocks._decoding = False
+        blocks.begin(folder, control)
         return blocks
+
+    def begin(self, folder: Path, control: Path) -> None:
+        self._folder = folder
+        self._control = control
+        self._others: dict[str, BlockSpan] = {}
+        self._known: set[str] = set()
+        self._heard: list[torch.Tensor] = []
+        self._decoding = False
 
     def ordered(self) -> tuple[str, float]:
         wanted = json.loads(self._control.read_text()) if self._control.exists() else {}

@@ -17,7 +17,7 @@ from typing import Any
 from petalnode.crypto.identity import Identity
 from petalnode.node.swarm import swarm as swarm_module
 from petalnode.node.testing import MemoryNode
-from petalnode.node.testing.inspection import raw_of
+from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, ProtocolError, StreamClosed
 from petalnode.protocols.ids import BACKWARD, FORWARD, INFERENCE

@@ -17,11 +17,13 @@ from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.nat.circuits import Circuits
 from petalnode.node.network.nat.relay import RelayLimits, RelayService
 from petalnode.node.network.transport.stream_bytes import StreamBytes
+from tests.patience import eventually
 from tests.swarm import warm_python
 from tests.swarm.processes import LOOPBACK, Running
 from tests.swarm.relay_node import ECHO, STATS, echo
 
 _ROOT = Path(__file__).parents[2]
+until = eventually
 
 
 class RelayNode(Running):
@@ -115,17 +117,6 @@ async def stats_of(host: Host, relay: RelayNode) -> dict[str, Any]:
             parts.append(part)
     await stream.close()
     return json.loads(b"".join(parts))
-
-
-async def until(condition: Callable[[], Any], what: str, seconds: float = 20) -> None:
-    """Asks again and again, by a plain or an async function. The deadline only ends what would hang."""
-    with trio.move_on_after(seconds):
-        while True:
-            answer = condition()
-            if await answer if hasattr(answer, "__await__") else answer:
-                return
-            await trio.sleep(0.02)
-    raise AssertionError(f"not within {seconds} s: {what}")
 
 
 def known(host: Host, nodes: Sequence[RelayNode]) -> None:

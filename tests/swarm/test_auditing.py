@@ -166,8 +166,8 @@ def test_a_session_that_is_not_all_here_is_not_offered(signing_server: SigningSe
     archive = ReceiptArchive(shared_bytes=1 << 20)
     log = archive.session(signing_server.identity.peer_id)
     assert auditable(archive) == []
-    whole = signing_server.session([(0, torch.randn(1, 2, HIDDEN), ()), (2, torch.randn(1, 1, HIDDEN), ())])
-    archive._sessions.append(whole)
+    whole = archive.session(signing_server.identity.peer_id)
+    signing_server.session([(0, torch.randn(1, 2, HIDDEN), ()), (2, torch.randn(1, 1, HIDDEN), ())], log=whole)
     assert [shown.index for shown in auditable(archive)] == [0, 1]
     whole.forget_tensors()
     assert auditable(archive) == [] and not log.entries

@@ -18,6 +18,7 @@ from petalnode.node.errors import ServerCheated, ServerFailed
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.swarm.swarm import open_swarm
+from petalnode.node.testing.inspection import skip_reply
 from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
@@ -205,11 +206,10 @@ def test_a_reply_that_comes_again_has_to_be_the_same(signer: bool) -> None:
     session = SessionStream(None, Hop(server.peer_id, SPEC.span), SPEC, OTHER.peer_id, log=log)  # type: ignore[arg-type]
     first = replace(RECEIPT, sequence=3).signed(server)
     log.answered(3, first, None)
-    session._answered = 4
-    session._skip(wire.Reply(sequence=3, receipt=receipt_to_wire(first)))
+    skip_reply(session, wire.Reply(sequence=3, receipt=receipt_to_wire(first)), answered=4)
     other = replace(first, reply_hash=b"x" * 32).signed(server if signer else OTHER)
     with pytest.raises(ServerCheated) as caught:
-        session._skip(wire.Reply(sequence=3, receipt=receipt_to_wire(other)))
+        skip_reply(session, wire.Reply(sequence=3, receipt=receipt_to_wire(other)), answered=4)
     assert caught.value.proof == ((first, other) if signer else None)
 
 

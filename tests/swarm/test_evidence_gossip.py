@@ -16,6 +16,7 @@ from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
+from petalnode.node.testing.node_inspection import held, known_evidence
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, session_bundle
 from petalnode.node.trust.evidence_gossip import MAX_PER_ACCUSED, EvidenceGossip
 from petalnode.node.trust.evidence_message import (
@@ -158,7 +159,7 @@ def test_what_is_remembered_of_one_server_is_bounded_and_junk_keeps_nobody_out()
     gossip, store = node(TrustedValidators({ANN.peer_id: "ann"}, quorum=1))
     for number in range(50):
         assert receive(gossip, numeric(number), f"{number}", f"{number}")
-    assert len(gossip._endorsements) == len(gossip._accused[LIAR.peer_id]) == MAX_PER_ACCUSED
+    assert known_evidence(gossip, LIAR.peer_id) == (MAX_PER_ACCUSED, MAX_PER_ACCUSED)
     assert receive(gossip, numeric(99, ANN), "x", "y")
     assert store.is_banned(LIAR.peer_id)
 
@@ -168,7 +169,7 @@ def test_rates_forget_and_are_bounded() -> None:
     assert [rates.allows("a", now) for now in (0, 1, 2, 11, 12)] == [True, True, False, True, True]
     for number in range(3000):
         rates.allows(f"{number}", 20)
-    assert len(rates._seen) <= 1000
+    assert held(rates) <= 1000
 
 
 # --- real nodes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.testing.inspection import raw_of
+from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.inference import hash_of_step, pledge_from_wire, receipt_from_wire, root_of

@@ -18,9 +18,11 @@ import trio
 from multiaddr import Multiaddr
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.testing.inspection import call, client_of, dial_at, session_of
+from petalnode.node.testing.inspection import call, client_of, session_of
+from petalnode.node.testing.node_inspection import dial_at
 from petalnode.protocols.ids import INFERENCE
 from tests.connections import connection_lost
+from tests.slowness import Slowness
 from tests.swarm.fleet import CACHE, At, Model, heard_of
 from tests.swarm.processes import Nodes, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
@@ -169,15 +171,16 @@ class Every:
         return scores
 
 
-def test_beams_go_on_though_replies_are_lost(over: Lines, whole: Any) -> None:
+def test_beams_go_on_though_replies_are_lost(over: Lines, whole: Any, slowness: Slowness) -> None:
     """A reorder that was carried out and whose answer was lost must not be carried out twice."""
     ids = prompt(1, 11, seed=2)
     options = {"num_beams": 4, "max_new_tokens": 16}
     stop = threading.Event()
+    pause = 0.05 * slowness()  # each time the session has to get somewhere before the next cut
 
     def cut_at_random() -> None:
         number = 0
-        while not stop.wait(0.05):
+        while not stop.wait(pause):
             over.all()[number % 3].cut()
             number += 1
 

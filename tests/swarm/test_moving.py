@@ -33,6 +33,7 @@ from petalnode.node.server.requests.opening import RequestContext
 from petalnode.node.server.requests.pushes import PushStream
 from petalnode.node.server.requests.service import RequestService
 from petalnode.node.swarm.routing import Hop
+from petalnode.node.testing.inspection import push_streams, sessions_of
 from petalnode.node.trust.receipt_log import ReceiptArchive
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed
@@ -250,7 +251,7 @@ def test_pushes_move_and_none_is_lost(halves: list[BlockSpan], expected: tuple[t
 
     async def main() -> None:
         async with chain_here(halves) as (session, _, hosts, services):
-            (sender,) = services[0]._by_key.values()
+            (sender,) = sessions_of(services[0])
             await until(lambda: push_stream(sender) is not None, "the stream between the servers")
             for index in range(40):
                 out = await step(session, hidden[:, index : index + 1])
@@ -273,7 +274,7 @@ def test_a_push_stream_that_was_lost_is_opened_again(
 
     async def main() -> None:
         async with chain_here(halves) as (session, _, hosts, services):
-            (sender,) = services[0]._by_key.values()
+            (sender,) = sessions_of(services[0])
             await until(lambda: push_stream(sender) is not None, "the stream between the servers")
             await step(session, hidden[:, :1])
             await hosts[0].disconnect(hosts[1].peer_id)
@@ -293,8 +294,8 @@ def test_a_push_stream_that_was_lost_is_opened_again(
 
 
 def push_stream(sender: Any) -> Any:
-    (known,) = sender._pushes._known.values()
-    return known.stream
+    (stream,) = push_streams(sender)
+    return stream
 
 
 @pytest.mark.parametrize("seed", [1, 2])

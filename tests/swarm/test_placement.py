@@ -27,6 +27,7 @@ from petalnode.protocols.framing import PeerError, StreamTimeout
 from petalnode.protocols.ids import DIRECTORY, TRANSFER, Span
 from tests.connections import connection_lost
 from tests.model_hub import serve_hub
+from tests.slowness import Slowness
 from tests.swarm.processes import LOOPBACK, Nodes, nodes, petalnode, until
 from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
 from tests.tiny_models import save_tiny
@@ -368,7 +369,9 @@ def test_a_survivor_closes_the_gap_at_its_first_check_after_the_loss(tmp_path: P
         trio.run(with_deadline, scenario, started)
 
 
-def test_the_network_is_measured_with_those_that_answer() -> None:
+def test_the_network_is_measured_with_those_that_answer(slowness: Slowness) -> None:
+    slowest = 1e-3 * slowness()  # of a byte
+
     async def scenario() -> None:
         with trio.fail_after(DEADLINE):
             async with servers(1.0, 1.0, 1.0) as (first, second, silent):
@@ -378,7 +381,7 @@ def test_the_network_is_measured_with_those_that_answer() -> None:
                     await first.swarm.wait_changed()
                 assert await measure_network(first.swarm, MODEL, timeout=DEADLINE) == 0
                 serve_transfers(second.swarm)
-                assert 0 < await measure_network(first.swarm, MODEL, timeout=DEADLINE) < 1e-3
+                assert 0 < await measure_network(first.swarm, MODEL, timeout=DEADLINE) < slowest
                 assert await measure_network(first.swarm, b"o" * 32, timeout=DEADLINE) == 0
                 greedy = await first.swarm.new_stream(
                     second.swarm.peer_id, TRANSFER, wire.TransferFrame, timeout=DEADLINE, max_payload=1 << 30

@@ -18,6 +18,7 @@ import torch
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.node.testing.memory_servers import MemoryServer
+from tests.slowness import Slowness
 from tests.swarm.faulty_server import FAULTS, order
 from tests.swarm.fleet import POSITIONS, At, Fleet, Model, Tap, opened_for
 from tests.swarm.memory_pool import MemoryPool, memory_pool
@@ -120,6 +121,7 @@ class Lonely:
         self._first = pool.start("0:4")
         self._only = pool.start("4:6")
         self._lost = threading.Event()
+        self.slowness = Slowness()
         self._threads = ThreadPoolExecutor(3)
         self.waits: Future[torch.Tensor] = self._threads.submit(self._generate, True)
         self.gives_up: Future[torch.Tensor] = self._threads.submit(self._generate, False)
@@ -130,7 +132,7 @@ class Lonely:
             server.ready  # noqa: B018  (waits)
 
         def pause() -> None:
-            assert self._lost.wait(60)
+            assert self._lost.wait(300)
 
         with self._pool.swarm.open_model(AutoDistributedModelForCausalLM, self._folder, wait=wait) as model:
             return generate(model, self.ids, max_new_tokens=20, streamer=At({8: pause}))
@@ -138,12 +140,15 @@ class Lonely:
     def _lose(self) -> float:
         """Seconds from the loss to the error."""
         self._only.ready  # noqa: B018
+        self.slowness()
         self._only.kill()
         lost = monotonic()
         self._lost.set()
         try:
-            self.gives_up.exception(60)
-            return monotonic() - lost
+            self.gives_up.exception(200)
+            seconds = monotonic() - lost
+            self.slowness()
+            return seconds
         finally:
             self._pool.start("3:6")
 
@@ -351,7 +356,7 @@ def test_others_with_other_boundaries_take_over(
 # --- frozen, and back again
 
 
-def test_frozen_servers_are_replaced(model: Model, pool: MemoryPool, fleet: Fleet, expected: Expected) -> None:
+def test_frozen_servers_are_replaced(model: Model, fleet: Fleet, expected: Expected, slowness: Slowness) -> None:
     """They hold their connections and answer nothing: once in the middle of a long prompt, once while decoding."""
     with model.inference_session(max_length=60) as session:
         frozen: list[MemoryServer] = []
@@ -364,7 +369,8 @@ def test_frozen_servers_are_replaced(model: Model, pool: MemoryPool, fleet: Flee
             begun = monotonic()
             out = generate(model, prompt(1, 40), streamer=At({4: freeze}))
             assert session.recoveries == 1
-            assert monotonic() - begun < 30
+            took = monotonic() - begun
+            assert took < 30 * slowness()
         finally:
             for server in frozen:
                 server.thaw()
@@ -394,7 +400,10 @@ def test_a_server_that_is_frozen_while_it_takes_a_long_prompt(
 
 
 def test_a_server_comes_back_under_its_name(pool: MemoryPool, fleet: Fleet, folder: Path, expected: Expected) -> None:
-    """It has lost its sessions and its port, and is the only one that holds the blocks."""
+    """It has lost its sessions and its port, and is the only one that holds the blocks.
+
+    The client waits for it, which may take longer than the 30 s after which it would give up.
+    """
     server = pool.start("0:6", identity="comes back")
     ids = prompt(1, 40)
 
@@ -403,7 +412,7 @@ def test_a_server_comes_back_under_its_name(pool: MemoryPool, fleet: Fleet, fold
         pool.start("0:6", identity="comes back")
 
     with (
-        opened_for([server], folder, pool) as opened,
+        opened_for([server], folder, pool, wait=True) as opened,
         opened.inference_session(max_length=60) as session,
     ):
         out = generate(opened, ids, session=session, streamer=At({4: restart}))
@@ -476,11 +485,11 @@ def test_a_server_that_lost_the_session_and_is_alone_is_asked_again(
 
 def test_blocks_that_nobody_holds_any_more_are_named_in_time(lonely: Lonely) -> None:
     with pytest.raises(NoChainError, match="4:6") as caught:
-        lonely.gives_up.result(90)
+        lonely.gives_up.result(300)
     assert isinstance(caught.value, SwarmError)
     assert caught.value.missing == (4, 5)
-    assert lonely.seconds.result(60) <= 31
+    assert lonely.seconds.result(300) <= 31 * lonely.slowness()
 
 
 def test_who_waits_goes_on_when_a_server_comes(lonely: Lonely) -> None:
-    assert torch.equal(lonely.waits.result(90), lonely.expected)
+    assert torch.equal(lonely.waits.result(300), lonely.expected)

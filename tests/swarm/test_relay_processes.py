@@ -11,6 +11,7 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.host import Host
+from tests.slowness import Slowness
 from tests.swarm.relay_node import ECHO
 from tests.swarm.relays import RelayNode, echoed, host_here, known, relay_nodes, stats_of, until
 
@@ -116,7 +117,8 @@ def test_a_client_comes_back_while_its_old_circuits_still_die(start):
     trio.run(main)
 
 
-def test_the_newest_connection_of_a_peer_is_the_one_that_it_is_reached_by(start):
+def test_the_newest_connection_of_a_peer_is_the_one_that_it_is_reached_by(start, slowness: Slowness) -> None:
+    soon = 5 * slowness()
     relay = start()
     seed = Identity.generate().seed.hex()
     old = start(seed=seed, relay=relay.addrs[0])
@@ -128,12 +130,12 @@ def test_the_newest_connection_of_a_peer_is_the_one_that_it_is_reached_by(start)
             new = start(seed=seed, relay=relay.addrs[0])
             known(client, (new,))
             began = time.perf_counter()
-            with trio.fail_after(5):
+            with trio.fail_after(soon):
                 stream = await client.open_stream(new.peer_id, ECHO)
                 await echoed(stream, b"not by way of the frozen one")
             print(f"seconds: {time.perf_counter() - began:.2f}")
             new.kill()
-            with trio.fail_after(5):
+            with trio.fail_after(soon):
                 await stream.wait_lost()
 
             async def nobody() -> bool:

@@ -222,7 +222,7 @@ def test_an_error_ends_the_session_wherever_it_is(server: Node, run: Run) -> Non
 
 def pushed(swarm: Swarm, session: RawSession, sequence: int, position: int, payload: bytes) -> wire.PushFrame:
     """A step as the server before would hand it on. `swarm` plays both that server and the client."""
-    identity = swarm._config.identity
+    identity = swarm.identity
     receipt = Receipt(
         protocol_version=1,
         model_version=session.terms.model_version,

@@ -155,7 +155,7 @@ def test_strangers_who_talk_nonsense_do_not_hurt_the_node(echo_node):
                 with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
                     stranger.sendall(nonsense)
             # On an honest connection, too: a negotiation that is no text, and a frame that is none.
-            conn = swarm.host._network.get_connections()[0]
+            conn = swarm.host.libp2p.get_network().get_connections()[0]
             for nonsense in (b"\x02\xff\xfe", b"\x13/multistream/1.0.0\n\x04\xff\xff\xff\n"):
                 stream = await conn.muxed_conn.open_stream()
                 await stream.write(nonsense)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from trio.testing import memory_stream_pair
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import standard_pb2 as pb
 from petalnode.protocols.circuit import (
     CircuitLimit,
@@ -93,12 +94,12 @@ def test_a_reservation_is_asked_for_and_granted():
 def test_a_circuit_is_asked_for_and_not_a_byte_behind_the_answer_is_taken():
     async def ask(stream):
         limit = await ask_connection(stream, PEER, timeout=5)
-        return limit, await stream._stream.read(100)
+        return limit, await raw_of(stream).read(100)
 
     async def connect(stream):
         request = await receive_hop(stream, timeout=5)
         await answer_connected(stream, CircuitLimit(60, 0), timeout=5)
-        await stream._stream.write(b"the peer speaks")
+        await raw_of(stream).write(b"the peer speaks")
         return request
 
     assert converse(ask, connect) == ((CircuitLimit(60, 0), b"the peer speaks"), HopRequest(PEER))

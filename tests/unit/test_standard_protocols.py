@@ -16,6 +16,7 @@ from libp2p.relay.circuit_v2.pb import dcutr_pb2
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import PeerError, ProtocolError, StreamClosed
@@ -200,11 +201,11 @@ def test_who_gives_the_sign_too_early_is_not_dialed() -> None:
 def test_nothing_behind_a_message_is_taken() -> None:
     async def both(stream: DelimitedStream) -> None:
         await stream.send(standard.HolePunch(type=standard.HolePunch.SYNC), timeout=5)
-        await stream._stream.write(b"what follows")
+        await raw_of(stream).write(b"what follows")
 
     async def one(stream: DelimitedStream) -> bytes:
         await stream.receive(standard.HolePunch, timeout=5)
-        return await stream._stream.read(100)
+        return await raw_of(stream).read(100)
 
     assert converse(one, both) == b"what follows"
 
@@ -212,8 +213,8 @@ def test_nothing_behind_a_message_is_taken() -> None:
 @given(st.binary(max_size=40))
 def test_garbage_never_raises_anything_but_a_peers_error(garbage: bytes) -> None:
     async def send(stream: DelimitedStream) -> None:
-        await stream._stream.write(garbage or b"\0")
-        await stream._stream.close()
+        await raw_of(stream).write(garbage or b"\0")
+        await raw_of(stream).close()
 
     async def receive(stream: DelimitedStream) -> Any:
         try:
@@ -226,7 +227,7 @@ def test_garbage_never_raises_anything_but_a_peers_error(garbage: bytes) -> None
 
 def test_a_message_too_long_is_refused_before_it_is_read() -> None:
     async def send(stream: DelimitedStream) -> None:
-        await stream._stream.write(b"\x81\x20")  # 4097 bytes to come
+        await raw_of(stream).write(b"\x81\x20")  # 4097 bytes to come
         await trio.sleep_forever()
 
     with pytest.raises(ProtocolError, match="4097 bytes; 4096 are allowed"):

@@ -1,0 +1,80 @@
+"""What a test may see of the inside of nodes, streams and what is bounded, and what it may do to them.
+
+Without torch; `inspection` has models, sessions and servers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from multiaddr import Multiaddr
+
+from ...protocols.delimited import DelimitedStream
+from ...protocols.framing import MessageStream, RawStream
+from ..network.dht import Dht
+from ..network.host import Host
+from ..network.nat.hole_punching import HolePuncher
+from ..network.nat.relay import RelayService
+from ..swarm.swarm import Swarm
+from ..swarm.view import SwarmView
+from ..trust.evidence_gossip import EvidenceGossip
+
+
+def raw_of(stream: MessageStream[Any] | DelimitedStream) -> RawStream:
+    """The bytes below a stream of messages, to write what is no message."""
+    return stream._stream if isinstance(stream, DelimitedStream) else stream._raw
+
+
+def dial_at(host: Host, addresses: Callable[[str], Sequence[Multiaddr] | None]) -> None:
+    """From now on a peer is dialed where `addresses(peer id)` says; None: where it is known to be."""
+    network: Any = host._network
+    known = network._addresses
+
+    def chosen(peer_id: Any) -> Sequence[Multiaddr]:
+        given = addresses(str(peer_id))
+        return tuple(known(peer_id) if given is None else given)
+
+    network._addresses = chosen
+
+
+def use_swarm_key(host: Host, psk: str | None) -> None:
+    """New connections of this host are under this key, None for no key."""
+    host._network._key = psk
+
+
+def relay_at(service: RelayService, host: Host, protocol: str) -> None:
+    """The relay service also answers requests for `protocol` that reach another host."""
+    host.set_stream_handler(protocol, service._serve)
+
+
+def hold_punching(wait: Callable[[], Awaitable[None]]) -> None:
+    """From now on every hole punch in this process waits for `await wait()` first."""
+    upgrade = HolePuncher._upgrade
+
+    async def held_upgrade(self: HolePuncher, peer_id: str) -> None:
+        await wait()
+        await upgrade(self, peer_id)
+
+    HolePuncher._upgrade = held_upgrade  # type: ignore[method-assign]
+
+
+def table_of(swarm: Swarm) -> Dht:
+    """The DHT of a node."""
+    return swarm._directory._dht
+
+
+def forget_servers(swarm: Swarm) -> None:
+    """The node has heard of no server yet."""
+    swarm._directory.view = SwarmView()
+
+
+def known_evidence(gossip: EvidenceGossip, accused: str) -> tuple[int, int]:
+    """How many pieces of evidence a node remembers: of all servers, and of this one."""
+    return len(gossip._endorsements), len(gossip._accused[accused])
+
+
+def held(holder: object) -> int:
+    """How many entries the containers of an object have together, to see that they are bounded."""
+    return sum(len(kept) for kept in vars(holder).values() if isinstance(kept, dict | list | set | deque))
