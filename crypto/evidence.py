@@ -21,6 +21,15 @@ class NotProven(Exception):
     """The evidence does not prove the fault that it claims; the text says why."""
 
 
+class ExchangedTensors(NotProven):
+    """The tensors are not those that the statement names. The accuser's signature does not cover them, so this is the
+    fault of whoever has sent them; the accuser may be honest."""
+
+
+class Incomplete(NotProven):
+    """The statement lacks what is needed to decide, as those of older versions may. Nobody is to blame for that."""
+
+
 def check_equivocation(accused: str, first: Receipt, second: Receipt) -> str:
     """What is proved by two receipts for one request with different answers.
 

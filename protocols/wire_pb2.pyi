@@ -1481,6 +1481,9 @@ class EvidenceStep(google.protobuf.message.Message):
     RECEIPT_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     TENSOR_FIELD_NUMBER: builtins.int
+    PAYLOAD_HASH_FIELD_NUMBER: builtins.int
+    payload_hash: builtins.bytes
+    """SHA-256 of the tensor's bytes; "input.N" is left out if a rollback has undone the step"""
     @property
     def receipt(self) -> Global___Receipt: ...
     @property
@@ -1493,9 +1496,10 @@ class EvidenceStep(google.protobuf.message.Message):
         receipt: Global___Receipt | None = ...,
         step: Global___Step | None = ...,
         tensor: Global___Tensor | None = ...,
+        payload_hash: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["receipt", b"receipt", "step", b"step", "tensor", b"tensor"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["receipt", b"receipt", "step", b"step", "tensor", b"tensor"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["payload_hash", b"payload_hash", "receipt", b"receipt", "step", b"step", "tensor", b"tensor"]) -> None: ...
 
 Global___EvidenceStep: typing_extensions.TypeAlias = EvidenceStep
 
@@ -1511,7 +1515,13 @@ class EvidenceBatch(google.protobuf.message.Message):
     RECEIPT_FIELD_NUMBER: builtins.int
     WORK_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
+    INPUT_HASH_FIELD_NUMBER: builtins.int
+    KEPT_HASH_FIELD_NUMBER: builtins.int
     protocol: builtins.str
+    input_hash: builtins.bytes
+    """SHA-256 of the bytes of the request's tensors, one behind the other"""
+    kept_hash: builtins.bytes
+    """likewise of what was kept"""
     @property
     def receipt(self) -> Global___Receipt: ...
     @property
@@ -1527,9 +1537,11 @@ class EvidenceBatch(google.protobuf.message.Message):
         receipt: Global___Receipt | None = ...,
         work: Global___BatchRequest | None = ...,
         keep: Global___Keep | None = ...,
+        input_hash: builtins.bytes = ...,
+        kept_hash: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["keep", b"keep", "receipt", b"receipt", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["keep", b"keep", "protocol", b"protocol", "receipt", b"receipt", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["input_hash", b"input_hash", "keep", b"keep", "kept_hash", b"kept_hash", "protocol", b"protocol", "receipt", b"receipt", "work", b"work"]) -> None: ...
 
 Global___EvidenceBatch: typing_extensions.TypeAlias = EvidenceBatch
 

@@ -24,7 +24,8 @@ from ...crypto.identity import Identity, peer_id_from_bytes, peer_id_to_bytes
 from ...crypto.receipts import Receipt
 from ...crypto.statement import now_ms
 from ...protocols import wire_pb2 as wire
-from ...protocols.inference import receipt_to_wire
+from ...protocols.inference import receipt_to_wire, sha256
+from ...protocols.training import hash_of_payloads
 from ..errors import BadInput
 from .receipt_log import LoggedBatch, SessionLog
 
@@ -66,6 +67,16 @@ class Bundle:
     def id(self) -> bytes:
         """32 bytes that name the evidence: a hash of the statement."""
         return digest(ACCUSATION_DOMAIN, self.statement)
+
+    @cached_property
+    def last_receipt(self) -> wire.Receipt | None:
+        """The receipt whose signature completed the fault; None if there is no receipt. Not checked."""
+        evidence = self.evidence
+        if evidence.kind != "answer":
+            return max(evidence.receipts, key=lambda receipt: receipt.time_ms, default=None)
+        if evidence.HasField("work"):
+            return evidence.work.receipt
+        return evidence.steps[-1].receipt if evidence.steps else None
 
     def to_bytes(self) -> bytes:
         """The file."""
@@ -187,8 +198,9 @@ def session_bundle(accuser: Identity, log: SessionLog, index: int, measured: Mea
         payloads[f"input.{number}"] = _kept(entries[number].input)
     payloads["output"] = _kept(entries[-1].output)
     for entry in entries:
+        receipt, payload_hash = receipt_to_wire(entry.receipt), sha256(_kept(entry.input))
         evidence.steps.append(
-            wire.EvidenceStep(receipt=receipt_to_wire(entry.receipt), step=entry.step, tensor=entry.asked)
+            wire.EvidenceStep(receipt=receipt, step=entry.step, tensor=entry.asked, payload_hash=payload_hash)
         )
     return _signed(accuser, evidence, payloads)
 
@@ -202,7 +214,14 @@ def batch_bundle(accuser: Identity, batch: LoggedBatch, measured: Measurement | 
     evidence = _evidence("answer", batch.peer_id, measured)
     receipt = receipt_to_wire(batch.receipt)
     evidence.work.CopyFrom(
-        wire.EvidenceBatch(protocol=batch.protocol, receipt=receipt, work=batch.request, keep=batch.keep)
+        wire.EvidenceBatch(
+            protocol=batch.protocol,
+            receipt=receipt,
+            work=batch.request,
+            keep=batch.keep,
+            input_hash=hash_of_payloads(batch.inputs),
+            kept_hash=hash_of_payloads(batch.kept),
+        )
     )
     if batch.pledge is not None:
         evidence.pledge.CopyFrom(batch.pledge)

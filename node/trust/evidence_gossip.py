@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from ...crypto.evidence import NotProven
 from ...crypto.identity import Identity
@@ -19,7 +19,7 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.evidence import MAX_SHARED, EvidenceStream, receive_bundle, send_bundle
 from ...protocols.framing import PeerError
 from .bundle import Bundle
-from .evidence_message import MAX_ENDORSEMENTS, BadEvidenceMessage, Endorsement, EvidenceMessage, RateLimiter
+from .evidence_message import MAX_ENDORSEMENTS, BadEvidenceMessage, Endorsement, EvidenceMessage, RateLimiter, is_recent
 from .statement import SelfProven, check_statement
 from .store import TrustStore
 
@@ -32,6 +32,8 @@ MAX_HELD_BYTES: Final = 128 << 20
 """Of bundles that this node serves."""
 MAX_PER_ACCUSED: Final = 16
 """Pieces of evidence about one server that are remembered."""
+_Key: TypeAlias = tuple[bytes, str]
+"""Id of the evidence, and the server that it is said to accuse."""
 _IDLE_TIMEOUT: Final = 30.0
 _PIECE_TIMEOUT: Final = 30.0
 _FETCHES_PER_STREAM: Final = 20
@@ -53,8 +55,8 @@ class EvidenceGossip:
         self._identity = identity
         self._store = store
         self._clock = clock
-        self._endorsements: OrderedDict[bytes, dict[str, Endorsement]] = OrderedDict()
-        self._accused: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()
+        self._endorsements: OrderedDict[_Key, dict[str, Endorsement]] = OrderedDict()
+        self._accused: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()  # by accused server
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
         self._authors, self._forwarders = RateLimiter(), RateLimiter(limit=30)
         self._checked: OrderedDict[bytes, EvidenceMessage] = OrderedDict()  # accepted, not yet delivered
@@ -96,8 +98,9 @@ class EvidenceGossip:
             callback(message, author)
         believed = [
             endorsement
-            for endorsement in self._endorsements[message.evidence_id].values()
+            for endorsement in self._endorsements[message.evidence_id, message.accused].values()
             if not self._store.is_banned(endorsement.validator)  # its evidence was refuted here
+            and is_recent(endorsement.time_ms, self._clock())
         ]
         trusted = self._store.trusted
         if trusted.convinced_by(believed):
@@ -110,16 +113,17 @@ class EvidenceGossip:
             callback(bundle)
 
     def _remember(self, message: EvidenceMessage) -> None:
-        key = message.evidence_id
+        # A message without its evidence may name another server than the evidence does.
+        key = message.evidence_id, message.accused
         endorsed = self._endorsements.pop(key, {})
         for endorsement in message.endorsements:
             # Those of trusted validators stay, however many others sign: keys cost nothing.
             if len(endorsed) < MAX_ENDORSEMENTS or endorsement.validator in self._store.trusted.owners:
                 endorsed[endorsement.validator] = endorsement
         self._endorsements[key] = endorsed
-        self._note_accused(message.accused, key)
-        if message.bundle is not None:
-            self._hold(message.bundle)
+        self._note_accused(message.accused, message.evidence_id)
+        if message.bundle is not None and message.evidence_id not in self._held:
+            self._hold(message.bundle)  # its tensors are unchecked
         while len(self._endorsements) > MAX_KNOWN:
             self._endorsements.popitem(last=False)
 
@@ -131,7 +135,7 @@ class EvidenceGossip:
         self._accused.move_to_end(accused)
         if len(ids) > MAX_PER_ACCUSED:
             old, _ = ids.popitem(last=False)
-            self._endorsements.pop(old, None)
+            self._endorsements.pop((old, accused), None)
             self._held.pop(old, None)
         while len(self._accused) > MAX_KNOWN:
             self._accused.popitem(last=False)
@@ -153,7 +157,7 @@ class EvidenceGossip:
         """
         now = round(self._clock() * 1000)
         mine = [Endorsement.made(self._identity, bundle.id, bundle.accused, now)] if recomputed else []
-        others = self._endorsements.get(bundle.id, {}).values()
+        others = self._endorsements.get((bundle.id, bundle.accused), {}).values()
         message = EvidenceMessage.of(bundle, [*mine, *others], addrs)
         self._hold(bundle)
         self._remember(message)

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from ...crypto.identity import Identity, peer_id_from_bytes, peer_id_to_bytes
 from ...crypto.statement import Statement
 from ...protocols import wire_pb2 as wire
+from ...protocols.inference import receipt_from_wire
 from .bundle import BadBundle, Bundle
 
 MAX_MESSAGE: Final = 48 * 1024
@@ -66,6 +67,23 @@ class TrustedValidators:
         """Whether checked endorsements of one piece of evidence are enough. Keys of one owner count once."""
         agreeing = {self.owners.get(endorsement.validator) for endorsement in endorsements} - {None}
         return len(agreeing) >= max(1, self.quorum)
+
+
+def is_recent(time_ms: int, now: float) -> bool:
+    """Whether a statement of this time counts: neither old nor of a time to come."""
+    return abs(now - time_ms / 1000) <= MAX_AGE
+
+
+def is_answer_recent(bundle: Bundle, now: float) -> bool:
+    """Whether the accused server has signed lately what it is accused of. By its own receipt: who brings evidence
+    could write any time into the statement and the message, and bring it again for ever."""
+    found = bundle.last_receipt
+    if found is None or not is_recent(found.time_ms, now):
+        return False
+    try:
+        return receipt_from_wire(found).is_signed_by(bundle.accused)
+    except ValueError:
+        return False
 
 
 NO_VALIDATORS: Final = TrustedValidators({})
@@ -151,7 +169,7 @@ class EvidenceMessage:
             raise BadEvidenceMessage("it has no id, or too many endorsements")
         if bundle is not None and (bundle.id != message.id or bundle.accused != accused):
             raise BadEvidenceMessage("it is not about the evidence in it")
-        if abs(now - message.time_ms / 1000) > MAX_AGE:
+        if not is_recent(message.time_ms, now) or (bundle is not None and not is_answer_recent(bundle, now)):
             raise BadEvidenceMessage("it is old")
         if not all(endorsement.is_signed for endorsement in endorsements):
             raise BadEvidenceMessage("an endorsement is not signed")

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...crypto.evidence import NotProven, check_chain, check_equivocation, check_pledge_broken
+from ...crypto.evidence import (
+    ExchangedTensors,
+    Incomplete,
+    NotProven,
+    check_chain,
+    check_equivocation,
+    check_pledge_broken,
+)
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.ids import BACKWARD, FORWARD, Span
@@ -23,7 +30,16 @@ from ...protocols.inference import (
     sha256,
     terms_of,
 )
-from ...protocols.training import NOTHING_KEPT, hash_of_batch, hash_of_keep, hash_of_payloads
+from ...protocols.training import (
+    MICRO_BATCH_TOKENS,
+    NOTHING_KEPT,
+    PROMPTS,
+    LoraName,
+    hash_of_batch,
+    hash_of_keep,
+    hash_of_payloads,
+    mask_bytes,
+)
 from .bundle import Bundle, needed
 from .receipt_log import LoggedBatch
 
@@ -56,7 +72,8 @@ def check_statement(bundle: Bundle) -> CheckedEvidence:
     """What the server's signatures prove.
 
     Raises:
-        NotProven: something does not belong together, or is not signed by the accused.
+        NotProven: something does not belong together, or is not signed by the accused; `ExchangedTensors` if that may
+            be the fault of who sent the tensors, `Incomplete` if the statement is of an older version.
     """
     evidence, accused = bundle.evidence, bundle.accused
     try:
@@ -94,22 +111,39 @@ def _session(bundle: Bundle) -> SessionClaim:
     terms = terms_of(evidence.opening)
     if (last.model_version, Span(*last.span)) != (terms.model_version, terms.span):
         raise NotProven("the receipt is for other blocks than the session was opened for")
+    # Which steps are needed follows from the headers of all of them: each header is checked, of undone steps as well.
     wanted = frozenset(needed([step.step for step in evidence.steps]))
     length = 0
     steps = []
     for number, (entry, receipt) in enumerate(zip(evidence.steps, receipts, strict=True)):
         _check_form(entry.step, entry.tensor, terms, length)
         length = entry.step.position + entry.tensor.shape[1]
-        if number not in wanted:
-            continue
-        payload = _payload(bundle, f"input.{number}")
-        if hash_of_step(entry.step, entry.tensor, sha256(payload)) != receipt.request_hash:
-            raise NotProven(f"step {receipt.sequence} is not what the server's receipt says that it was asked")
-        steps.append((entry.step, entry.tensor, payload))
+        _check_request(entry, receipt)
+        if number in wanted:
+            steps.append((entry.step, entry.tensor, _input_of(bundle, number)))
+        elif not entry.payload_hash:
+            raise Incomplete(f"it does not show what the server was asked in step {receipt.sequence}, which was undone")
     output = _payload(bundle, "output")
     if sha256(output) != last.reply_hash:
-        raise NotProven("the answer is not the one that the server signed")
+        raise ExchangedTensors("the answer is not the one that the server signed")
     return SessionClaim(last, terms, tuple(steps), output)
+
+
+def _check_request(entry: wire.EvidenceStep, receipt: Receipt) -> None:
+    """Whether the server signed that it was asked this step; not, if the statement does not name its payload."""
+    asked = entry.payload_hash
+    if asked and hash_of_step(entry.step, entry.tensor, asked) != receipt.request_hash:
+        raise NotProven(f"step {receipt.sequence} is not what the server's receipt says that it was asked")
+
+
+def _input_of(bundle: Bundle, number: int) -> bytes:
+    """The payload of a step that was checked, or is checked here because the statement does not name its payload."""
+    entry = bundle.evidence.steps[number]
+    payload = _payload(bundle, f"input.{number}")
+    if hash_of_step(entry.step, entry.tensor, sha256(payload)) != entry.receipt.request_hash:
+        sequence = entry.receipt.sequence
+        raise ExchangedTensors(f"step {sequence} is not what the server's receipt says that it was asked")
+    return payload
 
 
 def _check_form(step: wire.Step, tensor: wire.Tensor, terms: SessionTerms, length: int) -> None:
@@ -135,26 +169,64 @@ def _batch(bundle: Bundle) -> LoggedBatch:
     work = evidence.work
     keep = evidence.keep if evidence.HasField("keep") else None
     count = 2 if evidence.protocol == BACKWARD else 1
-    if len(work.tensors) != count:
-        raise NotProven(f"such a pass takes {count} tensors, not {len(work.tensors)}")
-    for tensor in work.tensors:
-        shape = tuple(tensor.shape)
-        if len(shape) != 3 or not 1 <= shape[0] <= MAX_BATCH or not all(shape):
-            raise NotProven(f"a pass over a tensor of shape {shape}")
+    _check_batch_form(work, keep, count, Span(*receipt.span))
+    if evidence.input_hash:
+        kept_hash = NOTHING_KEPT if keep is None else hash_of_keep(keep, evidence.kept_hash)
+        if hash_of_batch(evidence.protocol, work, evidence.input_hash, kept_hash) != receipt.request_hash:
+            raise NotProven("the work is not what the server's receipt says that it was asked")
     inputs = tuple(_payload(bundle, f"input.{number}") for number in range(count))
     kept = tuple(_payload(bundle, f"kept.{number}") for number in range(len(keep.tensors) if keep else 0))
     kept_hash = NOTHING_KEPT if keep is None else hash_of_keep(keep, hash_of_payloads(kept))
     if hash_of_batch(evidence.protocol, work, hash_of_payloads(inputs), kept_hash) != receipt.request_hash:
-        raise NotProven("the work is not what the server's receipt says that it was asked")
+        raise ExchangedTensors("the work is not what the server's receipt says that it was asked")
     answers = 1 + (len(kept) if evidence.protocol == BACKWARD else 0)
     outputs = tuple(_payload(bundle, f"output.{number}") for number in range(answers))
     if hash_of_payloads(outputs) != receipt.reply_hash:
-        raise NotProven("the answer is not the one that the server signed")
+        raise ExchangedTensors("the answer is not the one that the server signed")
     return LoggedBatch(bundle.accused, evidence.protocol, receipt, work, inputs, keep, kept, outputs)
+
+
+def _check_batch_form(work: wire.BatchRequest, keep: wire.Keep | None, count: int, span: Span) -> None:
+    """Whether a server takes such a request, as far as that can be said without its model."""
+    if len(work.tensors) != count:
+        raise NotProven(f"such a pass takes {count} tensors, not {len(work.tensors)}")
+    shape = tuple(work.tensors[0].shape)
+    if len(shape) != 3 or not 1 <= shape[0] <= MAX_BATCH or not 1 <= shape[1] <= MAX_LENGTH or not shape[2]:
+        raise NotProven(f"a pass over a tensor of shape {shape}")
+    if any(tuple(tensor.shape) != shape for tensor in work.tensors):
+        raise NotProven("a gradient of another shape than the hidden states")
+    tokens = shape[0] * shape[1]
+    if shape[0] > 1 and tokens > MICRO_BATCH_TOKENS:
+        raise NotProven(f"{tokens} tokens in one work; {MICRO_BATCH_TOKENS} are allowed")
+    if work.mask and len(work.mask) != mask_bytes(shape):
+        raise NotProven(f"a mask of {len(work.mask)} bytes does not fit {tokens} tokens")
+    if work.positions and (len(work.positions) != tokens or max(work.positions) >= MAX_LENGTH):
+        raise NotProven(f"positions take one number below {MAX_LENGTH} for each of {tokens} tokens")
+    if keep is not None:
+        _check_kept_form(keep, shape, span)
+
+
+def _check_kept_form(keep: wire.Keep, shape: tuple[int, ...], span: Span) -> None:
+    if len(keep.names) != len(keep.tensors) or len(set(keep.names)) != len(keep.names):
+        raise NotProven("what is kept takes a name of its own for each tensor")
+    for name, tensor in zip(keep.names, keep.tensors, strict=True):
+        lora = LoraName.parse(name)
+        kept = tuple(tensor.shape)
+        if lora is not None:
+            if lora.block not in span or len(kept) != 2 or not all(kept):
+                raise NotProven(f"a tensor {name[:100]!r} of shape {kept} in blocks {span}")
+        elif (
+            name != PROMPTS
+            or len(kept) != 4
+            or (kept[0], kept[3]) != (len(span), shape[2])
+            or kept[1] not in (1, shape[0])
+            or not 1 <= kept[2] <= shape[1]
+        ):
+            raise NotProven(f"a tensor {name[:100]!r} of shape {kept} for hidden states of {shape}")
 
 
 def _payload(bundle: Bundle, name: str) -> bytes:
     found = bundle.payloads.get(name)
     if found is None:
-        raise NotProven(f"the tensor {name} is missing")
+        raise ExchangedTensors(f"the tensor {name} is missing")
     return found

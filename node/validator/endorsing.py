@@ -1,11 +1,13 @@
 """Recomputes the evidence that others publish, and endorses it if it proves the fault.
 
-If it is refuted, its accuser and those who endorsed it have lied: they are banned.
+If it is refuted, its accuser and those who endorsed it have lied: they are banned. Nobody is banned for what others
+have made of evidence: tensors that do not belong to it, or the name of another server, are the author's of the message.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from typing import Final
 
@@ -17,7 +19,7 @@ from ..errors import PetalnodeError
 from ..models import ModelFolder
 from ..swarm.swarm import Swarm
 from ..trust.bundle import BadBundle, Bundle
-from ..trust.evidence_message import EvidenceMessage
+from ..trust.evidence_message import EvidenceMessage, is_answer_recent
 from ..verification.evidence_check import Outcome, check_evidence
 
 log = logging.getLogger(__name__)
@@ -60,28 +62,51 @@ class Endorser:
                 bundle = message.bundle or await self._swarm.fetch_evidence(
                     author, message.evidence_id, addrs=message.addrs, timeout=FETCH_TIMEOUT
                 )
-                await self._judge(message, bundle)
+                await self._judge(message, author, bundle)
             except (PeerError, Refusal, BadBundle, PetalnodeError) as error:
                 log.info("evidence against %s cannot be checked: %s", message.accused, error)
+                self._forget(message.evidence_id)
+            except Exception as error:
+                log.warning("evidence against %s cannot be checked here", message.accused, exc_info=error)
+                self._note(
+                    message.evidence_id, Outcome(False, f"it cannot be checked here: {error}", inconclusive=True)
+                )
 
-    async def _judge(self, message: EvidenceMessage, bundle: Bundle) -> None:
-        if bundle.accused != message.accused or bundle.evidence.kind != "answer":
-            self._distrust(message, bundle, "it is about something else than was said")
+    async def _judge(self, message: EvidenceMessage, author: str, bundle: Bundle) -> None:
+        if bundle.accused != message.accused:
+            # The author and the endorsers have signed who is accused; the accuser has signed another name.
+            self._distrust(message, {author}, f"evidence {bundle.id.hex()[:12]} is about another server")
+            self._forget(message.evidence_id)
+            return
+        if not is_answer_recent(bundle, time.time()):
+            self._note(message.evidence_id, Outcome(False, "it is old", inconclusive=True))
             return
         outcome = await trio.to_thread.run_sync(
             lambda: check_evidence(bundle, self._folder, device=self._device), abandon_on_cancel=True
         )
+        if outcome.exchanged:
+            # The accuser has signed none of the tensors, and the endorsers have seen others.
+            self._ban(author, f"it exchanged the tensors of evidence {bundle.id.hex()[:12]}: {outcome.reason}")
+            self._forget(message.evidence_id)
+            return
         self._note(message.evidence_id, outcome)
         if outcome.proven:
             await self._swarm.publish_evidence(bundle, recomputed=True)
         elif not outcome.inconclusive:
-            self._distrust(message, bundle, outcome.reason)
+            self._distrust(message, {bundle.accuser}, outcome.reason)
 
-    def _distrust(self, message: EvidenceMessage, bundle: Bundle, reason: str) -> None:
-        liars = {bundle.accuser, *(endorsement.validator for endorsement in message.endorsements)}
-        for liar in liars - {self._swarm.peer_id}:
-            why = f"its evidence against {message.accused} was refuted here: {reason}"
-            self._swarm.trust.ban(liar, why, "evidence")
+    def _distrust(self, message: EvidenceMessage, liars: set[str], reason: str) -> None:
+        """Bans `liars` and who endorsed the evidence against the server that the message names."""
+        for liar in liars | {endorsement.validator for endorsement in message.endorsements}:
+            self._ban(liar, f"its evidence against {message.accused} was refuted here: {reason}")
+
+    def _ban(self, peer_id: str, reason: str) -> None:
+        if peer_id != self._swarm.peer_id:
+            self._swarm.trust.ban(peer_id, reason, "evidence")
+
+    def _forget(self, evidence_id: bytes) -> None:
+        """What came was not the evidence of this id, which another peer may still bring."""
+        self.checked.pop(evidence_id, None)
 
     def _note(self, evidence_id: bytes, outcome: Outcome | None) -> None:
         self.checked[evidence_id] = outcome

@@ -156,13 +156,17 @@ class Validator:
                     lambda: check_evidence(shared.bundle, folder, device=device),  # noqa: B023  (awaited at once)
                     abandon_on_cancel=True,
                 )
+                blocks = Span(*shared.receipt.span)
             except PetalnodeError as error:
                 log.warning("the receipt of %s cannot be judged: %s", shared.client, error)
+                continue
+            except Exception as error:  # strangers chose what was computed
+                log.warning("the receipt of %s cannot be judged here", shared.client, exc_info=error)
                 continue
             right = checked.tolerance > 0 and checked.error <= checked.tolerance
             verdict = Verdict(
                 shared.bundle.accused,
-                Span(*shared.receipt.span),
+                blocks,
                 "faulty" if checked.proven else "ok" if right else "inconclusive",
                 checked.reason,
                 checked.error,

@@ -6,17 +6,18 @@ for the dtype and quantisation that the server signed.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 
-from ...crypto.evidence import NotProven
+from ...crypto.evidence import ExchangedTensors, Incomplete, NotProven
 from ...protocols.framing import TensorError
 from ...protocols.ids import Span
 from ...protocols.inference import Refusal
 from ...protocols.tensors import decode
 from ..blocks.batch_job import gradient_of
-from ..errors import BadInput
+from ..errors import BadInput, PetalnodeError
 from ..models import ModelFolder, compute_manifest
 from ..models.progress import Progress, no_progress
 from ..trust.bundle import Bundle
@@ -27,12 +28,15 @@ from .observed import Observed, observed_batch
 from .recomputation import PassQuestion, Recomputation, SessionAnswer, SessionQuestion, Step
 from .tolerances import find_tolerance
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Outcome:
     """`proven`: the accused server is at fault; `inconclusive`: undecided. Else the evidence is refuted.
 
-    `error` and `tolerance` are 0 where nothing was recomputed.
+    `error` and `tolerance` are 0 where nothing was recomputed. `exchanged`: it is refuted by its tensors, which the
+    accuser has not signed; who sent them is to blame.
     """
 
     proven: bool
@@ -40,6 +44,7 @@ class Outcome:
     error: float = 0.0
     tolerance: float = 0.0
     inconclusive: bool = False
+    exchanged: bool = False
 
 
 def wanted_blocks(bundle: Bundle) -> Span | None:
@@ -82,20 +87,41 @@ def check_evidence(
                 f"this evidence is about model version {shown.receipt.model_version.hex()[:12]}; {folder.path} is "
                 f"{version.hex()[:12]}: name the model that it is about"
             )
-        try:
-            judged = _judge(shown, folder, device, progress)
-        except (TensorError, Refusal, ValueError) as error:
-            if isinstance(error, BadInput):
-                raise
-            raise NotProven(f"it cannot be recomputed: {error}") from None
+        judged = _judge(shown, folder, device, progress)
     except NotProven as error:
-        return Outcome(False, str(error))
+        undecided, exchanged = isinstance(error, Incomplete), isinstance(error, ExchangedTensors)
+        return Outcome(False, str(error), inconclusive=undecided, exchanged=exchanged)
     result = judged.result
     return Outcome(result == "faulty", judged.reason, judged.error, judged.tolerance, result == "inconclusive")
 
 
 def _judge(claim: SessionClaim | LoggedBatch, folder: ModelFolder, device: str, progress: Progress) -> Judgement:
-    seen = observed_batch(claim) if isinstance(claim, LoggedBatch) else _observed_session(claim)
+    """
+    Raises:
+        NotProven: no server takes what was asked.
+        PetalnodeError: as `Recomputation.answer`.
+    """
+    asked = claim.request.tensors if isinstance(claim, LoggedBatch) else [tensor for _, tensor, _ in claim.steps]
+    if claim.receipt.span[1] > folder.num_blocks or any(tensor.shape[-1] != folder.hidden_size for tensor in asked):
+        size = f"{folder.num_blocks} blocks of width {folder.hidden_size}"
+        raise NotProven(f"no server takes what was asked of a model with {size}")
+    try:
+        seen = observed_batch(claim) if isinstance(claim, LoggedBatch) else _observed_session(claim)
+    except (TensorError, Refusal, ValueError) as error:
+        raise NotProven(f"it cannot be recomputed: {error}") from None
+    try:
+        return _compare(claim, seen, folder, device, progress)
+    except PetalnodeError:
+        raise
+    except Exception as error:
+        # Strangers chose what is computed, so the failure may be their doing as well as this machine's.
+        log.warning("evidence cannot be recomputed", exc_info=error)
+        return Judgement("inconclusive", f"it cannot be recomputed here: {error}", 0.0, 0.0)
+
+
+def _compare(
+    claim: SessionClaim | LoggedBatch, seen: Observed, folder: ModelFolder, device: str, progress: Progress
+) -> Judgement:
     (answer,) = Recomputation(folder.path, seen.dtype, seen.quantisation, device, progress).answer([seen.question])
     kind = seen.kind(device)
     if isinstance(seen.question, PassQuestion):

@@ -21,6 +21,7 @@ from ...protocols.tensors import DTYPES
 from ...protocols.training import LoraName
 from ..blocks.passes import Batch, Gradients, SpanPasses, run_through
 from ..blocks.span import PREFILL_CHUNK, BlockSpan, load_span
+from ..errors import BadInput
 from ..models.checkpoint import Checkpoint
 from ..models.folder import num_blocks, read_config
 from ..models.progress import Progress, no_progress
@@ -165,7 +166,9 @@ class Recomputation:
         return groups
 
     def _started(self, question: Question) -> _Session | _Forward | _Backward:
-        dtype = DTYPES[self._dtype]
+        dtype = DTYPES.get(self._dtype)
+        if dtype is None:
+            raise BadInput(f"nothing is computed in {self._dtype[:100]!r} here")
         if isinstance(question, SessionQuestion):
             return _Session(question, [step.hidden.to(self._device, dtype) for step in question.steps])
         if question.gradient is None:

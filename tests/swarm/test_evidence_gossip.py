@@ -42,11 +42,11 @@ from tests.unit.test_receipts import RECEIPT
 
 KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(1, 9)]
 LIAR, ACCUSER, ANN, BEN, STRANGER = KEYS[:5]
-NOW = 1_700_000_000.0
+NOW = time.time()
 
 
 def equivocation(accused: Identity = LIAR, nonce: bytes = b"n" * 16, *, real: bool = True) -> Bundle:
-    first = replace(RECEIPT, nonce=nonce).signed(accused)
+    first = replace(RECEIPT, nonce=nonce, time_ms=round(NOW * 1000)).signed(accused)
     second = replace(first, reply_hash=b"x" * 32).signed(accused if real else STRANGER)
     return equivocation_bundle(ACCUSER, accused.peer_id, first, second)
 
@@ -58,7 +58,7 @@ def dated(message: EvidenceMessage, now: float) -> bytes:
 def numeric(number: int = 0, *endorsers: Identity, accused: Identity = LIAR) -> bytes:
     """Evidence that has to be recomputed and is too large for gossip."""
     key = bytes([number]) * 32
-    signed = [Endorsement.made(endorser, key, accused.peer_id, 5) for endorser in endorsers]
+    signed = [Endorsement.made(endorser, key, accused.peer_id, round(NOW * 1000)) for endorser in endorsers]
     return EvidenceMessage(key, accused.peer_id, round(NOW * 1000), None, tuple(signed)).to_bytes()
 
 

@@ -1,0 +1,29 @@
+"""A model and honest servers of it, which the attacks are aimed at."""
+
+from __future__ import annotations
+
+import pytest
+
+from petalnode.node.models import compute_manifest
+from petalnode.node.models.folder import ModelFolder, open_folder
+from petalnode.protocols.ids import Span
+from tests.signing_server import SigningServer
+from tests.tiny_models import save_tiny
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    path = tmp_path_factory.mktemp("model")
+    save_tiny("llama", path)
+    return open_folder(path, "tiny")
+
+
+@pytest.fixture(scope="session")
+def server(folder: ModelFolder) -> SigningServer:
+    return SigningServer(folder.path, compute_manifest(folder).version, Span(1, 4))
+
+
+@pytest.fixture(scope="session")
+def coarse(folder: ModelFolder, server: SigningServer) -> SigningServer:
+    """Computes in bfloat16."""
+    return SigningServer(folder.path, server.version, server.span, dtype="bfloat16")
