@@ -29,8 +29,8 @@ from petalnode.node.server.budget import MemoryBudget
 from petalnode.node.server.compute_thread import ComputeThread
 from petalnode.node.server.requests.adapters import Adapters
 from petalnode.node.server.requests.admission import Hosted
-from petalnode.node.server.requests.opening import RequestContext
 from petalnode.node.server.requests.pushes import PushStream
+from petalnode.node.server.requests.request import RequestContext
 from petalnode.node.server.requests.service import RequestService
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.testing.inspection import push_streams, sessions_of

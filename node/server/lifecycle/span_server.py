@@ -25,7 +25,7 @@ from ..budget import MemoryBudget
 from ..compute_thread import ComputeThread
 from ..requests.adapters import Adapters
 from ..requests.admission import Hosted
-from ..requests.opening import RequestContext
+from ..requests.request import RequestContext
 from ..requests.service import RequestService
 from .memory import cache_tokens_that_fit, claim, device_memory, return_memory, unused
 from .options import ServerContext

@@ -23,7 +23,7 @@ from ...blocks.span_adapter import SpanAdapter
 from ...models.adapter import Adapter, digests_of
 from ..budget import Lease, MemoryBudget
 from .admission import check_adapter, check_client
-from .opening import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
+from .request import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
 
 MAX_STREAMS: Final = 64
 BROUGHT_SHARE: Final = 0.05

@@ -25,8 +25,7 @@ from ...errors import unwrapped
 from ..budget import Lease, MemoryBudget
 from ..compute_thread import ComputeThread, PassResult
 from .admission import batch_bytes, check_batch, check_keep
-from .opening import OpenCount, RequestContext, reserve
-from .receipts import ReceiptChain
+from .request import OpenCount, ReceiptChain, RequestContext, reserve
 
 CREDITS: Final = 4
 IDLE_TIMEOUT: Final = 60.0

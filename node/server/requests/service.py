@@ -22,8 +22,8 @@ from ..budget import Lease, MemoryBudget
 from .adapters import Adapters
 from .admission import PriorityPayments
 from .batch_requests import BatchMemory, BatchRequests
-from .opening import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
 from .pushes import PushConnector, PushStream
+from .request import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
 from .session import IDLE_TIMEOUT, InferenceStream, ServerSession, not_held
 
 MAX_WAIT: Final = 60.0

@@ -25,9 +25,8 @@ from ....protocols.inference import (
 from ..budget import Lease
 from ..steps import ComputeSession, StepInput, StepOutput
 from .admission import check_step, step_tokens
-from .opening import SEND_TIMEOUT, RequestContext
 from .pushes import PushConnector, Pushes
-from .receipts import ReceiptChain, check_upstream
+from .request import SEND_TIMEOUT, ReceiptChain, RequestContext, check_upstream
 
 InferenceStream = MessageStream[wire.InferenceFrame]
 
