@@ -155,7 +155,7 @@ def test_the_hub(tmp_path: Path) -> None:
         env = environment(tmp_path / "home", **{"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", **settings})
         given = [json.dumps([*command.split(), "--json"]) for command in commands]
         command = [sys.executable, "-c", SCRIPT, *given]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True)
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     with serve_hub(tmp_path) as hub:

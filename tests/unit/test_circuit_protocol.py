@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from trio.testing import memory_stream_pair
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.testing import run_autojumping
 from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import standard_pb2 as pb
 from petalnode.protocols.circuit import (
@@ -76,7 +77,7 @@ def converse(asking, answering):
                 nursery.start_soon(side, "asked", asking, left)
                 nursery.start_soon(side, "answered", answering, right)
 
-    trio.run(main)
+    run_autojumping(main)
     return results["asked"], results["answered"]
 
 
@@ -183,7 +184,7 @@ def test_nonsense_is_the_peers_error_and_never_more(said, receive):
             except PeerError:
                 pass
 
-    trio.run(main)
+    run_autojumping(main)
 
 
 def test_a_message_that_is_too_long_is_refused_before_it_is_read():
@@ -193,7 +194,7 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_read():
         with trio.fail_after(5), pytest.raises(ProtocolError, match=str(MAX_MESSAGE)):
             await receive_hop(DelimitedStream(Memory(right), PEER), timeout=3)
 
-    trio.run(main)
+    run_autojumping(main)
 
 
 def test_addresses_are_given_as_far_as_they_fit():

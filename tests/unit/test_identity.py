@@ -80,7 +80,7 @@ def _hold(data_dir, role, ready, release, reported):
     with held_identity(None, role, data_dir) as identity:
         reported.put(identity.peer_id)
         ready.set()
-        release.wait(30)
+        release.wait(200)
 
 
 def test_processes_of_one_role_get_an_identity_each_and_keep_it(tmp_path):
@@ -89,8 +89,8 @@ def test_processes_of_one_role_get_an_identity_each_and_keep_it(tmp_path):
     process = context.Process(target=_hold, args=(tmp_path, "server", ready, release, reported))
     process.start()
     try:
-        assert ready.wait(30)
-        first = reported.get(timeout=30)
+        assert ready.wait(200)
+        first = reported.get(timeout=200)
         with (
             held_identity(None, "server", tmp_path) as second,
             held_identity(None, "validator", tmp_path) as third,
@@ -103,7 +103,7 @@ def test_processes_of_one_role_get_an_identity_each_and_keep_it(tmp_path):
             pass
     finally:
         release.set()
-        process.join(30)
+        process.join(200)
     with held_identity(None, "server", tmp_path) as again:
         assert again.peer_id == first
 

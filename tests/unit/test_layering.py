@@ -213,7 +213,7 @@ def loaded_after() -> dict[str, set[str]]:
         f"import {modules}\nprint({modules!r}, *sorted({{name.partition('.')[0] for name in sys.modules}}), sep=';')\n"
         for modules in IN_TURN
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     return {line.split(";")[0]: set(line.split(";")[1:]) for line in done.stdout.splitlines()}
 
 

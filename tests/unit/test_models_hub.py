@@ -54,7 +54,7 @@ class Person:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr

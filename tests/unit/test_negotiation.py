@@ -14,6 +14,7 @@ from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicat
 from trio.testing import memory_stream_pair
 
 from petalnode.node.network.transport.negotiation import OneAnswer, OneRoundTrip, question
+from petalnode.node.testing import run_autojumping
 
 
 class Pipe(ReadWriteCloser):
@@ -58,7 +59,7 @@ def test_both_ends_agree_also_with_libp2ps(initiator, responder):
                 agreed.append(await initiator().select_one_of(["/b/1"], MultiselectCommunicator(left), 5))
         assert agreed == ["/b/1", "/b/1"]
 
-    trio.run(main)
+    run_autojumping(main)
 
 
 @pytest.mark.parametrize("responder", [Multiselect, OneAnswer])
@@ -77,7 +78,7 @@ def test_a_protocol_that_nobody_speaks_is_refused_at_once(responder):
                     await OneRoundTrip().select_one_of(["/b/1"], MultiselectCommunicator(left), 5)
                 await left.close()
 
-    trio.run(main)
+    run_autojumping(main)
 
 
 def test_asking_takes_one_write_and_the_consent_is_the_question():
@@ -91,4 +92,4 @@ def test_asking_takes_one_write_and_the_consent_is_the_question():
                 answer += await left.read(1024)
         assert answer == question("/a/1")
 
-    trio.run(main)
+    run_autojumping(main)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.server.requests.admission import Hosted, batch_bytes, check_batch, check_keep, check_terms
+from petalnode.node.testing import run_autojumping
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span
@@ -85,7 +86,7 @@ async def _sent_and_received(payloads: list[bytes]) -> list[bytearray]:
 )
 def test_tensors_arrive_as_they_were_sent(sizes: list[int]) -> None:
     payloads = [bytes([number % 251]) * size for number, size in enumerate(sizes, start=7)]
-    assert trio.run(_sent_and_received, payloads) == payloads
+    assert run_autojumping(_sent_and_received, payloads) == payloads
 
 
 async def _received_of(*frames: tuple[wire.BatchFrame, list[bytes]]) -> list[bytearray]:
@@ -101,28 +102,28 @@ def piece(*payloads: bytes) -> tuple[wire.BatchFrame, list[bytes]]:
 
 
 def test_cuts_may_be_anywhere() -> None:
-    assert trio.run(_received_of, piece(b"a"), piece(b"bc", b"d"), piece(b"e")) == [b"abc", b"de"]
+    assert run_autojumping(_received_of, piece(b"a"), piece(b"bc", b"d"), piece(b"e")) == [b"abc", b"de"]
 
 
 def test_more_bytes_than_announced_are_refused() -> None:
     with pytest.raises(Refusal, match="more bytes"):
-        trio.run(_received_of, piece(b"abcdef"))
+        run_autojumping(_received_of, piece(b"abcdef"))
 
 
 def test_pieces_without_bytes_are_refused() -> None:
     with pytest.raises(Refusal, match="pieces"):
-        trio.run(_received_of, piece(b""))
+        run_autojumping(_received_of, piece(b""))
 
 
 def test_something_else_between_pieces_is_refused() -> None:
     with pytest.raises(Refusal, match="pieces"):
-        trio.run(_received_of, piece(b"abc"), (wire.BatchFrame(close=wire.Close()), []))
+        run_autojumping(_received_of, piece(b"abc"), (wire.BatchFrame(close=wire.Close()), []))
 
 
 def test_an_error_between_pieces_is_the_peers() -> None:
     error = wire.Error(code=wire.ERROR_BUSY, message="too much to do")
     with pytest.raises(Refusal, match="too much to do") as caught:
-        trio.run(_received_of, piece(b"abc"), (wire.BatchFrame(error=error), []))
+        run_autojumping(_received_of, piece(b"abc"), (wire.BatchFrame(error=error), []))
     assert caught.value.code == wire.ERROR_BUSY
 
 
