@@ -45,6 +45,8 @@ _WHOLE_DOMAIN: Final = "petalnode/adapter-whole/1"
 _PICKLES: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _DTYPES: Final = ("F32", "F16", "BF16")
 _PREFIX: Final = "base_model.model."
+_LAYERS: Final = re.compile(r"(\^?)([A-Za-z0-9_]+(?:\\?\.[A-Za-z0-9_]+)*)\$?")
+_MAX_LAYERS: Final = 256  # characters
 _REFUSED: Final = {
     "use_dora": "DoRA",
     "lora_bias": "biases",
@@ -257,6 +259,7 @@ def _lora(
         )
     if not changes:
         raise BadInput(f"{folder / WEIGHTS} holds no LoRA weights of blocks")
+    alphas = _Alphas.of(config, folder / CONFIG)
     scaled: dict[str, torch.Tensor] = {}
     for key, tensor in changes.items():
         weight = LoraName.parse(key)
@@ -266,7 +269,7 @@ def _lora(
             raise BadInput(f"{folder / WEIGHTS}: beside {key} there is no other half of two dimensions")
         scaled[key] = tensor
         if weight.part == LORA_PARTS[1]:
-            scaled[key] = _scaled(tensor, _scaling(paths[key], other.shape[0], config, folder))
+            scaled[key] = _scaled(tensor, alphas.scaling(paths[key], other.shape[0]))
     return Adapter.of(name, scaled, local=local, note=note)
 
 
@@ -303,20 +306,64 @@ def _scaled(b: torch.Tensor, scaling: float) -> torch.Tensor:
     return b * scaling if exact else b.float() * scaling
 
 
-def _scaling(path: str, rank: int, config: Mapping[str, Any], folder: Path) -> float:
-    """What peft multiplies B A x with for the layer at `path` (LoraConfig: lora_alpha, alpha_pattern, use_rslora)."""
-    try:
-        alpha = float(config["lora_alpha"])
-        for pattern, value in (config.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", path):  # peft's get_pattern_key
-                alpha = float(value)
-                break
-    except (KeyError, TypeError, ValueError, AttributeError, re.error):
-        raise BadInput(f"{folder / CONFIG}: lora_alpha and the values of alpha_pattern must be numbers") from None
-    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    if not math.isfinite(scaling) or not scaling:
-        raise BadInput(f"{folder / CONFIG}: a lora_alpha of {alpha:g} for rank {rank} makes no sense")
-    return scaling
+@dataclass(frozen=True)
+class _Alphas:
+    """lora_alpha of each layer (peft: LoraConfig's lora_alpha, alpha_pattern, use_rslora).
+
+    peft takes the keys of alpha_pattern for regular expressions, which a stranger can write so that they take years.
+    Here a key is the name of layers: all of it ("^model.layers.2.q_proj"), or its end ("q_proj"). To look up a layer
+    takes as long with many keys as with one.
+
+    Attributes:
+        ends, wholes: by names, the place of the key among all keys, of which the first that fits counts, and its alpha.
+    """
+
+    usual: float
+    ends: Mapping[str, tuple[int, float]]
+    wholes: Mapping[str, tuple[int, float]]
+    rank_stabilised: bool
+    file: Path
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], file: Path) -> _Alphas:
+        """
+        Raises:
+            BadInput: something in it is no number, or no name of layers.
+        """
+        ends: dict[str, tuple[int, float]] = {}
+        wholes: dict[str, tuple[int, float]] = {}
+        try:
+            usual = float(config["lora_alpha"])
+            for place, (key, alpha) in enumerate((config.get("alpha_pattern") or {}).items()):
+                found = _LAYERS.fullmatch(key) if len(key) <= _MAX_LAYERS else None
+                if found is None:
+                    raise ValueError(key)
+                names = wholes if found[1] else ends
+                names.setdefault(found[2].replace("\\.", "."), (place, float(alpha)))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            raise BadInput(
+                f"{file}: lora_alpha and the values of alpha_pattern must be numbers, and its keys names of layers or "
+                "their ends, as q_proj or layers.2.self_attn.q_proj: other regular expressions are not taken"
+            ) from None
+        return cls(usual, ends, wholes, bool(config.get("use_rslora")), file)
+
+    def scaling(self, path: str, rank: int) -> float:
+        """What peft multiplies B A x with for the layer at `path`.
+
+        Raises:
+            BadInput: it is zero or not finite.
+        """
+        fitting = [self.wholes[path]] if path in self.wholes else []
+        tail = path if len(path) <= _MAX_LAYERS else path[-_MAX_LAYERS - 1 :].partition(".")[2]
+        while tail:
+            if tail in self.ends:
+                fitting.append(self.ends[tail])
+            tail = tail.partition(".")[2]
+        alpha = min(fitting)[1] if fitting else self.usual
+        scaling = alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+        if not math.isfinite(scaling) or not scaling:
+            raise BadInput(f"{self.file}: a lora_alpha of {alpha:g} for rank {rank} makes no sense")
+        return scaling
 
 
 def _prompt(
