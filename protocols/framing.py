@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 import trio
@@ -183,11 +183,16 @@ class MessageStream(Generic[F]):
         head = varint(len(header)) + header
         return [memoryview(head), *views], len(head) + total
 
-    async def receive(self, *, timeout: float | None) -> tuple[F, list[bytes]]:
+    async def receive(
+        self, *, timeout: float | None, admit: Callable[[F], None] | None = None
+    ) -> tuple[F, list[bytes]]:
         """The next message: its header, and the bytes of each of its tensors.
 
         `timeout` in seconds; None waits for as long as the connection lives (a server may do that for its
         client's next request, since connections are monitored). Cancelled or timed out, it has lost nothing.
+
+        `admit(header)` is called before the tensors are waited for. What it raises is raised here, and nothing more
+        can be received: the stream is to be closed. After a cancellation it may be called again for the same header.
 
         Raises:
             StreamTimeout: no message came in time.
@@ -195,25 +200,27 @@ class MessageStream(Generic[F]):
             ProtocolError: not a message, over the stream's limits, or cut short; the stream was reset.
         """
         if timeout is None:
-            return await self._receive()
+            return await self._receive(admit)
         with trio.move_on_after(timeout):
-            return await self._receive()
+            return await self._receive(admit)
         raise StreamTimeout(f"nothing came from {self.peer_id} within {timeout:g} s", self.peer_id)
 
-    async def _receive(self) -> tuple[F, list[bytes]]:
+    async def _receive(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:
         try:
-            return await self._receive_message()
+            return await self._receive_message(admit)
         except ProtocolError:
             await self.reset()
             raise
 
-    async def _receive_message(self) -> tuple[F, list[bytes]]:
+    async def _receive_message(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:
         if isinstance(self._broken, ProtocolError):
             raise self._broken
         while self._header is None:
             self._header = self._take_header()
             if self._header is None:
                 await self._fill()
+        if admit is not None:
+            admit(self._header)
         sizes = [tensor.nbytes for tensor in _tensors(self._header)]
         total = sum(sizes)
         while len(self._buffer) < total:

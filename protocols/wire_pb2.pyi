@@ -835,7 +835,7 @@ class PushTarget(google.protobuf.message.Message):
     SEQUENCE_FIELD_NUMBER: builtins.int
     peer_id: builtins.bytes
     nonce: builtins.bytes
-    """of the client's session there: who knows it may push into that session"""
+    """of the client's session there: names it in the push of the server before that one"""
     sequence: builtins.int
     """that this step has there"""
     def __init__(

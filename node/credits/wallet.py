@@ -146,6 +146,7 @@ class Wallet:
                     addrs=(self._addr,),
                     timeout=ASK_TIMEOUT,
                     max_header=MAX_HEADER,
+                    max_payload=0,
                 ) as stream:
                     return await question(stream)
             except PeerError as error:

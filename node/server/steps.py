@@ -95,12 +95,16 @@ class ComputeSession:
 
 @dataclass(frozen=True)
 class StepInput:
-    """A checked step: `tensor` describes `payload`, hidden states of [batch, tokens, hidden]."""
+    """A checked step: `tensor` describes `payload`, hidden states of [batch, tokens, hidden].
+
+    `payload_hash`: what SHA-256 of the payload has to be; empty if it may be anything.
+    """
 
     position: int
     reorder: tuple[int, ...]
     tensor: wire.Tensor
     payload: bytes
+    payload_hash: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -163,23 +167,25 @@ class StepRunner:
             self._waiting.append(step)
 
     def _unpack(self, step: Step) -> None:
-        """Bytes to tensor, and the cache to where the step starts."""
+        """Bytes to tensor, and the cache to where the step starts; ERROR_BAD_REQUEST: the cache is untouched."""
         if step.session.closed:
             raise _ended()
         step.started = time.perf_counter()
         cache = step.session.cache
         try:
             step.input_hash = sha256(step.input.payload)
+            if step.input.payload_hash not in (b"", step.input_hash):
+                raise bad_request("the pusher's receipt is not for what it pushed")
             hidden = decode(step.input.tensor, step.input.payload)
             if not torch.isfinite(hidden).all():
                 raise bad_request("the hidden states hold NaN or infinity")
-            if step.input.position < cache.length:
-                cache.rollback(step.input.position)
-            if step.input.reorder:
-                cache.reorder(step.input.reorder)
             step.hidden = hidden.to(self._blocks.device, self._blocks.dtype)
         except (TensorError, ValueError) as error:
             raise bad_request(str(error)) from None
+        if step.input.position < cache.length:
+            cache.rollback(step.input.position)
+        if step.input.reorder:
+            cache.reorder(step.input.reorder)
 
     def run_turn(self) -> None:
         """Runs all waiting decode steps as one batch, and then a chunk of one prefill."""

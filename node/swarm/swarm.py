@@ -101,8 +101,11 @@ class Swarm(MessageStreams):
         self._evidence = evidence
         self.gossip = gossip  # of evidence; None if this node takes no part
         self.set_handler(EVIDENCE, wire.EvidenceFrame, evidence.serve, max_header=MAX_EVIDENCE, max_payload=PIECE_BYTES)
-        self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=self._directory.max_header)
-        self.set_handler(MANIFEST, wire.ManifestFrame, self._serve_manifests, max_header=MANIFEST_MAX_HEADER)
+        max_header = self._directory.max_header
+        self.set_handler(DIRECTORY, wire.DirectoryFrame, self._directory.serve, max_header=max_header, max_payload=0)
+        self.set_handler(
+            MANIFEST, wire.ManifestFrame, self._serve_manifests, max_header=MANIFEST_MAX_HEADER, max_payload=0
+        )
 
     @property
     def peer_id(self) -> str:
@@ -261,7 +264,12 @@ class Swarm(MessageStreams):
 
     async def _open_directory(self, peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
         return await self.new_stream(
-            peer_id, DIRECTORY, wire.DirectoryFrame, timeout=timeout, max_header=self._directory.max_header
+            peer_id,
+            DIRECTORY,
+            wire.DirectoryFrame,
+            timeout=timeout,
+            max_header=self._directory.max_header,
+            max_payload=0,
         )
 
     # --- manifests
@@ -284,7 +292,7 @@ class Swarm(MessageStreams):
             PeerError: no answer within `timeout` seconds, or none that fits.
         """
         async with self.open_stream(
-            peer_id, MANIFEST, wire.ManifestFrame, timeout=timeout, max_header=MANIFEST_MAX_HEADER
+            peer_id, MANIFEST, wire.ManifestFrame, timeout=timeout, max_header=MANIFEST_MAX_HEADER, max_payload=0
         ) as stream:
             manifest = await ask_manifest(stream, model_version, timeout=timeout)
             return None if manifest is None else manifest.SerializeToString()

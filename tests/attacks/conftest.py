@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
 from petalnode.protocols.ids import Span
 from tests.signing_server import SigningServer
-from tests.tiny_models import save_tiny
+from tests.tiny_models import NUM_BLOCKS, save_tiny
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +29,10 @@ def server(folder: ModelFolder) -> SigningServer:
 def coarse(folder: ModelFolder, server: SigningServer) -> SigningServer:
     """Computes in bfloat16."""
     return SigningServer(folder.path, server.version, server.span, dtype="bfloat16")
+
+
+@pytest.fixture(scope="session")
+def blocks(folder: ModelFolder) -> BlockSpan:
+    """All blocks of the model."""
+    torch.set_num_threads(1)
+    return load_span(folder.path, Span(0, NUM_BLOCKS))

@@ -6,7 +6,7 @@ All of them run before any byte of a tensor is read, and raise `Refusal` with th
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -106,7 +106,7 @@ def check_hosted(model_version: bytes, span: Span, codec: str, dtype: str, hoste
 
 def check_step(
     step: wire.Step,
-    tensors: list[wire.Tensor],
+    tensors: Sequence[wire.Tensor],
     terms: SessionTerms,
     hosted: Hosted,
     *,
@@ -127,9 +127,7 @@ def check_step(
         raise bad_request(f"the step is of route epoch {step.route_epoch}; the session is at {route_epoch}")
     if len(step.targets) > MAX_TARGETS:
         raise bad_request(f"{len(step.targets)} targets; at most {MAX_TARGETS} are allowed")
-    if len(tensors) != 1:
-        raise bad_request(f"a step carries one tensor, not {len(tensors)}")
-    tokens = _checked_step_tokens(tensors[0], terms, hosted)
+    tokens = check_step_tensors(tensors, terms, hosted)
     if step.position > position:
         raise bad_request(f"position {step.position} is ahead of the {position} tokens held")
     if step.reorder and (len(step.reorder) != terms.batch or max(step.reorder) >= terms.batch):
@@ -141,8 +139,15 @@ def check_step(
         )
 
 
-def _checked_step_tokens(tensor: wire.Tensor, terms: SessionTerms, hosted: Hosted) -> int:
-    """The tokens of a row in a step's hidden states, which fit the session."""
+def check_step_tensors(tensors: Sequence[wire.Tensor], terms: SessionTerms, hosted: Hosted) -> int:
+    """The tokens of a row in a step's hidden states, whose size follows from the session's terms.
+
+    Raises:
+        Refusal: they do not fit the session.
+    """
+    if len(tensors) != 1:
+        raise bad_request(f"a step carries one tensor, not {len(tensors)}")
+    tensor = tensors[0]
     shape = tuple(tensor.shape)
     if len(shape) != 3 or shape[0] != terms.batch or shape[2] != hosted.hidden_size or shape[1] < 1:
         raise bad_request(f"shape {shape} is not [{terms.batch}, tokens, {hosted.hidden_size}]")

@@ -15,9 +15,9 @@ from ....crypto.identity import Identity
 from ....crypto.pledge import Pledge
 from ....crypto.receipts import NO_RECEIPT, Receipt, session_root
 from ....protocols import wire_pb2 as wire
-from ....protocols.framing import MessageStream, PeerError
+from ....protocols.framing import MessageStream, PeerError, ProtocolError
 from ....protocols.ids import PROTOCOL_VERSION
-from ....protocols.inference import EPOCH_BYTES, Refusal, SessionTerms, bad_request, pledge_to_wire, receipt_from_wire
+from ....protocols.inference import EPOCH_BYTES, Refusal, SessionTerms, pledge_to_wire
 from ....protocols.training import BatchTerms
 from ..budget import BudgetFull, Lease, MemoryBudget
 from ..compute_thread import ComputeThread
@@ -93,7 +93,7 @@ async def serve_stream(stream: MessageStream[F], serve: Callable[[MessageStream[
     Never raises for anything that the client did.
     """
     try:
-        frame, _ = await stream.receive(timeout=OPEN_TIMEOUT)
+        frame, _ = await stream.receive(timeout=OPEN_TIMEOUT, admit=_without_tensors(stream.peer_id))
         try:
             await serve(stream, frame)
         except Refusal as refusal:
@@ -102,6 +102,14 @@ async def serve_stream(stream: MessageStream[F], serve: Callable[[MessageStream[
     except PeerError:
         # The client is gone, silent or speaks nonsense; what it held has been given back on the way here.
         await stream.reset()
+
+
+def _without_tensors(peer_id: str) -> Callable[[F], None]:
+    def admit(frame: F) -> None:
+        if frame.tensors:
+            raise ProtocolError(f"{peer_id} sent tensors before anything was agreed on", peer_id)
+
+    return admit
 
 
 async def reserve(
@@ -190,21 +198,3 @@ class ReceiptChain:
         ).signed(self._identity)
         self.last = receipt.hash()
         return receipt
-
-
-def check_upstream(message: wire.Receipt, pusher: str, client: str, step: wire.Step, payload_hash: bytes) -> None:
-    """
-    Raises:
-        Refusal: this is not the receipt of `pusher` for these bytes, which it pushed for `client`.
-    """
-    try:
-        receipt = receipt_from_wire(message)
-    except ValueError as error:
-        raise bad_request(f"the receipt cannot be read: {error}") from None
-    if (
-        receipt.client != client
-        or receipt.reply_hash != payload_hash
-        or receipt.hash() != step.previous_receipt
-        or not receipt.is_signed_by(pusher)
-    ):
-        raise bad_request("the pusher's receipt is not for what it pushed")

@@ -25,10 +25,13 @@ from .batch_requests import BatchMemory, BatchRequests
 from .pushes import PushConnector, PushStream
 from .request import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
 from .session import IDLE_TIMEOUT, InferenceStream, ServerSession, not_held
+from .upstream import Upstream
 
 MAX_WAIT: Final = 60.0
 MAX_KEEP: Final = 120.0
 """Seconds that a session may ask to be kept when its client is lost. Its cache goes to whoever needs it before that."""
+FIRST_PUSH_TIMEOUT: Final = 60.0
+"""For streams that are opened ahead. If this is too short the client sends the first step itself; nothing is lost."""
 MAX_SESSIONS: Final = 512
 MAX_STREAMS: Final = 256
 BATCH_SHARE: Final = 0.05
@@ -104,7 +107,15 @@ class RequestService:
                     )
                     keep = min(frame.open.keep_ms / 1000, MAX_KEEP)
                     session = ServerSession(
-                        self.context, stream.peer_id, terms, compute, lease, self._connector, keep, paid
+                        self.context,
+                        stream.peer_id,
+                        terms,
+                        compute,
+                        lease,
+                        self._connector,
+                        keep,
+                        Upstream(frame.open.upstream, stream.peer_id),
+                        paid,
                     )
                     await self._run(session, stream, frame.open)
                 finally:
@@ -157,17 +168,29 @@ class RequestService:
         return lease
 
     async def handle_push(self, stream: PushStream) -> None:
-        """Steps that another server pushes into a session here."""
+        """Steps that another server pushes into a session here.
+
+        Who may push, and what, is settled by the header of a push: nothing else is waited for from a stranger. A stream
+        on which no push has been taken is not kept open for long.
+        """
+        timeout = FIRST_PUSH_TIMEOUT
         while True:
-            frame, payloads = await stream.receive(timeout=IDLE_TIMEOUT)
             try:
-                if frame.WhichOneof("body") != "push" or len(frame.tensors) != 1:
-                    raise bad_request("a push stream takes Push with one tensor")
-                session = self._find(_peer_id(frame.push.client), frame.push.nonce)
+                frame, payloads = await stream.receive(timeout=timeout, admit=partial(self._admit_push, stream.peer_id))
+                session = self._pushed_session(frame)
                 await session.take_push(frame.push, frame.tensors[0], payloads[0], stream.peer_id)
+                timeout = IDLE_TIMEOUT
             except Refusal as refusal:
                 await stream.send(wire.PushFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
                 return
+
+    def _admit_push(self, pusher: str, frame: wire.PushFrame) -> None:
+        self._pushed_session(frame).admit_push(frame, pusher)
+
+    def _pushed_session(self, frame: wire.PushFrame) -> ServerSession:
+        if frame.WhichOneof("body") != "push":
+            raise bad_request("a push stream takes Push with one tensor")
+        return self._find(_peer_id(frame.push.client), frame.push.nonce)
 
     def _find(self, client: str, nonce: bytes) -> ServerSession:
         session = self._by_key.get((client, nonce))

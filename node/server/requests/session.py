@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import trio
@@ -24,9 +25,10 @@ from ....protocols.inference import (
 )
 from ..budget import Lease
 from ..steps import ComputeSession, StepInput, StepOutput
-from .admission import check_step, step_tokens
+from .admission import check_step, check_step_tensors, step_tokens
 from .pushes import PushConnector, Pushes
-from .request import SEND_TIMEOUT, ReceiptChain, RequestContext, check_upstream
+from .request import SEND_TIMEOUT, ReceiptChain, RequestContext
+from .upstream import Upstream, check_upstream
 
 InferenceStream = MessageStream[wire.InferenceFrame]
 
@@ -60,6 +62,7 @@ class ServerSession:
     _lease: Lease
     _connector: PushConnector
     _keep: float
+    _upstream: Upstream
     _paid: bool = False
 
     def __post_init__(self) -> None:
@@ -226,7 +229,7 @@ class ServerSession:
     async def _listen(self, stream: InferenceStream) -> None:
         """Takes steps from `stream` until the client closes the session there."""
         while True:
-            frame, payloads = await stream.receive(timeout=IDLE_TIMEOUT)
+            frame, payloads = await stream.receive(timeout=IDLE_TIMEOUT, admit=partial(self._admit, stream))
             if self._stream is not stream:
                 raise StreamClosed("the client has gone on with another stream", stream.peer_id)
             body = frame.WhichOneof("body")
@@ -241,8 +244,25 @@ class ServerSession:
                     raise
                 await stream.send(wire.InferenceFrame(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
 
+    def _admit(self, stream: InferenceStream, frame: wire.InferenceFrame) -> None:
+        """Tensors that the session's terms do not allow are not waited for."""
+        if self._stream is stream and frame.tensors:
+            check_step_tensors(frame.tensors, self._terms, self._context.hosted)
+
+    def admit_push(self, frame: wire.PushFrame, pusher: str) -> None:
+        """Whether to wait for the tensor of a push; to be called with its header.
+
+        Raises:
+            Refusal: `pusher` is not the server before this one, or the tensor does not fit the session.
+        """
+        self._upstream.check(pusher, frame.push.receipt)
+        check_step_tensors(frame.tensors, self._terms, self._context.hosted)
+
     async def take_push(self, push: wire.Push, tensor: wire.Tensor, payload: bytes, pusher: str) -> None:
-        """A step that `pusher`, the server before this one, sent on. The nonce that it knows is its permission.
+        """A step that `pusher`, the server before this one, sent on.
+
+        What is refused leaves the session as it was: all checks come before the cache is touched. If the blocks fail
+        at a step that passed them, nobody knows what the cache holds, and the session is over.
 
         Raises:
             Refusal: the step does not fit the session, or the receipt is not the pusher's for these bytes.
@@ -257,7 +277,9 @@ class ServerSession:
             if self._over:
                 raise not_held()
             if step.sequence <= self._sequence:
-                await self._repeat(step, tensor, payload, upstream is not None)
+                # The client has been sent the reply; who pushes what the client relayed already gets no second one.
+                if upstream is None:
+                    await self._repeat(step, tensor, payload)
                 return
             check_step(
                 step,
@@ -268,12 +290,30 @@ class ServerSession:
                 position=self._position,
                 route_epoch=self._route_epoch,
             )
-            output = await self._context.compute.step(
-                self._compute, StepInput(step.position, tuple(step.reorder), tensor, payload)
-            )
-            if upstream is not None:
-                check_upstream(*upstream, self._client, step, output.input_hash)
+            output = await self._computed(step, tensor, payload, upstream)
+            if upstream is None:
+                self._upstream.relayed(step)
+            else:
+                self._upstream.pushed(upstream[1])
             await self._answer(step, tensor, output, upstream is not None)
+
+    async def _computed(
+        self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: tuple[wire.Receipt, str] | None
+    ) -> StepOutput:
+        """The output of a step, computed once all is known to be right of it, and of the push that it may come by."""
+        payload_hash = b""
+        if upstream is not None:
+            receipt, pusher = upstream
+            self._upstream.check(pusher, receipt)
+            payload_hash = check_upstream(receipt, pusher, self._client, step)
+        request = StepInput(step.position, tuple(step.reorder), tensor, payload, payload_hash)
+        try:
+            return await self._context.compute.step(self._compute, request)
+        except Refusal as refusal:
+            if refusal.code != wire.ERROR_BAD_REQUEST:
+                self._over = True
+                self._notify()
+            raise
 
     async def _answer(self, step: wire.Step, tensor: wire.Tensor, output: StepOutput, pushed: bool) -> None:
         self._sequence = step.sequence
@@ -317,16 +357,13 @@ class ServerSession:
                 # Noticed by whoever reads the stream; a pusher must not suffer for it.
                 pass
 
-    async def _repeat(self, step: wire.Step, tensor: wire.Tensor, payload: bytes, pushed: bool) -> None:
+    async def _repeat(self, step: wire.Step, tensor: wire.Tensor, payload: bytes) -> None:
         request = hash_of_step(step, tensor, await trio.to_thread.run_sync(sha256, payload))
         for sent in self._replies:
             if sent.sequence == step.sequence and sent.request_hash == request:
-                # The client has been sent it once; who pushes what the client relayed already gets no second one.
-                if not pushed:
-                    await self._reply(sent.frame, sent.payload)
+                await self._reply(sent.frame, sent.payload)
                 return
-        if not pushed:
-            raise bad_request(f"step {step.sequence} is over, and was another request or is too old to be repeated")
+        raise bad_request(f"step {step.sequence} is over, and was another request or is too old to be repeated")
 
 
 def not_held() -> Refusal:

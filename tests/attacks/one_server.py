@@ -1,0 +1,125 @@
+"""One server of all blocks of a tiny model, on streams in memory, for those who attack it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import trio
+from google.protobuf.message import Message
+
+from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.node.blocks.span import BlockSpan
+from petalnode.node.server.budget import MemoryBudget
+from petalnode.node.server.compute_thread import ComputeThread
+from petalnode.node.server.requests.adapters import Adapters
+from petalnode.node.server.requests.admission import Hosted
+from petalnode.node.server.requests.pushes import PushStream
+from petalnode.node.server.requests.request import RequestContext
+from petalnode.node.server.requests.service import RequestService
+from petalnode.node.testing import MemoryStream, message_streams, stream_pair
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed, varint
+from petalnode.protocols.inference import receipt_to_wire, sha256
+from tests.swarm.raw import RawSession
+from tests.tiny_models import HIDDEN, NUM_BLOCKS
+
+VERSION = b"v" * 32
+F = TypeVar("F", bound=Message)
+
+
+class _NobodyNext:
+    """No server comes after this one."""
+
+    async def open_push(self, peer_id: str, *, direct: bool = False) -> PushStream:
+        raise StreamClosed("nobody is there", peer_id)
+
+    def watch_direct(self, peer_id: str) -> trio.Event:
+        return trio.Event()
+
+
+class OneServer:
+    """Streams to the service of one server, each handled in a task of its own."""
+
+    def __init__(self, service: RequestService, nursery: trio.Nursery) -> None:
+        self.service = service
+        self._nursery = nursery
+
+    def session(self, client: Identity) -> RawSession:
+        stream, _ = self.connect(wire.InferenceFrame, self.service.handle_session, client)
+        return RawSession(stream, {"blocks": [0, NUM_BLOCKS], "model_version": VERSION.hex()})
+
+    def pusher(self, pusher: Identity) -> PushStream:
+        return self.connect(wire.PushFrame, self.service.handle_push, pusher)[0]
+
+    def connect(
+        self, kind: type[F], handler: Callable[[MessageStream[F]], Awaitable[None]], peer: Identity
+    ) -> tuple[MessageStream[F], MemoryStream]:
+        """The end of `peer`, with and without framing."""
+        ends = stream_pair()
+        ours, theirs = message_streams(kind, peer.peer_id, "server", ends=ends)
+
+        async def handle() -> None:
+            try:
+                await handler(theirs)
+                await theirs.close()
+            except PeerError:
+                await theirs.reset()
+
+        self._nursery.start_soon(handle)
+        return ours, ends[0]
+
+
+@asynccontextmanager
+async def one_server(blocks: BlockSpan) -> AsyncIterator[OneServer]:
+    compute = ComputeThread(blocks)
+    compute.start()
+    hosted = Hosted(VERSION, "tiny", NUM_BLOCKS, blocks.span, HIDDEN, "float32", "none", blocks.max_positions)
+    context = RequestContext(hosted, compute, Identity.generate())
+    service = RequestService(context, MemoryBudget(10_000), _NobodyNext(), Adapters(context))
+    try:
+        async with trio.open_nursery() as nursery:
+            yield OneServer(service, nursery)
+            nursery.cancel_scope.cancel()
+    finally:
+        await compute.stop()
+
+
+def pushed(
+    session: RawSession, owner: Identity, pusher: Identity, sequence: int, position: int, payload: bytes, **lies: Any
+) -> wire.PushFrame:
+    """A step of the client `owner` as `pusher` hands it on, with its receipt, in which some fields are `lies`."""
+    receipt = Receipt(
+        protocol_version=1,
+        model_version=VERSION,
+        span=(0, 1),
+        dtype="float32",
+        quantisation="none",
+        client=owner.peer_id,
+        nonce=os.urandom(16),
+        session_epoch=os.urandom(16),
+        sequence=sequence,
+        request_hash=os.urandom(32),
+        reply_hash=sha256(payload),
+        previous_receipt=NO_RECEIPT,
+        upstream_receipt=b"",
+        time_ms=1,
+    )
+    receipt = replace(receipt, **lies).signed(pusher)
+    step = wire.Step(sequence=sequence, position=position, route_epoch=1, previous_receipt=receipt.hash())
+    shape = [1, len(payload) // (4 * HIDDEN), HIDDEN]
+    push = wire.Push(
+        client=peer_id_to_bytes(owner.peer_id), nonce=session.nonce, step=step, receipt=receipt_to_wire(receipt)
+    )
+    tensor = wire.Tensor(shape=shape, dtype="float32", codec="none", nbytes=len(payload))
+    return wire.PushFrame(push=push, tensors=[tensor])
+
+
+def header_of(frame: Message) -> bytes:
+    """The bytes of a message whose tensors never come."""
+    data = frame.SerializeToString()
+    return varint(len(data)) + data

@@ -1,0 +1,167 @@
+"""A push that a server refuses must not change what the session answers next, and signs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.blocks.span import BlockSpan
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.inference import receipt_from_wire, sha256
+from tests.attacks.one_server import OneServer, one_server, pushed
+from tests.swarm.raw import RawSession, values
+
+CLIENT, UPSTREAM, STRANGER = Identity.generate(), Identity.generate(), Identity.generate()
+TIMEOUT = 20.0
+Attack = Callable[[OneServer, RawSession], Awaitable[None]]
+
+
+def run(blocks: BlockSpan, main: Callable[[OneServer], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(TIMEOUT):
+            async with one_server(blocks) as server:
+                await main(server)
+
+    trio.run(bounded)
+
+
+async def opened(server: OneServer, upstream: Identity | None = UPSTREAM) -> RawSession:
+    session = server.session(CLIENT)
+    named = peer_id_to_bytes(upstream.peer_id) if upstream is not None else b""
+    assert (await session.open(upstream=named)).HasField("granted")
+    frame, _ = await session.step(1, 0, values(3))
+    assert frame.HasField("reply")
+    return session
+
+
+async def refusal(server: OneServer, pusher: Identity, frame: wire.PushFrame, payload: bytes) -> wire.Error:
+    stream = server.pusher(pusher)
+    await stream.send(frame, [payload], timeout=TIMEOUT)
+    answer, _ = await stream.receive(timeout=TIMEOUT)
+    return answer.error
+
+
+GARBAGE = values(3, seed=9)
+PUSHES: dict[str, Callable[[RawSession], tuple[Identity, wire.PushFrame]]] = {
+    "signed with another key": lambda session: (UPSTREAM, pushed(session, CLIENT, STRANGER, 2, 0, GARBAGE)),
+    "for another client": lambda session: (
+        UPSTREAM,
+        pushed(session, CLIENT, UPSTREAM, 2, 0, GARBAGE, client=STRANGER.peer_id),
+    ),
+    "for another payload": lambda session: (
+        UPSTREAM,
+        pushed(session, CLIENT, UPSTREAM, 2, 0, GARBAGE, reply_hash=sha256(b"")),
+    ),
+    "without a hash of the payload": lambda session: (
+        UPSTREAM,
+        pushed(session, CLIENT, UPSTREAM, 2, 0, GARBAGE, reply_hash=b""),
+    ),
+    "of a stranger who knows the nonce": lambda session: (STRANGER, pushed(session, CLIENT, STRANGER, 2, 0, GARBAGE)),
+    "of a stranger with another's receipt": lambda session: (
+        STRANGER,
+        pushed(session, CLIENT, UPSTREAM, 2, 0, GARBAGE),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PUSHES)
+def test_a_refused_push_leaves_the_cache_as_it_was(kind: str, blocks: BlockSpan) -> None:
+    async def main(server: OneServer) -> None:
+        undisturbed, victim = await opened(server), await opened(server)
+        pusher, frame = PUSHES[kind](victim)
+        assert (await refusal(server, pusher, frame, GARBAGE)).code in (
+            wire.ERROR_BAD_REQUEST,
+            wire.ERROR_NOT_ALLOWED,
+        )
+        await _answers_as(undisturbed, victim)
+
+    run(blocks, main)
+
+
+async def _answers_as(undisturbed: RawSession, victim: RawSession) -> None:
+    right, (expected,) = await undisturbed.step(2, 3, values(1, seed=4))
+    frame, (payload,) = await victim.step(2, 3, values(1, seed=4))
+    assert frame.reply.position == right.reply.position == 4
+    assert payload == expected
+
+
+def test_a_receipt_that_is_not_the_one_named_in_the_step_changes_nothing(blocks: BlockSpan) -> None:
+    async def main(server: OneServer) -> None:
+        undisturbed, victim = await opened(server), await opened(server)
+        frame = pushed(victim, CLIENT, UPSTREAM, 2, 0, GARBAGE)
+        frame.push.step.previous_receipt = b"x" * 32
+        assert (await refusal(server, UPSTREAM, frame, GARBAGE)).code == wire.ERROR_BAD_REQUEST
+        await _answers_as(undisturbed, victim)
+
+    run(blocks, main)
+
+
+def test_values_that_are_not_finite_change_nothing(blocks: BlockSpan) -> None:
+    async def main(server: OneServer) -> None:
+        undisturbed, victim = await opened(server), await opened(server)
+        payload = b"\xff" * len(GARBAGE)
+        frame = pushed(victim, CLIENT, UPSTREAM, 2, 0, payload)
+        assert "NaN" in (await refusal(server, UPSTREAM, frame, payload)).message
+        await _answers_as(undisturbed, victim)
+
+    run(blocks, main)
+
+
+def test_a_push_at_which_the_blocks_fail_ends_the_session(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    async def main(server: OneServer) -> None:
+        victim = await opened(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(blocks, "forward", fail)
+            patch.setattr(blocks, "decode", fail)
+            frame = pushed(victim, CLIENT, UPSTREAM, 2, 0, GARBAGE)
+            assert (await refusal(server, UPSTREAM, frame, GARBAGE)).code == wire.ERROR_INTERNAL
+        answer, _ = await victim.step(2, 3, values(1))  # or it would be computed over half a cache
+        assert answer.error.code == wire.ERROR_NOT_FOUND
+
+    run(blocks, main)
+
+
+@pytest.mark.parametrize("upstream", [UPSTREAM, None])
+def test_the_server_before_pushes(upstream: Identity | None, blocks: BlockSpan) -> None:
+    """Without a server before this one, the client stands before it."""
+
+    async def main(server: OneServer) -> None:
+        session, relayed = await opened(server, upstream), await opened(server, upstream)
+        payload = values(1, seed=4)
+        pusher = upstream or CLIENT
+        stream = server.pusher(pusher)
+        await stream.send(pushed(session, CLIENT, pusher, 2, 3, payload), [payload], timeout=TIMEOUT)
+        frame, (answer,) = await session.receive()
+        assert frame.reply.pushed and frame.reply.position == 4
+        _, (expected,) = await relayed.step(2, 3, payload)
+        assert answer == expected
+
+    run(blocks, main)
+
+
+def test_a_server_that_takes_the_place_of_the_one_before_pushes_and_the_old_one_does_not(blocks: BlockSpan) -> None:
+    async def main(server: OneServer) -> None:
+        session = await opened(server)
+        new = Identity.generate()
+        payload = values(1, seed=4)
+        relayed = receipt_from_wire(pushed(session, CLIENT, new, 2, 3, payload).push.receipt)
+        frame, _ = await session.step(2, 3, payload, previous_receipt=relayed.hash())
+        assert frame.reply.position == 4
+        unrelated = pushed(session, CLIENT, STRANGER, 3, 0, GARBAGE)
+        assert (await refusal(server, STRANGER, unrelated, GARBAGE)).code == wire.ERROR_NOT_ALLOWED
+        stream = server.pusher(new)
+        following = pushed(session, CLIENT, new, 3, 4, payload, previous_receipt=relayed.hash())
+        await stream.send(following, [payload], timeout=TIMEOUT)
+        frame, _ = await session.receive()
+        assert frame.reply.pushed and frame.reply.position == 5
+        late = pushed(session, CLIENT, UPSTREAM, 4, 0, GARBAGE)
+        assert (await refusal(server, UPSTREAM, late, GARBAGE)).code == wire.ERROR_NOT_ALLOWED
+
+    run(blocks, main)
