@@ -42,6 +42,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     raise TensorError(f"tensors of {dtype} do not travel; use one of {', '.join(DTYPES)}")
 
 
+def largest(codec: str, dtype: torch.dtype) -> float:
+    """Values of at most this size arrive finite, if they travel under `codec` and are read as `dtype`."""
+    limit = torch.finfo(dtype).max
+    if codec in ("float16", "bfloat16"):
+        return 0.99 * min(limit, torch.finfo(DTYPES[codec]).max)  # both casts may round up
+    if codec == "int8-block64":
+        return 0.99 * min(limit, 127 * torch.finfo(torch.float16).max)
+    return limit
+
+
+def arrives_finite(tensor: torch.Tensor, codec: str, dtype: torch.dtype) -> bool:
+    """Whether `tensor` is finite and stays so, travelling under `codec` as `dtype`."""
+    # As a Python number: compared with a tensor of few bits, the limit would be rounded to them.
+    return not tensor.numel() or float(tensor.detach().abs().amax()) <= largest(codec, dtype)
+
+
 def _raw(tensor: torch.Tensor) -> bytes:
     flat = tensor.contiguous().view(-1)
     # bfloat16 has no numpy type; its bytes are what counts.

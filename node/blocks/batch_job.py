@@ -13,7 +13,7 @@ import torch
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import TensorError
 from ...protocols.inference import bad_request
-from ...protocols.tensors import DTYPES, decode, encode
+from ...protocols.tensors import DTYPES, arrives_finite, decode, encode
 from ...protocols.training import (
     NOTHING_KEPT,
     PROMPTS,
@@ -112,6 +112,9 @@ def run_job(
     """The pass, which ends with the reply's tensors on the CPU, in the dtypes that were asked for.
 
     With `saved` it is the second half of a backward pass.
+
+    Raises:
+        Refusal: values that are not finite, of hidden states that are too large for the blocks or the stream.
     """
     described = list(job.request.tensors[:1])
     if job.gradient is None:
@@ -125,6 +128,9 @@ def run_job(
         if job.kept is not None:
             described += job.kept.keep.tensors
             results += [gradient_of(gradients, name) for name in job.kept.keep.names]
+    for result, tensor in zip(results, described, strict=True):
+        if not arrives_finite(result, tensor.codec, DTYPES[tensor.dtype]):
+            raise bad_request("what the blocks make of this batch is not finite, or too large for the stream")
     return [result.to("cpu", DTYPES[tensor.dtype]) for result, tensor in zip(results, described, strict=True)]
 
 

@@ -19,7 +19,7 @@ import torch
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import TensorError
 from ...protocols.inference import Refusal, bad_request, sha256
-from ...protocols.tensors import decode, dtype_name, encode
+from ...protocols.tensors import DTYPES, arrives_finite, decode, dtype_name, encode
 from ..blocks.cache import SpanCache
 from ..blocks.span import PREFILL_CHUNK, BlockSpan
 from ..blocks.span_adapter import SpanAdapter
@@ -177,9 +177,10 @@ class StepRunner:
             if step.input.payload_hash not in (b"", step.input_hash):
                 raise bad_request("the pusher's receipt is not for what it pushed")
             hidden = decode(step.input.tensor, step.input.payload)
-            if not torch.isfinite(hidden).all():
-                raise bad_request("the hidden states hold NaN or infinity")
+            # After the cast: what is finite in the session's dtype may be too large for that of the blocks.
             step.hidden = hidden.to(self._blocks.device, self._blocks.dtype)
+            if not torch.isfinite(step.hidden).all():
+                raise bad_request(f"the hidden states hold NaN, infinity, or more than {self._blocks.dtype} holds")
         except (TensorError, ValueError) as error:
             raise bad_request(str(error)) from None
         if step.input.position < cache.length:
@@ -262,6 +263,8 @@ class StepRunner:
 
 def _packed(step: Step, output: torch.Tensor) -> StepOutput:
     dtype = step.input.tensor.dtype
+    if not arrives_finite(output, step.session.codec, DTYPES[dtype]):
+        raise bad_request("what the blocks make of these hidden states is not finite, or too large for the session")
     if dtype_name(output.dtype) != dtype:
         output = output.to(getattr(torch, dtype))
     tensor, payload = encode(output, step.session.codec)

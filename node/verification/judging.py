@@ -21,6 +21,7 @@ from typing import Final, Literal
 
 import torch
 
+from ...protocols.tensors import largest
 from ...protocols.training import LORA_PARTS, PROMPTS
 from .tolerances import Kind, Tolerance, find_tolerance
 
@@ -31,6 +32,8 @@ BEYOND: Final = 1e9
 _LEAST_SHARE: Final = 0.05
 """A token whose recomputed norm is below this share of the median token's counts as if it had that norm: where next to
 nothing is right, an error of next to nothing is no fault. Gradients have many such tokens."""
+_TRAVELS: Final = 0.9
+"""Of the largest value that a codec carries: above, one honest server's answer is finite and another's is not."""
 _KEPT: Final = {PROMPTS: "deep prompts", LORA_PARTS[0]: "LoRA's A", LORA_PARTS[1]: "LoRA's B"}
 """By the last part of its name, what messages call a kept tensor."""
 
@@ -51,11 +54,13 @@ _LEAST_VALUES: Final = 512
 @dataclass(frozen=True)
 class Distance:
     """How far a claim is from the recomputed answer, relative to the latter: `worst` of a single token, and `mean`, the
-    root mean square over all `tokens`."""
+    root mean square over all `tokens`. `known` is false, and the distance 0, if the recomputed answer is not finite, or
+    so large that it cannot travel: then an honest server has no finite answer either."""
 
     worst: float
     mean: float
     tokens: int
+    known: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,10 @@ class Judgement:
     tolerance: float
 
 
-def distance(claimed: torch.Tensor, recomputed: torch.Tensor) -> Distance:
+def distance(claimed: torch.Tensor, recomputed: torch.Tensor, codec: str = "none") -> Distance:
     """Relative distance of float tensors of one shape [rows, tokens, hidden], of any dtype and device.
+
+    `codec` is that under which the claim travelled.
 
     Raises:
         ValueError: the shapes differ, or there are no values.
@@ -77,12 +84,16 @@ def distance(claimed: torch.Tensor, recomputed: torch.Tensor) -> Distance:
     if claimed.shape != recomputed.shape or not recomputed.numel():
         raise ValueError(f"a claim of shape {tuple(claimed.shape)} is compared with {tuple(recomputed.shape)}")
     right = recomputed.detach().to("cpu", torch.float64).reshape(-1, recomputed.shape[-1])
+    if not float(right.abs().max()) <= _TRAVELS * largest(codec, recomputed.dtype):
+        return Distance(0.0, 0.0, len(right), known=False)
     wrong = claimed.detach().to("cpu", torch.float64).reshape(-1, recomputed.shape[-1]) - right
     return relative_distance(wrong.norm(dim=1), right.norm(dim=1))
 
 
 def relative_distance(errors: torch.Tensor, sizes: torch.Tensor) -> Distance:
     """From the norms per token of the difference and of the recomputed answer."""
+    if not bool(torch.isfinite(sizes).all()):
+        return Distance(0.0, 0.0, len(sizes), known=False)
     if not bool(torch.isfinite(errors).all()):
         return Distance(BEYOND, BEYOND, len(errors))
     present = sizes[sizes > 0]
@@ -119,7 +130,9 @@ def kept_distances(claimed: Mapping[str, torch.Tensor], recomputed: Mapping[str,
     }
 
 
-def judge(claimed: torch.Tensor, recomputed: torch.Tensor, tolerance: Tolerance | None) -> Judgement:
+def judge(
+    claimed: torch.Tensor, recomputed: torch.Tensor, tolerance: Tolerance | None, codec: str = "none"
+) -> Judgement:
     """Whether `claimed`, what a server answered, can be an honest version of `recomputed`.
 
     Args:
@@ -129,7 +142,7 @@ def judge(claimed: torch.Tensor, recomputed: torch.Tensor, tolerance: Tolerance 
     if claimed.shape != recomputed.shape:
         reason = f"its answer has the shape {tuple(claimed.shape)} instead of {tuple(recomputed.shape)}"
         return Judgement("faulty", reason, BEYOND, 0.0)
-    return judge_distance(distance(claimed, recomputed), tolerance)
+    return judge_distance(distance(claimed, recomputed, codec), tolerance)
 
 
 def judge_answer(
@@ -142,7 +155,7 @@ def judge_answer(
     """
     if counts is not None and claimed.shape == recomputed.shape and bool(counts.any()):
         claimed, recomputed = claimed[counts].unsqueeze(0), recomputed[counts].unsqueeze(0)
-    return judge(claimed, recomputed, find_tolerance(kind))
+    return judge(claimed, recomputed, find_tolerance(kind), kind.codec)
 
 
 def judge_kept(found: Mapping[str, Distance], tolerance: Tolerance | None) -> list[Judgement]:
@@ -161,6 +174,8 @@ def judge_distance(found: Distance, tolerance: Tolerance | None, what: str = "it
     if tolerance is None:
         reason = "nobody has measured how much honest servers of this kind differ"
         return Judgement("inconclusive", reason, found.mean, 0.0)
+    if not found.known:
+        return Judgement("inconclusive", "the right answer is not finite, or too large to travel", 0.0, 0.0)
     for error, limit, where in (
         (found.mean, tolerance.faulty_mean, "over all tokens"),
         (found.worst, tolerance.faulty_worst, "at its worst token"),

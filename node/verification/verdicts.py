@@ -93,19 +93,21 @@ class Compared:
     @cached_property
     def found(self) -> Distance:
         """The distance of all answers together."""
-        return _far(self.claimed, self.recomputed)
+        return _far(self.claimed, self.recomputed, self.observed.codec)
 
     @property
     def steps(self) -> tuple[Distance, ...]:
         """The distance of each answer."""
         parts = torch.split(self.recomputed, [answer.shape[1] for answer in self.observed.claimed], dim=1)
-        return tuple(_far(claimed, part) for claimed, part in zip(self.observed.claimed, parts, strict=True))
+        return tuple(
+            _far(claimed, part, self.observed.codec) for claimed, part in zip(self.observed.claimed, parts, strict=True)
+        )
 
 
-def _far(claimed: torch.Tensor, recomputed: torch.Tensor) -> Distance:
-    return (
-        distance(claimed, recomputed) if claimed.shape == recomputed.shape else Distance(float("inf"), float("inf"), 0)
-    )
+def _far(claimed: torch.Tensor, recomputed: torch.Tensor, codec: str) -> Distance:
+    if claimed.shape != recomputed.shape:
+        return Distance(float("inf"), float("inf"), 0)
+    return distance(claimed, recomputed, codec)
 
 
 class Judge:

@@ -238,7 +238,8 @@ def between(one: torch.Tensor, other: torch.Tensor) -> Distance:
     if one.shape != other.shape:
         return Distance(math.inf, math.inf, 0)
     there, back = distance(one, other), distance(other, one)
-    return max(there, back, key=lambda found: found.mean)
+    farther = max(there, back, key=lambda found: found.mean)
+    return farther if farther.known else Distance(math.inf, math.inf, farther.tokens)
 
 
 def parting(chains: Sequence[Mapping[int, torch.Tensor]], wanted: Span, tolerance: Tolerance) -> Span:

@@ -1,0 +1,122 @@
+"""Finite values that are too large for the dtype of an honest server, or for what its answer travels as."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from petalnode.node.blocks.batch_job import run_job, unpack_request
+from petalnode.node.blocks.passes import SpanPasses, run_through
+from petalnode.node.models.folder import ModelFolder
+from petalnode.node.server.steps import ComputeSession, Step, StepInput, StepOutput, StepRunner
+from petalnode.node.trust.bundle import batch_bundle, session_bundle
+from petalnode.node.verification.evidence_check import check_evidence
+from petalnode.node.verification.judging import judge, judge_answer, kept_distances
+from petalnode.node.verification.observed import observed_session
+from petalnode.node.verification.tolerances import Kind, Tolerance
+from petalnode.node.verification.verdicts import Judge
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import FORWARD
+from petalnode.protocols.inference import Refusal
+from petalnode.protocols.tensors import decode, encode, largest
+from petalnode.protocols.training import BatchTerms
+from tests.attacks.forger import ATTACKER, hidden
+from tests.signing_server import SigningServer
+
+TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
+
+
+def with_value(value: float, tokens: int = 3) -> torch.Tensor:
+    made = hidden(tokens)
+    made[0, -1, ::2] = value
+    return made
+
+
+ATTACKS = [("none", 3.4e38), ("float16", 65504.0)]
+"""Infinite in bfloat16; a bfloat16 server's sum, 65536, is infinite in float16."""
+
+
+@pytest.mark.parametrize(("codec", "value"), ATTACKS)
+def test_an_honest_server_is_not_convicted(
+    coarse: SigningServer, folder: ModelFolder, codec: str, value: float
+) -> None:
+    """One that answers, as older versions do: by evidence, and by a validator's judge."""
+    log = coarse.session([(0, hidden(3), ()), (3, with_value(value), ())], codec=codec)
+    outcome = check_evidence(session_bundle(ATTACKER, log, 1), folder)
+    assert outcome.inconclusive and not outcome.proven, outcome
+    observed = observed_session(log, "cpu")
+    assert observed is not None
+    judge_here = Judge(folder.path)
+    (compared,) = judge_here.compare([observed])
+    assert judge_here.verdict(compared).verdict == "inconclusive"
+
+
+def test_an_honest_batch_is_not_convicted(coarse: SigningServer, folder: ModelFolder) -> None:
+    outcome = check_evidence(batch_bundle(ATTACKER, coarse.work(with_value(3.4e38), spoil=torch.Tensor.float)), folder)
+    assert outcome.inconclusive and not outcome.proven, outcome
+
+
+def ask(server: SigningServer, codec: str, tensor: torch.Tensor, session: ComputeSession) -> StepOutput | Refusal:
+    answers: list[StepOutput | Refusal] = []
+    runner = StepRunner(server.blocks)
+    described, payload = encode(tensor, codec)
+    runner.add(Step(session, StepInput(session.cache.length, (), described, payload), answers.append))
+    while not answers:
+        runner.run_turn()
+    return answers[0]
+
+
+@pytest.mark.parametrize(("codec", "value"), ATTACKS)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_server_signs_no_answer_that_is_not_finite(
+    coarse: SigningServer, codec: str, value: float, tokens: int
+) -> None:
+    session = ComputeSession(coarse.blocks.make_cache(1, 20), codec)
+    assert isinstance(ask(coarse, codec, hidden(4), session), StepOutput)
+    refused = ask(coarse, codec, with_value(value, tokens), session)
+    assert isinstance(refused, Refusal) and refused.code == wire.ERROR_BAD_REQUEST
+
+
+def test_a_refused_value_leaves_the_cache_alone(coarse: SigningServer) -> None:
+    session = ComputeSession(coarse.blocks.make_cache(1, 20), "none")
+    assert isinstance(ask(coarse, "none", hidden(4), session), StepOutput)
+    assert isinstance(ask(coarse, "none", with_value(3.4e38), session), Refusal)
+    assert session.cache.length == 4
+    assert isinstance(ask(coarse, "none", hidden(1), session), StepOutput)
+
+
+@pytest.mark.parametrize(("codec", "value"), ATTACKS)
+def test_a_batch_s_answer_that_is_not_finite_is_refused(coarse: SigningServer, codec: str, value: float) -> None:
+    terms = BatchTerms(coarse.version, coarse.span, codec, "float32", bytes(16))
+    described, payload = encode(with_value(value), codec)
+    request = wire.BatchRequest(sequence=1, tensors=[described])
+    job = unpack_request(FORWARD, terms, request, [bytearray(payload)], None)
+    with pytest.raises(Refusal):
+        run_through(run_job(job, SpanPasses(coarse.blocks, 1 << 30)))
+
+
+# --- the rules
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.3e38])
+def test_a_truth_that_is_not_finite_decides_nothing(value: float) -> None:
+    truth = hidden(3)
+    truth[0, 1, 2] = value
+    for claimed in (truth, torch.zeros_like(truth), truth * float("nan")):
+        assert judge(claimed, truth, TOLERANCE).result == "inconclusive"
+    assert judge(truth * float("nan"), hidden(3), TOLERANCE).result == "faulty"
+
+
+def test_gradients_of_kept_tensors_that_are_not_finite_decide_nothing() -> None:
+    right = {"1.q.lora_A": torch.tensor([[float("inf")]])}
+    assert not kept_distances({"1.q.lora_A": torch.tensor([[1.0]])}, right)["LoRA's A"].known
+
+
+@pytest.mark.parametrize("codec", ["none", "float16", "bfloat16", "int8-block64"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_called_small_enough_arrives_finite(codec: str, dtype: torch.dtype) -> None:
+    tensor = torch.full((1, 1, 64), largest(codec, dtype), dtype=torch.float64).to(dtype)
+    limited = torch.where(tensor.double() <= largest(codec, dtype), tensor, tensor * 0.99)
+    assert torch.isfinite(decode(*encode(limited, codec))).all()
+    kind = Kind("float32", "none", codec=codec)
+    assert judge_answer(kind, limited, limited).result == "inconclusive"
