@@ -264,7 +264,9 @@ class StepRunner:
 def _packed(step: Step, output: torch.Tensor) -> StepOutput:
     dtype = step.input.tensor.dtype
     if not arrives_finite(output, step.session.codec, DTYPES[dtype]):
-        raise bad_request("what the blocks make of these hidden states is not finite, or too large for the session")
+        # The cache holds the step by now, so the session ends.
+        message = "what the blocks make of these hidden states is not finite, or too large for the session"
+        raise Refusal(wire.ERROR_INTERNAL, message)
     if dtype_name(output.dtype) != dtype:
         output = output.to(getattr(torch, dtype))
     tensor, payload = encode(output, step.session.codec)
