@@ -7,10 +7,11 @@ import trio
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.blocks.span import BlockSpan
+from petalnode.node.server.requests.pushes import Pushes, PushStream
 from petalnode.node.server.requests.service import FIRST_PUSH_TIMEOUT
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
-from petalnode.node.testing import run_autojumping
+from petalnode.node.testing import message_streams, run_autojumping, stream_pair
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.directory import MAX_HEADER
 from petalnode.protocols.framing import MAX_PAYLOAD, StreamClosed
@@ -98,6 +99,30 @@ def test_what_opens_a_stream_carries_no_tensors(blocks: BlockSpan) -> None:
                         await stream.receive(timeout=TIMEOUT)
 
     trio.run(main)
+
+
+def test_a_next_server_sends_no_tensors_back() -> None:
+    class Connector:
+        """Gives the pushing server one stream, whose other end is the attacker's."""
+
+        async def open_push(self, peer_id: str, *, direct: bool = False) -> PushStream:
+            return ours
+
+        def watch_direct(self, peer_id: str) -> trio.Event:
+            return trio.Event()
+
+    ends = stream_pair()
+    ours, _ = message_streams(wire.PushFrame, UPSTREAM.peer_id, STRANGER.peer_id, ends=ends)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            Pushes(Connector(), nursery).prepare(peer_id_to_bytes(STRANGER.peer_id))
+            await ends[1].write(header_of(wire.PushFrame(error=wire.Error(), tensors=[LARGE])))
+            with trio.fail_after(TIMEOUT):
+                await ends[0].wait_lost()
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
 
 
 @pytest.mark.parametrize("first", [b"", header_of(wire.PushFrame(push=wire.Push(nonce=bytes(99))))[:50]])

@@ -11,6 +11,7 @@ from ....crypto.identity import peer_id_from_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, PeerError
 from ..steps import StepOutput
+from .request import without_tensors
 
 PushStream = MessageStream[wire.PushFrame]
 
@@ -130,7 +131,7 @@ class Pushes:
                     nursery.start_soon(move)
                 try:
                     # The next server says something only if it does not want the pushes.
-                    await stream.receive(timeout=None)
+                    await stream.receive(timeout=None, admit=without_tensors(peer_id))
                 except PeerError:
                     pass
                 nursery.cancel_scope.cancel()

@@ -27,6 +27,7 @@ OPEN_TIMEOUT: Final = 10.0
 SEND_TIMEOUT: Final = 30.0
 
 F = TypeVar("F", wire.InferenceFrame, wire.BatchFrame)
+Frame = TypeVar("Frame", wire.InferenceFrame, wire.BatchFrame, wire.PushFrame)
 
 
 @dataclass
@@ -93,7 +94,7 @@ async def serve_stream(stream: MessageStream[F], serve: Callable[[MessageStream[
     Never raises for anything that the client did.
     """
     try:
-        frame, _ = await stream.receive(timeout=OPEN_TIMEOUT, admit=_without_tensors(stream.peer_id))
+        frame, _ = await stream.receive(timeout=OPEN_TIMEOUT, admit=without_tensors(stream.peer_id))
         try:
             await serve(stream, frame)
         except Refusal as refusal:
@@ -104,10 +105,12 @@ async def serve_stream(stream: MessageStream[F], serve: Callable[[MessageStream[
         await stream.reset()
 
 
-def _without_tensors(peer_id: str) -> Callable[[F], None]:
-    def admit(frame: F) -> None:
+def without_tensors(peer_id: str) -> Callable[[Frame], None]:
+    """For `MessageStream.receive` where no tensors are due: whoever sends some loses the stream."""
+
+    def admit(frame: Frame) -> None:
         if frame.tensors:
-            raise ProtocolError(f"{peer_id} sent tensors before anything was agreed on", peer_id)
+            raise ProtocolError(f"{peer_id} sent tensors where none are due", peer_id)
 
     return admit
 
