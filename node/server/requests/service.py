@@ -22,10 +22,9 @@ from ..budget import Lease, MemoryBudget
 from .adapters import Adapters
 from .admission import PriorityPayments
 from .batch_requests import BatchMemory, BatchRequests
-from .pushes import PushConnector, PushStream
+from .pushes import PushConnector, PushStream, Upstream
 from .request import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
 from .session import IDLE_TIMEOUT, InferenceStream, ServerSession, not_held
-from .upstream import Upstream
 
 MAX_WAIT: Final = 60.0
 MAX_KEEP: Final = 120.0

@@ -26,9 +26,8 @@ from ....protocols.inference import (
 from ..budget import Lease
 from ..steps import ComputeSession, StepInput, StepOutput
 from .admission import check_step, check_step_tensors, step_tokens
-from .pushes import PushConnector, Pushes
+from .pushes import PushConnector, Pushes, Upstream, check_upstream
 from .request import SEND_TIMEOUT, ReceiptChain, RequestContext
-from .upstream import Upstream, check_upstream
 
 InferenceStream = MessageStream[wire.InferenceFrame]
 
