@@ -141,7 +141,7 @@ def bulk(model: Any, plain: Any, batch: int, tokens: int) -> dict[str, float]:
     ids = torch.randint(0, plain.config.vocab_size, (batch, tokens))
     chain_times, plain_times = [], []
     with torch.inference_mode():
-        for _ in range(3):
+        for _ in range(12):  # the first few are cold
             begun = time.perf_counter()
             model.remote_blocks(hidden)
             chain_times.append(time.perf_counter() - begun)
