@@ -6,23 +6,29 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import trio
 
-from petalnode.crypto.identity import peer_id_to_bytes
+from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.server.compute_thread import ComputeThread
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
-from petalnode.protocols.ids import PUSH
+from petalnode.protocols.ids import PUSH, Span
 from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
+from tests.attacks.one_server import OneServer, one_server
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import Node
 from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, Run, raw_client, values
 from tests.swarm.test_server_cache import TOKENS, announced_free
+from tests.tiny_models import NUM_BLOCKS, save_tiny
 
 KEEP = 60_000
+CLIENT = Identity.generate()
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +277,58 @@ def test_a_push_that_comes_in_between_is_answered_on_the_next_stream(moment: str
         await following.close()
 
     run(main)
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> BlockSpan:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny("llama", folder)
+    return load_span(folder, Span(0, NUM_BLOCKS))
+
+
+def test_a_reply_that_is_ready_while_the_stream_changes_comes_once(blocks: BlockSpan) -> None:
+    """The reply is made so many turns of the event loop after the Resume was sent, that some fall into its midst."""
+
+    async def once(server: OneServer, turns: int) -> None:
+        compute, go = server.service.context.compute, trio.Event()
+
+        async def held(*args: Any) -> Any:
+            output = await ComputeThread.step(compute, *args)
+            computed.set()
+            await go.wait()
+            return output
+
+        session = server.session(CLIENT)
+        await session.open(keep_ms=KEEP)
+        await session.step(1, 0, values(3))
+        computed = trio.Event()
+        with patch.object(compute, "step", held):
+            await session.send_step(2, 3, values(1))
+            await computed.wait()
+            following = server.session(CLIENT)
+            resume = wire.Resume(
+                nonce=session.nonce, session_epoch=session.granted.session_epoch, answered=1, attempt=1
+            )
+            await following.stream.send(wire.InferenceFrame(resume=resume), timeout=TIMEOUT)
+            for _ in range(turns):
+                await trio.lowlevel.checkpoint()
+            go.set()
+            frame, _ = await following.receive()
+            assert frame.HasField("granted")
+            frame, _ = await following.receive()
+            assert frame.reply.sequence == 2
+        frame, _ = await following.step(3, 4, values(1))
+        assert frame.reply.sequence == 3
+        await following.close()
+
+    async def main() -> None:
+        with trio.fail_after(2 * TIMEOUT):
+            async with one_server(blocks) as server:
+                for turns in range(24):
+                    for _ in range(4):  # which of two tasks is first in a turn is random
+                        await once(server, turns)
+
+    trio.run(main)
 
 
 # --- the cache of who is lost

@@ -73,6 +73,7 @@ class ServerSession:
         self._route_epoch = self._terms.route_epoch
         self._receipts = ReceiptChain(self._context, self._client, self._terms)
         self._replies: deque[_SentReply] = deque(maxlen=CREDITS)
+        self._sent_again = 0  # up to this sequence number, the stream got its replies when it was attached
         self._attempt = 0
         self._resuming = 0
         self._over = False
@@ -173,6 +174,7 @@ class ServerSession:
                     await before.reset()
                 # A step may be computing: its reply waits for us, and comes behind these.
                 missing = [sent for sent in self._replies if answered is not None and sent.sequence > answered]
+                self._sent_again = missing[-1].sequence if missing else 0
                 await stream.send(wire.InferenceFrame(granted=self._granted()), timeout=SEND_TIMEOUT)
                 for sent in missing:
                     await stream.send(sent.frame, [sent.payload], timeout=SEND_TIMEOUT)
@@ -343,15 +345,18 @@ class ServerSession:
             draining=self._context.draining,
         )
         frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor])
-        self._replies.append(_SentReply(step.sequence, request, frame, output.payload))
-        await self._reply(frame, output.payload)
+        sent = _SentReply(step.sequence, request, frame, output.payload)
+        self._replies.append(sent)
+        await self._reply(sent)
 
-    async def _reply(self, frame: wire.InferenceFrame, payload: bytes) -> None:
+    async def _reply(self, sent: _SentReply, *, asked_again: bool = False) -> None:
         async with self._replying:
             if self._stream is None:
                 return  # sent when the client is back
+            if sent.sequence <= self._sent_again and not asked_again:
+                return  # a stream was attached since the reply was made, and began with it
             try:
-                await self._stream.send(frame, [payload], timeout=SEND_TIMEOUT)
+                await self._stream.send(sent.frame, [sent.payload], timeout=SEND_TIMEOUT)
             except PeerError:
                 # Noticed by whoever reads the stream; a pusher must not suffer for it.
                 pass
@@ -360,7 +365,7 @@ class ServerSession:
         request = hash_of_step(step, tensor, await trio.to_thread.run_sync(sha256, payload))
         for sent in self._replies:
             if sent.sequence == step.sequence and sent.request_hash == request:
-                await self._reply(sent.frame, sent.payload)
+                await self._reply(sent, asked_again=True)
                 return
         raise bad_request(f"step {step.sequence} is over, and was another request or is too old to be repeated")
 
