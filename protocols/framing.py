@@ -24,6 +24,8 @@ CODECS: Final = ("none", "float16", "bfloat16", "int8-block64")
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 """The dtypes that travel, and the bytes of a value."""
 INT8_BLOCK: Final = 64
+MAX_DIMENSIONS: Final = 8
+"""Of a tensor; those that are sent have 2 to 4."""
 _MAX_VARINT: Final = 4  # bytes; a header never comes near 2**28 bytes
 # A piece fills one Yamux frame and Noise message, which is (30 bytes of headers and tag more) the 65507 bytes that,
 # if a relay carries them, fill one Yamux frame (12 bytes of header) and Noise message (65519) once more.
@@ -348,8 +350,10 @@ def wire_nbytes(shape: Sequence[int], dtype: str, codec: str) -> int:
     """Bytes that a tensor takes on the wire.
 
     Raises:
-        TensorError: for an unknown dtype or codec.
+        TensorError: for an unknown dtype or codec, or more dimensions than any tensor here has.
     """
+    if len(shape) > MAX_DIMENSIONS:  # the product of thousands takes seconds, and fits no float
+        raise TensorError(f"a shape of {len(shape)} dimensions; {MAX_DIMENSIONS} are the most")
     if dtype not in ITEM_BYTES:
         raise TensorError(f"unknown dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
     values = math.prod(shape)
@@ -358,7 +362,7 @@ def wire_nbytes(shape: Sequence[int], dtype: str, codec: str) -> int:
     if codec in ("float16", "bfloat16"):
         return values * 2
     if codec == "int8-block64":
-        return values + 2 * math.ceil(values / INT8_BLOCK)
+        return values + 2 * -(-values // INT8_BLOCK)
     raise TensorError(f"unknown codec {codec!r}; known are {', '.join(CODECS)}")
 
 

@@ -32,6 +32,7 @@ AUTONAT: Final = "/libp2p/autonat/1.0.0"
 AUTONAT_MAX_MESSAGE: Final = 8 * 1024  # bytes
 _AUTONAT_MAX_ADDRS: Final = 16  # in one request
 _MAX_TEXT: Final = 200  # characters
+_MAX_ADDR: Final = 512  # bytes
 PUNCH: Final = "/libp2p/dcutr"
 _PUNCH_MAX_ADDRS: Final = 8
 
@@ -136,9 +137,11 @@ async def answer_dial_back(stream: DelimitedStream, decide: Decide, *, timeout: 
 
 
 def readable_addrs(addrs: Iterable[bytes]) -> tuple[str, ...]:
-    """The multiaddrs among these bytes, as texts."""
+    """The multiaddrs among these bytes, as texts; longer ones than anybody has are left out."""
     found = []
     for addr in addrs:
+        if len(addr) > _MAX_ADDR:  # base58 takes quadratic time
+            continue
         try:
             found.append(str(Multiaddr(addr)))
         except Exception:  # the library raises many kinds for a stranger's bytes

@@ -124,7 +124,7 @@ def pledged_points(announced: Announcement, trusted: Collection[str], now_ms: in
         or not pledge.is_in_force(now_ms)
         or (pledge.model_version, pledge.dtype, pledge.quantisation)
         != (announced.model_version, announced.dtype, announced.quantisation)
-        or not Span(*pledge.span).covers(announced.span)
+        or not pledge.span[0] <= announced.span.start < announced.span.end <= pledge.span[1]
         or not _is_signed(pledge)
     ):
         return None

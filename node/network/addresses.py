@@ -19,6 +19,8 @@ from ..errors import BadInput
 
 _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 _HOSTS: Final = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
+MAX_TEXT: Final = 512
+"""Characters of a multiaddr: the longest that are used, circuits with two peer ids and a name, have 380."""
 _EXAMPLE: Final = "/ip4/203.0.113.7/tcp/31330/p2p/12D3KooW..."
 
 
@@ -70,9 +72,25 @@ def parse_own(text: str, what: str) -> Multiaddr:
 
 def _parse(text: str) -> Multiaddr:
     try:
-        return Multiaddr(text.strip())
-    except (MultiaddrError, ValueError) as error:
-        raise BadInput(f"{text!r} is no multiaddr ({error}): it looks like {_EXAMPLE}") from error
+        return read_multiaddr(text.strip())
+    except ValueError as error:
+        raise BadInput(f"{text[:MAX_TEXT]!r} is no multiaddr ({error}): it looks like {_EXAMPLE}") from error
+
+
+def read_multiaddr(text: str) -> Multiaddr:
+    """A multiaddr all of whose parts can be read.
+
+    Raises:
+        ValueError: it is none, or longer than any that is used here.
+    """
+    if len(text) > MAX_TEXT:  # base58 takes quadratic time
+        raise ValueError("too long")
+    try:
+        addr = Multiaddr(text)
+        list(addr.items())  # the library writes some texts as bytes that it cannot read
+    except Exception as error:  # of many kinds
+        raise ValueError(str(error)) from error
+    return addr
 
 
 def _values(addr: Multiaddr) -> dict[str, str]:
@@ -149,7 +167,7 @@ def is_dialable(addr: Multiaddr) -> bool:
 def dialable(text: str) -> Multiaddr | None:
     """An address that a peer gave, without the peer id at its end; None if it is of no use."""
     try:
-        addr = Multiaddr(text)
+        addr = read_multiaddr(text)
         return without_peer(addr) if is_dialable(addr) else None
     except (MultiaddrError, ValueError):
         return None

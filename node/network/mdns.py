@@ -66,8 +66,10 @@ def txt_record(addrs: Sequence[str]) -> bytes:
 def read_txt(record: bytes) -> dict[str, list[str]]:
     """The peers in a TXT record: peer id -> addresses without /p2p. What is of no use is left out."""
     peers: dict[str, list[str]] = {}
-    while record and sum(map(len, peers.values())) < _MAX_ADDRS:
-        text, record = record[1 : 1 + record[0]], record[1 + record[0] :]
+    start = 0
+    while start < len(record) and sum(map(len, peers.values())) < _MAX_ADDRS:
+        end = start + 1 + record[start]
+        text, start = record[start + 1 : end], end
         key, _, value = text.partition(b"=")
         if key.lower() != b"dnsaddr":
             continue
