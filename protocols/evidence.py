@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Final
 
+import trio
+
 from . import wire_pb2 as wire
-from .framing import MessageStream, ProtocolError
+from .framing import MessageStream, ProtocolError, StreamTimeout
 from .inference import Refusal, bad_request
 
 PIECE_BYTES: Final = 1 << 20
@@ -17,6 +19,9 @@ MAX_OFFER: Final = 256
 MAX_HEADER: Final = 256 * 1024
 MAX_SHARED: Final = 64 << 20
 """Bytes of a bundle that is sent from node to node; larger ones have to be handed over as files."""
+
+MIN_RATE: Final = 128 << 10
+"""Bytes a second at which a bundle has to come, from its first piece on."""
 
 EvidenceStream = MessageStream[wire.EvidenceFrame]
 
@@ -36,10 +41,13 @@ async def send_bundle(stream: EvidenceStream, data: bytes, *, timeout: float) ->
 
 
 async def receive_bundle(stream: EvidenceStream, *, limit: int, timeout: float) -> bytes:
-    """The bytes of a bundle that was asked for, of at most `limit` bytes; `timeout` is for each piece.
+    """The bytes of a bundle that was asked for, of at most `limit` bytes.
+
+    The sender may fall `timeout` seconds behind `MIN_RATE`, and no more at any time: so the whole takes at most
+    `timeout` + `limit` / `MIN_RATE` seconds after the announcement of its size, which has `timeout` seconds.
 
     Raises:
-        PeerError: as `MessageStream.receive`, or something else came.
+        PeerError: as `MessageStream.receive`, it comes too slowly, or something else came.
         Refusal: the sender's own Error.
     """
     frame, _ = await stream.receive(timeout=timeout)
@@ -49,8 +57,14 @@ async def receive_bundle(stream: EvidenceStream, *, limit: int, timeout: float) 
     if frame.WhichOneof("body") != "sending" or not 0 < size <= limit:
         raise ProtocolError(f"{stream.peer_id} sends no bundle of at most {limit} bytes", stream.peer_id)
     data = bytearray()
+    begun = trio.current_time()
     while len(data) < size:
-        frame, payloads = await stream.receive(timeout=timeout)
+        with trio.move_on_at(begun + timeout + len(data) / MIN_RATE) as patience:
+            frame, payloads = await stream.receive(timeout=None)
+        if patience.cancelled_caught:
+            raise StreamTimeout(
+                f"{stream.peer_id} sends a bundle more slowly than {MIN_RATE >> 10} KiB a second", stream.peer_id
+            )
         if frame.WhichOneof("body") != "piece" or len(payloads) != 1 or not payloads[0]:
             raise ProtocolError(f"{stream.peer_id} ended a bundle before its end", stream.peer_id)
         data += payloads[0]

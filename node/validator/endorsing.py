@@ -9,6 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import trio
@@ -25,13 +28,76 @@ from ..verification.evidence_check import Outcome, check_evidence
 log = logging.getLogger(__name__)
 
 MAX_PENDING: Final = 16
+MAX_PENDING_OF_ONE: Final = 2
+"""Messages of one author that wait."""
+MAX_FETCHES: Final = 8
+"""Bundles that are fetched side by side, each from another author; one is of at most 64 MiB."""
 MAX_REMEMBERED: Final = 1000
-FETCH_TIMEOUT: Final = 60.0
+OPEN_TIMEOUT: Final = 60.0
+LONGEST_FETCH: Final = 600.0
+"""Seconds for a whole fetch; `receive_bundle` gives up sooner what comes too slowly."""
+
+
+@dataclass(frozen=True, eq=False)
+class Notice:
+    """A message about evidence, and its author, whom larger evidence is fetched from."""
+
+    message: EvidenceMessage
+    author: str
+
+    @property
+    def id(self) -> bytes:
+        return self.message.evidence_id
+
+    def is_among(self, others: Iterable[Notice]) -> bool:
+        """Whether one of `others` is of the same author, about the same evidence."""
+        return any((other.id, other.author) == (self.id, self.author) for other in others)
+
+
+def next_notice(
+    waiting: Sequence[Notice],
+    busy: Collection[str],
+    failures: Mapping[str, int],
+    *,
+    trusted: Container[str] = (),
+    fetches: bool,
+) -> Notice | None:
+    """What to take up next. `busy` are the authors that evidence is being fetched from: one piece at a time of each.
+
+    What needs no fetch comes first (and alone, without `fetches`), then what the authors have that are `trusted`, then
+    that of those from which the fewest fetches have failed, the oldest first.
+    """
+    ready = [
+        notice for notice in waiting if notice.message.bundle is not None or (fetches and notice.author not in busy)
+    ]
+    return min(
+        ready,
+        key=lambda notice: (
+            notice.message.bundle is None,
+            failures.get(notice.author, 0),
+            notice.author not in trusted,
+        ),
+        default=None,
+    )
+
+
+def pending(waiting: Sequence[Notice], new: Notice, failures: Mapping[str, int]) -> tuple[Notice, ...]:
+    """What waits after `new` has come. Of too much, the newest of the author from which most fetches have failed goes.
+
+    What goes is lost to this validator only: others get it, too.
+    """
+    if new.is_among(waiting) or sum(notice.author == new.author for notice in waiting) >= MAX_PENDING_OF_ONE:
+        return tuple(waiting)
+    kept = [*waiting, new]
+    if len(kept) > MAX_PENDING:
+        kept.remove(max(reversed(kept), key=lambda notice: failures.get(notice.author, 0)))
+    return tuple(kept)
 
 
 class Endorser:
     """Recomputes published evidence, one piece at a time; `run` is its task.
 
+    Evidence is fetched side by side, so that an author that sends slowly holds up its own only.
     `folder` holds the whole of the one model that this validator can judge.
 
     Attributes:
@@ -43,40 +109,78 @@ class Endorser:
         self._swarm = swarm
         self._folder = folder
         self._device = device
-        self._send, self._receive = trio.open_memory_channel[tuple[EvidenceMessage, str]](MAX_PENDING)
+        self._waiting: tuple[Notice, ...] = ()
+        self._running: dict[Notice, trio.CancelScope] = {}
+        self._failures: OrderedDict[str, int] = OrderedDict()  # by author, since the last bundle that came
+        self._judging = trio.Lock()
+        self._news = trio.Event()
         swarm.on_evidence(self._queue)
 
     def _queue(self, message: EvidenceMessage, author: str) -> None:
-        if message.evidence_id in self.checked or self._swarm.trust.is_banned(author):
+        notice = Notice(message, author)
+        if self.checked.get(notice.id) or self._swarm.trust.is_banned(author) or notice.is_among(self._running):
             return
-        try:
-            self._send.send_nowait((message, author))
-        except trio.WouldBlock:
-            return  # other validators get it, too
-        self._note(message.evidence_id, None)
+        self._waiting = pending(self._waiting, notice, self._failures)
+        if notice in self._waiting:
+            self._note(notice.id, None)
+            self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
 
     async def run(self) -> None:
         """Runs until it is cancelled. Nothing that a peer sends ends it."""
-        async for message, author in self._receive:
-            try:
-                bundle = message.bundle or await self._swarm.fetch_evidence(
-                    author, message.evidence_id, addrs=message.addrs, timeout=FETCH_TIMEOUT
-                )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(self._work, fetches=False))
+            for _ in range(MAX_FETCHES):
+                nursery.start_soon(partial(self._work, fetches=True))
+
+    async def _work(self, *, fetches: bool) -> None:
+        while True:
+            busy = {notice.author for notice in self._running if notice.message.bundle is None}
+            trusted = self._swarm.trust.trusted.owners
+            notice = next_notice(self._waiting, busy, self._failures, trusted=trusted, fetches=fetches)
+            if notice is None:
+                await self._news.wait()
+                continue
+            self._waiting = tuple(other for other in self._waiting if other is not notice)
+            with trio.CancelScope() as self._running[notice]:
+                await self._check(notice)
+            del self._running[notice]
+            if self.checked.get(notice.id):
+                self._drop(notice.id)
+            else:
+                self._forget(notice.id)
+            self._wake()
+
+    async def _check(self, notice: Notice) -> None:
+        message, author = notice.message, notice.author
+        try:
+            bundle = message.bundle or await self._fetch(notice)
+            async with self._judging:
                 await self._judge(message, author, bundle)
-            except (PeerError, Refusal, BadBundle, PetalnodeError) as error:
-                log.info("evidence against %s cannot be checked: %s", message.accused, error)
-                self._forget(message.evidence_id)
-            except Exception as error:
-                log.warning("evidence against %s cannot be checked here", message.accused, exc_info=error)
-                self._note(
-                    message.evidence_id, Outcome(False, f"it cannot be checked here: {error}", inconclusive=True)
-                )
+        except (PeerError, Refusal, BadBundle, PetalnodeError, trio.TooSlowError) as error:
+            log.info("evidence against %s cannot be checked: %s", message.accused, error)
+            self._failures[author] = self._failures.pop(author, 0) + 1
+            while len(self._failures) > MAX_REMEMBERED:
+                self._failures.popitem(last=False)
+        except Exception as error:
+            log.warning("evidence against %s cannot be checked here", message.accused, exc_info=error)
+            self._note(message.evidence_id, Outcome(False, f"it cannot be checked here: {error}", inconclusive=True))
+
+    async def _fetch(self, notice: Notice) -> Bundle:
+        with trio.fail_after(LONGEST_FETCH):
+            bundle = await self._swarm.fetch_evidence(
+                notice.author, notice.id, addrs=notice.message.addrs, timeout=OPEN_TIMEOUT
+            )
+        self._failures.pop(notice.author, None)
+        return bundle
 
     async def _judge(self, message: EvidenceMessage, author: str, bundle: Bundle) -> None:
         if bundle.accused != message.accused:
             # The author and the endorsers have signed who is accused; the accuser has signed another name.
             self._distrust(message, {author}, f"evidence {bundle.id.hex()[:12]} is about another server")
-            self._forget(message.evidence_id)
             return
         if not is_answer_recent(bundle, time.time()):
             self._note(message.evidence_id, Outcome(False, "it is old", inconclusive=True))
@@ -87,7 +191,6 @@ class Endorser:
         if outcome.exchanged:
             # The accuser has signed none of the tensors, and the endorsers have seen others.
             self._ban(author, f"it exchanged the tensors of evidence {bundle.id.hex()[:12]}: {outcome.reason}")
-            self._forget(message.evidence_id)
             return
         self._note(message.evidence_id, outcome)
         if outcome.proven:
@@ -104,9 +207,18 @@ class Endorser:
         if peer_id != self._swarm.peer_id:
             self._swarm.trust.ban(peer_id, reason, "evidence")
 
+    def _drop(self, evidence_id: bytes) -> None:
+        """Nobody else has to bring this evidence."""
+        self._waiting = tuple(notice for notice in self._waiting if notice.id != evidence_id)
+        for notice, scope in self._running.items():
+            if notice.id == evidence_id:
+                scope.cancel()
+
     def _forget(self, evidence_id: bytes) -> None:
         """What came was not the evidence of this id, which another peer may still bring."""
-        self.checked.pop(evidence_id, None)
+        sources = (*self._waiting, *self._running)
+        if self.checked.get(evidence_id, True) is None and not any(notice.id == evidence_id for notice in sources):
+            del self.checked[evidence_id]
 
     def _note(self, evidence_id: bytes, outcome: Outcome | None) -> None:
         self.checked[evidence_id] = outcome

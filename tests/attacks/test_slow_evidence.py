@@ -1,0 +1,190 @@
+"""Evidence that its author hands out a byte at a time, or never: it keeps nobody from checking that of others."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.models.folder import ModelFolder
+from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.node.trust.bundle import Bundle, session_bundle
+from petalnode.node.trust.evidence_gossip import fetch_bundle
+from petalnode.node.trust.evidence_message import EvidenceMessage, TrustedValidators
+from petalnode.node.trust.store import TrustStore
+from petalnode.node.validator.endorsing import (
+    MAX_FETCHES,
+    MAX_PENDING,
+    MAX_PENDING_OF_ONE,
+    Endorser,
+    Notice,
+    next_notice,
+    pending,
+)
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.evidence import MAX_SHARED, MIN_RATE, PIECE_BYTES, EvidenceStream
+from petalnode.protocols.framing import StreamTimeout
+from tests.attacks.forger import ATTACKER, HONEST, Listener, hidden
+from tests.signing_server import SigningServer, spoiled
+
+AUTHOR = Identity.generate().peer_id
+
+
+@pytest.fixture(scope="module")
+def genuine(server: SigningServer) -> Bundle:
+    return session_bundle(HONEST, server.session([(0, hidden(5), ())], spoil=spoiled), 0)
+
+
+# --- one fetch
+
+
+def fetched_from(sender: Callable[[EvidenceStream], Awaitable[None]]) -> float:
+    """Seconds until the fetch from this sender is given up."""
+
+    async def main() -> float:
+        ours, theirs = message_streams(wire.EvidenceFrame, "honest", "attacker")
+
+        async def send() -> None:
+            await theirs.receive(timeout=10)
+            await sender(theirs)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send)
+            begun = trio.current_time()
+            with pytest.raises(StreamTimeout):
+                await fetch_bundle(ours, bytes(32))
+            nursery.cancel_scope.cancel()
+        return trio.current_time() - begun
+
+    return run_autojumping(main)
+
+
+async def send_slowly(stream: EvidenceStream, piece: int, pause: float) -> None:
+    await stream.send(wire.EvidenceFrame(sending=wire.Sending(nbytes=MAX_SHARED)), timeout=10)
+    while True:
+        await trio.sleep(pause)
+        frame = wire.EvidenceFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=piece)])
+        await stream.send(frame, [bytes(piece)], timeout=1000)
+
+
+def test_a_byte_now_and_then_is_no_fetch() -> None:
+    """Each piece comes in time; all of them would take 60 years."""
+    assert fetched_from(lambda stream: send_slowly(stream, 1, 29)) <= 60
+
+
+def test_a_rate_below_the_least_is_given_up_soon_after_it_has_fallen_below() -> None:
+    """Not at the end: what is too slow at the beginning will not be there in time."""
+    assert fetched_from(lambda stream: send_slowly(stream, PIECE_BYTES, 2 * PIECE_BYTES / MIN_RATE)) <= 90
+
+
+# --- an endorser
+
+
+class Withholding(Listener):
+    """The swarm of an endorser in which some authors never hand out what they have announced."""
+
+    def __init__(self, honest: Sequence[str], **bundles: Bundle) -> None:
+        super().__init__(**bundles)
+        self.honest = honest
+        self.asked: list[str] = []
+        self.side_by_side = self.most = 0
+
+    async def fetch_evidence(self, author: str, evidence_id: bytes, **how: object) -> Bundle:
+        self.asked.append(author)
+        self.side_by_side += 1
+        self.most = max(self.most, self.side_by_side)
+        try:
+            if author not in self.honest:
+                await trio.sleep_forever()
+            return await super().fetch_evidence(author, evidence_id, **how)
+        finally:
+            self.side_by_side -= 1
+
+
+def withheld(number: int) -> EvidenceMessage:
+    return EvidenceMessage(bytes([number]) * 32, HONEST.peer_id, 0)
+
+
+def run(swarm: Listener, folder: ModelFolder, heard: Sequence[tuple[EvidenceMessage, str]], count: int) -> None:
+    """An endorser hears these messages, and is stopped once it has published so much evidence."""
+
+    async def main() -> None:
+        endorser = Endorser(swarm, folder)  # type: ignore[arg-type]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(endorser.run)
+            for message, author in heard:
+                swarm.hear(message, author)
+                await trio.testing.wait_all_tasks_blocked()
+            while len(swarm.published) < count:  # noqa: ASYNC110  (what it waits for tells nobody)
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+
+    with_deadline(main)
+
+
+def with_deadline(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(300):  # of a test that hangs
+            await main()
+
+    trio.run(bounded)
+
+
+def test_an_author_that_withholds_evidence_costs_one_fetch(folder: ModelFolder, genuine: Bundle) -> None:
+    swarm = Withholding([AUTHOR], genuine=genuine)
+    real = replace(EvidenceMessage.of(genuine), bundle=None)
+    run(swarm, folder, [*((withheld(n), ATTACKER.peer_id) for n in range(20)), (real, AUTHOR)], 1)
+    assert swarm.asked == [ATTACKER.peer_id, AUTHOR]
+
+
+def test_who_announces_the_evidence_of_another_does_not_take_its_place(folder: ModelFolder, genuine: Bundle) -> None:
+    """The attacker's notice has the same id, comes first, and leads to a fetch that never ends."""
+    swarm = Withholding([AUTHOR], genuine=genuine)
+    real = replace(EvidenceMessage.of(genuine), bundle=None)
+    run(swarm, folder, [(real, ATTACKER.peer_id), (real, AUTHOR)], 1)
+    assert [bundle.id for bundle in swarm.published] == [genuine.id]
+
+
+def test_evidence_that_needs_no_fetch_waits_for_none(folder: ModelFolder, genuine: Bundle) -> None:
+    """However many keys the attacker has: fetches are bounded, and small evidence comes in the message itself."""
+    swarm = Withholding([], genuine=genuine)
+    keys = [f"key {number}" for number in range(2 * MAX_FETCHES)]
+    run(swarm, folder, [*((withheld(n), key) for n, key in enumerate(keys)), (EvidenceMessage.of(genuine), AUTHOR)], 1)
+    assert swarm.most == MAX_FETCHES
+
+
+# --- whose turn it is
+
+
+def notice(author: str, number: int = 1, *, bundle: Bundle | None = None) -> Notice:
+    return Notice(replace(withheld(number), bundle=bundle), author)
+
+
+def test_the_authors_that_failed_least_come_first_and_each_once(genuine: Bundle) -> None:
+    waiting = [notice("slow"), notice("new", 2), notice("new", 3), notice("inline", 4, bundle=genuine)]
+    failures = {"slow": 3}
+    assert next_notice(waiting, set(), failures, fetches=True) == waiting[3]
+    assert next_notice(waiting[:3], set(), failures, fetches=True) == waiting[1]
+    assert next_notice(waiting[:3], {"new"}, failures, fetches=True) == waiting[0]
+    assert next_notice(waiting[:3], {"new", "slow"}, failures, fetches=True) is None
+    assert next_notice(waiting[:3], set(), failures, fetches=False) is None
+
+
+def test_authors_that_are_trusted_come_first() -> None:
+    store = TrustStore(trusted=TrustedValidators({"ann": "ann"}))
+    waiting = [notice("stranger"), notice("ann", 2)]
+    assert next_notice(waiting, set(), {}, trusted=store.trusted.owners, fetches=True) == waiting[1]
+
+
+def test_what_waits_is_bounded_by_author_and_those_that_failed_give_way() -> None:
+    waiting: tuple[Notice, ...] = ()
+    for number in range(100):
+        waiting = pending(waiting, notice("one", number), {})
+    assert len(waiting) == MAX_PENDING_OF_ONE
+    for number in range(100):
+        waiting = pending(waiting, notice(f"author {number}", number), {"one": 1})
+    assert len(waiting) == MAX_PENDING
+    assert "one" not in {entry.author for entry in waiting}
