@@ -29,6 +29,10 @@ class Output:
             sys.stdout.write(json.dumps(fields) + "\n")
             sys.stdout.flush()
 
+    def warn(self, text: str) -> None:
+        """A line for a person that is not an answer: on standard error, with or without --json."""
+        self.errors.print(f"petalnode: {text}", style="yellow", markup=False, emoji=False)
+
     def error(self, text: str) -> None:
         self.errors.print(f"petalnode: {text}", style="red", markup=False)
 

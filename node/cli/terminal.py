@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 import trio
 
@@ -15,14 +15,20 @@ from ..errors import ExitCode, PetalnodeError, unwrapped
 STOP_GRACE = 1.0
 
 
-async def stopped_by_ctrl_c(function: Callable[[trio.Event], Awaitable[object]]) -> bool:
-    """Awaits `function(stop)` until it is done; Ctrl-C sets `stop`. True if that happened."""
+ENDING: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""The signals by which a person, a service manager or a closed terminal ends a command."""
+
+
+async def stopped_by_signal(function: Callable[[trio.Event], Awaitable[object]]) -> int | None:
+    """Awaits `function(stop)` until it is done; a signal of `ENDING` sets `stop`. The signal, if one came."""
     stop = trio.Event()
-    with unwrapped(PetalnodeError), trio.open_signal_receiver(signal.SIGINT) as signals:
+    came: list[int] = []
+    with unwrapped(PetalnodeError), trio.open_signal_receiver(*ENDING) as signals:
         async with trio.open_nursery() as nursery:
 
             async def watch() -> None:
-                async for _ in signals:
+                async for number in signals:
+                    came.append(number)
                     stop.set()
                     # A token is on its way; a long prompt or a silent server is not waited for.
                     await trio.sleep(STOP_GRACE)
@@ -31,7 +37,7 @@ async def stopped_by_ctrl_c(function: Callable[[trio.Event], Awaitable[object]])
             nursery.start_soon(watch)
             await function(stop)
             nursery.cancel_scope.cancel()
-    return stop.is_set()
+    return next((number for number in came if number != signal.SIGINT), came[0] if came else None)
 
 
 class LineReader:

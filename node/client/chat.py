@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from ...crypto.identity import Identity, write_private
 from ..errors import BadInput, MachineError, ModelError
 from ..models import ModelFolder
+from ..models.cache_dir import check_writable
 from .session.session import SavedLink, SavedSession
 
 FORMAT: Final = "petalnode-chat/1"
@@ -35,6 +36,16 @@ class Dialogue:
 
     def plus(self, role: str, content: str) -> Dialogue:
         return replace(self, turns=(*self.turns, ChatMessage(role, content)))
+
+    @property
+    def questions(self) -> int:
+        return sum(turn.role == "user" for turn in self.turns)
+
+    def without_newest(self) -> tuple[Dialogue, str, str]:
+        """What was said before the newest question; that question; and what of its answer there is, perhaps ""."""
+        end = max(index for index, turn in enumerate(self.turns) if turn.role == "user")
+        answer = "".join(turn.content for turn in self.turns[end + 1 :])
+        return replace(self, turns=self.turns[:end]), self.turns[end].content, answer
 
     def without_oldest(self) -> Dialogue | None:
         """Without the oldest question and its answer; None if only the newest question is left."""
@@ -129,7 +140,7 @@ def load_tokenizer(folder: ModelFolder) -> Any:
 @dataclass(frozen=True)
 class SavedChat:
     """`tokens` are those that the servers of `session` hold, with the adapter of this identity; `model_version` is None
-    before the first answer."""
+    before the first answer. `unfinished`: the answer to the newest question was cut off, or never came."""
 
     identity: Identity
     model_version: bytes | None = None
@@ -137,6 +148,7 @@ class SavedChat:
     tokens: tuple[int, ...] = ()
     session: SavedSession | None = None
     adapter: str = ""
+    unfinished: bool = False
 
     def check_model(self, version: bytes) -> SavedChat:
         """This chat, as one of the model of this version.
@@ -157,7 +169,11 @@ class SavedChat:
 
     def after(self, dialogue: Dialogue, tokens: Sequence[int], session: SavedSession | None) -> SavedChat:
         """The chat one answer later."""
-        return replace(self, dialogue=dialogue, tokens=tuple(tokens), session=session)
+        return replace(self, dialogue=dialogue, tokens=tuple(tokens), session=session, unfinished=False)
+
+    def asking(self, dialogue: Dialogue) -> SavedChat:
+        """The chat while its newest question is being answered. Servers may hold more of it than is known here."""
+        return replace(self, dialogue=dialogue, tokens=(), session=None, unfinished=True)
 
     def save(self, path: Path) -> None:
         """Writes the file, readable by the owner only, all of it or nothing.
@@ -178,6 +194,7 @@ class SavedChat:
             "turns": [[turn.role, turn.content] for turn in self.dialogue.turns],
             "tokens": list(self.tokens),
             "adapter": self.adapter,
+            "unfinished": self.unfinished,
             "session": None
             if self.session is None
             else {
@@ -202,6 +219,7 @@ class SavedChat:
             dialogue=Dialogue(tuple(ChatMessage(str(role), str(content)) for role, content in data["turns"])),
             tokens=tuple(int(token) for token in data["tokens"]),
             adapter=str(data.get("adapter", "")),
+            unfinished=bool(data.get("unfinished", False)) and any(role == "user" for role, _ in data["turns"]),
             session=None
             if session is None
             else SavedSession(
@@ -224,6 +242,8 @@ def held_chat(path: Path) -> Iterator[SavedChat]:
         BadInput: the file is no conversation.
         MachineError: another process holds it, or it cannot be read.
     """
+    if path.is_dir():
+        raise BadInput(f"--session {path} is a folder: give a file")
     lock = FileLock(path.with_name(path.name + ".lock"), timeout=0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +252,10 @@ def held_chat(path: Path) -> Iterator[SavedChat]:
         raise MachineError(f"the conversation {path} is open in another process: close that one first") from None
     except OSError as error:
         raise MachineError(f"cannot use {path}: {error.strerror}") from error
+    except NotImplementedError:  # what filelock raises for a disk without locks
+        raise MachineError(f"cannot use {path}: its disk has no file locks; give another --session file") from None
     try:
+        check_writable(path.parent, f"Saving the conversation in {path}", "Make room there, or give another file.")
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:

@@ -39,9 +39,12 @@ class AdapterNote:
     tags: tuple[str, ...] = ()
     results: Mapping[str, Any] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
+    def to_bytes(self) -> bytes:
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, ensure_ascii=False)
-        (folder / NOTE).write_text(text + "\n", encoding="utf-8")
+        return f"{text}\n".encode(errors="replace")
+
+    def write(self, folder: Path) -> None:
+        (folder / NOTE).write_bytes(self.to_bytes())
 
 
 def read_note(folder: Path) -> AdapterNote | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,10 @@ from .progress import Progress
 
 _GIB = 1 << 30
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+_PATH_ERRORS = (errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EEXIST)
+_CACHE_ADVICE = "Make room or set PETALNODE_CACHE to a folder that can be written, then run it again."
+_SPACE_ADVICE = "Make room, or choose another disk (PETALNODE_CACHE for imported models, HF_HOME for hub downloads)."
+_PROBE_BYTES = 1 << 16
 
 
 def cache_dir() -> Path:
@@ -41,7 +46,27 @@ def cache_dir() -> Path:
     return root
 
 
-def require_space(folder: Path, nbytes: int, purpose: str) -> None:
+def check_writable(folder: Path, purpose: str, advice: str = _CACHE_ADVICE) -> Path:
+    """Checks that files can be made in `folder`, or that it can be made itself; leaves nothing behind.
+
+    Returns:
+        The folder that exists: `folder`, or the nearest one above it.
+
+    Raises:
+        MachineError: the disk is full, or the folder cannot be written.
+    """
+    with disk_errors(folder, purpose, advice):
+        there = folder.absolute()
+        while not there.exists():
+            there = there.parent
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".petalnode-") as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    return there
+
+
+def require_space(folder: Path, nbytes: int, purpose: str, advice: str = _SPACE_ADVICE) -> None:
     """Checks that the disk of `folder` (which must exist) has room for `nbytes` more.
 
     Raises:
@@ -50,8 +75,7 @@ def require_space(folder: Path, nbytes: int, purpose: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise MachineError(
-            f"{purpose} needs {_size(nbytes)} on the disk of {folder}, which has {_size(free)} free. Make "
-            "room, or choose another disk (PETALNODE_CACHE for imported models, HF_HOME for hub downloads)."
+            f"{purpose} needs {_size(nbytes)} on the disk of {folder}, which has {_size(free)} free. {advice}"
         )
 
 
@@ -61,17 +85,15 @@ def is_disk_error(error: BaseException) -> bool:
 
 
 @contextmanager
-def disk_errors(folder: Path, purpose: str) -> Iterator[None]:
-    """Turns a disk that is full, read-only or over quota into a MachineError that names `folder`."""
+def disk_errors(folder: Path, purpose: str, advice: str = _CACHE_ADVICE) -> Iterator[None]:
+    """Turns a disk that is full, read-only or over quota, and a path that cannot be, into a MachineError that names
+    `folder`."""
     try:
         yield
     except OSError as error:
-        if not is_disk_error(error):
+        if not is_disk_error(error) and error.errno not in _PATH_ERRORS:
             raise
-        raise MachineError(
-            f"{purpose} failed: {os.strerror(error.errno or 0)} ({folder}). Make room or set PETALNODE_CACHE to a "
-            "folder that can be written, then run it again."
-        ) from error
+        raise MachineError(f"{purpose} failed: {os.strerror(error.errno or 0)} ({folder}). {advice}") from error
 
 
 def _size(nbytes: int) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import filecmp
 import json
+import os
 import re
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from ..errors import BadInput
+from ..errors import BadInput, MachineError
 from ..models.adapter_note import NOTE, AdapterNote, read_note
 from ..models.cache_dir import disk_errors
 
@@ -23,9 +24,14 @@ FILES: Final = (
     NOTE,
     "README.md",
 )
+CHECKPOINT: Final = "checkpoint.safetensors"
+"""Beside them while a training is not finished."""
 MAX_FILE_BYTES: Final = 4 << 30
 _MAX_HEADER_BYTES: Final = 64 << 20
+WRITE_ADVICE: Final = "Make room there, or give another folder."
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -124,12 +130,73 @@ def copy_adapter(source: Path, target: Path) -> None:
     Raises:
         MachineError: the disk is full or cannot be written.
     """
-    with disk_errors(target, "Copying the adapter"):
+    with disk_errors(target, "Copying the adapter", WRITE_ADVICE):
         target.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             (target / name).unlink(missing_ok=True)
         for path in files_of(source):
             shutil.copyfile(path, target / path.name)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Puts `files` into `folder`, each whole: all are written before the first one takes its name.
+
+    Raises:
+        OSError: they cannot be written; what was there before is unchanged.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = {name: folder / f".{name}.{os.getpid()}.tmp" for name in files}
+    try:
+        for name, path in unfinished.items():
+            with path.open("wb") as file:
+                file.write(files[name])
+                file.flush()
+                os.fsync(file.fileno())
+        for name, path in unfinished.items():
+            os.replace(path, folder / name)
+    finally:
+        for path in unfinished.values():
+            path.unlink(missing_ok=True)
+
+
+class ResultFolder:
+    """Where a training saves: the folder that was asked for, and others while that one cannot be written.
+
+    Args:
+        wanted: the folder that was asked for.
+        others: folders to save in instead, the best first.
+        tell: called with one sentence whenever another folder is used than before.
+
+    Attributes:
+        path: the folder that was written last.
+    """
+
+    def __init__(self, wanted: Path, others: Sequence[Path], tell: Callable[[str], None]) -> None:
+        self.wanted = wanted
+        self.path = wanted
+        self._others = others
+        self._tell = tell
+
+    def save(self, write: Callable[[Path], T]) -> T:
+        """What `write(folder)` returns for the first folder that it can write.
+
+        Raises:
+            MachineError: it can write none of them.
+        """
+        failed: MachineError | None = None
+        for folder in dict.fromkeys((self.wanted, *self._others)):
+            try:
+                done = write(folder)
+            except MachineError as error:
+                failed = failed or error
+                continue
+            if folder != self.path:
+                self.path = folder
+                self._tell(f"{failed} Saved in {folder} instead." if failed else f"{folder} can be written again.")
+            return done
+        assert failed is not None
+        tried = ", ".join(map(str, self._others))
+        raise MachineError(f"{failed} These could not be written either: {tried}.")
 
 
 def same_adapter(one: Path, other: Path) -> bool:

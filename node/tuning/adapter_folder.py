@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ...protocols.adapter import PROMPTS
 from ...protocols.ids import Span
@@ -21,8 +21,9 @@ from ..client.api.model import DistributedModel
 from ..client.api.tuning import LoraTuning, PromptTuning
 from ..errors import BadInput
 from ..models.adapter import CONFIG, DEEP_PROMPTS, WEIGHTS, Adapter, read_adapter
-from ..models.adapter_note import AdapterNote
+from ..models.adapter_note import NOTE, AdapterNote
 from ..models.cache_dir import disk_errors
+from .adapter_files import WRITE_ADVICE, write_files
 from .tuned import Tuned, head_of
 
 CARD: Final = "README.md"
@@ -32,32 +33,32 @@ _METHODS: Final = {"prompt": "soft prompts", "deep-prompt": "deep prompts", "lor
 
 
 def save_adapter(folder: Path, tuned: Tuned, note: AdapterNote, card: str) -> None:
-    """Writes adapter, note and model card into `folder`.
+    """Writes adapter, note and model card into `folder`; if that fails, what was there before is unchanged.
 
     Raises:
         MachineError: the disk is full or cannot be written.
     """
     module = tuned.module
-    with disk_errors(folder, "Saving the adapter"):
-        folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(module, LoraTuning):
-            tensors = dict(module.peft_state_dict())
-        else:
-            tensors = {"prompt_embeddings": module.prompt_embeddings.detach()}
-            if module.deep_prompts is not None:
-                tensors["deep_prompts"] = module.deep_prompts.detach()
-        base = _LORA_BASE if isinstance(module, LoraTuning) else _BASE
-        tensors |= {f"{base}{name}": weight.detach() for name, weight in head_of(tuned.model).items()}
-        tensors = {name: tensor.cpu().float().contiguous() for name, tensor in tensors.items()}
-        deep = "deep_prompts" in tensors
-        for stale in (CONFIG, WEIGHTS, DEEP_PROMPTS):
+    if isinstance(module, LoraTuning):
+        tensors = dict(module.peft_state_dict())
+    else:
+        tensors = {"prompt_embeddings": module.prompt_embeddings.detach()}
+        if module.deep_prompts is not None:
+            tensors["deep_prompts"] = module.deep_prompts.detach()
+    base = _LORA_BASE if isinstance(module, LoraTuning) else _BASE
+    tensors |= {f"{base}{name}": weight.detach() for name, weight in head_of(tuned.model).items()}
+    tensors = {name: tensor.cpu().float().contiguous() for name, tensor in tensors.items()}
+    deep = "deep_prompts" in tensors
+    # As bytes, because safetensors' own error for a file that cannot be written is no OSError.
+    files = {DEEP_PROMPTS if deep else WEIGHTS: save(tensors, metadata={"format": "pt"})}
+    if not deep:
+        text = json.dumps(_peft_config(tuned, note), indent=2, sort_keys=True)
+        files[CONFIG] = f"{text}\n".encode()
+    files |= {NOTE: note.to_bytes(), CARD: card.encode(errors="replace")}
+    with disk_errors(folder, "Saving the adapter", WRITE_ADVICE):
+        write_files(folder, files)
+        for stale in {CONFIG, WEIGHTS, DEEP_PROMPTS} - files.keys():
             (folder / stale).unlink(missing_ok=True)
-        save_file(tensors, folder / (DEEP_PROMPTS if deep else WEIGHTS), metadata={"format": "pt"})
-        if not deep:
-            text = json.dumps(_peft_config(tuned, note), indent=2, sort_keys=True)
-            (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
-        note.write(folder)
-        (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def _peft_config(tuned: Tuned, note: AdapterNote) -> dict[str, Any]:

@@ -119,6 +119,10 @@ def _text(found: dict[str, Any], name: str, *, may_be_empty: bool = False) -> st
     text = found[name]
     if not isinstance(text, str) or not (text or may_be_empty):
         raise ValueError(f'"{name}" takes a text that is not empty, not {json.dumps(text)[:80]}')
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can escape one half of a surrogate pair; no tokenizer takes it
+        raise ValueError(f'"{name}" holds half of a surrogate pair, which is no character') from None
     return text
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -21,10 +20,11 @@ from typing import Any, Final, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ..errors import BadInput, NoChainError
 from ..models.cache_dir import disk_errors
+from .adapter_files import CHECKPOINT, WRITE_ADVICE, write_files
 from .dataset import Batch, Row, batch_of
 from .progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
 from .recipe import Recipe, is_due, learning_rate, rows_of_step
@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 _RETRY_SECONDS: Final = 2.0
 
-CHECKPOINT: Final = "checkpoint.safetensors"
 FORMAT: Final = 1
 _FIELD: Final = "petalnode"
 
@@ -87,14 +86,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         for name, tensor in held.items()
     }
     target = folder / CHECKPOINT
-    with disk_errors(folder, "Saving a checkpoint"):
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            save_file(tensors, unfinished, metadata={_FIELD: json.dumps(about)})
-            os.replace(unfinished, target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+    with disk_errors(folder, "Saving a checkpoint", WRITE_ADVICE):
+        write_files(folder, {CHECKPOINT: save(tensors, metadata={_FIELD: json.dumps(about)})})
     return target
 
 

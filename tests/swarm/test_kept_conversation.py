@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
 
+from petalnode.node.cli.commands import chat
+from petalnode.node.cli.output import Output
+from petalnode.node.client.chat import ChatMessage, held_chat
+from petalnode.node.client.generation import Sampling
+from petalnode.node.errors import MachineError, ServerFailed
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import environment, petalnode
 
@@ -61,3 +71,96 @@ def test_a_file_that_is_no_conversation_is_refused(shared_swarm: SharedSwarm, tm
     assert "is no saved conversation" in outcome.err
     assert "Traceback" not in outcome.err
     assert file.read_text() == content
+
+
+class FakeConversation:
+    """Gives out the tokens of `answers` one by one, and raises what stands between them."""
+
+    max_length, recoveries, reused, route = 1000, 0, 0, ()
+
+    def __init__(self, *answers: list[int | Exception]) -> None:
+        self.answers = list(answers)
+        self.asked: list[list[int]] = []
+
+    async def answer(self, tokens: list[int], sampling: object, on_token: Any, stop: object) -> list[int]:
+        self.asked.append(tokens)
+        for token in self.answers.pop(0):
+            if isinstance(token, Exception):
+                raise token
+            on_token(token)
+        return []
+
+    def state(self) -> tuple[list[int], None]:
+        return [], None
+
+
+class Letters:
+    """A tokenizer of one token per letter."""
+
+    def tokenize(self, turns: Sequence[ChatMessage]) -> list[int]:
+        return [ord(letter) for turn in turns for letter in f"{turn.role[0]}{turn.content}"]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    def stream(self, write: Any) -> Any:
+        return lambda token: write(chr(token))
+
+
+def chatter(file: Path, *answers: list[int | Exception], prompt: str | None = None) -> tuple[Any, FakeConversation]:
+    conversation = FakeConversation(*answers)
+    with held_chat(file) as saved:
+        talk: Any = chat._Chatter(
+            conversation, Letters(), Sampling(), chat.ChatOptions(prompt=prompt, session=file), Output(False), saved, []
+        )  # type: ignore[arg-type]
+        return talk, conversation
+
+
+LOST = ServerFailed("the server …abc is gone", "abc")
+
+
+def test_question_and_partial_answer_are_kept_when_the_only_server_dies(tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    talk, _ = chatter(file, [ord("o"), ord("k")], [ord("p"), ord("a"), LOST])
+    trio.run(talk.answer, "first")
+    with pytest.raises(ServerFailed):
+        trio.run(talk.answer, "second")
+    turns = [["user", "first"], ["assistant", "ok"], ["user", "second"], ["assistant", "pa"]]
+    saved = json.loads(file.read_text())
+    assert (saved["turns"], saved["unfinished"], saved["session"]) == (turns, True, None)
+
+    again, conversation = chatter(file, [ord("y")], [ord("z")])
+    trio.run(again._obey, "/retry")  # the same question, without what came of its answer
+    assert conversation.asked[0] == Letters().tokenize([ChatMessage(*turn) for turn in turns[:3]])
+    saved = json.loads(file.read_text())
+    assert (saved["turns"][2:], saved["unfinished"]) == ([["user", "second"], ["assistant", "y"]], False)
+
+
+def test_a_question_that_nobody_answered_is_kept_and_no_part_of_the_next_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chat.json"
+    talk, conversation = chatter(file, [LOST], [ord("y")])
+    trio.run(talk._obey, "lost question")
+    assert "…abc is gone" in capsys.readouterr().err
+    assert json.loads(file.read_text())["turns"] == [["user", "lost question"]]
+    trio.run(talk._obey, "next")
+    assert conversation.asked[-1] == Letters().tokenize([ChatMessage("user", "next")])
+    assert json.loads(file.read_text())["turns"] == [["user", "next"], ["assistant", "y"]]
+
+
+def test_a_disk_that_becomes_full_ends_no_conversation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    talk, _ = chatter(tmp_path / "chat.json", [ord("y")])
+    monkeypatch.setattr("petalnode.node.client.chat.write_private", full)
+    trio.run(talk._obey, "hi")
+    shown = capsys.readouterr()
+    assert shown.out == "y\n" and "No space left on device" in shown.err
+    once, _ = chatter(tmp_path / "chat.json", [ord("y")], prompt="hi")
+    with pytest.raises(MachineError, match="No space left"):  # one answer, and a script that reads the exit code
+        trio.run(once.answer, "hi")
+    assert capsys.readouterr().out == "y\n"

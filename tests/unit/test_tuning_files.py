@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from petalnode.node.errors import BadInput
+from petalnode.node.errors import BadInput, MachineError
 from petalnode.node.models.adapter_note import NOTE, AdapterNote, read_note
+from petalnode.node.models.cache_dir import check_writable
+from petalnode.node.tuning.adapter_files import ResultFolder
 from petalnode.node.tuning.adapter_folder import card_of, tags_of
 from petalnode.node.tuning.progress import EarlyStop
 from petalnode.node.tuning.recipe import Recipe
@@ -34,6 +39,58 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
         assert held.keys() == given.keys() and all(torch.equal(held[name], given[name]) for name in held)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [CHECKPOINT]
     assert not differences(found.recipe, json.loads(json.dumps(Recipe(9).fixed())))
+
+
+def test_a_checkpoint_that_cannot_be_written_goes_elsewhere_and_the_earlier_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, nowhere, other = tmp_path / "out", tmp_path / "file" / "sub", tmp_path / "other"
+    nowhere.parent.write_text("no folder")
+    told: list[str] = []
+    results = ResultFolder(wanted, [nowhere, other], told.append)
+
+    def save(step: int) -> Path:
+        return results.save(lambda folder: save_checkpoint(folder, replace(CHECKPOINTED, step=step)))
+
+    assert save(1) == wanted / CHECKPOINT
+    sync, full = os.fsync, [wanted]
+
+    def fsync(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().parent in full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert save(2) == other / CHECKPOINT
+    assert len(told) == 1 and str(other) in told[0] and "No space left on device" in told[0] and str(wanted) in told[0]
+    assert (load_checkpoint(wanted).step, load_checkpoint(other).step) == (1, 2)
+    assert [path.name for path in wanted.iterdir()] == [CHECKPOINT]
+    save(3)
+    assert len(told) == 1 and results.path == other
+    full[:] = []
+    assert save(4) == wanted / CHECKPOINT and results.path == wanted and len(told) == 2
+    full[:] = [wanted, other]
+    with pytest.raises(MachineError, match=re.escape(f"({wanted})") + ".*could not be written either"):
+        save(5)
+    assert load_checkpoint(wanted).step == 4
+
+
+def test_a_folder_is_tried_before_a_training_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert check_writable(tmp_path / "a" / "b", "Saving") == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(MachineError, match="Not a directory"):
+        check_writable(tmp_path / "file" / "sub", "Saving")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MachineError, match="No space left"):
+        check_writable(tmp_path / "a", "Saving")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_another_training_is_told_by_what_differs() -> None:

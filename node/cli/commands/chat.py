@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +19,14 @@ from ...client.core import open_client
 from ...client.deadlines import REFRESH_TIMEOUT
 from ...client.swarm_model import SwarmModel, identify_model
 from ...credits.wallet import Wallet
-from ...errors import BadInput, ExitCode, PetalnodeError, SwarmError
+from ...errors import BadInput, MachineError, PetalnodeError, SwarmError
 from ...models import ModelFolder
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, model_folder, served_model
 from ..output import Output
-from ..terminal import LineReader, stopped_by_ctrl_c
+from ..terminal import LineReader, stopped_by_signal
 
 if TYPE_CHECKING:
     from ...client.generation import Conversation, Sampling
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 
 MAX_CONTEXT = 4096
 """Tokens that a chat reserves at every server, unless the model takes fewer."""
-_HELP = "/new starts over, /route shows the servers, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer."
+_HELP = (
+    "/new starts over, /retry asks the last question again, /route shows the servers, /quit (or Ctrl-D) leaves; "
+    "Ctrl-C stops an answer."
+)
 
 
 @dataclass(frozen=True)
@@ -227,37 +231,61 @@ class _Chatter:
 
     def __post_init__(self) -> None:
         self.dialogue = _opening(self.options)
+        self.unfinished = False  # whether the answer to the newest question was cut off, or never came
         if self.saved is not None and self.saved.dialogue.turns:
-            self.dialogue = self.saved.dialogue
+            self.dialogue, self.unfinished = self.saved.dialogue, self.saved.unfinished
 
     async def loop(self, model_name: str) -> None:
         self.output.say(f"Talking to {model_name}. {_HELP}", style="dim")
-        questions = sum(turn.role == "user" for turn in self.dialogue.turns)
-        if questions:
-            self.output.say(f"(going on after {questions} questions; /new starts over)", style="dim")
+        if count := self.dialogue.questions:
+            asked = "1 question" if count == 1 else f"{count} questions"
+            self.output.say(f"(going on after {asked}; /new starts over)", style="dim")
+        if self.unfinished:
+            _, question, answer = self.dialogue.without_newest()
+            self.output.say(f"(the last question was not answered to the end; /retry asks it again)\n> {question}")
+            self.output.say(answer)
         reader = LineReader()
         with reader:
             while True:
                 line = await reader.read("\n> ")
                 if line is None or line.strip() in ("/quit", "/exit"):
                     return
-                question = line.strip()
-                if question == "/new":
-                    self.dialogue = _opening(self.options)
-                    self.output.say("(starting over)", style="dim")
-                elif question == "/route":
-                    self._say_route()
-                elif question.startswith("/"):
-                    self.output.say(_HELP, style="dim")
-                elif question:
-                    try:
-                        await self.answer(question)
-                    except PetalnodeError as error:
-                        self.output.error(str(error))
+                await self._obey(line.strip())
+
+    async def _obey(self, line: str) -> None:
+        """Does what one line says."""
+        if line == "/new":
+            self.dialogue, self.unfinished = _opening(self.options), False
+            self.output.say("(starting over)", style="dim")
+        elif line == "/route":
+            self._say_route()
+        elif line == "/retry" and self.dialogue.questions:
+            self.dialogue, line, _ = self.dialogue.without_newest()
+            self.unfinished = False
+            await self._answer_or_say_why(line)
+        elif line.startswith("/"):
+            self.output.say(_HELP, style="dim")
+        elif line:
+            await self._answer_or_say_why(line)
+
+    async def _answer_or_say_why(self, question: str) -> None:
+        try:
+            await self.answer(question)
+        except PetalnodeError as error:
+            self.output.error(str(error))
+            if self.unfinished:
+                self.output.say("(/retry asks the question again)", style="dim")
+
+    def _heard(self) -> Dialogue:
+        """What was said so far, without a question that nobody has answered: templates want the turns to alternate."""
+        if self.unfinished:
+            before, _, answer = self.dialogue.without_newest()
+            return self.dialogue if answer else before
+        return self.dialogue
 
     async def answer(self, question: str) -> None:
-        """Streams one answer. Ctrl-C stops it; what was said until then counts."""
-        asked = self.dialogue.plus("user", question)
+        """Streams one answer. Ctrl-C stops it; what was said until then counts, and is kept if it fails."""
+        asked = self._heard().plus("user", question)
         room = min(self.sampling.max_new_tokens, self.conversation.max_length // 4)
         fitted, tokens, dropped = fit(asked, self.text.tokenize, self.conversation.max_length - room)
         if dropped:
@@ -272,18 +300,31 @@ class _Chatter:
             said.append(token)
             write(token)
 
-        stopped = await stopped_by_ctrl_c(lambda stop: self.conversation.answer(tokens, self.sampling, on_token, stop))
+        self._keep(fitted, finished=False)
+        try:
+            stopped = await stopped_by_signal(
+                lambda stop: self.conversation.answer(tokens, self.sampling, on_token, stop)
+            )
+        except BaseException:
+            if said:
+                self._keep(fitted.plus("assistant", self.text.decode(said)), finished=False)
+                self._write("\n")
+            raise
         seconds = time.perf_counter() - begun
         text = self.text.decode(said)
-        self.dialogue = fitted.plus("assistant", text)
         recoveries = self.conversation.recoveries - recoveries
-        if self.saved is not None and self.options.session is not None:
-            self.saved = self.saved.after(self.dialogue, *self.conversation.state())
-            self.saved.save(self.options.session)
+        try:
+            self._tell(text, len(said), seconds, recoveries, disagreed, stopped=stopped is not None)
+        finally:
+            self._keep(fitted.plus("assistant", text), finished=True)
+        if stopped is not None and (stopped != signal.SIGINT or self.options.prompt is not None):
+            raise typer.Exit(128 + stopped)
+
+    def _tell(self, text: str, tokens: int, seconds: float, recoveries: int, disagreed: int, *, stopped: bool) -> None:
         if self.output.as_json:
             self.output.emit(
                 text=text,
-                tokens=len(said),
+                tokens=tokens,
                 seconds=round(seconds, 3),
                 route=[
                     {"peer_id": hop.peer_id, "blocks": [hop.span.start, hop.span.end]}
@@ -298,11 +339,25 @@ class _Chatter:
             if stopped:
                 self.output.say("(stopped)", style="dim")
             if self.options.show_route:
-                rate = len(said) / seconds if seconds else 0.0
-                self.output.say(f"\n{len(said)} tokens in {seconds:.1f} s, {rate:.1f} tokens/s", style="dim")
+                rate = tokens / seconds if seconds else 0.0
+                self.output.say(f"\n{tokens} tokens in {seconds:.1f} s, {rate:.1f} tokens/s", style="dim")
                 self._say_route()
-        if stopped and self.options.prompt is not None:
-            raise typer.Exit(ExitCode.INTERRUPTED)
+
+    def _keep(self, dialogue: Dialogue, *, finished: bool) -> None:
+        """Notes what was said by now, and saves it if there is a file for it.
+
+        A file that cannot be written ends no conversation: what is said is on the screen.
+        """
+        self.dialogue, self.unfinished = dialogue, not finished
+        if self.saved is None or self.options.session is None:
+            return
+        self.saved = self.saved.after(dialogue, *self.conversation.state()) if finished else self.saved.asking(dialogue)
+        try:
+            self.saved.save(self.options.session)
+        except MachineError as error:
+            if finished and self.options.prompt is not None:
+                raise
+            self.output.warn(str(error))
 
     def _write(self, text: str) -> None:
         if not self.output.as_json:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
+import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
+import platformdirs
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -18,6 +22,8 @@ from ...client.core import SwarmClient, open_client
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, PetalnodeError
 from ...models.adapter_note import METHODS, NOTE, AdapterNote, Method
+from ...models.cache_dir import check_writable, require_space
+from ...tuning.adapter_files import CHECKPOINT, WRITE_ADVICE, ResultFolder
 from ...tuning.dataset import Dataset, Example, read_dataset, rows_of, split
 from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
 from ...tuning.recipe import SHAPES, MethodOptions, Recipe, Shape, steps_of_epoch
@@ -32,6 +38,9 @@ if TYPE_CHECKING:
 LEARNING_RATES: dict[Method, float] = {"prompt": 1e-2, "deep-prompt": 1e-2, "lora": 1e-3}
 DEFAULT_EPOCHS = 3
 WARMUP_SHARE = 0.05
+_KEPT_COPIES: Final = 5
+"""Of the weights on the disk: those of the adapter, and a checkpoint with two moments and the best evaluation's."""
+_WEIGHT_BYTES: Final = 4
 _REPORTED_STEPS: Final = 20
 """How many steps are printed where there is no terminal to draw a progress bar on."""
 
@@ -117,6 +126,25 @@ class TuneOptions:
     ] = "auto"
     tag: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Tag in the model card; repeatable.")] = None
 
+    def check_target(self, out: Path) -> None:
+        """
+        Raises:
+            BadInput: `out` holds something else than what is to be saved or resumed there.
+            MachineError: it cannot be written.
+        """
+        if out.is_file():
+            raise BadInput(f"--out {out} is a file: give a folder")
+        if self.resume and not (out / CHECKPOINT).exists():
+            raise BadInput(f"there is no {out / CHECKPOINT} to go on from: leave --resume out, or name its --out")
+        if not self.resume and not self.overwrite:
+            if (out / CHECKPOINT).exists():
+                raise BadInput(
+                    f"{out} holds a training that is not finished: --resume goes on with it, --overwrite replaces it"
+                )
+            if (out / NOTE).exists():
+                raise BadInput(f"{out} holds an adapter already: give another --out, or --overwrite")
+        check_writable(out, f"Saving in --out {out}", WRITE_ADVICE)
+
     def read_examples(self) -> tuple[Dataset, tuple[Example, ...], tuple[Example, ...]]:
         """The training data as it was read, and its examples to train on and to evaluate on.
 
@@ -150,25 +178,17 @@ def tune(model: SwarmModelArgument = None, *, options: TuneOptions, join: JoinOp
     """Fine-tune a model over the swarm that serves it."""
     dataset, train, held_out = options.read_examples()
     out = options.out or Path(f"{Path(dataset.name).stem}-{options.method}")
-    _check_out(out, resume=options.resume, overwrite=options.overwrite)
-    _Run(options, out, dataset, train, held_out, Output(join.json)).run(model, join)
+    options.check_target(out)
+    output = Output(join.json)
+    folder = ResultFolder(out, _other_folders(out), output.warn)
+    _Run(options, folder, dataset, train, held_out, output).run(model, join)
 
 
-def _check_out(out: Path, *, resume: bool, overwrite: bool) -> None:
-    from ...tuning.trainer import CHECKPOINT
-
-    if out.is_file():
-        raise BadInput(f"--out {out} is a file: give a folder")
-    if resume and not (out / CHECKPOINT).exists():
-        raise BadInput(f"there is no {out / CHECKPOINT} to go on from: leave --resume out, or name its --out")
-    if resume or overwrite:
-        return
-    if (out / CHECKPOINT).exists():
-        raise BadInput(
-            f"{out} holds a training that is not finished: --resume goes on with it, --overwrite replaces it"
-        )
-    if (out / NOTE).exists():
-        raise BadInput(f"{out} holds an adapter already: give another --out, or --overwrite")
+def _other_folders(out: Path) -> list[Path]:
+    """Where a result is saved when `out` cannot be written; none of them exists yet."""
+    name = f"{out.absolute().name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    data = platformdirs.user_data_path("petalnode", appauthor=False)
+    return [data / "results" / name, Path(tempfile.gettempdir()) / f"petalnode-{name}", Path.home() / name]
 
 
 class _Report:
@@ -237,7 +257,7 @@ class _Run:
     """One training from the command line."""
 
     options: TuneOptions
-    out: Path
+    folder: ResultFolder
     dataset: Dataset
     train: tuple[Example, ...]
     held_out: tuple[Example, ...]
@@ -340,29 +360,36 @@ class _Run:
         }
         training = Training(tuned, recipe, train, held_out, about=about, padding=_padding(tokenizer))
         if options.resume:
-            training.resume(load_checkpoint(self.out))
+            training.resume(load_checkpoint(self.folder.wanted))
         weights = sum(weight.numel() for weight in tuned.weights.values())
+        purpose = f"A training of {weights:,} weights"
+        there = check_writable(self.folder.wanted, purpose, WRITE_ADVICE)
+        require_space(there, _KEPT_COPIES * _WEIGHT_BYTES * weights, purpose, WRITE_ADVICE)
         told = f"{options.method}: {weights:,} weights to train on {len(train):,} rows of {self.dataset.name}"
         told += f", {len(held_out):,} held out" if held_out else ""
         self.output.say(told + (f"; going on at step {training.step + 1}" if training.step else ""))
         return training
 
     def _loop(self, training: Training, report: _Report) -> None:
-        from ...tuning.trainer import save_checkpoint
-
         for event in training.run():
             report.on_event(event)
             if isinstance(event, StepDone) and event.step % training.recipe.checkpoint_every == 0:
-                save_checkpoint(self.out, training.checkpoint())
+                self._save_checkpoint(training)
+
+    def _save_checkpoint(self, training: Training) -> Path:
+        from ...tuning.trainer import save_checkpoint
+
+        checkpoint = training.checkpoint()
+        return self.folder.save(lambda folder: save_checkpoint(folder, checkpoint))
 
     def _keep(self, training: Training, *, interrupted: bool) -> None:
         """Saves a checkpoint and says how to go on."""
-        from ...tuning.trainer import save_checkpoint
-
         if not training.step:
             return
-        path = save_checkpoint(self.out, training.checkpoint())
+        path = self._save_checkpoint(training)
         given = [argument for argument in sys.argv[1:] if argument not in ("--resume", "--overwrite")]
+        if self.folder.path != self.folder.wanted:
+            given += ["--out", str(self.folder.path)]  # the last one counts
         self.output.say(f"{'Interrupted' if interrupted else 'Stopped'} after step {training.step}. Go on with")
         self.output.say(f"  petalnode {shlex.join([*given, '--resume'])}")
         if interrupted:
@@ -370,9 +397,9 @@ class _Run:
 
     def _save(self, training: Training) -> None:
         from ...tuning.adapter_folder import card_of, save_adapter
-        from ...tuning.trainer import CHECKPOINT
+        from ...tuning.trainer import uninterrupted
 
-        options, out = self.options, self.out
+        options = self.options
         training.take_best()
         labels = self.dataset.labels
         results: dict[str, Any] = {
@@ -393,10 +420,14 @@ class _Run:
             tags=tuple(options.tag or ()),
             results=results,
         )
-        save_adapter(out, training.tuned, note, card_of(note))
+        with uninterrupted():
+            self.folder.save(lambda folder: save_adapter(folder, training.tuned, note, card_of(note)))
+        out = self.folder.path
         (out / CHECKPOINT).unlink(missing_ok=True)
         self.output.say(f"saved in {out}")
         self.output.emit(event="saved", path=str(out))
+        if out != self.folder.wanted:
+            raise typer.Exit(ExitCode.MACHINE_CANNOT)
 
 
 def _padding(tokenizer: Any) -> int:
