@@ -2,13 +2,15 @@
 
 Traps of py-libp2p 0.8: pubsub notices only connections that are made after it was attached, so it is attached before
 the node joins; a message is validated before it is seen by us or passed on, in the order of arrival, so the check must
-be quick; the default mesh is made every 120 s.
+be quick; the default mesh is made every 120 s; what one neighbour's copy of a message was refused for is held against
+the copies of all others for 300 s; more than so many messages a second from one neighbour are not passed on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
@@ -17,7 +19,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.pb import rpc_pb2
-from libp2p.pubsub.pubsub import Pubsub
+from libp2p.pubsub.pubsub import Pubsub, ValidationCache
 from libp2p.tools.anyio_service import background_trio_service
 
 from .host import GOSSIP_PROTOCOLS, Host, quiet_logs
@@ -26,12 +28,22 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT: Final = 5  # seconds
 _DEGREE, _DEGREE_LOW, _DEGREE_HIGH = 6, 4, 12
-_WAITING: Final = 32
-_MESSAGES_PER_SECOND: Final = 2.0
-
+_MESSAGES_PER_SECOND: Final = 1000.0  # no limit: who is honest hands on what others have made
+_SEEN: Final = 86400  # seconds in which a message that was passed on is not taken again: old ones would use up rates
+_MAX_TAKEN: Final = 1000  # messages remembered that were taken and not passed on
+_PUBLISHING: Final = 10.0  # seconds
 
 Accept = Callable[[str, str, bytes], bool]
-"""(who made it, who handed it on, data) -> whether it is passed on."""
+"""(who made it, who handed it on, data) -> whether it is acted on."""
+Forward = Callable[[str, str], bool]
+"""(who made it, who handed it on) -> whether it is passed on as well."""
+
+
+class _NoCache(ValidationCache):
+    """A message that one neighbour may not hand on may come from another."""
+
+    def put(self, msg_id: bytes, result: object) -> None:
+        return
 
 
 class Gossip:
@@ -46,19 +58,27 @@ class Gossip:
     async def publish(self, data: bytes) -> None:
         """Hands `data` to all who listen, as far as they can be reached."""
         try:
-            await self._pubsub.publish(self._topic, data)
+            with trio.move_on_after(_PUBLISHING):
+                await self._pubsub.publish(self._topic, data)
         except Exception as error:  # whatever libp2p makes of peers that have just gone
             log.info("could not gossip: %r", error)
 
 
 @contextlib.asynccontextmanager
 async def open_gossip(
-    host: Host, topic: str, *, max_bytes: int, accept: Accept, deliver: Callable[[str, bytes], None]
+    host: Host,
+    topic: str,
+    *,
+    max_bytes: int,
+    accept: Accept,
+    forwards: Forward,
+    deliver: Callable[[str, bytes], None],
 ) -> AsyncIterator[Gossip]:
     """Takes part in `topic` for the length of the block.
 
-    `accept` decides what is passed on and must be quick and not raise; `deliver(who made it, data)` gets what was
-    accepted, but for what this node published itself.
+    `accept` and `forwards` must be quick and not raise; `deliver(who made it, data)` gets what was accepted, but for
+    what this node published itself. A message that was accepted and not passed on is accepted no second time: it is
+    passed on if another neighbour that hands it on may have that.
     """
     router = GossipSub(
         protocols=[TProtocol(protocol) for protocol in GOSSIP_PROTOCOLS],
@@ -74,20 +94,31 @@ async def open_gossip(
         strict_signing=True,
         allowed_topics={topic},
         max_inbound_rpc_size=4 * max_bytes,
+        seen_ttl=_SEEN,
     )
+    pubsub.validation_cache = _NoCache()
+    taken: OrderedDict[bytes, None] = OrderedDict()
 
     def validate(forwarder: ID, message: rpc_pb2.Message) -> bool:
         try:
             maker = str(ID(message.from_id))
             if maker == host.peer_id:
                 return True
-            if len(message.data) > max_bytes or not accept(maker, str(forwarder), message.data):
-                return False
+            name = message.from_id + message.seqno
+            if name not in taken:
+                if len(message.data) > max_bytes or not accept(maker, str(forwarder), message.data):
+                    return False
+                taken[name] = None
+                while len(taken) > _MAX_TAKEN:
+                    taken.popitem(last=False)
+                deliver(maker, message.data)
+            passes = forwards(maker, str(forwarder))
+            if passes:
+                del taken[name]
+            return passes
         except Exception as error:  # whatever a stranger's message may raise
             log.debug("a message on %s was dropped: %r", topic, error)
             return False
-        deliver(maker, message.data)
-        return True
 
     pubsub.set_topic_validator(topic, validate, False)
     quiet_logs()

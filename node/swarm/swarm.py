@@ -359,7 +359,12 @@ async def _evidence(config: SwarmConfig, host: Host) -> AsyncIterator[tuple[Evid
     from ..network.gossip import open_gossip
 
     async with open_gossip(
-        host, TOPIC, max_bytes=MAX_MESSAGE, accept=evidence.accept, deliver=evidence.deliver
+        host,
+        TOPIC,
+        max_bytes=MAX_MESSAGE,
+        accept=evidence.accept,
+        forwards=evidence.forwards,
+        deliver=evidence.deliver,
     ) as gossip:
         yield evidence, gossip
 

@@ -1,8 +1,10 @@
 """Evidence by gossip: which messages are forwarded, and what this node does about the servers that they accuse.
 
-Every message is checked before it is forwarded: form, age, signatures, and the rate of its sender. Evidence that is
-said to prove itself has to, or it is not forwarded. Evidence that would have to be recomputed is forwarded unchecked,
-because it has no effect by itself: a node bans by what it has checked, or by the validators that its owner trusts.
+Every message is checked before it is forwarded: form, age, signatures, and the rates of its maker and of the neighbour
+that hands it on. A node passes on fewer than its neighbours take from it, so what others make cuts no honest node off.
+Evidence that is said to prove itself has to, or it is not forwarded. Evidence that would have to be recomputed is
+forwarded unchecked, because it has no effect by itself: a node bans by what it has checked, or by the validators that
+its owner trusts.
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.evidence import MAX_SHARED, EvidenceStream, receive_bundle, send_bundle
 from ...protocols.framing import PeerError
 from .bundle import Bundle
-from .evidence_message import MAX_ENDORSEMENTS, BadEvidenceMessage, Endorsement, EvidenceMessage, RateLimiter, is_recent
+from .evidence_message import (
+    MAX_ENDORSEMENTS,
+    RELAYED,
+    BadEvidenceMessage,
+    Endorsement,
+    EvidenceMessage,
+    ForwardingShares,
+    KnownMakers,
+    RateLimiter,
+    is_recent,
+)
 from .statement import SelfProven, check_statement
 from .store import TrustStore
 
@@ -58,16 +70,25 @@ class EvidenceGossip:
         self._endorsements: OrderedDict[_Key, dict[str, Endorsement]] = OrderedDict()
         self._accused: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()  # by accused server
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
-        self._authors, self._forwarders = RateLimiter(), RateLimiter(limit=30)
+        self._authors, self._relayed, self._relayed_of_known = RateLimiter(), RateLimiter(RELAYED), RateLimiter(RELAYED)
+        self._makers, self._shares = KnownMakers(), ForwardingShares()
         self._checked: OrderedDict[bytes, EvidenceMessage] = OrderedDict()  # accepted, not yet delivered
 
     # --- messages of others
 
     def accept(self, author: str, forwarder: str, data: bytes) -> bool:
-        """Whether a message is forwarded. Quick: it is called for every message that strangers send."""
+        """Whether a message is acted on. Quick: it is called for every message that strangers send.
+
+        What a neighbour has made itself counts as its maker's only, what it hands on as its own as well: once it is
+        taken, so that nobody can use up the maker's rate with what is not.
+        """
         now = self._clock()
-        if not self._forwarders.allows(forwarder, now) or not self._authors.allows(author, now):
+        handed_on = self._relayed_of_known if self._is_known(author, now) else self._relayed
+        if self._store.is_banned(author) or not self._authors.has_room(author, now):
             return False
+        if author != forwarder and not handed_on.allows(forwarder, now):
+            return False
+        self._authors.allows(author, now)
         try:
             message = EvidenceMessage.from_bytes(data, now)
             if message.bundle is not None and message.is_self_proving:
@@ -76,10 +97,19 @@ class EvidenceGossip:
         except (BadEvidenceMessage, NotProven) as error:
             log.debug("%s spreads invalid evidence: %s", author, error)
             return False
+        self._makers.note(author, now)
         self._checked[data] = message
         while len(self._checked) > 8:
             self._checked.popitem(last=False)
         return True
+
+    def forwards(self, author: str, forwarder: str) -> bool:
+        """Whether a message that was accepted is passed on as well."""
+        now = self._clock()
+        return self._shares.allows(author, forwarder, now, known=self._is_known(author, now))
+
+    def _is_known(self, author: str, now: float) -> bool:
+        return author in self._store.trusted.owners or self._makers.is_known(author, now)
 
     def deliver(self, author: str, data: bytes) -> None:
         """Acts on a message that was accepted."""

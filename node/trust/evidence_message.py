@@ -26,9 +26,21 @@ MAX_ADDR: Final = 256
 MAX_AGE: Final = 3 * 86400.0
 """Seconds after which nobody forwards evidence."""
 RATE: Final = 6
-"""Messages of one sender that are forwarded in `RATE_SECONDS`."""
+"""Messages of one maker that are taken in `RATE_SECONDS`."""
+RELAYED: Final = 30
+"""Messages of others that are taken from one neighbour in that time, and as many again of makers that are known."""
 RATE_SECONDS: Final = 60.0
 MAX_SENDERS: Final = 1000
+FORWARDED: Final = 24
+"""Messages of others that a node passes on in that time: fewer than any neighbour takes from it, so that no honest node
+is cut off for what others have made."""
+_KEPT_FOR_KNOWN, _KEPT_FOR_NEIGHBOURS = 8, 12
+"""Of these, for makers that are known, and for neighbours that hand on little; the rest is for whoever comes first."""
+_OF_ONE_KNOWN, _OF_ONE_NEIGHBOUR = 2, 1
+"""Of what is kept, for one known maker, and for one neighbour."""
+KEY_AGE: Final = 600.0
+"""Seconds since a maker's first message after which it is known."""
+_FORGOTTEN: Final = 86400.0
 
 
 class BadEvidenceMessage(ValueError):
@@ -178,14 +190,18 @@ class EvidenceMessage:
 
 @dataclass
 class RateLimiter:
-    """Counts the messages of each sender that were forwarded lately. Bounded."""
+    """Counts the messages of each sender that were taken lately. Bounded."""
 
     limit: int = RATE
     seconds: float = RATE_SECONDS
     _seen: dict[str, list[float]] = field(default_factory=dict)
 
+    def has_room(self, sender: str, now: float) -> bool:
+        """Whether `allows` would say so; counts nothing."""
+        return sum(time > now - self.seconds for time in self._seen.get(sender, ())) < self.limit
+
     def allows(self, sender: str, now: float) -> bool:
-        """Whether one more message of this sender is forwarded; counts it."""
+        """Whether one more message of this sender is taken; counts it."""
         times = [time for time in self._seen.pop(sender, []) if time > now - self.seconds]
         allowed = len(times) < self.limit
         if allowed:
@@ -194,3 +210,46 @@ class RateLimiter:
         while len(self._seen) > MAX_SENDERS:
             del self._seen[next(iter(self._seen))]
         return allowed
+
+
+@dataclass
+class KnownMakers:
+    """Since when there are messages of which makers. Bounded, and an older key never gives way to newer ones."""
+
+    _heard: dict[str, tuple[float, float]] = field(default_factory=dict)  # the first time, and the last
+
+    def note(self, maker: str, now: float) -> None:
+        """A message of this maker was taken."""
+        first, _ = self._heard.pop(maker, (now, now))
+        if len(self._heard) >= MAX_SENDERS:
+            self._heard = {key: times for key, times in self._heard.items() if times[1] > now - _FORGOTTEN}
+        if len(self._heard) >= MAX_SENDERS:
+            del self._heard[max(self._heard, key=lambda key: self._heard[key][0])]
+        self._heard[maker] = first, now
+
+    def is_known(self, maker: str, now: float) -> bool:
+        return maker in self._heard and now - self._heard[maker][0] >= KEY_AGE
+
+
+@dataclass
+class ForwardingShares:
+    """What a node passes on of others, `FORWARDED` messages at most, divided so that those who make many, under however
+    many keys, and those who hand on many, leave room for others."""
+
+    _passed: list[tuple[float, str, str]] = field(default_factory=list)  # when, which share, whose
+
+    def allows(self, maker: str, neighbour: str, now: float, *, known: bool) -> bool:
+        """Whether a message is passed on; counts it. `known` says that its maker is, `neighbour` handed it over."""
+        self._passed = [passed for passed in self._passed if passed[0] > now - RATE_SECONDS]
+        shares = [
+            ("neighbours", neighbour, _OF_ONE_NEIGHBOUR, _KEPT_FOR_NEIGHBOURS),
+            ("all", "", FORWARDED, FORWARDED - _KEPT_FOR_KNOWN - _KEPT_FOR_NEIGHBOURS),
+        ]
+        if known:
+            shares.insert(0, ("known", maker, _OF_ONE_KNOWN, _KEPT_FOR_KNOWN))
+        for share, name, of_one, of_all in shares:
+            used = [whose for _, other, whose in self._passed if other == share]
+            if len(used) < of_all and used.count(name) < of_one:
+                self._passed.append((now, share, name))
+                return True
+        return False

@@ -1,0 +1,146 @@
+"""Makers with many keys, and neighbours that hand on what they may not: no honest node is cut off for them."""
+
+from __future__ import annotations
+
+import trio
+from multiaddr import Multiaddr
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.network.gossip import open_gossip
+from petalnode.node.network.host import open_host
+from petalnode.node.testing.node_inspection import hand_on, held
+from petalnode.node.trust.evidence_gossip import EvidenceGossip
+from petalnode.node.trust.evidence_message import (
+    FORWARDED,
+    KEY_AGE,
+    MAX_SENDERS,
+    RATE,
+    RELAYED,
+    EvidenceMessage,
+    ForwardingShares,
+    KnownMakers,
+    TrustedValidators,
+)
+from petalnode.node.trust.store import TrustStore
+from tests.swarm.processes import LOOPBACK
+
+ACCUSED = Identity.generate().peer_id
+
+
+class Node:
+    """An honest node, without a network; `clock` is what it reads."""
+
+    def __init__(self, name: str, trusted: TrustedValidators | None = None) -> None:
+        self.name = name
+        self.now = 1e9
+        self.store = TrustStore(trusted=trusted or TrustedValidators({}), clock=lambda: self.now)
+        self.gossip = EvidenceGossip(Identity.generate(), self.store, clock=lambda: self.now)
+        self._number = 0
+
+    def message(self) -> bytes:
+        self._number += 1
+        return EvidenceMessage(self._number.to_bytes(32, "big"), ACCUSED, round(self.now * 1000)).to_bytes()
+
+    def hears(self, maker: str, neighbour: str, data: bytes) -> bool:
+        """Whether the node acts on the message."""
+        return self.gossip.accept(maker, neighbour, data)
+
+    def passes(self, maker: str, neighbour: str, data: bytes) -> bool:
+        """Whether it is passed on, too."""
+        return self.hears(maker, neighbour, data) and self.gossip.forwards(maker, neighbour)
+
+
+def test_a_forwarder_is_not_cut_off_for_what_makers_with_many_keys_gave_it() -> None:
+    """They flood an honest node from several connections; the node behind it takes all that it hands on."""
+    forwarder, receiver = Node("forwarder"), Node("receiver")
+    for minute in range(5):
+        for number in range(300):
+            maker, data = f"key {minute} {number}", forwarder.message()
+            if forwarder.passes(maker, f"attacker {number % 5}", data):
+                assert receiver.hears(maker, "forwarder", data)
+        for honest in ("neighbour 1", "neighbour 2"):
+            data = forwarder.message()
+            assert forwarder.passes(honest, honest, data), "an honest neighbour of the forwarder"
+            assert receiver.hears(honest, "forwarder", data)
+        for _ in range(RATE):
+            assert receiver.hears("forwarder", "forwarder", forwarder.message()), "what it made itself"
+        forwarder.now += 61
+        receiver.now += 61
+
+
+def test_a_message_too_many_is_held_against_nobody_and_the_maker_has_its_rate_still() -> None:
+    """A neighbour that has used up what it may hand on cannot use up the rate of an honest maker as well."""
+    receiver = Node("receiver")
+    for number in range(RELAYED):
+        assert receiver.hears(f"key {number}", "attacker", receiver.message())
+    for _ in range(50):
+        assert not receiver.hears("honest", "attacker", receiver.message())
+    for _ in range(RATE):
+        assert receiver.hears("honest", "another neighbour", receiver.message())
+    assert not receiver.store.bans()
+
+
+def test_makers_that_are_known_have_a_share_that_no_new_key_gets() -> None:
+    node = Node("node", TrustedValidators({"trusted": "ann"}))
+    assert node.passes("old", "neighbour", node.message())
+    node.now += KEY_AGE + 1
+    for number in range(1000):
+        node.passes(f"key {number}", f"attacker {number % 20}", node.message())
+    assert not node.passes("new", "neighbour", node.message())
+    assert node.passes("old", "neighbour", node.message())
+    assert node.passes("trusted", "neighbour", node.message())
+
+
+def test_who_was_banned_here_is_neither_heard_nor_passed_on() -> None:
+    node = Node("node")
+    node.store.ban("liar", "its evidence was refuted", "evidence")
+    assert not node.hears("liar", "neighbour", node.message())
+
+
+def test_what_is_passed_on_is_bounded_whatever_comes() -> None:
+    shares = ForwardingShares()
+    passed = sum(
+        shares.allows(f"maker {number}", f"neighbour {number % 100}", 0.1 * (number % 600), known=number % 2 == 0)
+        for number in range(600)
+    )
+    assert passed <= FORWARDED < RELAYED
+
+
+def test_no_number_of_new_keys_makes_an_older_one_unknown() -> None:
+    makers = KnownMakers()
+    makers.note("old", 0.0)
+    for number in range(3 * MAX_SENDERS):
+        makers.note(f"{number}", 10.0 + number)
+    assert makers.is_known("old", KEY_AGE)
+    assert held(makers) <= MAX_SENDERS
+
+
+def test_a_message_that_one_neighbour_may_not_hand_on_comes_from_another() -> None:
+    """Refused from the attacker, which was quicker; taken once from the others, and passed on for one that may."""
+    maker, attacker, small, honest = (Identity.generate() for _ in range(4))
+    heard: list[bytes] = []
+    asked: list[str] = []
+
+    def forwards(_maker: str, forwarder: str) -> bool:
+        asked.append(forwarder)
+        return forwarder == honest.peer_id
+
+    async def main() -> None:
+        identity = Identity.generate()
+        async with (
+            open_host(identity, listen=[Multiaddr(LOOPBACK)], announce=[], psk=None) as host,
+            open_gossip(
+                host,
+                "topic",
+                max_bytes=100,
+                accept=lambda _maker, forwarder, data: forwarder != attacker.peer_id,
+                forwards=forwards,
+                deliver=lambda _maker, data: heard.append(data),
+            ) as gossip,
+        ):
+            for forwarder in (attacker, small, honest, honest, small):
+                await hand_on(gossip, forwarder.peer_id, maker, 1, b"evidence")
+
+    trio.run(main)
+    assert heard == [b"evidence"]
+    assert asked == [small.peer_id, honest.peer_id]
