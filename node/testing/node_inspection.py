@@ -9,13 +9,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.peer.id import ID
-from libp2p.pubsub.pb import rpc_pb2
-from libp2p.pubsub.validators import PUBSUB_SIGNING_PREFIX
 from multiaddr import Multiaddr
 
-from ...crypto.identity import Identity, peer_id_to_bytes
 from ...protocols.delimited import DelimitedStream
 from ...protocols.framing import MessageStream, RawStream
 from ..network.dht import Dht
@@ -66,14 +61,9 @@ def hold_punching(wait: Callable[[], Awaitable[None]]) -> None:
     HolePuncher._upgrade = held_upgrade  # type: ignore[method-assign]
 
 
-async def hand_on(gossip: Gossip, forwarder: str, maker: Identity, seqno: int, data: bytes) -> None:
-    """Has `forwarder` hand a message of `maker` to the node, as if there were a connection."""
-    keys = create_new_key_pair(maker.seed)
-    topic, number = gossip._topic, seqno.to_bytes(8, "big")
-    message = rpc_pb2.Message(data=data, topicIDs=[topic], from_id=peer_id_to_bytes(maker.peer_id), seqno=number)
-    message.signature = keys.private_key.sign(PUBSUB_SIGNING_PREFIX.encode() + message.SerializeToString())
-    message.key = keys.public_key.serialize()
-    await gossip._pubsub.push_msg(ID.from_string(forwarder), message)
+def pubsub_of(gossip: Gossip) -> Any:
+    """libp2p's part of the gossip of a node."""
+    return gossip._pubsub
 
 
 def table_of(swarm: Swarm) -> Dht:
