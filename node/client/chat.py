@@ -265,7 +265,7 @@ def held_chat(path: Path) -> Iterator[SavedChat]:
             raise BadInput(f"cannot read the conversation {path}: {error}") from None
         try:
             saved = SavedChat._from_json(json.loads(text))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             raise BadInput(f"{path} is no saved conversation: give another --session file") from None
         yield saved
     finally:

@@ -167,9 +167,14 @@ def canonical_architecture(config: Mapping[str, Any]) -> bytes:
     The configuration is taken as it was written, field by field, so that every version of transformers gives the same
     bytes. Keys are sorted; a whole number is written without a fraction, as `10000` and `10000.0` are one value that
     different writers spell differently.
+
+    Raises:
+        ModelError: it is nested deeper than any configuration.
     """
-    kept = _kept(config)
-    return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+    try:
+        return json.dumps(_kept(config), sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+    except RecursionError:
+        raise ModelError("The configuration is nested too deeply: it is no model's.") from None
 
 
 def _kept(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -231,5 +231,5 @@ def _check_safetensors(file: Path) -> None:
         end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
         if end != size - 8 - length:
             raise ValueError("its end is missing")
-    except (struct.error, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (struct.error, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise BadInput(f"{file} is no safetensors file ({error}): copy or save it again") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _FORMS = '{"text": ..}, {"prompt": .., "completion": ..} or {"text": .., "label": ..}'
+_NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,99}")  # far below what Python refuses to convert
 IGNORED: Final = -100
 """The label of a token that is not to be learned, in transformers."""
 
@@ -127,7 +129,7 @@ def _text(found: dict[str, Any], name: str, *, may_be_empty: bool = False) -> st
 
 
 def _is_number(label: str) -> bool:
-    return label.lstrip("-").isdecimal() and str(int(label)) == label
+    return _NUMBER.fullmatch(label) is not None
 
 
 @dataclass(frozen=True)

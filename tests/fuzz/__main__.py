@@ -21,9 +21,10 @@ _SHOWN = 5
 
 
 def all_targets() -> tuple[Target, ...]:
+    from tests.fuzz.files import TARGETS as FILES
     from tests.fuzz.parsers import TARGETS as PARSERS
 
-    return PARSERS
+    return (*PARSERS, *FILES)
 
 
 def main() -> int:
@@ -72,10 +73,10 @@ def _tell_failures(reports: list[Report]) -> int:
     for report in reports:
         kinds: dict[str, list[Failure]] = {}
         for failure in report.failures:
-            kinds.setdefault(failure.what.strip().rpartition("\n")[2][:60], []).append(failure)
+            kinds.setdefault(failure.what.strip().rpartition("\n")[2][:40], []).append(failure)
         for failures in list(kinds.values())[:_SHOWN]:
             print(f"  {failures[0].target}, input {failures[0].number} ({len(failures)} like it):")
-            print("    " + failures[0].what.strip()[-2500:].replace("\n", "\n    "), flush=True)
+            print("    " + failures[0].what.strip()[-1200:].replace("\n", "\n    "), flush=True)
     return 1 if any(report.failures for report in reports) else 0
 
 

@@ -25,7 +25,7 @@ LARGE: Final = (1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, (1 << 64) - 2, (
 FLOATS: Final = (float("nan"), float("inf"), -float("inf"), -0.0, -1.0, 1e308, 5e-324)
 TEXTS: Final = (b"", b"\0", b"\xff\xfe", b"\xed\xa0\x80", "\u202e\u0661".encode(), b"../../etc", b"-1", b"%s%n{0}")
 JSON: Final[tuple[Any, ...]] = (
-    *(None, True, False, 0, -1, 1 << 63, 1 << 400, 0.5, 1e308, float("nan"), float("inf")),
+    *(None, True, False, 0, -1, 1 << 63, 1 << 2000, 0.5, 1e308, float("nan"), float("inf")),
     *("", "\0", "\ud800", "9" * 5000, "--5", "\u0661", "../x", [], {}, [[]], [{}], {"": ""}, {"a": {"a": []}}),
 )
 """Values that a reader of JSON may not expect."""
@@ -262,7 +262,8 @@ class Mutator:
             if self.chance(0.1):
                 return [*value[:place], *value[place + 1 :]]
             if self.chance(0.1):
-                return [*value, *[value[place]] * self.random.choice((1, 30, 3000))]
+                times = 30 if isinstance(value[place], dict | list) else 3000
+                return [*value, *[value[place]] * self.random.choice((1, 2, times))]
             return [*value[:place], self._in_json(value[place]), *value[place + 1 :]]
         if isinstance(value, str) and value and self.chance(0.5):
             place = self.random.randrange(len(value))

@@ -28,6 +28,7 @@ MAX_BLOCKS: Final = 512
 SAME_REGION_SECONDS: Final = 0.001
 """A round trip between two machines of one region, where the file does not say."""
 _MAX_BYTES: Final = 16 << 20
+_LEAST_BLOCK_MB: Final = 1e-6
 _KEYS: Final = ("name", "device", "region", "blocks", "memory_gb", "ms_per_block", "rtt_ms")
 _CLIENT_KEYS: Final = ("region", "rtt_ms", "ms_per_token")
 CLIENT: Final = "client"
@@ -189,7 +190,7 @@ def read_machines(path: Path) -> MachinesFile:
     try:
         content = _from_json(text) if path.suffix.lower() == ".json" else _from_csv(text)
         return _read(path, content)
-    except BadInput as error:
+    except (BadInput, csv.Error) as error:
         raise BadInput(f"{path}: {error}") from None
 
 
@@ -248,6 +249,8 @@ def _read(path: Path, content: Mapping[str, Any]) -> MachinesFile:
     model = _object("model", content.get("model", {}))
     _check_keys("model", model, ("blocks", "block_mb"))
     block_mb = _number("model", model, "block_mb")
+    if block_mb is not None and block_mb < _LEAST_BLOCK_MB:
+        raise BadInput(f"model: block_mb is {block_mb:g}, and no block is so small")
     return MachinesFile(
         path,
         rows,
@@ -393,7 +396,7 @@ def _number(what: str, said: Mapping[str, Any], key: str) -> float | None:
         return None
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 0 <= number < 1e9:
         raise BadInput(f"{what}: {key} is a number and not negative, not {value!r:.60}")
