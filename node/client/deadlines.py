@@ -1,4 +1,4 @@
-"""How long a client waits, for whom, and why: all of its deadlines, in seconds.
+"""How long a client waits, for whom, and why: all of its deadlines, in seconds, and the histogram of its waits.
 
 A dead connection is noticed by itself, a killed server's at once and a frozen one's after about 4 s; what stands here
 is for peers that are connected and silent.
@@ -6,7 +6,13 @@ is for peers that are connected and silent.
 
 from __future__ import annotations
 
-from typing import Final
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import trio
 
 REFRESH_TIMEOUT: Final = 5.0
 """For peers to say which servers they know."""
@@ -15,7 +21,9 @@ RTT_TIMEOUT: Final = 3.0
 MEASURE_TIMEOUT: Final = 10.0
 """For the same in the background, so that a peer far away is connected when it is looked at again."""
 RTT_LIFETIME: Final = 60.0
-"""After which a round trip is measured anew before a route is made."""
+"""After which a round trip is measured anew, while the old figure is used."""
+RTT_RETRY: Final = 15.0
+"""For which nobody waits for a measurement of a peer that has not answered the last one."""
 OPEN_TIMEOUT: Final = 10.0
 """For a stream to a server, connection included."""
 SEND_TIMEOUT: Final = 30.0
@@ -28,6 +36,10 @@ REOPEN_TIMEOUT: Final = 10.0
 """The same for a new session, when servers that should be there are not."""
 RETRY_INTERVAL: Final = 0.5
 """Between two looks."""
+LOOK_TIMEOUT: Final = 1.0
+"""Of one look for servers while a step waits. Directories that answer later are heard by the next look."""
+RESUME_TIMEOUT: Final = 5.0
+"""For servers to take up a session that an earlier process left there, before another one is opened."""
 SUSPECT_SECONDS: Final = 15.0
 """For which a server that failed is a last resort only."""
 PATH_KEEP: Final = 15.0
@@ -43,7 +55,7 @@ NOT_ALLOWED_SECONDS: Final = 600.0
 STANDBY_POLL: Final = 0.05
 """Between two looks whether a standby has overtaken a late server."""
 STANDBY_RETRY: Final = 30.0
-"""After which a standby is tried again where none could be had."""
+"""After which a standby is tried again where none could be had, unless a step waits for it (`RETRY_INTERVAL`)."""
 PUSH_PATIENCE: Final = 2.0
 """At least, until a step that a server was pushed is sent by the client too. Harmless when it was not lost: a repeated
 step is answered once."""
@@ -53,20 +65,66 @@ PUSH_RETRY: Final = 60.0
 SLOW_FACTOR: Final = 10.0
 SLOW_AT_LEAST: Final = 1.0
 SLOW_AT_FIRST: Final = 15.0
+SLOW_FIRST_AT_LEAST: Final = 2.0
+SLOW_STEP_FACTOR: Final = 2.0
+SLOW_STEP_MORE: Final = 4.0
+MOST_GROWTH: Final = 4.0
+LEAST_LEARNT: Final = 0.01
 POOR_BYTES_PER_SECOND: Final = 1 << 19
 """Of a line through a busy relay, where none was measured."""
 
 
-def patience(usual: float | None, tokens: int, nbytes: int, round_trip: float) -> float:
+def patience(usual: float | None, tokens: int, nbytes: int, round_trip: float, announced: float | None = None) -> float:
     """Seconds after which the answer to a step of `tokens` positions is late, and a standby is prepared.
 
     Ten times what such a step usually takes, but at least a second: `round_trip`, and `usual` for each position beyond
-    that (both in seconds). While nothing is known of the server's speed, 15 s and what `nbytes` take there and back on
-    a poor line.
+    that (both in seconds). Of a step that usually takes half a second or more: twice that and 4 s.
+
+    While no answer has come, ten times what the step should take by what the server has `announced` (seconds), from 2
+    to 15 s; 15 s if it announced nothing; and what `nbytes` take there and back on a poor line.
     """
     if usual is None:
-        return SLOW_AT_FIRST + 2 * nbytes / POOR_BYTES_PER_SECOND
-    return max(SLOW_AT_LEAST, SLOW_FACTOR * (round_trip + usual * tokens))
+        line = 2 * nbytes / POOR_BYTES_PER_SECOND
+        if announced is None:
+            return SLOW_AT_FIRST + line
+        return min(SLOW_AT_FIRST, max(SLOW_FIRST_AT_LEAST, SLOW_FACTOR * (round_trip + announced))) + line
+    expected = round_trip + usual * tokens
+    return max(SLOW_AT_LEAST, min(SLOW_FACTOR * expected, SLOW_STEP_FACTOR * expected + SLOW_STEP_MORE))
+
+
+def learnt(usual: float | None, taken: float) -> float:
+    """What a token usually takes, in seconds, after one has `taken` so long.
+
+    One answer counts as four times the usual at most (or 10 ms): a server that stood still for a moment must not make
+    the next silence longer by the same.
+    """
+    if usual is None:
+        return taken
+    return 0.8 * usual + 0.2 * min(taken, max(MOST_GROWTH * usual, LEAST_LEARNT))
+
+
+OPEN_ROUND_TRIPS: Final = 8
+"""For a dial (TCP, Noise, Yamux; a circuit's two more) and the grant."""
+OPEN_AT_LEAST: Final = 0.5
+OPEN_AT_MOST: Final = 2.0
+
+
+def open_patience(round_trip: float) -> float:
+    """Seconds after which servers that were asked to take some blocks are overdue, and others are asked beside them:
+    eight round trips, from half a second to two."""
+    return min(OPEN_AT_MOST, max(OPEN_AT_LEAST, OPEN_ROUND_TRIPS * round_trip))
+
+
+RTT_FACTOR: Final = 4.0
+RTT_AT_LEAST: Final = 0.25
+
+
+def rtt_patience(known: float | None) -> float:
+    """Seconds for which a route waits for round trips that were never measured; `known` is the longest that was.
+
+    A step waits for that route: servers so much farther away than those that are known would not be chosen.
+    """
+    return RTT_TIMEOUT if known is None else min(RTT_TIMEOUT, max(RTT_AT_LEAST, RTT_FACTOR * known))
 
 
 def push_patience(round_trip: float, nbytes: int) -> float:
@@ -88,3 +146,95 @@ def batch_patience(usual: float) -> float:
     Chats and other clients' micro-batches go before it, so a long time says little: ten times that, and a minute.
     """
     return BATCH_AT_LEAST + BATCH_FACTOR * usual
+
+
+# --- what was waited for
+
+WaitCause = Literal[
+    "step",
+    "send",
+    "answer",
+    "push",
+    "late",
+    "reconnect",
+    "race",
+    "replace",
+    "switch",
+    "turn",
+    "route",
+    "open",
+    "replay",
+    "look",
+]
+"""`step` is a whole step of a session. What a step waits for, one after another: `turn` (a session that moves to a
+better connection, a standby that takes its place before the step), `send`, `answer`, `push` (an answer to what another
+server should have pushed), `late` (an answer that is overdue, or a standby), `reconnect`, `replace`, `race` (both) and
+`switch`. Parts of `replace` and of preparing a standby, side by side: `route`, `open`, `replay`, `look` (no server is
+known)."""
+
+WAIT_BOUNDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Upper bounds of the buckets of a histogram, in seconds; the last bucket has none."""
+
+
+@dataclass
+class WaitHistogram:
+    """How often something was waited for, and how long (seconds)."""
+
+    count: int = 0
+    total: float = 0.0
+    longest: float = 0.0
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BOUNDS) + 1))
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.total += seconds
+        self.longest = max(self.longest, seconds)
+        self.buckets[bisect_left(WAIT_BOUNDS, seconds)] += 1
+
+    def merge(self, other: WaitHistogram) -> None:
+        self.count += other.count
+        self.total += other.total
+        self.longest = max(self.longest, other.longest)
+        self.buckets = [mine + theirs for mine, theirs in zip(self.buckets, other.buckets, strict=True)]
+
+    def fields(self) -> dict[str, Any]:
+        """As it stands in JSON: the buckets by their upper bound in milliseconds."""
+        bounds = [*(f"{bound * 1000:g}" for bound in WAIT_BOUNDS), "more"]
+        return {
+            "count": self.count,
+            "total_ms": round(self.total * 1000, 1),
+            "max_ms": round(self.longest * 1000, 1),
+            "buckets": dict(zip(bounds, self.buckets, strict=True)),
+        }
+
+
+class Waits:
+    """What a session has waited for so far, by cause."""
+
+    def __init__(self) -> None:
+        self.by_cause: dict[WaitCause, WaitHistogram] = {}
+
+    def add(self, cause: WaitCause, seconds: float) -> None:
+        self.by_cause.setdefault(cause, WaitHistogram()).add(seconds)
+
+    @contextmanager
+    def timed(self, cause: WaitCause) -> Iterator[None]:
+        """Counts how long the block takes, also if it is left by an error."""
+        begun = trio.current_time()
+        try:
+            yield
+        finally:
+            self.add(cause, trio.current_time() - begun)
+
+    @classmethod
+    def of(cls, *parts: Waits) -> Waits:
+        """All of them together."""
+        waits = cls()
+        for part in parts:
+            for cause, histogram in list(part.by_cause.items()):
+                waits.by_cause.setdefault(cause, WaitHistogram()).merge(histogram)
+        return waits
+
+    def fields(self) -> dict[str, Any]:
+        """As it stands in JSON. May be called from any thread."""
+        return {cause: histogram.fields() for cause, histogram in list(self.by_cause.items())}

@@ -22,6 +22,7 @@ from ..errors import BadInput
 from ..swarm.routing import Hop
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
+from .deadlines import Waits
 from .request import WireTensor
 from .session.chain import HistoryLost
 from .session.compared_session import Session
@@ -109,6 +110,7 @@ class Conversation:
         self._saved: SavedSession | None = None
         self._keep = 0.0
         self._recovered = 0
+        self._waited = Waits()
         self.reused = 0
 
     def keep(self, tokens: Sequence[int], saved: SavedSession | None) -> None:
@@ -135,9 +137,15 @@ class Conversation:
         """Servers that were replaced so far."""
         return self._recovered + (0 if self._session is None else self._session.recoveries)
 
+    @property
+    def waits(self) -> Waits:
+        """What was waited for so far."""
+        return Waits.of(self._waited, *([] if self._session is None else [self._session.waits]))
+
     async def aclose(self) -> None:
         """Gives the servers their cache back, or leaves it there if the conversation is kept."""
         self._recovered = self.recoveries
+        self._waited = self.waits
         self._session = None
         self._held = []
         await self._stack.aclose()

@@ -163,18 +163,39 @@ def granted_pledge(
 
 @dataclass(frozen=True)
 class ServerClaims:
-    """What a server announced. An empty `dtype` or `quantisation` claims nothing."""
+    """What a server announced. An empty `dtype` or `quantisation` claims nothing.
+
+    `step_seconds` and `forward_tokens_per_second` as in its announcement; 0: not measured.
+    """
 
     model_version: bytes
     span: Span
     dtype: str
     quantisation: str
     pledge: Pledge | None = None
+    step_seconds: float = 0.0
+    forward_tokens_per_second: float = 0.0
 
     @classmethod
     def of(cls, announced: Announcement) -> ServerClaims:
         # A server that is still loading does not know its dtype.
-        return cls(announced.model_version, announced.span, announced.dtype, announced.quantisation, announced.pledge)
+        return cls(
+            announced.model_version,
+            announced.span,
+            announced.dtype,
+            announced.quantisation,
+            announced.pledge,
+            announced.step_seconds,
+            announced.forward_tokens_per_second,
+        )
+
+    def seconds(self, tokens: int) -> float | None:
+        """What a step of so many tokens (all rows) takes there by the announcement; None if that says nothing."""
+        if self.step_seconds <= 0:
+            return None
+        if self.forward_tokens_per_second <= 0:
+            return self.step_seconds * tokens
+        return self.step_seconds + tokens / self.forward_tokens_per_second
 
     def broken_by_grant(self, granted: wire.Granted | wire.BatchGranted) -> str | None:
         """What is wrong with a grant; None if nothing is."""
@@ -236,6 +257,10 @@ class ServerStream(Generic[Frame]):
     def epoch(self) -> bytes:
         """The server's name of this grant."""
         return self._granted.session_epoch
+
+    def announced_seconds(self, tokens: int) -> float | None:
+        """What a step of so many tokens (all rows) takes there, as the server announced; None if it said nothing."""
+        return None if self._claims is None else self._claims.seconds(tokens)
 
     def next_sequence(self) -> int:
         """The number of the next request; they only grow."""

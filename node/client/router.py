@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +17,7 @@ from ...protocols.training import BatchFrames
 from ..errors import NoChainError, ServerCheated, ServerFailed
 from ..swarm.routing import Hop, RouteCandidate
 from ..trust.receipt_log import ReceiptArchive
-from .deadlines import NOT_ALLOWED_SECONDS, RETRY_INTERVAL, SUSPECT_SECONDS
+from .deadlines import LOOK_TIMEOUT, NOT_ALLOWED_SECONDS, RETRY_INTERVAL, SUSPECT_SECONDS
 from .request import ServerClaims, has_code, is_lost, with_refusals
 from .session.stream import HopTiming, InferenceStream, SessionSpec
 from .session_adapter import SessionAdapter
@@ -56,6 +57,9 @@ class Router(Protocol):
 
     def claims_of(self, peer_id: str) -> ServerClaims | None:
         """What this server has announced; None if nothing is known of it."""
+
+    def round_trip(self, peer_id: str) -> float | None:
+        """Seconds to this server and back, as they were measured last; None if they never were."""
 
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
         """A stream to the server of `hop`, with `direct` only on a connection without a relay. Raises ServerFailed."""
@@ -169,13 +173,19 @@ class ServerSearch:
         Raises:
             NoChainError: it is time to give up; `error` with who refused.
         """
+        self._lost = self._lost or any(map(is_lost, self.refused.values()))
         if not self._fresh:
             self._fresh = True
-            await self._router.refresh()
+            # Where a step waits, late directories are not waited for: the next look comes soon.
+            with trio.move_on_after(LOOK_TIMEOUT if self._lost else math.inf):
+                await self._router.refresh()
             return
-        self._lost = self._lost or any(map(is_lost, self.refused.values()))
         if not self._wait and (not self._lost or trio.current_time() >= self._until):
             raise with_refusals(error, self._tried, self._router.peer_id) from None
         await trio.sleep(RETRY_INTERVAL)
-        self.refused = {peer: failure for peer, failure in self.refused.items() if not self._ask_again(failure)}
+        self.reconsider()
         self._fresh = False
+
+    def reconsider(self) -> None:
+        """Lets those be asked again that may have changed their mind."""
+        self.refused = {peer: failure for peer, failure in self.refused.items() if not self._ask_again(failure)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import trio
@@ -15,7 +17,15 @@ from ...protocols.framing import PeerError
 from ..errors import BadInput, NoChainError, SwarmError
 from ..swarm.routing import Hop, RouteCandidate, cheapest_chain, second_best
 from ..swarm.swarm import Swarm
-from .deadlines import MEASURE_TIMEOUT, REFRESH_TIMEOUT, RTT_LIFETIME, RTT_TIMEOUT, SUSPECT_SECONDS
+from .deadlines import (
+    MEASURE_TIMEOUT,
+    REFRESH_TIMEOUT,
+    RTT_LIFETIME,
+    RTT_RETRY,
+    RTT_TIMEOUT,
+    SUSPECT_SECONDS,
+    rtt_patience,
+)
 from .request import pledged_points
 from .session.stream import HopTiming, SessionSpec
 from .session_adapter import SessionAdapter
@@ -26,6 +36,14 @@ BANDWIDTH_BYTES: Final = 1 << 16
 BYTES_PER_VALUE: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 SUSPECT_PENALTY: Final = 60.0
 """A server that failed seems this many seconds farther away for so long: it is asked only if nobody else is left."""
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """Of a round trip that is under way since `begun`; `done` when it is known, or cannot be."""
+
+    begun: float
+    done: trio.Event = field(default_factory=trio.Event)
 
 
 class ServerSelection:
@@ -48,7 +66,8 @@ class ServerSelection:
         self._blocked = frozenset(blocked)
         self._require_pledge = require_pledge
         self._rtts: dict[str, tuple[float, float]] = {}
-        self._measures: dict[str, trio.Event] = {}
+        self._measures: dict[str, _Measurement] = {}
+        self._unmeasured: dict[str, float] = {}  # when a peer did not answer
         self._suspects: dict[str, float] = {}
         self._seconds_per_byte: dict[str, float] = {}
 
@@ -76,19 +95,17 @@ class ServerSelection:
     ) -> tuple[RouteCandidate, ...]:
         """The servers that answer soon, each with its round trip. Those that failed lately come with a penalty.
 
-        If `adapter` cannot be brought to servers, only those that hold it.
+        If `adapter` cannot be brought to servers, only those that hold it. Where servers are `excluded`, something
+        waits for others in their place: those that were never measured have less time to answer.
         """
         servers = [server for server in self.servers() if server.peer_id not in excluded]
         if adapter is not None and adapter.content is None:
             servers = [server for server in servers if adapter.is_held_by(server)]
-        measuring = [self._measuring(server.peer_id) for server in servers if self._rtt(server.peer_id) is None]
-        with trio.move_on_after(RTT_TIMEOUT):
-            for done in measuring:
-                await done.wait()
+        await self._measured([server.peer_id for server in servers], patient=not excluded)
         now = trio.current_time()
         found = []
         for server in servers:
-            rtt = self._rtt(server.peer_id)
+            rtt = self.round_trip(server.peer_id)
             if rtt is not None:
                 suspect = self._suspects.get(server.peer_id, 0.0) > now
                 found.append(
@@ -109,27 +126,54 @@ class ServerSelection:
                 )
         return tuple(found)
 
-    def _rtt(self, peer_id: str) -> float | None:
-        """The round trip to a peer, if it was measured lately."""
+    def round_trip(self, peer_id: str) -> float | None:
+        """Seconds to this server and back, as they were measured last; None if they never were, or it is silent."""
         measured = self._rtts.get(peer_id)
-        return None if measured is None or trio.current_time() - measured[1] > RTT_LIFETIME else measured[0]
+        return None if measured is None else measured[0]
 
-    def _measuring(self, peer_id: str) -> trio.Event:
-        """Set when the round trip to a peer is measured, or cannot be. Goes on when nobody waits for it any more: where
-        a connection takes long, through a relay far away, the next look finds it made."""
-        done = self._measures.get(peer_id)
-        if done is None:
-            done = self._measures[peer_id] = trio.Event()
-            self._nursery.start_soon(self._measure, peer_id, done)
-        return done
+    async def _measured(self, peer_ids: Sequence[str], *, patient: bool) -> None:
+        """Measures round trips that are old or unknown, and waits for some of the unknown ones.
+
+        Nobody waits twice for the same measurement; where something waits for the route, nor for a peer that was silent
+        when it was measured last.
+        """
+        now = trio.current_time()
+        known, unknown = [], []
+        for peer_id in peer_ids:
+            measured = self._rtts.get(peer_id)
+            if measured is not None and now - measured[1] <= RTT_LIFETIME:
+                known.append(measured[0])
+                continue
+            measurement = self._measuring(peer_id)
+            if measured is not None:
+                known.append(measured[0])
+            elif patient or now - self._unmeasured.get(peer_id, -math.inf) > RTT_RETRY:
+                unknown.append(measurement)
+        patience = RTT_TIMEOUT if patient else rtt_patience(max(known, default=None))
+        for measurement in unknown:
+            with trio.move_on_at(measurement.begun + patience):
+                await measurement.done.wait()
+
+    def _measuring(self, peer_id: str) -> _Measurement:
+        """The measurement of the round trip to a peer that is under way. It goes on when nobody waits for it any more:
+        where a connection takes long, through a relay far away, the next look finds it made."""
+        measurement = self._measures.get(peer_id)
+        if measurement is None:
+            measurement = self._measures[peer_id] = _Measurement(trio.current_time())
+            self._nursery.start_soon(self._measure, peer_id, measurement.done)
+        return measurement
 
     async def _measure(self, peer_id: str, done: trio.Event) -> None:
         try:
             rtt = await self.swarm.measure_rtt(peer_id, timeout=MEASURE_TIMEOUT)
         except (PeerError, SwarmError):
             self._rtts.pop(peer_id, None)
+            now = trio.current_time()
+            lately = {peer: since for peer, since in self._unmeasured.items() if now - since <= RTT_RETRY}
+            self._unmeasured = lately | {peer_id: now}
         else:
             self._rtts[peer_id] = (rtt, trio.current_time())
+            self._unmeasured.pop(peer_id, None)
         finally:
             del self._measures[peer_id]
             done.set()
@@ -179,7 +223,8 @@ class ServerSelection:
         Raises:
             NoChainError: nobody else holds them.
         """
-        found = second_best(route, index, await self.candidates(excluded, spec.adapter), **self.demand(spec))
+        candidates = await self.candidates({route[index].peer_id, *excluded}, spec.adapter)
+        found = second_best(route, index, candidates, **self.demand(spec))
         if found is None:
             blocks = route[index].span
             raise NoChainError(f"nobody else holds blocks {blocks}", tuple(range(blocks.start, blocks.end)))

@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.client.deadlines import patience, push_patience
+from petalnode.node.client.deadlines import (
+    OPEN_AT_LEAST,
+    OPEN_AT_MOST,
+    RTT_TIMEOUT,
+    SLOW_AT_FIRST,
+    WAIT_BOUNDS,
+    Waits,
+    learnt,
+    open_patience,
+    patience,
+    push_patience,
+    rtt_patience,
+)
 from petalnode.node.client.session.recovery import (
     LEAST_HEAD_START,
     LONGEST_TIMEOUT,
@@ -68,3 +80,52 @@ def test_the_first_answer_to_a_long_prompt_may_take_what_its_bytes_take() -> Non
     assert patience(None, 512, 0, 0.001) == 15.0
     assert patience(None, 512, 16 << 20, 0.1) > 60.0
     assert push_patience(0.1, 16 << 20) > 30.0
+
+
+def test_the_first_answer_is_due_by_what_the_server_announced() -> None:
+    assert patience(None, 1, 0, 0.01, announced=0.02) == 2.0
+    assert patience(None, 500, 0, 0.1, announced=0.5) == pytest.approx(6.0)
+    assert patience(None, 500, 0, 0.1, announced=1e6) == SLOW_AT_FIRST
+
+
+@given(st.floats(0, 1000), st.integers(1, 4096), st.floats(0, 10))
+def test_no_server_is_given_much_longer_than_a_slow_step_takes(usual: float, tokens: int, round_trip: float) -> None:
+    expected = round_trip + usual * tokens
+    given_time = patience(usual, tokens, 0, round_trip)
+    assert max(1.0, expected) <= given_time <= max(1.0, 2 * expected + 4)
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6))
+def test_one_answer_that_took_long_is_no_habit(usual: float, taken: float) -> None:
+    assert learnt(None, taken) == taken
+    assert min(usual, taken) * 0.79 <= learnt(usual, taken) <= max(1.6 * usual, usual + 0.2 * 0.01) + 1e-9
+
+
+def test_a_server_that_became_slow_is_known_to_be_so_soon() -> None:
+    usual: float | None = 0.02
+    for _ in range(10):
+        usual = learnt(usual, 0.1)
+    assert usual is not None and usual > 0.08
+
+
+@given(st.floats(0, 1e9) | st.none())
+def test_opening_and_measuring_are_bounded(round_trip: float | None) -> None:
+    assert 0 < rtt_patience(round_trip) <= RTT_TIMEOUT
+    assert OPEN_AT_LEAST <= open_patience(round_trip or 0.0) <= OPEN_AT_MOST
+
+
+@given(st.lists(st.floats(0, 100)), st.lists(st.floats(0, 100)))
+def test_waits_of_two_sessions_add_up(first: list[float], second: list[float]) -> None:
+    parts = [Waits(), Waits()]
+    for part, seconds in zip(parts, (first, second), strict=True):
+        for one in seconds:
+            part.add("answer", one)
+    told = Waits.of(*parts).fields().get("answer", {"count": 0, "total_ms": 0, "max_ms": 0, "buckets": {}})
+    both = [*first, *second]
+    assert told["count"] == len(both) == sum(told["buckets"].values())
+    assert told["total_ms"] == pytest.approx(1000 * sum(both), abs=0.1)
+    assert told["max_ms"] == pytest.approx(1000 * max(both, default=0), abs=0.1)
+    if both:
+        assert len(told["buckets"]) == len(WAIT_BOUNDS) + 1
+        assert told["buckets"]["more"] == sum(one > WAIT_BOUNDS[-1] for one in both)
+        assert told["buckets"]["10"] == sum(one <= WAIT_BOUNDS[0] for one in both)

@@ -9,10 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from petalnode.node.client.deadlines import open_patience
 from petalnode.node.client.request import MAX_FAILURES
 from petalnode.node.client.session.recovery import (
+    LEAST_ATTEMPT,
+    MOST_ATTEMPTS,
     Answered,
+    AskOthers,
+    Attempt,
     AttemptFailed,
+    AwaitAttempts,
     Loss,
     PathAction,
     PathEvent,
@@ -37,6 +43,7 @@ from petalnode.node.client.session.recovery import (
     begin_step,
     next_action,
     next_path_action,
+    next_search_action,
 )
 
 
@@ -293,3 +300,65 @@ def test_a_server_is_looked_for_as_long_as_it_keeps_the_session() -> None:
     assert isinstance(action, TakeUp) and state.attempts == 1
     state, action = next_path_action(state, AttemptFailed(now=20.0))
     assert action is PathWork.STOP and state.gone
+
+
+# --- several chains side by side
+
+
+def test_nobody_is_asked_beside_one_that_gets_on() -> None:
+    assert next_search_action([], 7.0, 0.0) == AskOthers()
+    assert next_search_action([Attempt(0.0, 9.0, True)], 7.0, 0.0) == AwaitAttempts(9.0)
+    assert next_search_action([Attempt(0.0, 5.0, True), Attempt(5.0, 9.0, True)], 7.0, 0.0) == AwaitAttempts(9.0)
+    assert next_search_action([Attempt(0.0, 5.0, True), Attempt(5.0, 6.0, True)], 7.0, 0.0) == AskOthers()
+
+
+def test_who_is_not_known_yet_cannot_be_avoided_by_another() -> None:
+    assert next_search_action([Attempt(0.0, float("inf"), False)], 7.0, 0.0) == AwaitAttempts(float("inf"))
+
+
+def test_where_there_are_no_others_nobody_is_asked_before_the_next_look() -> None:
+    assert next_search_action([Attempt(0.0, 5.0, True)], 7.0, 8.0) == AwaitAttempts(8.0)
+
+
+def test_so_many_are_asked_at_once_and_then_the_oldest_makes_room() -> None:
+    many = [Attempt(0.1 * number, 0.1 * number + 0.1, True) for number in range(MOST_ATTEMPTS)]
+    assert next_search_action(many, 2.0, 0.0) == AwaitAttempts(LEAST_ATTEMPT)
+    assert next_search_action(many, LEAST_ATTEMPT, 0.0) == AskOthers(instead_of=0)
+    assert next_search_action(many[::-1], LEAST_ATTEMPT, 0.0) == AskOthers(instead_of=MOST_ATTEMPTS - 1)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 5), st.booleans()), max_size=MOST_ATTEMPTS),
+    st.floats(0, 60),
+    st.floats(0, 60),
+)
+def test_a_search_asks_others_or_waits_for_a_moment_to_come(
+    attempts: list[tuple[float, float, bool]], now: float, not_before: float
+) -> None:
+    states = [Attempt(begun, begun + patience, routed) for begun, patience, routed in attempts]
+    match next_search_action(states, now, not_before):
+        case AskOthers(None):
+            assert len(states) < MOST_ATTEMPTS
+            assert not states or all(state.routed and state.due <= now for state in states)
+        case AskOthers(int(index)):
+            assert states[index].begun + LEAST_ATTEMPT <= now
+        case AwaitAttempts(until):
+            assert until > now, "it would look again at once"
+
+
+def test_the_last_of_many_silent_ones_is_found_in_a_time_that_grows_slowly() -> None:
+    """Each of them seems better than the one that is well, and all are silent from the first moment on."""
+
+    def until_asked(silent: int) -> float:
+        attempts: list[Attempt] = []
+        now = 0.0
+        while len(attempts) < silent:
+            action = next_search_action(attempts, now, 0.0)
+            if isinstance(action, AwaitAttempts):
+                now = action.until
+            else:
+                attempts.append(Attempt(now, now + open_patience(0.1) / (1 + len(attempts)), True))
+        return max(attempt.due for attempt in attempts)
+
+    assert until_asked(1) <= 1.0
+    assert until_asked(MOST_ATTEMPTS - 1) <= 3.0

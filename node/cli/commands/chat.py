@@ -332,6 +332,7 @@ class _Chatter:
                 ],
                 recoveries=recoveries,
                 reused=self.conversation.reused,
+                waits=self.conversation.waits.fields(),
                 disagreements=[disagreement.fields() for disagreement in self.disagreements[disagreed:]],
             )
         else:

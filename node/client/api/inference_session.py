@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -81,6 +82,12 @@ class InferenceSession:
     def recoveries(self) -> int:
         """How many failed servers were replaced so far."""
         return 0 if self._session is None else self._session.recoveries
+
+    @property
+    def waits(self) -> dict[str, dict[str, Any]]:
+        """What the session has waited for so far: for each cause `count`, `total_ms`, `max_ms` and `buckets`, how many
+        waits by upper bound in milliseconds. The causes are in docs/recovery.md."""
+        return {} if self._session is None else self._session.waits.fields()
 
     @property
     def position(self) -> int:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import trio
 
-from ...errors import NoChainError, ServerFailed, SwarmError, unwrapped
+from ...errors import BadInput, ServerFailed, SwarmError
 from ...swarm.routing import Hop
-from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, STANDBY_RETRY
+from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL, STANDBY_RETRY, Waits
 from ..request import StreamLost
 from ..router import Router, ServerSearch, note_failure
 from .history import Input, InputHistory, merged
+from .link import ServerLink, Standby, close_links, step_limit
+from .opening import FindRoute, Opening, replay_step
 from .reconnector import PathChanges, SessionReconnector
-from .stream import SessionSpec, SessionStream
+from .stream import SessionSpec
 
 STANDBY_LAG: Final = 2
 """Tokens that a standby may be behind when it is called ready: what the switch costs at most."""
@@ -23,40 +26,6 @@ STANDBY_LAG: Final = 2
 
 class HistoryLost(SwarmError):
     """A server failed whose inputs this process has not seen: the session must be filled anew from its tokens."""
-
-
-@dataclass(eq=False)
-class ServerLink:
-    """One server of the chain, and the inputs that made its cache.
-
-    `usual`: seconds that its last answers took per token, beyond the round trip. `reconnector`: once it is in the
-    chain.
-    """
-
-    server: SessionStream
-    history: InputHistory = field(default_factory=InputHistory)
-    usual: float | None = None
-    standby: Standby | None = None
-    reconnector: SessionReconnector | None = None
-    no_standby_until: float = 0.0
-
-    def note(self, tokens: int) -> None:
-        taken = max(0.0, self.server.timing.total - self.server.round_trip) / tokens
-        self.usual = taken if self.usual is None else 0.8 * self.usual + 0.2 * taken
-
-    @property
-    def standby_ready(self) -> bool:
-        return self.standby is not None and self.standby.ready
-
-
-@dataclass(eq=False)
-class Standby:
-    """Servers that are brought to where a link is, to take its place. `applied`: the link's inputs they have."""
-
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    links: list[ServerLink] = field(default_factory=list)
-    applied: list[Input] = field(default_factory=list)
-    ready: bool = False
 
 
 class Chain:
@@ -69,6 +38,7 @@ class Chain:
         paths: how often a server's session went on over another stream instead.
         between_steps: held by every step.
         no_push: until when a server does not push to another one, because a push between them was lost.
+        waits: what its steps and its looking for servers took.
     """
 
     def __init__(self, router: Router, spec: SessionSpec, wait: bool) -> None:
@@ -80,7 +50,16 @@ class Chain:
         self.paths = PathChanges()
         self.between_steps = trio.Lock()
         self.no_push: dict[tuple[str, str], float] = {}
+        self.waits = Waits()
         self._wait = wait
+        self._openings: set[Opening] = set()
+
+    @property
+    def coming(self) -> set[str]:
+        """The servers that may come into the chain: those that are asked right now, and standbys."""
+        standbys = [link.standby for link in self.links if link.standby is not None]
+        held = {link.server.hop.peer_id for standby in standbys for link in standby.links}
+        return held.union(*(opening.peers for opening in self._openings))
 
     @property
     def route(self) -> tuple[Hop, ...]:
@@ -160,95 +139,61 @@ class Chain:
             lost=because is not None,
             ask_again=lambda failure: failure is not because or reconnector is None or not reconnector.state.may_return,
         )
-        while True:
-            try:
-                route = await self.router.route(spec, search.refused)
-            except NoChainError as error:
-                await search.found_nobody(error)
-                continue
-            links: list[ServerLink] = []
-            try:
-                await self._open_links(spec, route, links)
-                await self._replay(links, history.replay(position, step_limit(links)))
-            except ServerFailed as error:
-                await close_links(links)
-                search.refuse(error)
-            except BaseException:
-                await close_links(links)
-                raise
-            else:
-                return links
+        find = partial(self.router.route, spec)
+        return await self._open(spec, history, position, find, search)
 
-    async def _open_links(self, spec: SessionSpec, route: Sequence[Hop], links: list[ServerLink]) -> None:
-        """Opens a session at every server of `route`, side by side. `links` then has those that must be closed.
-
-        Raises:
-            ServerFailed: one of them cannot be reached or refuses.
-        """
-        opened: dict[Hop, ServerLink] = {}
-        self.route_epoch += 1
-        epoch, router = self.route_epoch, self.router
-
-        async def open_one(index: int, hop: Hop) -> None:
-            payment = await router.payment(hop, spec)
-            async with router.adapter_at(hop, spec):
-                stream = await router.connect(hop)
-                claims, log = router.claims_of(hop.peer_id), router.receipts.session(hop.peer_id)
-                server = SessionStream(stream, hop, spec, router.peer_id, claims=claims, log=log)
-                opened[hop] = ServerLink(server)
-                await server.open(
-                    epoch,
-                    upstream=route[index - 1].peer_id if index else None,
-                    downstream=route[index + 1].peer_id if spec.push and index + 1 < len(route) else None,
-                    payment=payment,
-                )
-                if payment is not None and server.priority:
-                    router.paid(payment)
-
+    async def _open(
+        self, spec: SessionSpec, history: InputHistory, position: int, find: FindRoute, search: ServerSearch
+    ) -> list[ServerLink]:
+        opening = Opening(self.router, spec, history, position, find=find, epoch=self._next_epoch, waits=self.waits)
+        self._openings.add(opening)
         try:
-            with unwrapped(ServerFailed):
-                async with trio.open_nursery() as nursery:
-                    for index, hop in enumerate(route):
-                        nursery.start_soon(open_one, index, hop)
+            return await opening.run(search)
         finally:
-            links.extend(opened[hop] for hop in route if hop in opened)
+            self._openings.discard(opening)
 
-    async def _replay(self, links: Sequence[ServerLink], steps: Sequence[Input]) -> None:
-        """Runs `steps` through new links, one server after the other, to build their caches.
-
-        Raises:
-            ServerFailed: one of them failed.
-        """
-        epoch = self.route_epoch
-        for step in steps:
-            for link in links:
-                chunk = await link.server.exchange(step.chunk, step.position, step.reorder, epoch)
-                link.history.append(step)
-                step = replace(step, chunk=chunk)
+    def _next_epoch(self) -> int:
+        self.route_epoch += 1
+        return self.route_epoch
 
     # --- standbys
 
-    def prepare_standby(self, link: ServerLink) -> None:
-        """Begins to prepare other servers for the blocks of `link`, unless that is under way or was tried just now."""
-        if link.standby is None and trio.current_time() >= link.no_standby_until:
+    def prepare_standby(self, link: ServerLink, *, late: bool = False) -> None:
+        """Begins to prepare other servers for the blocks of `link`, unless that is under way or was tried just now.
+
+        `late`: a step waits for it, and it is tried again soon.
+        """
+        pause = RETRY_INTERVAL if late else STANDBY_RETRY
+        if link.standby is None and trio.current_time() >= link.standby_failed + pause:
             link.standby = Standby()
             self.router.start_soon(self._prepare, link, link.standby)
 
     async def _prepare(self, link: ServerLink, standby: Standby) -> None:
         with standby.scope:
             try:
-                spec = replace(self.spec, span=link.server.hop.span)
-                route = await self.router.standby(self.spec, self.route, self.links.index(link))
-                await self._open_links(spec, route, standby.links)
-                while await self._catch_up(link, standby) > STANDBY_LAG:
-                    pass
+                await self._bring(link, standby)
                 standby.ready = True
                 return
-            except (SwarmError, ValueError):
+            except (SwarmError, BadInput, ValueError):
                 pass  # nobody else can, or the link has left the chain meanwhile
         link.standby = None
-        link.no_standby_until = trio.current_time() + STANDBY_RETRY
+        link.standby_failed = trio.current_time()
         await close_links(standby.links)
+
+    async def _bring(self, link: ServerLink, standby: Standby) -> None:
+        if link.history.start:
+            raise HistoryLost("what the server held before this process started is not known here")
+
+        async def find(excluded: Collection[str]) -> tuple[Hop, ...]:
+            return await self.router.standby(self.spec, self.route, self.links.index(link), excluded)
+
+        spec = replace(self.spec, span=link.server.hop.span)
+        now, applied = trio.current_time(), link.history.needed(link.history.end)
+        search = ServerSearch(self.router, {}, until=now, wait=False, lost=True, ask_again=lambda _: True)
+        standby.links = await self._open(spec, InputHistory(applied), link.history.end, find, search)
+        standby.applied = applied
+        while await self._catch_up(link, standby) > STANDBY_LAG:
+            pass
 
     async def switch_to_standbys(self) -> None:
         """Puts every standby that is ready in its place."""
@@ -267,7 +212,7 @@ class Chain:
         try:
             await self._catch_up(link, standby)
         except BaseException as error:
-            link.no_standby_until = trio.current_time() + STANDBY_RETRY
+            link.standby_failed = trio.current_time()
             self.router.start_soon(close_links, standby.links)
             if not isinstance(error, SwarmError):
                 raise
@@ -295,20 +240,29 @@ class Chain:
         if any(step.reorder for step in standby.applied[common:]):
             raise SwarmError("the standby took a reorder that was undone")
         todo = wanted[common:]
-        await self._replay(standby.links, merged(todo, step_limit(standby.links)))
+        for step in merged(todo, step_limit(standby.links)):
+            await self._replay_soon(standby.links, step)
         standby.applied = wanted
         return sum(step.chunk.tokens for step in todo)
 
+    async def _replay_soon(self, links: Sequence[ServerLink], step: Input) -> None:
+        """Runs one input through the servers of a standby, for whose answers something may be waiting.
 
-def step_limit(links: Sequence[ServerLink]) -> int:
-    """Tokens of a row that one step through all of `links` may have."""
-    return min((link.server.max_step_tokens for link in links), default=1)
+        Raises:
+            ServerFailed: one of them failed, or did not answer in time.
+        """
+        asked: list[tuple[ServerLink, float]] = []
+        try:
+            with trio.CancelScope() as scope:
 
+                def before(link: ServerLink, patience: float) -> None:
+                    asked.append((link, patience))
+                    scope.deadline = trio.current_time() + patience
 
-async def close_links(links: Sequence[ServerLink], leave: bool = False) -> None:
-    """Ends the sessions of `links`, side by side, or leaves them at their servers. Never raises."""
-    async with trio.open_nursery() as nursery:
-        for link in links:
-            if link.reconnector is not None:
-                link.reconnector.cancel()
-            nursery.start_soon(link.server.leave if leave else link.server.close)
+                await replay_step(links, step, self.route_epoch, before)
+            if scope.cancelled_caught:
+                link, patience = asked[-1]
+                raise link.server.silent(patience)
+        except ServerFailed as error:
+            note_failure(self.router, error)
+            raise

@@ -21,10 +21,9 @@ from ...swarm.routing import Hop
 from ...verification.judging import judge_answer
 from ...verification.tolerances import Kind, Tolerance
 from ..chunks import from_chunks
-from ..deadlines import RETRY_INTERVAL
+from ..deadlines import RETRY_INTERVAL, Waits
 from ..request import WireTensor
 from ..router import ModelClient, Router
-from .chain import ServerLink
 from .comparing import (
     Agreement,
     Disagreement,
@@ -36,6 +35,7 @@ from .comparing import (
     settle,
     tolerance_between,
 )
+from .link import ServerLink
 from .session import ClientSession
 from .stream import SessionSpec
 
@@ -68,7 +68,7 @@ class ReplicaChain:
     @property
     def used(self) -> set[str]:
         """The servers that it has, and those that it means to have."""
-        return self._coming | {hop.peer_id for hop in self.session.route}
+        return self._coming | self.session.coming | {hop.peer_id for hop in self.session.route}
 
     async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
         async with self._compared.choosing:
@@ -118,6 +118,11 @@ class ComparedSession:
     @property
     def recoveries(self) -> int:
         return self._recovered + sum(chain.session.recoveries for chain in self._chains)
+
+    @property
+    def waits(self) -> Waits:
+        """What the steps of all chains waited for."""
+        return Waits.of(*(chain.session.waits for chain in self._chains))
 
     @property
     def position(self) -> int:

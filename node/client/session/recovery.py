@@ -15,10 +15,15 @@ round trip where a replacement costs a replay.
 
 `next_path_action(state, event)` does the same for the stream to one server, between steps as well as in the middle of
 one; `reconnector.SessionReconnector` carries it out.
+
+`next_search_action(attempts, now, not_before)` says when others are asked to take some blocks beside those that were
+asked already and are silent; `opening.Opening` carries it out.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Literal
@@ -35,6 +40,10 @@ FIRST_TIMEOUT: Final = 2.0
 LONGEST_TIMEOUT: Final = 8.0
 PAUSE: Final = 0.3
 """Seconds between two attempts to take a session up."""
+MOST_ATTEMPTS: Final = 8
+"""Chains for the same blocks that are asked side by side: each reserves room at its servers until one is chosen."""
+LEAST_ATTEMPT: Final = 4.0
+"""Seconds that a silent chain has at least before it makes room for another one beside `MOST_ATTEMPTS`."""
 REFRESH_AFTER: Final = 2
 """Failed attempts after which the swarm is asked where the server is now."""
 
@@ -198,7 +207,7 @@ _WAITING: Final = ("pushed", "sent", "late")
 _AWAITED: Final[dict[Signal | type, tuple[Phase, ...]]] = {
     Signal.SENT: ("sending",),
     Signal.LATE: _WAITING,
-    Signal.STANDBY_READY: ("late",),
+    Signal.STANDBY_READY: ("sending", "late"),
     Signal.HEAD_START_OVER: ("reconnecting",),
     Signal.SESSION_GONE: ("reconnecting",),
     Signal.SWITCH_FAILED: ("switching",),
@@ -370,3 +379,57 @@ def next_path_action(state: PathState, event: PathEvent) -> tuple[PathState, Pat
     if state.lost:
         return state, TakeUp(state.attempts, PAUSE if state.attempts else 0.0, state.attempts >= REFRESH_AFTER)
     return state, PathWork.MOVE if event is PathSignal.DIRECT else PathWork.WATCH
+
+
+# --- servers for some blocks, several chains side by side
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A chain of servers that is asked to take some blocks.
+
+    begun: when; due: when something should have come of what it does now, both seconds of the caller's clock. routed:
+    it is known which servers these are.
+    """
+
+    begun: float
+    due: float
+    routed: bool
+
+
+@dataclass(frozen=True)
+class AskOthers:
+    """Ask other servers beside those that were asked, without those of them that are silent; `instead_of`: in the place
+    of this one of the attempts."""
+
+    instead_of: int | None = None
+
+
+@dataclass(frozen=True)
+class AwaitAttempts:
+    """Wait until an attempt ends or gets on, but only until then."""
+
+    until: float
+
+
+SearchAction = AskOthers | AwaitAttempts
+
+
+def next_search_action(attempts: Sequence[Attempt], now: float, not_before: float) -> SearchAction:
+    """What is to be done while chains of servers are asked to take some blocks.
+
+    Others are asked when all are overdue: one that gets on is waited for. `not_before` that moment there are no others
+    (seconds of the caller's clock).
+    """
+    if not attempts:
+        return AskOthers()
+    if not all(attempt.routed for attempt in attempts):
+        return AwaitAttempts(math.inf)
+    due = max(not_before, *(attempt.due for attempt in attempts))
+    if now < due:
+        return AwaitAttempts(due)
+    if len(attempts) < MOST_ATTEMPTS:
+        return AskOthers()
+    oldest = min(range(len(attempts)), key=lambda index: attempts[index].begun)
+    over = attempts[oldest].begun + LEAST_ATTEMPT
+    return AskOthers(instead_of=oldest) if now >= over else AwaitAttempts(over)

@@ -18,10 +18,12 @@ import trio
 from ....protocols.ids import Span
 from ...errors import BadInput, SwarmError, unwrapped
 from ...swarm.routing import Hop
+from ..deadlines import RESUME_TIMEOUT, Waits
 from ..request import WireTensor
 from ..router import Router
-from .chain import Chain, ServerLink, close_links, step_limit
+from .chain import Chain
 from .history import Input, InputHistory
+from .link import ServerLink, close_links, step_limit
 from .reconnector import PathChanges
 from .step import StepRun
 from .stream import HopTiming, SessionSpec, SessionStream
@@ -72,6 +74,16 @@ class ClientSession:
     def recoveries(self) -> int:
         """Servers that were replaced so far."""
         return self._chain.recoveries
+
+    @property
+    def waits(self) -> Waits:
+        """What its steps have waited for so far."""
+        return self._chain.waits
+
+    @property
+    def coming(self) -> set[str]:
+        """The servers that may come into the chain."""
+        return self._chain.coming
 
     @property
     def paths(self) -> PathChanges:
@@ -129,17 +141,21 @@ class ClientSession:
             links.append(ServerLink(server))
             positions.append(await server.resume(link.epoch))
 
+        resumed = False
         try:
-            with unwrapped(SwarmError):
+            with unwrapped(SwarmError), trio.move_on_after(RESUME_TIMEOUT):
                 async with trio.open_nursery() as nursery:
                     for link in saved.links:
                         nursery.start_soon(resume_one, link)
+                resumed = True
         except (SwarmError, ValueError):
+            pass
+        if not resumed:
             await close_links(links)
             return False
         self._position = min(positions)
-        for resumed in links:
-            resumed.history = InputHistory(start=self._position)
+        for taken in links:
+            taken.history = InputHistory(start=self._position)
         self._chain.links = sorted(links, key=lambda link: link.server.hop.span.start)
         self._chain.route_epoch = saved.route_epoch + 1
         return True
@@ -183,8 +199,10 @@ class ClientSession:
         for chunk in chunks:
             inputs.append(Input(position, first, chunk))
             position, first = position + chunk.tokens, ()
+        begun = trio.current_time()
         async with self._chain.between_steps:
             await self._chain.switch_to_standbys()
+            self.waits.add("turn", trio.current_time() - begun)
             for link in self._chain.links:
                 self._chain.reconnector(link)
             self._torn = bool(reorder)

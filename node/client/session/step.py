@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Final
 
 import trio
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.inference import pushed_step
-from ...errors import BadInput, ServerFailed, SwarmError
-from ..deadlines import PUSH_RETRY, STANDBY_POLL, patience, push_patience
+from ...errors import BadInput, ServerFailed, SwarmError, unwrapped
+from ..deadlines import PUSH_RETRY, STANDBY_POLL, WaitCause, push_patience
 from ..request import StreamLost, WireTensor, blames_request
-from .chain import Chain, ServerLink
+from .chain import Chain
 from .history import Input
+from .link import ServerLink
 from .recovery import (
     Answered,
     Loss,
@@ -33,6 +35,10 @@ from .recovery import (
     next_action,
 )
 from .stream import Answer
+
+UNWATCHED_BYTES: Final = 1 << 16
+"""Of a step that is sent without a look at how long that takes: it fits the least window of a stream (256 KiB)."""
+_RECEIVING: Final[dict[Phase, WaitCause]] = {"pushed": "push", "sent": "answer", "late": "late"}
 
 
 class StepRun:
@@ -67,8 +73,16 @@ class StepRun:
             SwarmError: several servers in a row failed at this step.
         """
         state, action = begin_step(len(self._links))
-        while action is not Recover.FINISH:
-            state, action = next_action(state, await self._carry_out(action))
+        waits = self._chain.waits
+        with waits.timed("step"):
+            while action is not Recover.FINISH:
+                begun, cause = trio.current_time(), wait_cause(action)
+                event = await self._carry_out(action)
+                waits.add(cause, trio.current_time() - begun)
+                if isinstance(event, Replaced):
+                    # Where one server is silent another may be, and what is pushed to it is missed later.
+                    self._push = False
+                state, action = next_action(state, event)
         return self._chunk
 
     @property
@@ -113,8 +127,32 @@ class StepRun:
             self._asked = self._request()
             self._deadline, self._pushed = None, False
         self._begin()
+        if len(self._chunk.payload) > UNWATCHED_BYTES:
+            return await self._send_watched(link, self._asked)
         await link.server.send(self._asked, self._chunk)
         return Signal.SENT
+
+    async def _send_watched(self, link: ServerLink, asked: wire.Step) -> StepEvent:
+        """Sends a large step. If the server does not read it for long, a standby takes its place in the middle of it.
+
+        The stream is reset then; the session at the server is taken up again if the switch fails.
+        """
+        event: StepEvent = Signal.STANDBY_READY
+
+        async def watch() -> None:
+            await trio.sleep(link.patience(self._chunk))
+            while not link.standby_ready:
+                self._chain.prepare_standby(link, late=True)
+                await trio.sleep(STANDBY_POLL)
+            nursery.cancel_scope.cancel()
+
+        with unwrapped(ServerFailed):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch)
+                await link.server.send(asked, self._chunk)
+                event = Signal.SENT
+                nursery.cancel_scope.cancel()
+        return event
 
     def _begin(self) -> None:
         server = self._link.server
@@ -143,7 +181,7 @@ class StepRun:
         link, asked = self._link, self._asked
         assert asked is not None
         nbytes, round_trip = len(self._chunk.payload), link.server.round_trip
-        patient = min(patience(link.usual, self._chunk.tokens, nbytes, round_trip), self._chain.spec.step_timeout)
+        patient = min(link.patience(self._chunk), self._chain.spec.step_timeout)
         if phase == "late":
             return await self._receive_late(link, asked)
         if phase == "pushed":
@@ -154,8 +192,9 @@ class StepRun:
         return Signal.LATE if answer is None else self._answered(answer, phase)
 
     async def _receive_late(self, link: ServerLink, asked: wire.Step) -> StepEvent:
+        self._chain.router.suspect(link.server.hop.peer_id)  # before another step of this client asks it
         while self._deadline is not None and trio.current_time() < self._deadline:
-            self._chain.prepare_standby(link)
+            self._chain.prepare_standby(link, late=True)
             answer = await link.server.receive(asked, self._chunk, STANDBY_POLL)
             if answer is not None:
                 return self._answered(answer, "late")
@@ -245,6 +284,23 @@ class StepRun:
         except (SwarmError, BadInput) as error:
             self._impossible = error
             return Signal.NOBODY_ELSE
+
+
+def wait_cause(action: StepAction) -> WaitCause:
+    """By what a step waits while it carries out an action."""
+    match action:
+        case Send():
+            return "send"
+        case Receive():
+            return _RECEIVING[action.phase]
+        case Reconnect():
+            return "reconnect"
+        case Recover.RACE:
+            return "race"
+        case Recover.SWITCH:
+            return "switch"
+        case _:
+            return "replace"
 
 
 def _peers(sender: ServerLink, receiver: ServerLink) -> tuple[str, str]:

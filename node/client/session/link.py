@@ -1,0 +1,68 @@
+"""One server of a chain: its stream, the inputs that made its cache, and those that may take its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import trio
+
+from ..deadlines import learnt, patience
+from ..request import WireTensor
+from .history import Input, InputHistory
+from .reconnector import SessionReconnector
+from .stream import SessionStream
+
+
+@dataclass(eq=False)
+class ServerLink:
+    """One server of the chain, and the inputs that made its cache.
+
+    `usual`: seconds that its last answers took per token, beyond the round trip. `reconnector`: once it is in the
+    chain. `standby_failed`: when no standby could be had.
+    """
+
+    server: SessionStream
+    history: InputHistory = field(default_factory=InputHistory)
+    usual: float | None = None
+    standby: Standby | None = None
+    reconnector: SessionReconnector | None = None
+    standby_failed: float = -math.inf
+
+    def note(self, tokens: int) -> None:
+        """Learns from the last answer, to a step of so many tokens."""
+        self.usual = learnt(self.usual, max(0.0, self.server.timing.total - self.server.round_trip) / tokens)
+
+    def patience(self, chunk: WireTensor) -> float:
+        """Seconds after which the answer to a step with this input is late."""
+        announced = self.server.announced_seconds(chunk.tokens * chunk.tensor.shape[0])
+        return patience(self.usual, chunk.tokens, len(chunk.payload), self.server.round_trip, announced)
+
+    @property
+    def standby_ready(self) -> bool:
+        return self.standby is not None and self.standby.ready
+
+
+@dataclass(eq=False)
+class Standby:
+    """Servers that are brought to where a link is, to take its place. `applied`: the link's inputs they have."""
+
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    links: list[ServerLink] = field(default_factory=list)
+    applied: list[Input] = field(default_factory=list)
+    ready: bool = False
+
+
+def step_limit(links: Sequence[ServerLink]) -> int:
+    """Tokens of a row that one step through all of `links` may have."""
+    return min((link.server.max_step_tokens for link in links), default=1)
+
+
+async def close_links(links: Sequence[ServerLink], leave: bool = False) -> None:
+    """Ends the sessions of `links`, side by side, or leaves them at their servers. Never raises."""
+    async with trio.open_nursery() as nursery:
+        for link in links:
+            if link.reconnector is not None:
+                link.reconnector.cancel()
+            nursery.start_soon(link.server.leave if leave else link.server.close)

@@ -1,0 +1,245 @@
+"""Brings servers to some blocks: opens sessions there and fills their caches, at several chains where some are silent.
+
+As with addresses in Happy Eyeballs (RFC 8305), others are tried beside those that were asked first and do not get on;
+the first chain that is ready is taken, and the sessions at the others are closed. When others are asked is decided in
+`recovery.next_search_action`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import trio
+
+from ...errors import NoChainError, PetalnodeError, ServerFailed, unwrapped
+from ...swarm.routing import Hop
+from ..deadlines import LOOK_TIMEOUT, RETRY_INTERVAL, Waits, open_patience
+from ..router import Router, ServerSearch
+from .history import Input, InputHistory
+from .link import ServerLink, close_links, step_limit
+from .recovery import AskOthers, Attempt, next_search_action
+from .stream import SessionSpec, SessionStream
+
+FindRoute = Callable[[Collection[str]], Awaitable[tuple[Hop, ...]]]
+"""The best chain for some blocks without the excluded peers. Raises NoChainError."""
+
+
+@dataclass(eq=False)
+class _Run:
+    """One chain that is asked. `waits_for`: the servers of it whose answer is due now."""
+
+    state: Attempt
+    pays: bool
+    route: tuple[Hop, ...] = ()
+    links: list[ServerLink] = field(default_factory=list)
+    waits_for: set[str] = field(default_factory=set)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    failure: ServerFailed | NoChainError | None = None
+    done: bool = False
+
+
+class Opening:
+    """Looks for servers for the blocks of `spec` that hold what `history` says, up to `position`, by `run`.
+
+    `epoch` gives the number of the route for each chain that is tried. Servers that are found to be silent are
+    suspected at once, so that no other step of this client asks them meanwhile.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        spec: SessionSpec,
+        history: InputHistory,
+        position: int,
+        *,
+        find: FindRoute,
+        epoch: Callable[[], int],
+        waits: Waits,
+    ) -> None:
+        self._router = router
+        self._spec = spec
+        self._history = history
+        self._position = position
+        self._find = find
+        self._epoch = epoch
+        self._waits = waits
+        self._runs: list[_Run] = []
+        self._not_before = -math.inf
+        self._changed = trio.Event()
+
+    @property
+    def peers(self) -> set[str]:
+        """The servers that are being asked."""
+        return {hop.peer_id for run in self._runs for hop in run.route}
+
+    async def run(self, search: ServerSearch) -> list[ServerLink]:
+        """The servers that are ready first, each with the inputs that it was given.
+
+        Those that fail are left out and the rest tried, for as long as `search` has it.
+
+        Raises:
+            NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
+            BadInput: no server takes a session like this.
+        """
+        with unwrapped(PetalnodeError):
+            async with trio.open_nursery() as nursery:
+                try:
+                    links = await self._first_ready(search, nursery)
+                finally:
+                    for run in self._runs:
+                        self._let_go(run)
+                nursery.cancel_scope.cancel()
+        return links
+
+    async def _first_ready(self, search: ServerSearch, nursery: trio.Nursery) -> list[ServerLink]:
+        while True:
+            nobody: NoChainError | None = None
+            for run in [run for run in self._runs if run.done]:
+                self._runs.remove(run)
+                if isinstance(run.failure, ServerFailed):
+                    search.refuse(run.failure)
+                elif run.failure is not None:
+                    nobody = run.failure
+                else:
+                    return run.links
+            if nobody is not None and not self._runs:
+                with self._waits.timed("look"):
+                    await search.found_nobody(nobody)
+            elif nobody is not None:
+                self._not_before = math.inf
+                nursery.start_soon(self._look, search)
+            states = [run.state for run in self._runs]
+            action = next_search_action(states, trio.current_time(), self._not_before)
+            if isinstance(action, AskOthers):
+                if action.instead_of is not None:
+                    self._let_go(self._runs.pop(action.instead_of))
+                self._ask_others(search, nursery)
+            else:
+                with trio.move_on_at(action.until):
+                    await self._changed.wait()
+
+    async def _look(self, search: ServerSearch) -> None:
+        """Looks for others while those that are known are silent."""
+        with self._waits.timed("look"), trio.move_on_after(LOOK_TIMEOUT):
+            await self._router.refresh()
+        await trio.sleep(RETRY_INTERVAL)
+        search.reconsider()
+        self._not_before = trio.current_time()
+        self._notify()
+
+    def _ask_others(self, search: ServerSearch, nursery: trio.Nursery) -> None:
+        silent = {peer_id for run in self._runs for peer_id in run.waits_for}
+        for peer_id in silent:
+            self._router.suspect(peer_id)
+        now = trio.current_time()
+        # Points are spent once: who is asked beside others has to do without.
+        run = _Run(Attempt(now, math.inf, routed=False), pays=not self._runs)
+        self._runs.append(run)
+        nursery.start_soon(self._try, run, {*search.refused, *silent})
+
+    def _let_go(self, run: _Run) -> None:
+        """Gives a chain up that was not chosen. Its servers need no answer of ours to be asked again."""
+        run.scope.cancel()
+        if run.done and run.failure is None:
+            self._router.start_soon(close_links, run.links)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    # --- one chain
+
+    async def _try(self, run: _Run, excluded: Collection[str]) -> None:
+        ready = False
+        try:
+            with run.scope:
+                with self._waits.timed("route"):
+                    run.route = await self._find(excluded)
+                epoch = self._epoch()
+                with self._waits.timed("open"):
+                    await self._open(run, epoch)
+                with self._waits.timed("replay"):
+                    await self._replay(run, epoch)
+                ready = True
+        except (ServerFailed, NoChainError) as error:
+            run.failure = error
+        finally:
+            if not ready:
+                self._router.start_soon(close_links, run.links)
+        run.done = True
+        self._notify()
+
+    def _gets_on(self, run: _Run, waits_for: Collection[str], patience: float) -> None:
+        """The run has come to a point from which on it waits for these servers, for so many seconds before others are
+        asked; the more are silent already, the less is given to the next."""
+        run.waits_for = set(waits_for)
+        silent = sum(other.state.due <= trio.current_time() for other in self._runs)
+        run.state = replace(run.state, due=trio.current_time() + patience / (1 + silent), routed=True)
+        self._notify()
+
+    async def _open(self, run: _Run, epoch: int) -> None:
+        """Opens a session at every server of the route, side by side. `links` then has those that must be closed.
+
+        Raises:
+            ServerFailed: one of them cannot be reached or refuses.
+        """
+        opened: dict[Hop, ServerLink] = {}
+        route, spec, router = run.route, self._spec, self._router
+        trips = [router.round_trip(hop.peer_id) or 0.0 for hop in route]
+        self._gets_on(run, {hop.peer_id for hop in route}, open_patience(max(trips, default=0.0)))
+
+        async def open_one(index: int, hop: Hop) -> None:
+            payment = await router.payment(hop, spec) if run.pays else None
+            async with router.adapter_at(hop, spec):
+                stream = await router.connect(hop)
+                claims, log = router.claims_of(hop.peer_id), router.receipts.session(hop.peer_id)
+                server = SessionStream(stream, hop, spec, router.peer_id, claims=claims, log=log)
+                opened[hop] = ServerLink(server)
+                await server.open(
+                    epoch,
+                    upstream=route[index - 1].peer_id if index else None,
+                    downstream=route[index + 1].peer_id if spec.push and index + 1 < len(route) else None,
+                    payment=payment,
+                )
+                if payment is not None and server.priority:
+                    router.paid(payment)
+            run.waits_for.discard(hop.peer_id)
+
+        try:
+            with unwrapped(ServerFailed):
+                async with trio.open_nursery() as nursery:
+                    for index, hop in enumerate(route):
+                        nursery.start_soon(open_one, index, hop)
+        finally:
+            run.links.extend(opened[hop] for hop in route if hop in opened)
+
+    async def _replay(self, run: _Run, epoch: int) -> None:
+        """Runs the inputs through the new servers, one after the other, to build their caches.
+
+        Raises:
+            ServerFailed: one of them failed.
+        """
+
+        def before(link: ServerLink, patience: float) -> None:
+            self._gets_on(run, [link.server.hop.peer_id], patience)
+
+        for step in self._history.replay(self._position, step_limit(run.links)):
+            await replay_step(run.links, step, epoch, before)
+
+
+async def replay_step(
+    links: Sequence[ServerLink], step: Input, epoch: int, before: Callable[[ServerLink, float], object]
+) -> None:
+    """Runs one input through servers that have the ones before. `before(link, seconds)` is called before each server is
+    asked, with the seconds after which its answer is late.
+
+    Raises:
+        ServerFailed: one of them failed.
+    """
+    for link in links:
+        before(link, link.patience(step.chunk))
+        chunk = await link.server.exchange(step.chunk, step.position, step.reorder, epoch)
+        link.history.append(step)
+        step = replace(step, chunk=chunk)

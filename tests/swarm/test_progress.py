@@ -1,0 +1,288 @@
+"""With one server for each block that is well, no step waits for long: every cause of waiting is bounded.
+
+All in virtual time (`virtual_servers.py`), as usual and five times slower than usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+
+from petalnode.node.client.core import SwarmClient
+from tests.patience import eventually
+from tests.swarm.virtual_servers import Talk, VirtualServer, VirtualSwarm, in_virtual_swarm, talk
+
+LONGEST = 10.0
+"""Seconds that a step may wait."""
+SLOW = pytest.mark.parametrize("slow", [1.0, 5.0], ids=["as usual", "five times slower"])
+QUICK, USUAL = 0.001, 0.02
+"""Seconds for a token that servers announce: routes prefer the quick ones."""
+
+Main = Callable[[VirtualSwarm], Awaitable[None]]
+
+
+def chain_of_three(swarm: VirtualSwarm) -> None:
+    for blocks in ("0:2", "2:4", "4:6"):
+        swarm.start(blocks, announced=QUICK)
+
+
+def silent_and_well(swarm: VirtualSwarm, silence: Callable[[VirtualServer], object], blocks: str = "2:4") -> None:
+    """Six servers that seem the better ones and are silent, and one that is well."""
+    for _ in range(6):
+        silence(swarm.start(blocks, announced=QUICK))
+    swarm.start(blocks, announced=10 * USUAL)
+
+
+def no_grant(server: VirtualServer) -> None:
+    server.grants = False
+
+
+def no_replay(server: VirtualServer) -> None:
+    server.answers = False
+
+
+@SLOW
+@pytest.mark.parametrize("silence", [VirtualServer.fall_silent, no_grant, no_replay])
+def test_six_silent_candidates_and_one_that_is_well(silence: Callable[[VirtualServer], object], slow: float) -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            silent_and_well(swarm, silence)
+            await measured(client, swarm)
+            swarm.slow_down(client, slow)
+            swarm.of(talking.session, 1).fall_silent()
+            await talking.step()
+            assert talking.slowest <= LONGEST
+            assert talking.session.recoveries == 1
+            for _ in range(3):
+                assert await talking.step() <= 2.0
+            await all_caches_free(swarm, talking)
+
+    in_virtual_swarm(main)
+
+
+@SLOW
+def test_candidates_that_can_neither_be_pinged_nor_dialed(slow: float) -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        def cut_off(server: VirtualServer) -> None:
+            swarm.mute.add(server.peer_id)
+            swarm.unreachable.add(server.peer_id)
+
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            silent_and_well(swarm, cut_off)
+            swarm.slow_down(client, slow)
+            swarm.of(talking.session, 1).fall_silent()
+            await talking.step()
+            assert talking.slowest <= LONGEST
+
+    in_virtual_swarm(main)
+
+
+@SLOW
+def test_candidates_that_were_well_when_they_were_measured(slow: float) -> None:
+    """Their round trips are known and old, and their machines are gone from the network without a word."""
+
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            silent_and_well(swarm, lambda server: None)
+            await measured(client, swarm)
+            gone = [*swarm.servers[3:9], swarm.of(talking.session, 1)]
+            swarm.mute.update(server.peer_id for server in gone)
+            swarm.unreachable.update(server.peer_id for server in gone)
+            await trio.sleep(100)
+            swarm.slow_down(client, slow)
+            gone[-1].fall_silent()
+            await talking.step()
+            assert talking.slowest <= LONGEST
+
+    in_virtual_swarm(main)
+
+
+@SLOW
+@pytest.mark.parametrize("push", [True, False])
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1, 2)])
+def test_servers_fall_silent_while_a_step_is_pushed(frozen: tuple[int, ...], push: bool, slow: float) -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client, push=push) as talking:
+            for blocks in ("0:2", "2:4", "4:6"):
+                swarm.start(blocks, announced=USUAL)
+            swarm.slow_down(client, slow)
+            for server in [swarm.of(talking.session, position) for position in frozen]:
+                server.fall_silent()
+            await talking.step()
+            assert talking.slowest <= LONGEST
+            assert talking.session.recoveries == len(frozen)
+
+    in_virtual_swarm(main)
+
+
+@SLOW
+def test_a_server_stops_reading_in_the_middle_of_a_long_prompt(slow: float) -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            swarm.start("2:4", announced=USUAL)
+            swarm.slow_down(client, slow)
+            swarm.of(talking.session, 1).reads = False
+            await talking.step(1500)
+            assert talking.slowest <= LONGEST + 3 * 512 * 3 * slow * USUAL / 10
+
+    in_virtual_swarm(main)
+
+
+@SLOW
+def test_a_new_session_meets_silent_servers_only_but_for_one(slow: float) -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        silent_and_well(swarm, VirtualServer.fall_silent, "0:6")
+        async with swarm.client() as client:
+            await measured(client, swarm)
+            swarm.slow_down(client, slow)
+            begun = trio.current_time()
+            async with talk(client) as talking:
+                assert trio.current_time() - begun <= LONGEST
+                assert talking.session.recoveries == 0
+
+    in_virtual_swarm(main)
+
+
+@SLOW
+def test_directories_answer_late_and_a_server_comes(slow: float) -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            coming = swarm.start("2:4", told=False)
+            swarm.slow_down(client, slow)
+            swarm.look_seconds = 60.0
+            swarm.of(talking.session, 1).fall_silent()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(talking.step)
+                await trio.sleep(3)
+                coming.announce()
+                come = trio.current_time()
+            assert trio.current_time() - come <= LONGEST
+            assert talking.session.recoveries == 1
+
+    in_virtual_swarm(main)
+
+
+@SLOW
+def test_a_server_comes_while_all_others_are_silent(slow: float) -> None:
+    """The look for others does not wait for those that were asked."""
+
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            for _ in range(3):
+                swarm.start("2:4", announced=QUICK).fall_silent()
+            coming = swarm.start("2:4", told=False)
+            await measured(client, swarm)
+            swarm.slow_down(client, slow)
+            swarm.of(talking.session, 1).fall_silent()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(talking.step)
+                await trio.sleep(12)
+                looks = swarm.looks
+                coming.announce()
+                come = trio.current_time()
+            assert looks >= 4
+            assert trio.current_time() - come <= LONGEST
+
+    in_virtual_swarm(main)
+
+
+@SLOW
+def test_a_standby_that_was_ready_falls_silent(slow: float) -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            standby = swarm.start("2:4", announced=QUICK)
+            swarm.slow_down(client, slow)
+            leaving = swarm.of(talking.session, 1)
+            leaving.draining = True
+            await talking.step()
+            link = talking.session.links[1]
+            await eventually(lambda: link.standby_ready, "a standby is ready")
+            swarm.start("2:4", announced=USUAL)
+            standby.fall_silent()
+            await talking.step()
+            leaving.fall_silent()
+            await talking.step()
+            assert talking.slowest <= LONGEST
+
+    in_virtual_swarm(main)
+
+
+def test_what_one_step_found_silent_no_other_step_asks() -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as first, talk(client) as second:
+            silent_and_well(swarm, VirtualServer.fall_silent)
+            await measured(client, swarm)
+            lost = swarm.of(first.session, 1)
+            lost.fall_silent()
+            await first.step()
+            asked = [server.opened for server in swarm.servers]
+            await second.step()
+            assert second.session.recoveries == 1
+            assert [server.opened for server in swarm.servers[3:9]] == asked[3:9]
+            assert second.slowest < first.slowest
+            async with talk(client) as third:
+                assert lost.peer_id not in [hop.peer_id for hop in third.session.route]
+
+    in_virtual_swarm(main)
+
+
+def test_a_server_that_stood_still_once_is_not_given_longer_the_next_time() -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            server = swarm.of(talking.session, 1)
+            usual = server.seconds
+            server.seconds = 30.0
+            await talking.step()
+            server.seconds = usual
+            for blocks in ("0:2", "2:4", "4:6"):
+                swarm.start(blocks, announced=USUAL)
+            await talking.step()
+            swarm.of(talking.session, 1).fall_silent()
+            assert await talking.step() <= LONGEST
+
+    in_virtual_swarm(main)
+
+
+def test_waits_are_counted_by_cause() -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            silent_and_well(swarm, VirtualServer.fall_silent)
+            await measured(client, swarm)
+            swarm.of(talking.session, 1).fall_silent()
+            await talking.step()
+            waits = talking.session.waits.fields()
+            assert {"step", "send", "answer", "late", "switch", "route", "open", "replay", "turn"} <= set(waits)
+            step = waits["step"]
+            assert step["count"] == 6 and step["max_ms"] == pytest.approx(1000 * talking.slowest, abs=1)
+            assert sum(step["buckets"].values()) == 6
+            # What a step waits for one after another is what it waits for.
+            parts = ("send", "answer", "push", "late", "switch", "reconnect", "race", "replace")
+            assert sum(waits[part]["total_ms"] for part in parts if part in waits) == pytest.approx(step["total_ms"])
+
+    in_virtual_swarm(main)
+
+
+async def measured(client: SwarmClient, swarm: VirtualSwarm) -> None:
+    """Returns when the client knows the round trips to all servers that it has heard of."""
+    await client.candidates()
+    assert all(client.round_trip(server.peer_id) is not None for server in client.servers())
+
+
+async def all_caches_free(swarm: VirtualSwarm, talking: Talk) -> None:
+    """Of all sessions that were opened, only those of the chain stay; silent servers notice nothing."""
+    chain = {hop.peer_id for hop in talking.session.route}
+    others = [server for server in swarm.servers if server.answers and server.peer_id not in chain]
+    await eventually(lambda: not any(server.sessions for server in others), "caches are free")
