@@ -1,0 +1,305 @@
+"""Mutation testing: small faults are put into the code one at a time, and the tests have to notice each.
+
+    python -m tests.mutants --count 400 --seed 1 [--only crypto/ ...]
+
+An own driver, because neither mutmut nor cosmic-ray does it. Above all, neither takes a guard out: an `if ...: raise`,
+a call, one condition of several. cosmic-ray starts the tests anew for each mutant: importing torch, transformers and
+libp2p takes seconds, most tests milliseconds. mutmut forks, but takes no sample, changes the texts of errors and logs,
+and wants modules to lie on the disk as they are imported (`node/` is `petalnode.node` here).
+
+Here one process imports everything, collects the tests and forks for each mutant; the child exchanges the code of one
+function and runs the tests that call this function, quickest first, until one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any, Final
+
+import pytest
+
+from tests.mutations import Mutant, mutants_of, mutated
+from tests.patience import Patience
+
+ROOT: Final = Path(__file__).parent.parent
+
+
+def _unit(names: str) -> tuple[str, ...]:
+    return tuple(f"unit/test_{name}" for name in names.split())
+
+
+SURVIVORS: Final = ROOT / "build" / "mutants.txt"
+_SIGNED: Final = (
+    "canonical credits evidence identity ledger receipts receipt_log bundle rewards swarm_key trust vectors"
+)
+_WIRE: Final = (
+    "framing tensors announcement inference_protocol training_protocol circuit_protocol standard_protocols manifest "
+    "adapter_folder dialogue swarm_view remembered addresses priority admission memory_streams chains spans"
+)
+_JUDGED: Final = "judging recomputation verdict substitution compared_chains bundle evidence receipt_log trust rewards"
+_SERVED: Final = "admission priority cache_budget compute_order training_protocol deferred_backward span_input"
+_ATTACKS: Final = ("attacks/test_*",)
+_MEMORY: Final = ("swarm/test_inference_wire", "swarm/test_training_wire", "swarm/test_cheating_server")
+TESTS: Final[dict[str, tuple[str, ...]]] = {
+    "crypto/*": (*_unit(_SIGNED), *_ATTACKS),
+    "protocols/*": (*_unit(_SIGNED), *_unit(_WIRE), *_ATTACKS, *_MEMORY),
+    "node/trust/*": (*_unit(_SIGNED), *_unit(_JUDGED), *_ATTACKS, "swarm/test_evidence_gossip"),
+    "node/verification/*": (*_unit(_JUDGED), *_ATTACKS),
+    "node/server/requests/*": (*_unit(_SERVED), *_ATTACKS, *_MEMORY),
+    "node/client/session/[rs]*[ym].py": (
+        *_unit("session_recovery answers_due history path_loss"),
+        *_ATTACKS,
+        *_MEMORY,
+        "swarm/test_recovery",
+    ),
+    "node/network/transport/[mny][uoa][xim]*.py": _unit("yamux bandwidth negotiation"),
+}
+"""Which tests concern a module: of these, those that call the mutated function are run."""
+_SLOWEST: Final = 20.0
+"""Seconds of processor time for the tests of one mutant; who needs more leaves out the slowest."""
+_IDLE: Final = 10.0
+"""Seconds without progress after which a mutant hangs."""
+_BROKEN: Final = 77
+_OUTCOMES: Final = {0: "survived", _BROKEN: "broken", -signal.SIGXCPU: "timed out", -signal.SIGKILL: "timed out"}
+"""By exit codes; with every other one the tests have noticed the mutant."""
+Key = tuple[str, str]
+"""A file and the qualified name of a function."""
+
+
+def files_of(only: list[str]) -> list[str]:
+    """The modules of the table, those that begin with one of `only` if there are any."""
+    paths = [
+        str(path.relative_to(ROOT)) for room in ("crypto", "protocols", "node") for path in (ROOT / room).rglob("*.py")
+    ]
+    return sorted(
+        path
+        for path in paths
+        if any(fnmatch.fnmatch(path, pattern) for pattern in TESTS)
+        and not path.endswith(("_pb2.py", "__init__.py"))
+        and (not only or path.startswith(tuple(only)))
+    )
+
+
+def tests_of(path: str) -> set[str]:
+    return {
+        str(found.relative_to(ROOT))
+        for pattern, tests in TESTS.items()
+        if fnmatch.fnmatch(path, pattern)
+        for test in tests
+        for found in ROOT.glob(f"tests/{test}.py")
+    }
+
+
+class Reached:
+    """Notes which functions of the mutated files a test calls, in all threads, and those that its fixtures called."""
+
+    def __init__(self, files: set[str]) -> None:
+        self._files = {str(ROOT / path): path for path in files}
+        self._now: set[Key] = set()
+        self._by_fixture: dict[str, set[Key]] = defaultdict(set)
+        self.by_test: dict[str, tuple[float, set[Key]]] = {}
+        self.failed: set[str] = set()
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and (path := self._files.get(frame.f_code.co_filename)) is not None:
+            self._now.add((path, frame.f_code.co_qualname.partition(".<locals>")[0]))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[Any]:
+        before, self._now = self._now, set()
+        try:
+            return (yield)
+        finally:
+            self._by_fixture[fixturedef.argname] |= self._now
+            self._now |= before
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
+
+    def run(self, items: list[pytest.Item]) -> None:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            self._now, begun = set(), time.process_time()
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            seconds = time.process_time() - begun
+            fixtures = [self._by_fixture[name] for name in getattr(item, "fixturenames", ())]
+            self.by_test[item.nodeid] = seconds, self._now.union(*fixtures)
+
+
+class StopAtOnce:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            os._exit(1)
+
+
+def code_named(code: CodeType, name: str, line: int) -> CodeType | None:
+    if code.co_qualname == name and code.co_firstlineno == line:
+        return code
+    inner = (code_named(constant, name, line) for constant in code.co_consts if isinstance(constant, CodeType))
+    return next((found for found in inner if found is not None), None)
+
+
+class Driver:
+    """The plug-in that runs mutants in the place of tests."""
+
+    def __init__(self, mutants: list[Mutant]) -> None:
+        self._mutants = mutants
+        self.outcomes: list[tuple[Mutant, str]] = []
+        self._functions: dict[tuple[str, str, int], list[FunctionType]] = defaultdict(list)
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted("the tests cannot be collected")
+        self._items = session.items
+        for found in gc.get_objects():
+            if isinstance(found, FunctionType):
+                code = found.__code__
+                self._functions[code.co_filename, code.co_qualname, code.co_firstlineno].append(found)
+        gc.collect()
+        gc.freeze()
+        reached = self._reached()
+        reaching: dict[Key, list[tuple[float, str]]] = defaultdict(list)
+        for name, (seconds, keys) in reached.by_test.items():
+            for key in keys:
+                if name not in reached.failed:
+                    reaching[key].append((seconds, name))
+        for number, mutant in enumerate(self._mutants, 1):
+            begun = time.monotonic()
+            outcome = self._outcome(mutant, sorted(reaching[mutant.path, mutant.function]))
+            self.outcomes.append((mutant, outcome))
+            print(f"{number:5} {outcome:12} {time.monotonic() - begun:5.1f} s  {mutant}", flush=True)
+        return True
+
+    def _reached(self) -> Reached:
+        """What each test calls, and how long it takes, found out in a process of its own."""
+        reading, writing = os.pipe()
+        begun = time.monotonic()
+        if not (pid := self._fork()):
+            reached = Reached({mutant.path for mutant in self._mutants})
+            self._items[0].config.pluginmanager.register(reached)
+            reached.run(self._items)
+            with open(writing, "wb") as pipe:
+                pickle.dump((reached.by_test, reached.failed), pipe)
+            os._exit(0)
+        os.close(writing)
+        found = Reached(set())
+        with open(reading, "rb") as pipe:
+            found.by_test, found.failed = pickle.load(pipe)
+        os.waitpid(pid, 0)
+        print(f"{len(found.by_test)} tests without a mutant: {time.monotonic() - begun:.0f} s", flush=True)
+        for name in sorted(found.failed):
+            print(f"left out, since it fails without a mutant: {name}", flush=True)
+        return found
+
+    def _fork(self) -> int:
+        sys.stdout.flush()
+        pid = os.fork()
+        if not pid:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, 1)
+            os.dup2(nothing, 2)
+        return pid
+
+    def _outcome(self, mutant: Mutant, tests: list[tuple[float, str]]) -> str:
+        names, seconds = [], 0.0
+        for used, name in tests:
+            if seconds + used > _SLOWEST:
+                break
+            names.append(name)
+            seconds += used
+        if not names:
+            return "unreached"
+        if not (pid := self._fork()):
+            self._run(mutant, names, seconds)
+        patience = Patience(_IDLE, pid)
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                return (
+                    "survived"
+                    if code == 0
+                    else "timed out"
+                    if code in (-signal.SIGXCPU, -signal.SIGKILL)
+                    else "noticed"
+                )
+            if patience.is_over:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+    def _run(self, mutant: Mutant, names: list[str], seconds: float) -> None:
+        """Tries one mutant, in a process of its own."""
+        try:
+            self._put_in(mutant)
+            limit = int(5 * seconds) + 5
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+            by_name = {item.nodeid: item for item in self._items}
+            items = [by_name[name] for name in names]
+            items[0].config.pluginmanager.register(StopAtOnce())
+        except BaseException:
+            os._exit(_BROKEN)
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        os._exit(0)
+
+    def _put_in(self, mutant: Mutant) -> None:
+        file = str(ROOT / mutant.path)
+        module = compile(mutated((ROOT / mutant.path).read_text(), mutant.index), file, "exec", dont_inherit=True)
+        code = code_named(module, mutant.function, mutant.line)
+        functions = self._functions[file, mutant.function, mutant.line]
+        assert code is not None and functions
+        for function in functions:
+            function.__code__ = code
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=400, help="how many mutants, taken at random; 0: all")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=[], help="files whose path begins so")
+    chosen = parser.parse_args()
+    found = [mutant for path in files_of(chosen.only) for mutant in mutants_of(path, (ROOT / path).read_text())]
+    total = len(found)
+    if 0 < chosen.count < total:
+        found = random.Random(chosen.seed).sample(found, chosen.count)
+    tests = sorted(set().union(*(tests_of(mutant.path) for mutant in found)))
+    driver = Driver(found)
+    options = [
+        "-p",
+        "no:terminal",
+        "-p",
+        "no:timeout",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-seed=1",
+    ]
+    os.chdir(ROOT)
+    pytest.main([*options, "--hypothesis-seed=1", "-o", "addopts=--import-mode=importlib", *tests], plugins=[driver])
+    counts = Counter(outcome for _, outcome in driver.outcomes)
+    noticed = counts["noticed"] + counts["timed out"]
+    print(f"{noticed} of {len(found)} noticed, {noticed / len(found):.1%} (of {total} possible):", dict(counts))
+    SURVIVORS.parent.mkdir(exist_ok=True)
+    lines = [f"{outcome}: {mutant}" for mutant, outcome in driver.outcomes if outcome in ("survived", "unreached")]
+    SURVIVORS.write_text("\n".join([*sorted(lines), ""]))
+
+
+if __name__ == "__main__":
+    main()
