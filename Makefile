@@ -9,11 +9,15 @@ SERVERS ?= 3
 JOBS ?= 3
 # For `make coverage`.
 TESTS ?= tests
+# For `make mutants`: how many (0: all), which sample of them, and of which files (all that tests/mutants.py names).
+MUTANTS ?= 400
+SEED ?= 1
+ONLY ?=
 
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
 
-.PHONY: setup links nat-tools demo test test-unit coverage format lint types check clean
+.PHONY: setup links nat-tools demo test test-unit coverage mutants format lint types check clean
 
 setup: $(VENV)/.ready links
 
@@ -41,6 +45,10 @@ coverage: setup nat-tools
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage html --quiet
 	$(BIN)/coverage report --skip-covered --sort cover
+
+# Puts small faults into the code, one at a time, and says which of them no test notices (build/mutants.txt).
+mutants: setup
+	nice -n 5 $(BIN)/python -W ignore -m tests.mutants --count $(MUTANTS) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
 
 nat-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v ip && command -v iptables-restore; } >/dev/null; then \

@@ -38,8 +38,9 @@ class MemoryRaw(RawConnection):
         is_socket: bool = False,
         diverting: bool = False,
         upload: Throttle | None = None,
+        path: Path = DIRECT,
     ) -> None:
-        super().__init__(DIRECT, upload)
+        super().__init__(path, upload)
         self.is_socket = is_socket
         self.take: Callable[[bytes], None] | None = None
         self._diverting = diverting
