@@ -8,10 +8,11 @@ may see and change inside models, sessions and servers, `node_inspection` the sa
 May use `cli` and the rooms before it; no room uses it.
 """
 
-from .memory_network import MemoryNetwork, MemoryNode, run_autojumping
+from .memory_network import DirectoryNode, MemoryNetwork, MemoryNode, run_autojumping
 from .memory_stream import MemoryStream, message_streams, stream_pair
 
 __all__ = [
+    "DirectoryNode",
     "MemoryNetwork",
     "MemoryNode",
     "MemoryStream",

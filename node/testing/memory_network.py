@@ -7,19 +7,26 @@ clock that never makes a test wait.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import trio
 from trio.testing import MockClock
 
 from ...crypto.identity import Identity
-from ...protocols.announcement import Announcement, ServerState, freshened, sign_announcement
-from ...protocols.framing import StreamClosed
+from ...protocols import wire_pb2 as wire
+from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, freshened, sign_announcement
+from ...protocols.directory import MAX_HEADER as MAX_DIRECTORY
+from ...protocols.framing import MessageStream, StreamClosed
+from ...protocols.ids import DIRECTORY
+from ..network.dht import Dht
 from ..network.host import Host
-from ..swarm.config import SwarmConfig
+from ..swarm.announcer import Announcer
+from ..swarm.config import DEFAULT_TTL, SwarmConfig
+from ..swarm.directory import Directory
 from ..swarm.streams import MessageStreams
 from ..swarm.view import SwarmView
 from ..trust.store import TrustStore
@@ -31,15 +38,34 @@ NOTICED = 4.0
 RTT = 0.001
 """Seconds that `measure_rtt` tells unless the link has a delay."""
 
+_JOIN_TIMEOUT = 10.0
+
 T = TypeVar("T")
 
 
 def run_autojumping(main: Callable[..., Awaitable[T]], *args: object, threshold: float = 0.0) -> T:
     """`trio.run` with virtual time: when all tasks have waited for `threshold` real seconds, the next deadline is now.
 
-    Threads are not tasks: where one computes for the test, `threshold` must be longer than it takes.
+    As long as a thread of `trio.to_thread.run_sync` runs, time stands still. Other threads are not known here: where
+    one computes for the test, `threshold` must be longer than it takes.
     """
-    return trio.run(main, *args, clock=MockClock(autojump_threshold=threshold))
+    clock, in_thread, running = MockClock(autojump_threshold=threshold), trio.to_thread.run_sync, 0
+
+    async def run_sync(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        nonlocal running
+        if trio.lowlevel.current_clock() is not clock:
+            return await in_thread(function, *args, **options)
+        running += 1
+        clock.autojump_threshold = float("inf")
+        try:
+            return await in_thread(function, *args, **options)
+        finally:
+            running -= 1
+            if not running:
+                clock.autojump_threshold = threshold
+
+    with patch.object(trio.to_thread, "run_sync", run_sync):
+        return trio.run(main, *args, clock=clock)
 
 
 class Link:
@@ -47,12 +73,13 @@ class Link:
 
     Attributes:
         down: no stream can be opened.
+        used: a stream was opened since the start, or since one of the nodes was removed.
         delay: seconds, one way, of streams that are opened from now on.
         streams: with their protocols; the ends of who opened them.
     """
 
     def __init__(self, nursery: trio.Nursery) -> None:
-        self.down = self.frozen = False
+        self.down = self.frozen = self.used = False
         self.delay = 0.0
         self.streams: list[tuple[str, MemoryStream]] = []
         self._nursery = nursery
@@ -93,18 +120,20 @@ class Link:
 
 
 class MemoryNetwork:
-    """A network of nodes; its streams are handled in `nursery`."""
+    """A network of nodes of one kind; its streams are handled in `nursery`."""
 
-    def __init__(self, nursery: trio.Nursery) -> None:
+    def __init__(self, nursery: trio.Nursery, kind: type[MemoryNode] | None = None) -> None:
         self.nursery = nursery
+        self._kind = kind or MemoryNode
         self.nodes: dict[str, MemoryNode] = {}
         self.view = SwarmView()
         self.manifests: dict[bytes, bytes] = {}
         self._links: dict[frozenset[str], Link] = {}
         self._changed = trio.Event()
+        self._lost = trio.Event()
 
     def node(self, identity: Identity | None = None, trust: TrustStore | None = None) -> MemoryNode:
-        node = MemoryNode(self, identity or Identity.generate(), trust)
+        node = self._kind(self, identity or Identity.generate(), trust)
         self.nodes[node.peer_id] = node
         return node
 
@@ -122,17 +151,21 @@ class MemoryNetwork:
         del self.nodes[node.peer_id]
         for peers, link in self._links.items():
             if node.peer_id in peers:
+                link.used = False
                 link.cut()
+        self._lost.set()
+        self._lost = trio.Event()
 
     @asynccontextmanager
     async def open_swarm(self, config: SwarmConfig) -> AsyncIterator[Any]:
         """As the real one, for whoever opens a swarm by a configuration."""
         node = self.node(config.identity, config.trust)
         try:
+            await node.start(self.nursery)
             yield node
         finally:
             await node.retract()
-            self.remove(node)
+            node.end()
 
     def publish(self, node: MemoryNode, announcement: Announcement) -> None:
         """
@@ -149,6 +182,11 @@ class MemoryNetwork:
 
     async def wait_changed(self) -> None:
         await self._changed.wait()
+
+    async def wait_removed(self, peer_id: str) -> None:
+        """Returns as soon as this node is gone."""
+        while peer_id in self.nodes:
+            await self._lost.wait()
 
 
 class _MemoryHost:
@@ -168,11 +206,21 @@ class _MemoryHost:
     def remember(self, peer_id: str, addrs: Sequence[str]) -> None:
         pass
 
+    def addrs(self) -> list[str]:
+        return [f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer_id}"]  # well-formed; nobody is dialed
+
+    def connected(self) -> list[str]:
+        """Those that a stream was opened to, or that have opened one."""
+        nodes, link = self._network.nodes, self._network.link
+        links = {peer: link(self.peer_id, peer) for peer in nodes if peer != self.peer_id}
+        return [peer for peer, way in links.items() if way.used and not way.down]
+
     async def open_stream(self, peer_id: str, protocol: str, *, direct: bool = False) -> MemoryStream:
         await trio.lowlevel.checkpoint()
         other, link = self._network.nodes.get(peer_id), self._network.link(self.peer_id, peer_id)
         if other is None or link.down:
             raise ConnectionError(f"{peer_id} cannot be reached")
+        link.used = True
         ours, theirs = stream_pair()
         ours.delay = theirs.delay = link.delay
         if link.frozen:
@@ -199,6 +247,14 @@ class MemoryNode(MessageStreams):
         self.peer_id = identity.peer_id
         self.addrs: list[str] = []
         self._own: Announcement | None = None
+
+    async def start(self, nursery: trio.Nursery) -> None:
+        """From now on its handlers run in `nursery`."""
+        self.nursery = nursery
+
+    def end(self) -> None:
+        """It is gone at once, as when its process is killed; a goodbye is for `retract`, before."""
+        self.network.remove(self)
 
     async def _find_nowhere(self, peer_id: str) -> None:
         """All that there is to know about peers is in `view`."""
@@ -265,3 +321,101 @@ class MemoryNode(MessageStreams):
 
     async def publish_evidence(self, bundle: Any, *, recomputed: bool) -> None:
         """There is no gossip here: the ban stays this node's own."""
+
+
+class _NoTable:
+    """In place of a DHT: it finds nothing and keeps nothing."""
+
+    async def add_peer(self, peer_id: str, addrs: Sequence[str]) -> None:
+        pass
+
+    async def put_announcement(self, record: SignedAnnouncement, *, timeout: float) -> None:
+        pass
+
+    async def get_announcement(self, peer_id: str, *, timeout: float) -> SignedAnnouncement | None:
+        return None
+
+    async def put_models(self, records: Iterable[SignedAnnouncement], *, timeout: float) -> None:
+        pass
+
+    async def get_models(self, *, timeout: float) -> list[SignedAnnouncement]:
+        return []
+
+    async def provide(self, shard: int, *, timeout: float) -> None:
+        pass
+
+    async def find_providers(self, shard: int, *, timeout: float) -> list[tuple[str, list[str]]]:
+        return []
+
+
+class DirectoryNode(MemoryNode):
+    """A node that knows what others have told it: announcements travel, by its own directory and announcer.
+
+    It joins at the node that was there first, and is connected to those that streams were opened to.
+    """
+
+    def __init__(self, network: MemoryNetwork, identity: Identity, trust: TrustStore | None = None) -> None:
+        super().__init__(network, identity, trust)
+        parts: dict[str, Any] = {"identity": identity, "ttl": DEFAULT_TTL, "host": self.host}
+        parts["dht"] = cast(Dht, _NoTable())
+        bootstrap = [(peer, f"/ip4/127.0.0.1/tcp/1/p2p/{peer}") for peer in list(network.nodes)[:1]]
+        self.directory = Directory(**parts, open_stream=self._open_directory, bootstrap=bootstrap)
+        self._announcer = Announcer(**parts, directory=self.directory)
+        self._addrs_of = self.directory.addrs_of
+        self._scope = trio.CancelScope()
+        self.set_handler(DIRECTORY, wire.DirectoryFrame, self.directory.serve, max_header=MAX_DIRECTORY, max_payload=0)
+
+    async def start(self, nursery: trio.Nursery) -> None:
+        """
+        Raises:
+            SwarmError: the node to join at does not answer.
+        """
+        await nursery.start(self._run)
+        await self.refresh(timeout=_JOIN_TIMEOUT)
+
+    async def _run(self, task_status: trio.TaskStatus[None]) -> None:
+        with self._scope:
+            async with trio.open_nursery() as self.nursery:
+                self.nursery.start_soon(self.directory.run)
+                self.nursery.start_soon(self._announcer.run)
+                task_status.started()
+
+    def end(self) -> None:
+        super().end()
+        self._scope.cancel()
+
+    async def _open_directory(self, peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
+        return await self.new_stream(
+            peer_id, DIRECTORY, wire.DirectoryFrame, timeout=timeout, max_header=MAX_DIRECTORY, max_payload=0
+        )
+
+    def connected(self) -> list[str]:
+        return self.host.connected()
+
+    def is_connected(self, peer_id: str) -> bool:
+        return peer_id in self.host.connected()
+
+    is_direct = is_connected
+
+    @property
+    def view(self) -> SwarmView:
+        return self.directory.view
+
+    def announce(self, announcement: Announcement) -> None:
+        self._announcer.announce(announcement)
+
+    async def retract(self) -> None:
+        await self._announcer.retract()
+
+    async def wait_changed(self) -> None:
+        await self.directory.wait_changed()
+
+    async def refresh(self, *, model_version: bytes | None = None, timeout: float) -> SwarmView:
+        await self.directory.refresh(self.nursery, model_version=model_version or b"", timeout=timeout)
+        return self.view
+
+    async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
+        return await self._announcer.exchange(peers, model_version=model_version, timeout=timeout)
+
+    async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
+        return await self.directory.measure_rtt(peer_id, timeout=timeout)

@@ -83,14 +83,14 @@ class MemoryServer:
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    self.node.nursery = nursery  # its handlers end with it
+                    await node.start(nursery)  # its handlers end with it
                     await run_server(node, node.identity, options, self._on_event, no_progress, self._stop, payments)
                     nursery.cancel_scope.cancel()
         except Exception as error:
             self._failure = error
         finally:
             self.alive = False
-            self.node.network.remove(self.node)
+            self.node.end()
             self._settled.set()
 
     def kill(self) -> None:
@@ -98,7 +98,7 @@ class MemoryServer:
 
         def kill() -> None:
             self.alive = False
-            self.node.network.remove(self.node)
+            self.node.end()
             self._scope.cancel()
 
         in_loop(self._token, kill)
@@ -152,7 +152,7 @@ class MemorySwarm:
         blocks: str | None = None,
         *,
         identity: Identity | None = None,
-        prepare: Callable[[MemoryNode], None] = lambda node: None,
+        prepare: Callable[[MemoryNode], object] = lambda node: None,
         **options: Any,
     ) -> MemoryServer:
         """A server of these blocks ("0:2"), which it chooses itself if none are given. Returns at once; `ready` waits.
@@ -225,13 +225,13 @@ async def _current_token() -> trio.lowlevel.TrioToken:
 
 
 @contextmanager
-def memory_swarm() -> Iterator[MemorySwarm]:
-    """A network in memory with a trio thread of its own, for the length of the block."""
+def memory_swarm(kind: type[MemoryNode] = MemoryNode) -> Iterator[MemorySwarm]:
+    """A network in memory, of nodes of this kind, with a trio thread of its own, for the length of the block."""
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[MemoryNetwork]:
         async with trio.open_nursery() as nursery:
-            yield MemoryNetwork(nursery)
+            yield MemoryNetwork(nursery, kind)
             nursery.cancel_scope.cancel()
 
     thread = TrioThread(opened, "memory-swarm")

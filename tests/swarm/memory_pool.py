@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.testing import MemoryNode
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.swarm.faulty_server import spoil
 
@@ -23,13 +24,19 @@ class MemoryPool:
         self._identities: dict[str, Identity] = {}
 
     def start(
-        self, blocks: str | None, *, identity: str = "", fault: Path | None = None, **options: Any
+        self,
+        blocks: str | None,
+        *,
+        identity: str = "",
+        fault: Path | None = None,
+        prepare: Callable[[MemoryNode], object] = lambda node: None,
+        **options: Any,
     ) -> MemoryServer:
         """Returns at once; `ready` waits. `fault` is the control file of `faulty_server`, `identity` a name that the
-        server comes back under, `options` are fields of `ServerOptions`.
+        server comes back under, `prepare` may change the node before, `options` are fields of `ServerOptions`.
         """
         kept = self._identities.setdefault(identity, Identity.generate()) if identity else None
-        prepare = (lambda node: None) if fault is None else partial(spoil, control=fault)
+        prepare = prepare if fault is None else partial(spoil, control=fault)
         server = self.swarm.start(self._folder, blocks, identity=kept, prepare=prepare, **options)
         self.servers.append(server)
         return server
@@ -43,6 +50,6 @@ class MemoryPool:
 
 
 @contextmanager
-def memory_pool(folder: Path) -> Iterator[MemoryPool]:
-    with memory_swarm() as swarm:
+def memory_pool(folder: Path, kind: type[MemoryNode] = MemoryNode) -> Iterator[MemoryPool]:
+    with memory_swarm(kind) as swarm:
         yield MemoryPool(swarm, folder)

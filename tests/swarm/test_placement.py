@@ -1,26 +1,35 @@
-"""Servers that choose and change their blocks by themselves: real processes, and real hosts within one."""
+"""Servers that choose and change their blocks by themselves: processes, servers in memory, and what of a server chooses
+its blocks, on nodes whose announcements travel over a network in memory or a real one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trio
 import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.server.lifecycle import placement_state
 from petalnode.node.server.lifecycle.other_servers import measure_network, serve_transfers
 from petalnode.node.server.lifecycle.placement_state import PlacementState
 from petalnode.node.server.lifecycle.rebalancing import join_where_needed, next_move
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.directory import Directory
-from petalnode.node.swarm.swarm import Swarm, open_swarm
+from petalnode.node.swarm.swarm import open_swarm
+from petalnode.node.testing import DirectoryNode, MemoryNetwork, MemoryNode, run_autojumping
+from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, Announcement, ServerState, SignedAnnouncement
 from petalnode.protocols.framing import PeerError, StreamTimeout
@@ -28,8 +37,8 @@ from petalnode.protocols.ids import DIRECTORY, TRANSFER, Span
 from tests.connections import connection_lost
 from tests.model_hub import serve_hub
 from tests.slowness import Slowness
-from tests.swarm.processes import LOOPBACK, Nodes, nodes, petalnode, until
-from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
+from tests.swarm.memory_pool import MemoryPool, memory_pool
+from tests.swarm.processes import LOOPBACK, Nodes, nodes, until
 from tests.tiny_models import save_tiny
 
 BLOCKS = 6
@@ -40,7 +49,7 @@ DEADLINE = 150.0
 class Server:
     """What of a server chooses its blocks, without any model."""
 
-    def __init__(self, swarm: Swarm, throughput: float, blocks: int = BLOCKS, identity: Identity | None = None) -> None:
+    def __init__(self, swarm: Any, throughput: float, blocks: int = BLOCKS, identity: Identity | None = None) -> None:
         self.swarm = swarm
         self.identity = identity
         self.throughput = throughput
@@ -81,9 +90,27 @@ class Server:
         self.swarm.announce(own)
 
 
+def run(scenario: Callable[..., Awaitable[None]], *throughputs: float, blocks: int = BLOCKS) -> None:
+    """Runs `scenario` with servers that have met one another, on a network in memory and in virtual time."""
+
+    async def main() -> None:
+        with trio.fail_after(DEADLINE):
+            async with trio.open_nursery() as nursery:
+                network = MemoryNetwork(nursery, DirectoryNode)
+                found = []
+                for throughput in throughputs:
+                    node = network.node()
+                    await node.start(nursery)
+                    found.append(Server(node, throughput, blocks, node.identity))
+                await scenario(found)
+                nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
 @contextlib.asynccontextmanager
-async def servers(*throughputs: float, blocks: int = BLOCKS):
-    """Servers that have met one another."""
+async def hosts(*throughputs: float) -> AsyncIterator[list[Server]]:
+    """As the servers of `run`, on real connections."""
     async with contextlib.AsyncExitStack() as stack:
         first: list[str] = []
         found = []
@@ -91,7 +118,7 @@ async def servers(*throughputs: float, blocks: int = BLOCKS):
             config = SwarmConfig(Identity.generate(), listen=(LOOPBACK,), peers=tuple(first), relay="off")
             swarm = await stack.enter_async_context(open_swarm(config))
             first = first or swarm.addrs[:1]
-            found.append(Server(swarm, throughput, blocks, config.identity))
+            found.append(Server(swarm, throughput, BLOCKS, config.identity))
         yield found
 
 
@@ -115,19 +142,18 @@ async def until_all_know(every: list[Server], known: dict[str, Span]) -> None:
 
 
 def test_ten_that_join_at_once_spread_over_the_model() -> None:
-    async def scenario() -> None:
+    async def scenario(every: list[Server]) -> None:
         spans: list[Span] = []
 
         async def join(server: Server) -> None:
             spans.append(await server.join(2))
 
-        with trio.fail_after(DEADLINE):
-            async with servers(*[5.0] * 10) as every, trio.open_nursery() as nursery:
-                for server in every:
-                    nursery.start_soon(join, server)
+        async with trio.open_nursery() as nursery:
+            for server in every:
+                nursery.start_soon(join, server)
         assert sorted(held(spans)) == [3, 3, 3, 3, 4, 4], spans
 
-    trio.run(scenario)
+    run(scenario, *[5.0] * 10)
 
 
 def test_they_spread_though_what_they_announce_comes_late_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,159 +176,144 @@ def test_they_spread_though_what_they_announce_comes_late_or_never(monkeypatch: 
 
 
 def test_the_last_holder_says_goodbye_and_one_that_can_be_spared_takes_its_place() -> None:
-    async def scenario() -> None:
-        with trio.fail_after(DEADLINE):
-            async with servers(5.0, 5.0, 5.0) as (first, second, leaving):
-                known = {}
-                for server, span in ((first, Span(0, 3)), (second, Span(0, 3)), (leaving, Span(3, 6))):
-                    server.announce(span)
-                    known[server.swarm.peer_id] = span
-                await until_all_know([first, second, leaving], known)
-                moved = []
+    async def scenario(every: list[Server]) -> None:
+        first, second, leaving = every
+        known = {}
+        for server, span in ((first, Span(0, 3)), (second, Span(0, 3)), (leaving, Span(3, 6))):
+            server.announce(span)
+            known[server.swarm.peer_id] = span
+        await until_all_know([first, second, leaving], known)
+        moved = []
 
-                async def move(server: Server) -> None:
-                    moved.append(await server.move(interval=DEADLINE))
-                    nursery.cancel_scope.cancel()
+        async def move(server: Server) -> None:
+            moved.append(await server.move(interval=DEADLINE))
+            nursery.cancel_scope.cancel()
 
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(move, first)
-                    nursery.start_soon(move, second)
-                    await trio.testing.wait_all_tasks_blocked(0.01)
-                    await leaving.swarm.retract()
-                assert moved == [Span(3, 6)]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(move, first)
+            nursery.start_soon(move, second)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            await leaving.swarm.retract()
+        assert moved == [Span(3, 6)]
 
-    trio.run(scenario)
+    run(scenario, 5.0, 5.0, 5.0)
 
 
 def test_two_that_would_move_to_the_same_blocks_settle_who_does() -> None:
-    async def scenario() -> None:
-        with trio.fail_after(DEADLINE):
-            async with servers(5.0, 5.0, 5.0, blocks=4) as every:
-                a, b, c = every
-                known = {a.swarm.peer_id: Span(0, 2), b.swarm.peer_id: Span(0, 2), c.swarm.peer_id: Span(0, 2)}
-                for server in every:
-                    server.announce(Span(0, 2))
-                await until_all_know(every, known)
-                for server in every:  # all mean to go where nobody is
-                    server.announce(Span(0, 2), next_span=Span(2, 4))
-                for server in every:
-                    while not all(
-                        announced.next_span for announced in server.swarm.view.servers(MODEL, now=time.time())
-                    ):
-                        await trio.sleep(0.1)
-                        await server.placement.refresh()
-                due = {server.swarm.peer_id: await server.placement.due_move(contested=True) for server in every}
-                going = {peer for peer, move in due.items() if move is not None}
-                assert going and len(going) < 3
-                assert min(due) in going or len(going) == 1
+    async def scenario(every: list[Server]) -> None:
+        for server in every:
+            server.announce(Span(0, 2))
+        await until_all_know(every, {server.swarm.peer_id: Span(0, 2) for server in every})
+        for server in every:  # all mean to go where nobody is
+            server.announce(Span(0, 2), next_span=Span(2, 4))
+        for server in every:
+            while not all(announced.next_span for announced in server.swarm.view.servers(MODEL, now=time.time())):
+                await trio.sleep(0.1)
+                await server.placement.refresh()
+        due = {server.swarm.peer_id: await server.placement.due_move(contested=True) for server in every}
+        going = {peer for peer, move in due.items() if move is not None}
+        assert going and len(going) < 3
+        assert min(due) in going or len(going) == 1
 
-    trio.run(scenario)
+    run(scenario, 5.0, 5.0, 5.0, blocks=4)
 
 
 def test_a_fast_server_joins_and_nobody_else_is_moved_by_it() -> None:
-    async def scenario() -> None:
-        with trio.fail_after(DEADLINE):
-            async with servers(1.0, 1.1, 0.9, 1.2, 300.0) as every:
-                known = {}
-                for server, span in zip(every, (Span(0, 3), Span(3, 6), Span(0, 3), Span(3, 6), None), strict=True):
-                    if span is None:
-                        span = await server.join(BLOCKS)
-                    server.announce(span)
-                    known[server.swarm.peer_id] = span
-                await until_all_know(every, known)
-                assert [await server.placement.due_move() for server in every] == [None] * 5
+    async def scenario(every: list[Server]) -> None:
+        known = {}
+        for server, span in zip(every, (Span(0, 3), Span(3, 6), Span(0, 3), Span(3, 6), None), strict=True):
+            if span is None:
+                span = await server.join(BLOCKS)
+            server.announce(span)
+            known[server.swarm.peer_id] = span
+        await until_all_know(every, known)
+        assert [await server.placement.due_move() for server in every] == [None] * 5
 
-    trio.run(scenario)
+    run(scenario, 1.0, 1.1, 0.9, 1.2, 300.0)
 
 
 def test_an_absurd_announcement_is_told_once_and_moves_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        with trio.fail_after(DEADLINE):
-            async with servers(1.0, 1.0, 1.0, 1e6, 1.0) as (*usual, liar, other):
-                known = {}
-                for server, span in zip([*usual, liar], [Span(0, 6)] * 4, strict=True):
-                    server.announce(span)
-                    known[server.swarm.peer_id] = span
-                other.num_blocks = 4096
-                other.announce(Span(0, 4000))
-                known[other.swarm.peer_id] = Span(0, 4000)
-                await until_all_know([usual[0]], known)
-                for _ in range(3):
-                    assert await usual[0].placement.due_move() is None
-                texts = [record.getMessage() for record in caplog.records]
-                assert sum(liar.swarm.peer_id in text for text in texts) == 1
-                assert sum(f"{other.swarm.peer_id} announces blocks 0:4000 of 4096" in text for text in texts) == 1
+    async def scenario(every: list[Server]) -> None:
+        *usual, liar, other = every
+        known = {}
+        for server, span in zip([*usual, liar], [Span(0, 6)] * 4, strict=True):
+            server.announce(span)
+            known[server.swarm.peer_id] = span
+        other.num_blocks = 4096
+        other.announce(Span(0, 4000))
+        known[other.swarm.peer_id] = Span(0, 4000)
+        await until_all_know([usual[0]], known)
+        for _ in range(3):
+            assert await usual[0].placement.due_move() is None
+        texts = [record.getMessage() for record in caplog.records]
+        assert sum(liar.swarm.peer_id in text for text in texts) == 1
+        assert sum(f"{other.swarm.peer_id} announces blocks 0:4000 of 4096" in text for text in texts) == 1
 
-    trio.run(scenario)
+    run(scenario, 1.0, 1.0, 1.0, 1e6, 1.0)
 
 
 def test_an_announcement_that_cannot_be_is_told_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        with trio.fail_after(DEADLINE):
-            async with servers(1.0, 1.0) as (usual, liar):
-                usual.announce(Span(0, 6))
-                for _ in range(3):
-                    for span, blocks in ((wire.Span(start=5, end=2), 6), (wire.Span(start=0, end=10**6), 10**6)):
-                        content = wire.Announcement(
-                            peer_id=peer_id_to_bytes(liar.swarm.peer_id),
-                            sequence=time.time_ns(),
-                            expires_ms=round(time.time() * 1000) + 45_000,
-                            model_version=MODEL,
-                            num_blocks=blocks,
-                            span=span,
-                            state=wire.STATE_ONLINE,
-                        ).SerializeToString()
-                        signed = wire.SignedAnnouncement(
-                            announcement=content, signature=liar.identity.sign(DOMAIN, content)
-                        )
-                        async with liar.swarm.open_stream(
-                            usual.swarm.peer_id, DIRECTORY, wire.DirectoryFrame, timeout=DEADLINE
-                        ) as stream:
-                            await stream.send(wire.DirectoryFrame(publish=signed), timeout=DEADLINE)
-                            with pytest.raises(PeerError):
-                                await stream.receive(timeout=DEADLINE)
-                seen = usual.placement.seen()
-                assert [holder.peer_id for holder in seen.servers] == [usual.swarm.peer_id]
-                texts = [record.getMessage() for record in caplog.records]
-                assert sum(liar.swarm.peer_id in text and "cannot be" in text for text in texts) == 1
+    async def scenario(every: list[Server]) -> None:
+        usual, liar = every
+        usual.announce(Span(0, 6))
+        for _ in range(3):
+            for span, blocks in ((wire.Span(start=5, end=2), 6), (wire.Span(start=0, end=10**6), 10**6)):
+                content = wire.Announcement(
+                    peer_id=peer_id_to_bytes(liar.swarm.peer_id),
+                    sequence=time.time_ns(),
+                    expires_ms=round(time.time() * 1000) + 45_000,
+                    model_version=MODEL,
+                    num_blocks=blocks,
+                    span=span,
+                    state=wire.STATE_ONLINE,
+                ).SerializeToString()
+                signed = wire.SignedAnnouncement(announcement=content, signature=liar.identity.sign(DOMAIN, content))
+                async with liar.swarm.open_stream(
+                    usual.swarm.peer_id, DIRECTORY, wire.DirectoryFrame, timeout=DEADLINE
+                ) as stream:
+                    await stream.send(wire.DirectoryFrame(publish=signed), timeout=DEADLINE)
+                    with pytest.raises(PeerError):
+                        await stream.receive(timeout=DEADLINE)
+        seen = usual.placement.seen()
+        assert [holder.peer_id for holder in seen.servers] == [usual.swarm.peer_id]
+        texts = [record.getMessage() for record in caplog.records]
+        assert sum(liar.swarm.peer_id in text and "cannot be" in text for text in texts) == 1
 
-    trio.run(scenario)
+    run(scenario, 1.0, 1.0)
 
 
 def test_servers_of_another_model_count_for_nothing() -> None:
-    async def scenario() -> None:
-        with trio.fail_after(DEADLINE):
-            async with servers(1.0, 1.0, 1.0) as (first, other, newcomer):
-                first.announce(Span(0, 3))
-                other.model = b"o" * 32
-                other.announce(Span(3, 6))
-                while len(newcomer.swarm.view.servers(now=time.time())) < 2:
-                    await newcomer.placement.refresh()
-                assert await newcomer.join(3) == Span(3, 6)
-                assert newcomer.placement.reason == "nobody holds blocks 3:6"
+    async def scenario(every: list[Server]) -> None:
+        first, other, newcomer = every
+        first.announce(Span(0, 3))
+        other.model = b"o" * 32
+        other.announce(Span(3, 6))
+        while len(newcomer.swarm.view.servers(now=time.time())) < 2:
+            await newcomer.swarm.wait_changed()
+        assert await newcomer.join(3) == Span(3, 6)
+        assert newcomer.placement.reason == "nobody holds blocks 3:6"
 
-    trio.run(scenario)
+    run(scenario, 1.0, 1.0, 1.0)
 
 
 def test_a_gap_that_the_plan_leaves_to_somebody_who_does_nothing_is_closed_by_another() -> None:
-    async def scenario() -> None:
-        with trio.fail_after(DEADLINE):
-            async with servers(5.0, 5.0) as (idle, able):
-                known = {idle.swarm.peer_id: Span(0, 3), able.swarm.peer_id: Span(0, 3)}
-                for server in (idle, able):
-                    server.announce(Span(0, 3))
-                await until_all_know([idle, able], known)
-                due = [server for server in (idle, able) if await server.placement.due_move()]
-                assert len(due) == 1
-                other = able if due == [idle] else idle
-                assert await other.move(interval=0.5) == Span(3, 6)
+    async def scenario(every: list[Server]) -> None:
+        idle, able = every
+        known = {idle.swarm.peer_id: Span(0, 3), able.swarm.peer_id: Span(0, 3)}
+        for server in (idle, able):
+            server.announce(Span(0, 3))
+        await until_all_know([idle, able], known)
+        due = [server for server in (idle, able) if await server.placement.due_move()]
+        assert len(due) == 1
+        other = able if due == [idle] else idle
+        assert await other.move(interval=0.5) == Span(3, 6)
 
-    trio.run(scenario)
+    run(scenario, 5.0, 5.0)
 
 
 def test_a_server_that_is_killed_is_missed_by_who_knew_it(tmp_path: Path) -> None:
     async def scenario(started: Nodes) -> None:
-        async with servers(5.0, 5.0) as (first, second):
+        async with hosts(5.0, 5.0) as (first, second):
             options = {"blocks": [3, 6], "num_blocks": BLOCKS, "model_version": MODEL.hex(), "model_name": "model"}
             killed = started.announcer(**options, peers=first.swarm.addrs[:1])
             peer_id = (await trio.to_thread.run_sync(killed.event, "ready"))["peer_id"]
@@ -327,46 +338,44 @@ def test_a_server_that_is_killed_is_missed_by_who_knew_it(tmp_path: Path) -> Non
         trio.run(with_deadline, scenario, started)
 
 
-def test_a_survivor_closes_the_gap_at_its_first_check_after_the_loss(tmp_path: Path) -> None:
-    async def scenario(started: Nodes) -> None:
-        async with servers(5.0, 5.0) as survivors:
-            options = {"blocks": [3, 6], "num_blocks": BLOCKS, "model_version": MODEL.hex(), "model_name": "model"}
-            killed = started.announcer(**options, peers=survivors[0].swarm.addrs[:1])
-            peer_id = (await trio.to_thread.run_sync(killed.event, "ready"))["peer_id"]
+def test_a_survivor_closes_the_gap_at_its_first_check_after_the_loss() -> None:
+    async def scenario(every: list[Server]) -> None:
+        *survivors, killed = every
+        peer_id = killed.swarm.peer_id
+        killed.announce(Span(3, 6))
+        for server in survivors:
+            server.announce(Span(0, 3))
+        await until_all_know(
+            survivors, {survivor.swarm.peer_id: Span(0, 3) for survivor in survivors} | {peer_id: Span(3, 6)}
+        )
+        for server in survivors:
+            await server.placement.probe()
+            assert server.swarm.is_connected(peer_id)
+        checks: list[Server] = []
+        moved: list[Server] = []
+
+        async def move(server: Server) -> None:
+            probe = server.placement.probe  # once in every check
+
+            async def counted() -> None:
+                if not server.swarm.is_connected(peer_id):
+                    checks.append(server)
+                await probe()
+
+            server.placement.probe = counted  # type: ignore[method-assign]
+            assert await server.move(interval=20.0) == Span(3, 6)
+            moved.append(server)
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
             for server in survivors:
-                server.announce(Span(0, 3))
-            await until_all_know(
-                survivors, {survivor.swarm.peer_id: Span(0, 3) for survivor in survivors} | {peer_id: Span(3, 6)}
-            )
-            for server in survivors:
-                await server.placement.probe()
-                assert server.swarm.is_connected(peer_id)
-            checks: list[Server] = []
-            moved: list[Server] = []
+                nursery.start_soon(move, server)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert not moved
+            killed.swarm.end()
+        assert [checks.count(server) for server in moved] == [1]
 
-            async def move(server: Server) -> None:
-                probe = server.placement.probe  # once in every check
-
-                async def counted() -> None:
-                    if not server.swarm.is_connected(peer_id):
-                        checks.append(server)
-                    await probe()
-
-                server.placement.probe = counted  # type: ignore[method-assign]
-                assert await server.move(interval=20.0) == Span(3, 6)
-                moved.append(server)
-                nursery.cancel_scope.cancel()
-
-            async with trio.open_nursery() as nursery:
-                for server in survivors:
-                    nursery.start_soon(move, server)
-                await trio.testing.wait_all_tasks_blocked(0.01)
-                assert not moved
-                await trio.to_thread.run_sync(killed.kill)
-            assert [checks.count(server) for server in moved] == [1]
-
-    with nodes(tmp_path) as started:
-        trio.run(with_deadline, scenario, started)
+    run(scenario, 5.0, 5.0, 5.0)
 
 
 def test_the_network_is_measured_with_those_that_answer(slowness: Slowness) -> None:
@@ -374,7 +383,7 @@ def test_the_network_is_measured_with_those_that_answer(slowness: Slowness) -> N
 
     async def scenario() -> None:
         with trio.fail_after(DEADLINE):
-            async with servers(1.0, 1.0, 1.0) as (first, second, silent):
+            async with hosts(1.0, 1.0, 1.0) as (first, second, silent):
                 for server in (second, silent):
                     server.announce(Span(0, 6))
                 while len(first.swarm.view.servers(MODEL, now=time.time())) < 2:
@@ -414,65 +423,104 @@ def test_a_server_chooses_blocks_of_a_model_that_it_has_not_got_and_fetches_only
         assert "1000 tokens" in every.ready["count_reason"] and "the whole model" in every.ready["count_reason"]
 
 
-@dataclass(frozen=True)
 class Ten:
-    """Servers of two blocks each, ten of them started at once, that look at the plan every second."""
+    """Servers of two blocks each in memory, ten of them started at once, that look at the plan every second.
 
-    nodes: Nodes
-    pool: ServerPool
-    models: Path
-    at_first: list[int]
+    Attributes:
+        told: what is logged, with the peer id of the server that says it.
+        checks: how often a server has asked who is still there, by peer id.
+    """
+
+    def __init__(self, pool: MemoryPool, folder: Path) -> None:
+        self.pool = pool
+        self.folder = folder
+        self.told: list[tuple[str, str]] = []
+        self.checks: Counter[str] = Counter()
+        self.meeting_point = self._node()
+
+    def _node(self) -> MemoryNode:
+        async def start() -> MemoryNode:
+            node = self.pool.swarm.network.node()
+            await node.start(node.network.nursery)
+            return node
+
+        node: MemoryNode = self.pool.swarm.call(start)
+        return node
+
+    def announce(self, span: Span, num_blocks: int, step_seconds: float = 0.01) -> str:
+        """Announces blocks that nobody serves; the peer id of the node that does."""
+        node = self._node()
+        version = bytes.fromhex(self.pool.servers[0].ready["model_version"])
+        made_up = Announcement(
+            node.peer_id, version, self.folder.name, num_blocks, span, ServerState.ONLINE, step_seconds=step_seconds
+        )
+        self.pool.swarm.change(lambda network: node.announce(made_up))
+        return node.peer_id
 
     def held(self) -> list[int]:
         return held([where_now(server) for server in self.pool.alive])
 
+    def known(self) -> list[int]:
+        """What who comes now is told."""
+        return held([server.span for server in self.meeting_point.view.servers(now=time.time())])
+
     def moves(self) -> list[dict[str, Any]]:
         return [event for server in self.pool.servers for event in server.events if event["event"] == "moving"]
 
-    def chat(self) -> None:
-        outcome = petalnode(
-            *("chat", "tiny-llama", "--prompt", "hi", "--json", "--max-new-tokens", "4", "--peer", self.pool.peer),
-            env=self.nodes.env,
-            cwd=self.models,
-        )
-        assert outcome.code == 0, outcome
 
-
-def where_now(server: PooledServer) -> Span:
+def where_now(server: MemoryServer) -> Span:
     return Span(*[event["blocks"] for event in server.events if event["event"] in ("ready", "moved")][-1])
 
 
+_speaker: ContextVar[str] = ContextVar("speaker", default="")
+"""The server whose task this is."""
+
+
 @pytest.fixture(scope="module")
-def ten(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Ten]:
-    home = tmp_path_factory.mktemp("placement")
-    with nodes(home) as started:
-        peer: str = started.meeting_point().event("ready")["addrs"][0]
-        with server_pool(home / "pool", models / "tiny-llama", peer, PETALNODE_CHECK_INTERVAL="1") as pool:
-            servers = [pool.start(None, "--num-blocks", "2", "--throughput", "5") for _ in range(10)]
-            yield Ten(started, pool, models, held([Span(*server.ready["blocks"]) for server in servers]))
+def ten(models: Path) -> Iterator[Ten]:
+    with memory_pool(models / "tiny-llama", DirectoryNode) as pool, pytest.MonkeyPatch.context() as patched:
+        ten = Ten(pool, models / "tiny-llama")
+        probe = PlacementState.probe
+
+        async def counted(self: PlacementState) -> None:
+            await probe(self)
+            ten.checks[self.peer_id] += 1
+
+        def heard(record: logging.LogRecord) -> bool:
+            ten.told.append((_speaker.get(), record.getMessage()))
+            return True
+
+        patched.setattr(PlacementState, "probe", counted)
+        patched.setenv("PETALNODE_CHECK_INTERVAL", "1")
+        placement_state.log.addFilter(heard)
+        for _ in range(10):
+            pool.start(None, num_blocks=2, throughput=5.0, prepare=lambda node: _speaker.set(node.peer_id))
+        yield ten
+        placement_state.log.removeFilter(heard)
 
 
 def test_ten_servers_started_at_once_cover_the_model_evenly(ten: Ten) -> None:
-    assert sorted(ten.at_first) == [3, 3, 3, 3, 4, 4], ten.at_first
+    at_first = held([Span(*server.ready["blocks"]) for server in ten.pool.servers])
+    assert sorted(at_first) == [3, 3, 3, 3, 4, 4], at_first
 
 
 def test_a_fast_server_and_absurd_ones_join_and_nobody_moves(ten: Ten) -> None:
-    version = ten.pool.servers[0].ready["model_version"]
     until(lambda: min(ten.held()) >= 3, "the blocks are covered evenly", 60)
     before = len(ten.moves())
-    made_up = {"model_version": version, "model_name": "tiny-llama", "peers": [ten.pool.peer]}
-    absurd = [
-        ten.nodes.announcer(**made_up, blocks=[0, 4000], num_blocks=4096).event("ready")["peer_id"],
-        ten.nodes.announcer(**made_up, blocks=[2, 3], num_blocks=6, step_seconds=1e-6).event("ready")["peer_id"],
-    ]
-    servers = ten.pool.alive
-    fast = ten.pool.start(None, "--num-blocks", "6", "--throughput", "50")
+    absurd = [ten.announce(Span(0, 4000), 4096), ten.announce(Span(2, 3), 6, step_seconds=1e-6)]
+    servers = [server.peer_id for server in ten.pool.alive]
+    fast = ten.pool.start(None, num_blocks=6, throughput=50.0)
     assert fast.ready["blocks"] == [0, 6] and fast.ready["blocks_reason"]
+
+    def told_of(peer_id: str) -> list[str]:
+        return [speaker for speaker, text in ten.told if speaker in servers and peer_id in text]
+
     for peer_id in absurd:
-        until(lambda peer_id=peer_id: all(peer_id in server.errors for server in servers), "all have told of it")
-    time.sleep(5)  # several checks
+        until(lambda peer_id=peer_id: set(told_of(peer_id)) == set(servers), "all have told of it")
+    seen = {server: ten.checks[server] for server in servers}
+    until(lambda: all(ten.checks[server] >= seen[server] + 3 for server in servers), "several checks")
     for peer_id in absurd:
-        assert {server.errors.count(peer_id) for server in servers} == {1}
+        assert sorted(told_of(peer_id)) == sorted(servers)
     assert ten.moves()[before:] == []
     fast.kill()
 
@@ -484,4 +532,7 @@ def test_the_only_holders_of_blocks_are_killed_and_the_gap_closes(ten: Ten) -> N
     assert ten.pool.alive
     until(lambda: min(ten.held()) > 0, "the gap is closed", 90)
     assert all(move["reason"] for move in ten.moves())
-    ten.chat()
+    until(lambda: min(ten.known()) > 0, "newcomers are told of it")
+    with ten.pool.swarm.open_model(AutoDistributedModelForCausalLM, ten.folder) as model:
+        ids = torch.tensor([[3, 4, 5]])
+        assert model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4).shape == (1, 7)
