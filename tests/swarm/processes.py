@@ -77,10 +77,15 @@ def petalnode(
 
     `timeout` is for how long it may make no progress.
     """
+    return run_to_end([*prefix, sys.executable, "-m", "petalnode", *arguments], env, cwd, given, timeout)
+
+
+def run_to_end(
+    command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, given: str = "", timeout: float = 120
+) -> Outcome:
+    """As `petalnode`, of any program."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = warm_python.start(
-            [*prefix, sys.executable, "-m", "petalnode", *arguments], env, cwd, stdout=out, stderr=err
-        )
+        process = warm_python.start(command, env, cwd, stdout=out, stderr=err)
         try:
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin as stdin:

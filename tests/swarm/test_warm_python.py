@@ -89,10 +89,25 @@ def test_chance_is_not_shared(tmp_path: Path) -> None:
 def test_what_is_read_at_import_is_not_given_to_a_copy(tmp_path: Path) -> None:
     with tempfile.TemporaryFile() as out:
         command = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
-        process = warm_python.start(command, environment(tmp_path, HF_HUB_OFFLINE="0"), stdout=out)
+        process = warm_python.start(command, environment(tmp_path, OMP_NUM_THREADS="2"), stdout=out)
         assert process.wait(60) == 0
         out.seek(0)
         assert out.read() == b"False\n"
+
+
+def test_the_settings_of_the_hub_are_its_own(tmp_path: Path) -> None:
+    code = """if True:
+        from huggingface_hub import constants
+        print(constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_CACHE)
+    """
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hub")}
+    for settings, said in (
+        (hub, f"http://127.0.0.1:9 False {tmp_path}/hub/hub"),
+        ({}, f"https://huggingface.co True {tmp_path}/cache/huggingface/hub"),
+    ):
+        process = started(code, home=tmp_path, **settings)
+        assert isinstance(process.process, warm_python.WarmProcess)
+        assert process.line() == said
 
 
 def test_a_command_has_its_output_and_no_other(tmp_path: Path) -> None:

@@ -26,12 +26,13 @@ from typing import IO, Any, Final, TypeAlias
 
 _ROOT: Final = Path(__file__).parents[2]
 
-_READ_AT_IMPORT: Final = ("HF_", "LD_", "MKL_", "OMP_", "PYTHON")
+_READ_AT_IMPORT: Final = ("LD_", "MKL_", "OMP_", "PYTHON")
 """Variables, or how their names begin, that a copy takes no notice of any more."""
 
-_ENVIRONMENT: Final = {
-    name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT) and not name.startswith("HF_")
-} | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+_ENVIRONMENT: Final = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT)} | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
 """Those of the process that is copied. Programs that want others are started the usual way."""
 
 _CLONE_NEWNET: Final = 0x40000000  # of setns(2); Python has it from 3.12 on
@@ -98,7 +99,8 @@ Process: TypeAlias = "WarmProcess | subprocess.Popen[str]"
 
 def environment() -> dict[str, str]:
     """That of this process, changed so that programs start warm in it."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_READ_AT_IMPORT)} | _ENVIRONMENT
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", *_READ_AT_IMPORT))}
+    return kept | {"HF_HUB_OFFLINE": "1"} | _ENVIRONMENT
 
 
 def start(
@@ -274,7 +276,17 @@ class _Copies:
         if request["namespace"] is not None:
             _enter_network_namespace(request["namespace"])
         os.chdir(request["cwd"])
+        _read_hub_settings()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _read_hub_settings() -> None:
+    """Reads the variables of huggingface_hub anew, which it has read when it was imported."""
+    from importlib import reload
+
+    from huggingface_hub import constants
+
+    reload(constants)
 
 
 def _enter_network_namespace(name: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.model_hub import COMMIT, Hub, serve_hub
+from tests.swarm import warm_python
+from tests.swarm.processes import run_to_end
 from tests.tiny_models import save_tiny
 
 # huggingface_hub reads its settings when it is imported, so every fetch is a process of its own, as for a person.
@@ -47,18 +47,12 @@ class Person:
     def fetch(
         self, model: str = "org/tiny", need: str = "all", offline: bool = False, limit: str = "", **settings: str
     ) -> dict[str, Any]:
-        environment = {**os.environ, "HF_HOME": str(self.home), "HF_ENDPOINT": self.endpoint, **settings}
-        environment["PETALNODE_CACHE"] = str(self.home / "petalnode")
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, model, need, "yes" if offline else "no", limit],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
+        hub = {"HF_HOME": str(self.home), "HF_ENDPOINT": self.endpoint, "HF_HUB_OFFLINE": "0", **settings}
+        environment = warm_python.environment() | hub | {"PETALNODE_CACHE": str(self.home / "petalnode")}
+        command = [sys.executable, "-c", SCRIPT, model, need, "yes" if offline else "no", limit]
+        outcome = run_to_end(command, environment)
+        assert outcome.code == 0, outcome
+        (found,) = outcome.objects
         return found
 
 
