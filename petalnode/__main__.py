@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from .node.cli.app import main
+import os
+import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Runs the command line; see `node.cli.app`, which takes a while to import, and may be interrupted then."""
+    from .node.cli import process
+
+    process.prepare()
+    try:
+        if sys.argv[1:] == ["--version"]:
+            from .node.version import __version__
+
+            print(__version__, flush=True)
+            os._exit(0)
+        from .node.cli.app import main as run
+    except BaseException as error:
+        code = process.exit_code(error)
+        if code is None:
+            raise
+        os._exit(code)
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -8,13 +8,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import typer
 
-from ..errors import ExitCode, PetalnodeError
+from ..errors import ExitCode
+from .process import exit_code, interrupted, leaves
 
 # typer brings a copy of click of its own in some versions, so its errors are reached through typer.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -44,39 +45,64 @@ def _root(
     pass
 
 
-_COMMANDS = (
-    *("demo", "serve", "chat", "status", "bootstrap", "doctor", "swarm-key"),
-    *("plan", "tune", "adapters", "validate", "verify-evidence", "bans", "credits"),
-)
-"""In the order of the help."""
+COMMANDS: Final = {
+    "demo": "Start a swarm of the default model on this machine, separate from all others, and chat with it.",
+    "serve": "Host blocks of a model for the swarm.",
+    "chat": "Chat with the model that a swarm serves.",
+    "status": "Show the models of a swarm, its servers and the blocks that they hold, and its relays.",
+    "bootstrap": "Run a DHT node and relay without a model: other nodes join and reach each other through it.",
+    "doctor": "Check this machine and its connection to the swarm: versions, device, memory, disk, port, clock, "
+    "reachability.",
+    "swarm-key": "Create the key of a private swarm, which only nodes with a copy of this file can join.",
+    "plan": "Plan which machine should serve which blocks: for the lowest latency, and for the highest throughput.",
+    "tune": "Fine-tune a model over the swarm that serves it.",
+    "adapters": "Search, fetch and share adapters (in folders, git repositories or on the hub).",
+    "validate": "Check servers: send requests like those of a client, and recompute the answers block by block.",
+    "verify-evidence": "Check evidence of a server's fault: exit code 0 if it is proved, 1 if it is not, 2 if it "
+    "cannot be checked.",
+    "bans": "List the servers that your nodes do not use because of a fault, with the reason and for how long.",
+    "credits": "Show and transfer points, which validators issue for verified work.",
+}
+"""In the order of the help, which has their first sentences without importing them."""
 _MODULES = {"swarm-key": "bootstrap", "verify-evidence": "validate"}
 """The module in `commands`, where it is not named after the command."""
 
 
 def _register(arguments: list[str]) -> None:
-    """Adds the command that is called, or all of them for the help: importing a command takes time and memory."""
-    called = [name for name in arguments[:1] if name in _COMMANDS]
-    for name in called or _COMMANDS:
+    """Adds the command that is called, and only the names of the others: importing a command takes time and memory.
+
+    Without arguments, all of them.
+    """
+    for name, about in COMMANDS.items():
+        if arguments and arguments[0] != name:
+            app.command(name, help=about)(_another)
+            continue
         module = importlib.import_module(f".commands.{_MODULES.get(name, name)}", __package__)
-        found = getattr(module, name.replace("-", "_"))
+        found: typer.Typer | Callable[..., None] = getattr(module, name.replace("-", "_"))
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
         else:
             app.command(name)(found)
 
 
+def _another() -> None:
+    """Stands for a command that was not called."""
+
+
 def main() -> NoReturn:
     """Runs the command line and exits with the codes of `ExitCode`."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    _register(sys.argv[1:])
-    # Output that nobody reads any more (`petalnode chat | head`) is no error of ours.
+    arguments = sys.argv[1:]
     try:
-        code = run(sys.argv[1:])
+        _register(arguments or ["--help"])
+        code = run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = int(ExitCode.DONE)
+    except BaseException as error:
+        found = exit_code(error)
+        if found is None:
+            raise
+        code = found
     _leave(code)
 
 
@@ -86,7 +112,7 @@ def _leave(code: int) -> NoReturn:
         sys.exit(code)  # the interpreter has to wait for it
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 
@@ -97,36 +123,15 @@ def run(arguments: list[str]) -> int:
         result = app(arguments, prog_name="petalnode", standalone_mode=False)
         return result if isinstance(result, int) else int(ExitCode.DONE)
     except BaseException as raised:
-        errors = list(_leaves(raised))
-        for error in errors:
-            if isinstance(error, (typer.Exit, SystemExit)):
-                return _exit_code(error)
-        for error in errors:
-            if isinstance(error, (typer.Abort, KeyboardInterrupt)):
-                return int(ExitCode.INTERRUPTED)
-        for error in errors:
-            if isinstance(error, PetalnodeError):
-                from .output import Output
-
-                Output(False).error(str(error))
-                return int(error.exit_code)
+        for error in leaves(raised):
+            if isinstance(error, typer.Exit):
+                return error.exit_code
+            if isinstance(error, typer.Abort):
+                return interrupted()
             if isinstance(error, _UsageError):
                 error.show()  # type: ignore[attr-defined]
                 return int(ExitCode.BAD_INPUT)
-        for error in errors:
-            if isinstance(error, BrokenPipeError):
-                raise error from None
-        raise
-
-
-def _exit_code(error: BaseException) -> int:
-    code = error.exit_code if isinstance(error, typer.Exit) else getattr(error, "code", 0)
-    return code if isinstance(code, int) else int(ExitCode.RESULT_SAYS_NO)
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
+        code = exit_code(raised)
+        if code is None:
+            raise
+        return code

@@ -328,7 +328,7 @@ async def joined(
             raise BadInput(str(error)) from error
         config = join.config(identity, listens=listens, data_dir=data_dir, relay_limits=relay_limits or RelayLimits())
         if not join.peers and join.searches:
-            output.errors.print(f"looking for a swarm: {join.places} ...", style="dim", markup=False)
+            output.note(f"looking for a swarm: {join.places} ...")
         with unwrapped(PetalnodeError):
             async with config.trust.kept(), _opened(config, fallback=listens and not join.listen) as swarm:
                 if not listens and swarm.joined is None:

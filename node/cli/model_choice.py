@@ -43,6 +43,7 @@ async def model_folder(model: str, output: Output, *, need: Need) -> ModelFolder
     """
     bars = ProgressBars(output.errors)
     try:
-        return await trio.to_thread.run_sync(lambda: resolve(model, need=need, progress=bars))
+        # Ctrl-C is not to wait for a download, which the next run goes on with.
+        return await trio.to_thread.run_sync(lambda: resolve(model, need=need, progress=bars), abandon_on_cancel=True)
     finally:
         bars.stop()

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from .process import say_error, writing
+
+
+class _Console(Console):
+    """Prints what it is given: no `:name:` becomes a pictogram, and a closed pipe is left to the caller."""
+
+    def __init__(self, *, stderr: bool) -> None:
+        # Soft wrapping: a line that a person copies (a command, an address) must not be broken by the terminal's width.
+        super().__init__(stderr=stderr, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+    def on_broken_pipe(self) -> None:
+        raise
 
 
 class Output:
@@ -15,26 +30,43 @@ class Output:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        # Soft wrapping: a line that a person copies (a command, an address) must not be broken by the terminal's width.
-        self.console = Console(stderr=as_json, soft_wrap=True, highlight=False)
-        self.errors = Console(stderr=True, soft_wrap=True, highlight=False)
+        self.console = _Console(stderr=as_json)
+        self.errors = _Console(stderr=True)
 
     def say(self, text: str, *, style: str | None = None) -> None:
         """A line for a person."""
-        self.console.print(text, style=style, markup=False)
+        with writing():
+            self.console.print(text, style=style)
+
+    def table(self, table: Table) -> None:
+        with writing():
+            self.console.print(table)
+
+    def write(self, text: str) -> None:
+        """A piece of an answer, as it comes; nothing with --json."""
+        if not self.as_json:
+            with writing():
+                sys.stdout.write(text)
+                sys.stdout.flush()
 
     def emit(self, **fields: Any) -> None:
         """A JSON line for a program; nothing without --json."""
         if self.as_json:
-            sys.stdout.write(json.dumps(fields) + "\n")
-            sys.stdout.flush()
+            with writing():
+                sys.stdout.write(json.dumps(fields) + "\n")
+                sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """A line for a person beside the answer: on standard error, with or without --json."""
+        with suppress(OSError):
+            self.errors.print(text, style="dim")
 
     def warn(self, text: str) -> None:
-        """A line for a person that is not an answer: on standard error, with or without --json."""
-        self.errors.print(f"petalnode: {text}", style="yellow", markup=False, emoji=False)
+        """A line for a person about something that went wrong, and does not end the command."""
+        say_error(text)
 
     def error(self, text: str) -> None:
-        self.errors.print(f"petalnode: {text}", style="red", markup=False)
+        say_error(text)
 
 
 class ProgressBars:
@@ -56,7 +88,7 @@ class ProgressBars:
     def __call__(self, what: str, done: int, total: int | None) -> None:
         if what not in self._tasks:
             if not self._console.is_terminal:
-                self._console.print(f"{what} ...", markup=False)
+                self._console.print(f"{what} ...")
             if not self._bars.live.is_started:
                 self._bars.start()
             self._tasks[what] = self._bars.add_task(what, total=total)

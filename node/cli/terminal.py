@@ -6,11 +6,13 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import trio
+import typer
 
-from ..errors import ExitCode, PetalnodeError, unwrapped
+from ..errors import BadInput, ExitCode, PetalnodeError, unwrapped
+from .process import say_error
 
 STOP_GRACE = 1.0
 
@@ -23,7 +25,7 @@ async def stopped_by_signal(function: Callable[[trio.Event], Awaitable[object]])
     """Awaits `function(stop)` until it is done; a signal of `ENDING` sets `stop`. The signal, if one came."""
     stop = trio.Event()
     came: list[int] = []
-    with unwrapped(PetalnodeError), trio.open_signal_receiver(*ENDING) as signals:
+    with unwrapped(PetalnodeError), trio.open_signal_receiver(*_heeded()) as signals:
         async with trio.open_nursery() as nursery:
 
             async def watch() -> None:
@@ -38,6 +40,11 @@ async def stopped_by_signal(function: Callable[[trio.Event], Awaitable[object]])
             await function(stop)
             nursery.cancel_scope.cancel()
     return next((number for number in came if number != signal.SIGINT), came[0] if came else None)
+
+
+def _heeded() -> list[signal.Signals]:
+    """Those of `ENDING` that end this process: `nohup` has SIGHUP ignored."""
+    return [number for number in ENDING if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class LineReader:
@@ -62,11 +69,17 @@ class LineReader:
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._saved)
 
     async def read(self, prompt: str) -> str | None:
-        """A line, or None at the end."""
+        """A line, or None at the end.
+
+        Raises:
+            BadInput: it is not text.
+        """
         try:
             return await trio.to_thread.run_sync(input, prompt, abandon_on_cancel=True)
         except EOFError:
             return None
+        except UnicodeDecodeError as error:
+            raise BadInput(f"what was typed is not {error.encoding}: {error.reason}") from None
 
 
 class StopSignal:
@@ -74,16 +87,31 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.event = trio.Event()
-        self.interrupted = False
+        self.number: int | None = None
 
     async def watch(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        with trio.open_signal_receiver(*_heeded()) as signals:
             task_status.started()
             async for number in signals:
                 if self.event.is_set():
+                    say_error("ended at once")
                     os._exit(ExitCode.INTERRUPTED)
-                self.interrupted = number == signal.SIGINT
+                self.number = number
                 self.event.set()
+
+    def leave(self) -> NoReturn:
+        """Says what has stopped the command, and ends it.
+
+        Raises:
+            typer.Exit: with the exit code.
+        """
+        if self.number is not None:
+            say_error("interrupted" if self.interrupted else f"stopped by {signal.Signals(self.number).name}")
+        raise typer.Exit(self.exit_code)
+
+    @property
+    def interrupted(self) -> bool:
+        return self.number == signal.SIGINT
 
     async def watch_stdin(self) -> None:
         """Sets `event` when standard input ends, as it does when the parent process is gone."""

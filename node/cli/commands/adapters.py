@@ -46,7 +46,7 @@ def search(
             version, tags = adapter.model_version[:12], ", ".join(adapter.tags)
             cells = (adapter.name, adapter.method, adapter.model, version, adapter.task, tags)
             table.add_row(*map(_printable, cells))
-        output.console.print(table)
+        output.table(table)
 
 
 @adapters.command("push")
@@ -65,9 +65,7 @@ def push(
     name = check_name(name or folder.absolute().name)
     where = repository_of(to).push(folder, name, replace=replace)
     if not found.model_version:
-        output.errors.print(
-            "the adapter does not record the version of its model, so others cannot check it", style="dim"
-        )
+        output.note("the adapter does not record the version of its model, so others cannot check it")
     output.say(f"shared: {where}")
     output.emit(event="pushed", name=name, where=where)
 
@@ -97,5 +95,5 @@ def _facts(found: SharedAdapter) -> dict[str, object]:
 
 
 def _printable(text: str) -> str:
-    """Untrusted text without control characters and rich markup."""
-    return "".join(character for character in text if character.isprintable()).replace("[", "\\[")
+    """Untrusted text without control characters."""
+    return "".join(character for character in text if character.isprintable())

@@ -38,7 +38,7 @@ async def _bootstrap(join: JoinOptions, limits: RelayLimits) -> None:
             nursery.start_soon(report_reachability, swarm, join, output, ["petalnode serve"])
             await stop.event.wait()
         nursery.cancel_scope.cancel()
-    raise typer.Exit(stop.exit_code)
+    stop.leave()
 
 
 def swarm_key(

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +26,7 @@ from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, model_folder, served_model
 from ..output import Output
+from ..process import text_given
 from ..terminal import LineReader, stopped_by_signal
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MAX_CONTEXT = 4096
 """Tokens that a chat reserves at every server, unless the model takes fewer."""
+_LONGEST_QUESTION = 100 * MAX_CONTEXT
+"""Characters. Longer ones never fit, and counting their tokens would take long."""
 _HELP = (
     "/new starts over, /retry asks the last question again, /route shows the servers, /quit (or Ctrl-D) leaves; "
     "Ctrl-C stops an answer."
@@ -104,6 +107,7 @@ def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOp
     """Chat with the model that a swarm serves."""
     for address in (*(options.share_receipts or ()), *([options.credits] if options.credits else ())):
         parse_peer(address)
+    options = replace(options, prompt=question(options.prompt))
     if options.credits and join.identity is None:
         raise BadInput("--credits spends the points of a key: give its file with --identity FILE")
     if options.session is None:
@@ -115,6 +119,31 @@ def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOp
         trio.run(_chat, model, options, join, saved)
 
 
+def question(prompt: str | None) -> str | None:
+    """The one question to be answered: that of --prompt, else what comes through a pipe; None at a terminal.
+
+    Raises:
+        BadInput: it is empty, far too long or no text.
+    """
+    if prompt is None:
+        if sys.stdin.isatty():
+            return None
+        try:
+            prompt = sys.stdin.read(_LONGEST_QUESTION + 1)
+        except UnicodeDecodeError as error:
+            raise BadInput(f"what came through the pipe is not {error.encoding}: {error.reason}") from None
+        if not prompt.strip():
+            raise BadInput("nothing came through the pipe: there is no question")
+    prompt = text_given(prompt).strip()
+    if not prompt:
+        raise BadInput("--prompt is empty: there is no question")
+    if len(prompt) > _LONGEST_QUESTION:
+        raise BadInput(
+            f"the question has more than {_LONGEST_QUESTION:,} characters, and {MAX_CONTEXT} tokens are the most"
+        )
+    return prompt
+
+
 async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, saved: SavedChat | None) -> None:
     output = Output(join.json)
     async with trio.open_nursery() as nursery:
@@ -122,7 +151,7 @@ async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, save
         identity = saved.identity if saved is not None else None
         async with joined(join, output, role="chat", listens=False, identity=identity) as (swarm, _):
             if join.identity is not None:
-                output.errors.print(f"the peer id of this client is {swarm.peer_id}", style="dim", markup=False)
+                output.note(f"the peer id of this client is {swarm.peer_id}")
             folder = await model_folder(model or await served_model(swarm), output, need="client")
             await chat_in(swarm, folder, options, output, saved)
 
@@ -153,10 +182,6 @@ async def chat_in(
     from ...models.adapter import Adapter
 
     prompt = options.prompt
-    if prompt is None and not sys.stdin.isatty():
-        prompt = (await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)).strip()
-        if not prompt:
-            raise BadInput("nothing came through the pipe: there is no question")
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
     loaded: list[Any] = []
 
@@ -214,7 +239,7 @@ async def chat_in(
 
 
 def _opening(options: ChatOptions) -> Dialogue:
-    return Dialogue().plus("system", options.system) if options.system else Dialogue()
+    return Dialogue().plus("system", text_given(options.system)) if options.system else Dialogue()
 
 
 @dataclass
@@ -247,10 +272,13 @@ class _Chatter:
         reader = LineReader()
         with reader:
             while True:
-                line = await reader.read("\n> ")
-                if line is None or line.strip() in ("/quit", "/exit"):
-                    return
-                await self._obey(line.strip())
+                try:
+                    line = await reader.read("\n> ")
+                    if line is None or line.strip() in ("/quit", "/exit"):
+                        return
+                    await self._obey(text_given(line).strip())
+                except PetalnodeError as error:
+                    self.output.error(str(error))
 
     async def _obey(self, line: str) -> None:
         """Does what one line says."""
@@ -294,7 +322,7 @@ class _Chatter:
         disagreed = len(self.disagreements)
         begun = time.perf_counter()
         said: list[int] = []
-        write = self.text.stream(self._write)
+        write = self.text.stream(self.output.write)
 
         def on_token(token: int) -> None:
             said.append(token)
@@ -308,7 +336,7 @@ class _Chatter:
         except BaseException:
             if said:
                 self._keep(fitted.plus("assistant", self.text.decode(said)), finished=False)
-                self._write("\n")
+                self.output.write("\n")
             raise
         seconds = time.perf_counter() - begun
         text = self.text.decode(said)
@@ -336,7 +364,7 @@ class _Chatter:
                 disagreements=[disagreement.fields() for disagreement in self.disagreements[disagreed:]],
             )
         else:
-            self._write("\n")
+            self.output.write("\n")
             if stopped:
                 self.output.say("(stopped)", style="dim")
             if self.options.show_route:
@@ -359,11 +387,6 @@ class _Chatter:
             if finished and self.options.prompt is not None:
                 raise
             self.output.warn(str(error))
-
-    def _write(self, text: str) -> None:
-        if not self.output.as_json:
-            sys.stdout.write(text)
-            sys.stdout.flush()
 
     def _say_route(self) -> None:
         hops = [f"{hop.span} at …{hop.peer_id[-8:]}" for hop in self.conversation.route]

@@ -41,8 +41,9 @@ def demo(
 
 
 async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: bool) -> None:
-    from .chat import ChatOptions, chat_in
+    from .chat import ChatOptions, chat_in, question
 
+    prompt = question(prompt)
     output = Output(as_json)
     folder = await model_folder(DEFAULT_MODEL, output, need="all")
     if servers > folder.num_blocks:

@@ -123,7 +123,7 @@ async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, outp
                     try:
                         rtts[server.peer_id] = await swarm.measure_rtt(server.peer_id, timeout=RTT_TIMEOUT)
                     except PeerError as error:
-                        output.errors.print(f"left out: {error}", style="yellow", markup=False)
+                        output.note(f"left out: {error}")
 
             async with trio.open_nursery() as nursery:
                 for server in servers:
@@ -163,10 +163,10 @@ def _print(
         output.say("")
     output.say(f"least time per token: {_expectation(fastest)}", style="bold")
     output.say(_how_good(fastest))
-    output.console.print(_table(fastest, fleet))
+    output.table(_table(fastest, fleet))
     output.say(f"most tokens a second: {_expectation(busiest)}", style="bold")
     output.say(f"no placement of these machines gives more than {busiest.most_tokens_per_second or 0.0:.1f} tokens/s")
-    output.console.print(_table(busiest, fleet))
+    output.table(_table(busiest, fleet))
     if not fleet.client_seconds:
         output.say("embeddings and head, which the client computes, come on top")
 

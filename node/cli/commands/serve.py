@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -175,12 +176,14 @@ async def _serve(
                 wallet = None if deposit_at is None else Wallet(swarm, identity, deposit_at)
                 await run_server(swarm, identity, options, on_event, bars, stop.event, payments, wallet)
         nursery.cancel_scope.cancel()
-    if not ready:
+    if stop.event.is_set() and not ready:
+        with suppress(typer.Exit):
+            stop.leave()
         # A thread that still loads is left behind, and torch aborts a process that ends in order meanwhile.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(stop.exit_code)
-    raise typer.Exit(stop.exit_code)
+    stop.leave()
 
 
 def _say_ready(output: Output, join: JoinOptions, fields: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ async def _status(model: str | None, join: JoinOptions) -> None:
             coverage = coverage_of(servers, num_blocks)
             output.emit(**_as_json(name, version, num_blocks, servers, coverage), relays=list(map(asdict, relays)))
             if not join.json:
-                output.console.print(_table(name, version, num_blocks, servers))
+                output.table(_table(name, version, num_blocks, servers))
                 for line in adapter_lines(servers):
                     output.say(line)
                 missing = [block for block, count in enumerate(coverage) if not count]

@@ -133,7 +133,7 @@ async def _validate(model: str | None, options: ValidateOptions, join: JoinOptio
         finished = True
         nursery.cancel_scope.cancel()
     if not finished:
-        return stop.exit_code
+        stop.leave()
     return int(ExitCode.RESULT_SAYS_NO if any(verdict.verdict == "faulty" for verdict in found) else ExitCode.DONE)
 
 
@@ -201,7 +201,7 @@ class _VerdictTable:
         if self._live is not None:
             self._live.stop()
         elif self._once and self._last and not self._output.as_json:
-            self._output.console.print(self._table())
+            self._output.table(self._table())
 
     def on_verdict(self, verdict: Verdict) -> None:
         self._last[verdict.peer_id] = (time.time(), verdict)

@@ -1,0 +1,190 @@
+"""The process of a command: its standard streams, the signals that end it, and errors as one line and an exit code.
+
+Imports the standard library and `errors` only, so that it is in place before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final, cast
+
+from ..errors import BadInput, ExitCode, MachineError, PetalnodeError
+
+_ENCODING_ERRORS: Final = "petalnode-plain"
+_PLAIN: Final = {"…": "...", "→": "->", "█": "#", "·": ".", "─": "-", "│": "|", "━": "-"}
+_RED: Final = ("\x1b[31m", "\x1b[0m")
+_BROKEN: Final = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN)
+SIGNALLED: Final = 128
+"""An exit code above it is that of a signal, as shells have it."""
+
+_came: list[int] = []
+
+
+class OutputClosed(Exception):
+    """Nobody reads the output any more (`petalnode chat | head`): the end of a command, and no error."""
+
+
+def prepare() -> None:
+    """Makes the standard streams usable, and SIGTERM and SIGHUP end a command as Ctrl-C does."""
+    _open_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if _encoding(stream) != "utf-8":
+            _reconfigure(stream, errors=_ENCODING_ERRORS)
+    if _encoding(sys.stdin) == "ascii":  # what a person types or pipes is hardly that
+        _reconfigure(sys.stdin, encoding="utf-8", errors="strict")
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        # `nohup` ignores SIGHUP, and then a closed terminal is no reason to end.
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
+
+
+def _open_streams() -> None:
+    """Opens descriptors 0, 1 and 2 on the null device where they are closed: a file or socket would take their numbers,
+    and Python has no `sys.stdin` then."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def _encoding(stream: Any) -> str:
+    with suppress(LookupError, AttributeError):
+        return codecs.lookup(stream.encoding).name
+    return "utf-8"
+
+
+def _reconfigure(stream: Any, **how: str) -> None:
+    with suppress(AttributeError, ValueError, OSError):  # a test or a program has put another object there
+        stream.reconfigure(**how)
+
+
+def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Letters of a terminal that has not got our signs; others as \\uXXXX, so that nothing is left out."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(sign, sign.encode("ascii", "backslashreplace").decode()) for sign in text), error.end
+
+
+codecs.register_error(_ENCODING_ERRORS, _plain)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    _came.append(number)
+    if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)  # whoever has taken Ctrl-C (trio does) does what it does then
+
+
+def text_given(text: str) -> str:
+    """An argument as text: bytes that the locale has no letters for are UTF-8."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def say_error(text: str) -> None:
+    """One line on standard error, in red on a terminal; nothing if nobody can read it."""
+    before, after = _RED if sys.stderr.isatty() and "NO_COLOR" not in os.environ else ("", "")
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"{before}petalnode: {text}{after}\n")
+        sys.stderr.flush()
+
+
+def interrupted() -> int:
+    """Says that a signal has ended the command; returns the exit code."""
+    if _came:
+        say_error(f"stopped by {signal.Signals(_came[0]).name}")
+        return SIGNALLED + _came[0]
+    say_error("interrupted")
+    return int(ExitCode.INTERRUPTED)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Turns standard output or error that cannot be written (a full disk behind it) into MachineError.
+
+    Raises:
+        MachineError: it cannot be written.
+        OutputClosed: it is a pipe that nobody reads any more.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _BROKEN:
+            raise OutputClosed from None
+        raise MachineError(f"the output cannot be written: {error.strerror}") from None
+
+
+def explain(error: BaseException) -> PetalnodeError | None:
+    """The error as one sentence for a person; None if it is a fault of the program."""
+    match error:
+        case PetalnodeError():
+            return error
+        case OSError() if error.strerror:
+            names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+            return MachineError(f"{error.strerror}{': ' if names else ''}{' and '.join(names)}")
+        case UnicodeEncodeError():
+            sign = text_given(error.object[error.start : error.start + 1])
+            return BadInput(f"{sign!r} cannot be written in {error.encoding}: set LC_ALL to a locale of UTF-8")
+        case UnicodeDecodeError():
+            return BadInput(f"a text is not {error.encoding}: {error.reason} at byte {error.start}")
+        case MemoryError():
+            return MachineError("not enough memory: end other programs, or give fewer blocks or a smaller batch")
+        case RuntimeError() if _is_of_memory(error):
+            return MachineError(f"not enough memory: {str(error).splitlines()[0][:200]}")
+    return None
+
+
+def _is_of_memory(error: RuntimeError) -> bool:
+    return type(error).__name__ == "OutOfMemoryError" or any(
+        said in str(error) for said in ("can't allocate memory", "out of memory", "can't start new thread")
+    )
+
+
+def exit_code(error: BaseException) -> int | None:
+    """Says an error of a command in one line; returns its exit code, None if it is a fault of the program."""
+    errors = list(leaves(error))
+    for found in errors:
+        closed = isinstance(found, SystemExit) and isinstance(found.__context__, BrokenPipeError)  # rich's own
+        if isinstance(found, OutputClosed | BrokenPipeError) or closed:
+            return _close_output()
+    for found in errors:
+        if isinstance(found, SystemExit):
+            return found.code if isinstance(found.code, int) else int(ExitCode.RESULT_SAYS_NO)
+    for found in errors:
+        if isinstance(found, KeyboardInterrupt):
+            return interrupted()
+    for kind in (PetalnodeError, Exception):
+        for found in errors:
+            if isinstance(found, kind) and (told := explain(found)) is not None:
+                say_error(str(told))
+                return int(told.exit_code)
+    return None
+
+
+def _close_output() -> int:
+    """Lets nothing fail that is still to be written; returns the exit code."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(ExitCode.DONE)
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors in a group of groups; an error that is no group is itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in cast("BaseExceptionGroup[BaseException]", error).exceptions:
+            yield from leaves(inner)
+    else:
+        yield error

@@ -1,0 +1,154 @@
+"""Every command in accidents: its exit code, one line that can be read, no traceback, and nothing left behind.
+
+An accident is made in the command's own process before it begins, so that nothing depends on how fast anything is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer.main
+from rich.table import Table
+
+from petalnode.node.cli import app as command_line
+from petalnode.node.cli.output import Output
+from tests.swarm import warm_python
+from tests.swarm.processes import STOP_TIMEOUT, Outcome, environment, wait_ended
+
+NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrcDMWFXQV"
+
+COMMANDS = {
+    "help": "--help",
+    "demo": "demo --servers 1 --prompt hi",
+    "serve": "serve {models}/tiny-llama --peer {nobody} --listen /ip4/127.0.0.1/tcp/0 --blocks 0:1",
+    "chat": "chat {models}/tiny-llama --peer {nobody}",
+    "status": "status --peer {nobody}",
+    "bootstrap": "bootstrap --peer {nobody} --listen /ip4/127.0.0.1/tcp/0",
+    "doctor": "doctor --peer {nobody}",
+    "swarm-key": "swarm-key {scratch}/swarm.key",
+    "plan": "plan --machines {scratch}/machines.json --num-blocks 6 --block-mb 1 --seconds 0.01",
+    "tune": "tune {models}/tiny-llama --peer {nobody} --data {scratch}/data.jsonl --out {scratch}/out",
+    "adapters": "adapters search --at {scratch}",
+    "validate": "validate {models}/tiny-llama --peer {nobody} --once",
+    "verify-evidence": "verify-evidence {scratch}/data.jsonl {models}/tiny-llama",
+    "bans": "bans",
+    "credits": "credits balance {nobody} --identity {scratch}/node.key",
+}
+"""Without a network each of them ends by itself."""
+ALL = tuple(COMMANDS)
+
+_SIGNAL = """
+import signal
+from petalnode.node.cli import app
+register = app._register
+def interrupted(arguments):
+    signal.raise_signal(signal.{})
+    register(arguments)
+app._register = interrupted
+"""
+
+
+@dataclass(frozen=True)
+class Accident:
+    """Python that runs before the command; the codes that it may end with, all that mean something if none are given;
+    and what its one line says."""
+
+    before: str
+    codes: tuple[int, ...] = (0, 1, 2, 3, 4)
+    says: str = ""
+    commands: tuple[str, ...] = ("help", "chat", "status", "doctor", "swarm-key", "tune", "bans")
+
+
+ACCIDENTS = {
+    "Ctrl-C at the start": Accident(_SIGNAL.format("SIGINT"), (130,), "interrupted$", ALL),
+    "SIGTERM at the start": Accident(_SIGNAL.format("SIGTERM"), (143,), "stopped by SIGTERM$", ("chat",)),
+    "SIGHUP at the start": Accident(_SIGNAL.format("SIGHUP"), (129,), "stopped by SIGHUP$", ("tune",)),
+    "no standard streams": Accident(
+        "import os, sys\nos.close(0), os.close(1)\nsys.stdin = sys.stdout = None", commands=ALL
+    ),
+    "a full disk behind standard output": Accident(
+        "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)", (1, 2, 3, 4), commands=ALL
+    ),
+    "nobody reads standard output": Accident("import os\nr, w = os.pipe()\nos.close(r), os.dup2(w, 1)"),
+    "an ASCII terminal": Accident(
+        "import sys\nfor n, name in enumerate(('stdout', 'stderr'), 1):\n"
+        " setattr(sys, name, open(n, 'w', encoding='ascii', closefd=False))"
+    ),
+    "a full disk": Accident("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))", commands=ALL),
+    "no data folder": Accident("import os\nos.environ.update(HOME='/proc/x', XDG_DATA_HOME='/proc/x')"),
+    "no open file more": Accident("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))"),
+}  # fmt: skip
+
+CASES = [(command, name) for name, accident in ACCIDENTS.items() for command in accident.commands]
+_RUN = "\nimport runpy\nrunpy.run_module('petalnode', run_name='__main__', alter_sys=True)"
+
+
+@pytest.fixture(scope="module")
+def outcomes(home: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Outcome]]:
+    """All commands in all accidents, two at a time."""
+
+    def run(command: str, accident: str) -> Outcome:
+        scratch = tmp_path_factory.mktemp(command)
+        (scratch / "data.jsonl").write_text('{"text": "one two"}\n')
+        machines = [{"name": name, "blocks": 6, "ms_per_block": 10} for name in ("one", "two")]
+        (scratch / "machines.json").write_text(json.dumps(machines))
+        arguments = COMMANDS[command].format(models=models, nobody=NOBODY, scratch=scratch).split()
+        process = warm_python.start(
+            [sys.executable, "-c", ACCIDENTS[accident].before + _RUN, *arguments], environment(home), scratch
+        )
+        try:
+            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+            process.stdin.close()
+            code = wait_ended(process, STOP_TIMEOUT)
+            # Pipes hold all that a command says here; a file would be under the limits of some accidents.
+            with process.stdout, process.stderr:
+                return Outcome(code, process.stdout.read(), process.stderr.read())
+        finally:
+            process.kill()
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        waiting: dict[tuple[str, str], Future[Outcome]] = {case: pool.submit(run, *case) for case in CASES}
+        yield lambda *case: waiting[case].result()
+        for future in waiting.values():
+            future.cancel()
+
+
+@pytest.mark.parametrize(("command", "accident"), CASES)
+def test_an_accident_is_one_line(command: str, accident: str, outcomes: Callable[..., Outcome]) -> None:
+    expected, outcome = ACCIDENTS[accident], outcomes(command, accident)
+    assert "Traceback" not in outcome.err + outcome.out and "Exception" not in outcome.err, outcome
+    assert outcome.code in expected.codes, outcome
+    lines = [line for line in outcome.err.splitlines() if line.startswith("petalnode: ")]
+    # `doctor` tells what it has found as its result.
+    assert len(lines) == 1 or not outcome.code or (command == "doctor" and outcome.code == 1), outcome
+    if expected.says:
+        assert re.search(expected.says, lines[0]), outcome
+
+
+def test_what_was_typed_is_printed_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ":smile: [red]a:b[/red] \\[x]"
+    output = Output(False)
+    output.say(typed)
+    output.note(typed)
+    output.error(typed)
+    table = Table(box=None)
+    table.add_row(typed)
+    output.table(table)
+    shown = capsys.readouterr()
+    assert shown.out.count(typed) == 2 and shown.err.count(typed) == 2
+
+
+def test_the_help_says_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the texts without the commands, which take long to import."""
+    monkeypatch.setattr(command_line, "app", typer.Typer())
+    command_line._register([])
+    commands = typer.main.get_command(command_line.app).commands  # type: ignore[attr-defined]
+    texts = {name: " ".join((command.help or "").split("\n\n")[0].split()) for name, command in commands.items()}
+    assert texts == command_line.COMMANDS
