@@ -60,7 +60,7 @@ async def ask_identify(stream: DelimitedStream, *, timeout: float) -> Identified
     return Identified(
         observed=observed[0] if observed else None,
         addrs=readable_addrs(message.listen_addrs[:_MAX_LISTED]),
-        protocols=tuple(message.protocols[:_MAX_LISTED]),
+        protocols=tuple(map(_text, message.protocols[:_MAX_LISTED])),
     )
 
 
@@ -108,7 +108,7 @@ async def ask_dial_back(
     if message.type != standard.AutoNat.DIAL_RESPONSE or not response.HasField("status"):
         return DialAnswer(DialStatus.INTERNAL_ERROR, "the answer says nothing")
     reached = readable_addrs([response.addr]) if response.addr else ()
-    text = "".join(char for char in response.status_text[:_MAX_TEXT] if char.isprintable())
+    text = "".join(char for char in _text(response.status_text)[:_MAX_TEXT] if char.isprintable())
     return DialAnswer(DialStatus(response.status), text, reached[0] if reached else None)
 
 
@@ -134,6 +134,11 @@ async def answer_dial_back(stream: DelimitedStream, decide: Decide, *, timeout: 
         response.addr = Multiaddr(answer.addr).to_bytes()
     message = standard.AutoNat(type=standard.AutoNat.DIAL_RESPONSE, dial_response=response)
     await stream.send(message, timeout=timeout)
+
+
+def _text(value: str | bytes) -> str:
+    """A text of a standard's message, which is bytes where a stranger's is no UTF-8: proto2 lets it through."""
+    return value if isinstance(value, str) else value.decode("utf-8", "replace")
 
 
 def readable_addrs(addrs: Iterable[bytes]) -> tuple[str, ...]:

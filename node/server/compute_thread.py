@@ -144,7 +144,7 @@ class ComputeThread:
         that have not got so far.
 
         Raises:
-            Refusal: ERROR_BUSY if memory runs out, ERROR_INTERNAL if the blocks fail.
+            Refusal: that of `passing`; ERROR_BUSY if memory runs out, ERROR_INTERNAL if the blocks fail.
         """
         request = _PassRequest(passing=passing, resumed=resumed, counts=False)
         try:
@@ -226,6 +226,8 @@ class ComputeThread:
             now = time.perf_counter()
             seconds = running.seconds + now - begun
             result = PassResult(end.value, now - running.arrived - seconds, seconds)
+        except Refusal as refusal:
+            result = refusal
         except (torch.OutOfMemoryError, MemoryError):
             result = Refusal(wire.ERROR_BUSY, "the server's memory does not hold this pass; send fewer tokens at once")
         except Exception:

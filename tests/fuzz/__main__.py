@@ -21,10 +21,13 @@ _SHOWN = 5
 
 
 def all_targets() -> tuple[Target, ...]:
+    from tests.fuzz.clients import TARGETS as CLIENTS
     from tests.fuzz.files import TARGETS as FILES
     from tests.fuzz.parsers import TARGETS as PARSERS
+    from tests.fuzz.peers import TARGETS as PEERS
+    from tests.fuzz.server import TARGETS as SERVER
 
-    return (*PARSERS, *FILES)
+    return (*PARSERS, *FILES, *PEERS, *SERVER, *CLIENTS)
 
 
 def main() -> int:

@@ -1,0 +1,401 @@
+"""Targets that are the other protocols of a node, both the side that answers and the side that asks."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Final, cast
+
+from google.protobuf.message import Message
+
+from petalnode.crypto.credits import CreditQuery, DepositOrder, Transfer
+from petalnode.crypto.receipts import countersign
+from petalnode.crypto.statement import Statement
+from petalnode.node.credits.issuer import CreditsService
+from petalnode.node.credits.ledger import Ledger
+from petalnode.node.network.dht import Dht
+from petalnode.node.network.host import Host
+from petalnode.node.swarm.directory import Directory
+from petalnode.node.swarm.swarm import Swarm
+from petalnode.node.testing.node_inspection import held
+from petalnode.node.trust.bundle import BadBundle
+from petalnode.node.trust.evidence_gossip import EvidenceGossip, fetch_bundle
+from petalnode.node.trust.store import TrustStore
+from petalnode.node.validator.auditing import ReceiptAuditService
+from petalnode.protocols import evidence as evidence_protocol
+from petalnode.protocols import ids
+from petalnode.protocols import standard_pb2 as standard
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.announcement import DOMAIN, open_signed
+from petalnode.protocols.circuit import CircuitLimit, ask_connection, ask_reservation, ask_stop
+from petalnode.protocols.credits import ask_clearing, ask_credit, ask_voucher, clearing_to_wire
+from petalnode.protocols.directory import (
+    MANIFEST_MAX_HEADER,
+    TRANSFER_BYTES,
+    NodeInfo,
+    answer_manifests,
+    answer_transfer,
+    ask_manifest,
+    measure_transfer,
+    records_page,
+)
+from petalnode.protocols.inference import from_wire, receipt_to_wire, to_wire
+from petalnode.protocols.nat_traversal import (
+    IDENTIFY_MAX_MESSAGE,
+    ask_dial_back,
+    ask_identify,
+    exchange_first,
+    exchange_second,
+)
+from tests.fuzz import corpus
+from tests.fuzz.corpus import ATTACKER, NOW_MS, OTHER, SERVER, VALIDATOR, VERSION
+from tests.fuzz.harness import Target
+from tests.fuzz.mutation import Mutator
+from tests.fuzz.parsers import parsed
+from tests.fuzz.streams import Conversation, Frame, Handlers, Talk, asking, conversation
+
+
+class _Table:
+    """No table: what it holds is another target."""
+
+    async def add_peer(self, peer_id: str, addrs: Sequence[str]) -> None: ...
+
+
+class _Host:
+    def connected(self) -> list[str]:
+        return []
+
+
+def _directory(open_stream: Any = None) -> Directory:
+    host, table = cast(Host, _Host()), cast(Dht, _Table())
+    return Directory(identity=SERVER, ttl=45.0, host=host, dht=table, open_stream=open_stream, bootstrap=())
+
+
+@asynccontextmanager
+async def _node() -> AsyncIterator[Talk]:
+    """What every node answers; its limits are those of `Swarm`."""
+    handlers = Handlers()
+    directory = _directory()
+    directory.about = lambda: NodeInfo("server", "1", "public", None, 1, 2, time.time())
+    gossip = EvidenceGossip(SERVER, TrustStore())
+    bundle = corpus.equivocation()
+    gossip.record_proven(bundle, recomputed=False)
+    manifests = {VERSION: wire.Manifest(config=b"{}", embeddings=bytes(32), blocks=[bytes(32)], head=bytes(32))}
+    set_handler = handlers.streams.set_handler
+    set_handler(ids.DIRECTORY, wire.DirectoryFrame, directory.serve, max_header=directory.max_header, max_payload=0)
+    set_handler(
+        ids.MANIFEST,
+        wire.ManifestFrame,
+        partial(answer_manifests, manifests=manifests, timeout=60.0),
+        max_header=MANIFEST_MAX_HEADER,
+        max_payload=0,
+    )
+    set_handler(
+        ids.EVIDENCE,
+        wire.EvidenceFrame,
+        gossip.serve,
+        max_header=evidence_protocol.MAX_HEADER,
+        max_payload=evidence_protocol.PIECE_BYTES,
+    )
+    set_handler(ids.TRANSFER, wire.TransferFrame, partial(answer_transfer, timeout=10.0), max_payload=TRANSFER_BYTES)
+    # One peer may leave one announcement and one line in the log behind, not more.
+    state = lambda: {"records": len(directory.view.records) > 1, "logged": len(directory._logged) > 1}  # noqa: E731
+    yield Talk(lambda protocol: handlers.by_protocol[protocol], state, handlers.streams._logged)
+
+
+def _signed(message: wire.Announcement) -> wire.SignedAnnouncement:
+    data = message.SerializeToString()
+    return wire.SignedAnnouncement(announcement=data, signature=ATTACKER.sign(DOMAIN, data))
+
+
+@cache
+def _questions() -> tuple[tuple[Frame, ...], ...]:
+    directory, manifest, evidence = f"{ids.DIRECTORY} 1", f"{ids.MANIFEST} 1", f"{ids.EVIDENCE} 1"
+    query = wire.DirectoryQuery(model_version=VERSION, limit=5, after=b"\0")
+    transfer = wire.TransferFrame(wanted=1000, tensors=[wire.Tensor(nbytes=1000)])
+    return (
+        (
+            Frame(directory, wire.DirectoryFrame(publish=_signed(corpus.announcement()))),
+            Frame(directory, wire.DirectoryFrame(query=query)),
+            Frame(directory, wire.DirectoryFrame(ping=wire.Ping(payload=b"1"))),
+            Frame(directory, wire.DirectoryFrame(node_query=wire.NodeQuery())),
+        ),
+        (Frame(manifest, wire.ManifestFrame(query=wire.ManifestQuery(model_version=VERSION))),) * 2,
+        (
+            Frame(evidence, wire.EvidenceFrame(fetch=wire.Fetch(id=corpus.equivocation().id))),
+            Frame(evidence, wire.EvidenceFrame(fetch=wire.Fetch(id=bytes(32)))),
+            Frame(evidence, wire.EvidenceFrame(close=wire.Close())),
+        ),
+        (Frame(f"{ids.TRANSFER} 1", transfer, bytes(1000)),) * 3,
+    )
+
+
+def _resigned(mutator: Mutator, data: bytes) -> bytes:
+    frame = parsed(wire.DirectoryFrame, data)
+    if frame is None or not frame.HasField("publish") or mutator.chance(0.3):
+        return data
+    frame.publish.announcement = mutator.message(corpus.announcement())
+    frame.publish.signature = ATTACKER.sign(DOMAIN, frame.publish.announcement)
+    return bytes(frame.SerializeToString())
+
+
+def _to_node(mutator: Mutator) -> Conversation:
+    return conversation(mutator, mutator.random.choice(_questions()), _resigned, shares=0.4)
+
+
+# --- points
+
+
+_ORDERS: Final[Mapping[str, type[Statement]]] = {"query": CreditQuery, "transfer": Transfer, "deposit": DepositOrder}
+
+
+@asynccontextmanager
+async def _issuer() -> AsyncIterator[Talk]:
+    handlers = Handlers()
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "ledger.sqlite", VALIDATOR)
+        ledger.issue(ATTACKER.peer_id, 1_000_000)
+        service = CreditsService(cast(Swarm, handlers.streams), ledger)
+        state = lambda: {"streams": service._streams, "pending": service._pending}  # noqa: E731
+        yield Talk(lambda protocol: handlers.by_protocol[protocol], state, handlers.streams._logged)
+
+
+@cache
+def _order_frames() -> tuple[Frame, ...]:
+    query, transfer, deposit = corpus.orders()
+    return (
+        Frame(f"{ids.CREDITS} 1", wire.CreditsFrame(query=to_wire(query, wire.CreditQuery))),
+        Frame(f"{ids.CREDITS} 1", wire.CreditsFrame(transfer=to_wire(transfer, wire.CreditTransfer))),
+        Frame(f"{ids.CREDITS} 1", wire.CreditsFrame(deposit=to_wire(deposit, wire.CreditDeposit))),
+    )
+
+
+def _signed_order(mutator: Mutator, data: bytes) -> bytes:
+    """A changed order that the attacker signs."""
+    frame = parsed(wire.CreditsFrame, data)
+    body = None if frame is None else frame.WhichOneof("body")
+    if body not in _ORDERS or mutator.chance(0.2):
+        return data
+    try:
+        message = getattr(frame, body)
+        message.signature = from_wire(message, _ORDERS[body]).signed(ATTACKER).signature  # type: ignore[attr-defined]
+    except ValueError:
+        pass
+    return bytes(frame.SerializeToString())
+
+
+def _orders(mutator: Mutator) -> Conversation:
+    return conversation(mutator, _order_frames(), _signed_order, shares=0.6)
+
+
+# --- receipts for auditors
+
+
+@asynccontextmanager
+async def _auditor() -> AsyncIterator[Talk]:
+    handlers = Handlers()
+    service = ReceiptAuditService(cast(Swarm, handlers.streams), lambda receipt: receipt.model_version == VERSION)
+    talk = Talk(lambda protocol: handlers.by_protocol[protocol], dict, handlers.streams._logged, OTHER.peer_id)
+
+    class Auditor:
+        async def feed(self, given: Conversation) -> None:
+            await talk.feed(given)
+            service._calls.clear()  # a client may not call so often
+            while service._receive.statistics().current_buffer_used:
+                await service.next()
+
+        def held(self) -> Mapping[str, int]:
+            return {"open": service._open, "bytes": service._bytes, "calls": held(service)}
+
+    yield cast(Talk, Auditor())
+
+
+@cache
+def _offers() -> tuple[Frame, ...]:
+    stream = f"{ids.RECEIPTS} 1"
+    receipts = [corpus.receipt(sequence=number) for number in (1, 2, 3)]
+    offer = wire.Offer(
+        receipts=map(receipt_to_wire, receipts), countersignatures=[countersign(OTHER, receipt) for receipt in receipts]
+    )
+    evidence = corpus.broken_pledge()
+    evidence.kind = "answer"
+    evidence.work.receipt.CopyFrom(receipt_to_wire(receipts[0]))
+    data = corpus.accused(evidence.SerializeToString(), {"output.0": b"x"}).to_bytes()
+    piece = wire.EvidenceFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=len(data))])
+    sending = wire.EvidenceFrame(sending=wire.Sending(nbytes=len(data)))
+    return (
+        Frame(stream, wire.EvidenceFrame(offer=offer)),
+        *((Frame(stream, sending), Frame(stream, piece, data)) * 2),
+    )
+
+
+def _offers_of(mutator: Mutator) -> Conversation:
+    return conversation(mutator, _offers(), shares=0.3)
+
+
+# --- the side that asks
+
+
+def _of(*frames: Message | tuple[Message, bytes]) -> Callable[[Mutator], Sequence[tuple[Message, bytes]]]:
+    answers = [given if isinstance(given, tuple) else (given, b"") for given in frames]
+    return lambda mutator: answers
+
+
+def _bundle_answers(mutator: Mutator) -> Sequence[tuple[Message, bytes]]:
+    data = corpus.equivocation().to_bytes()
+    parts = [data[: len(data) // 2], data[len(data) // 2 :]]
+    pieces = [(wire.EvidenceFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=len(part))]), part) for part in parts]
+    return [(wire.EvidenceFrame(sending=wire.Sending(nbytes=len(data))), b""), *pieces]
+
+
+def _page_answers(mutator: Mutator) -> Sequence[tuple[Message, bytes]]:
+    page = records_page([open_signed(_signed(corpus.announcement()), now=time.time())])
+    page.records.truncated = True
+    return [(page, b"")] * 3
+
+
+async def _pull(stream: Any) -> None:
+    async def opened(peer_id: str, timeout: float) -> Any:
+        return stream
+
+    directory = _directory(opened)
+    await directory.pull(ATTACKER.peer_id, timeout=6.0)
+
+
+async def _measure(stream: Any) -> None:
+    async def opened(peer_id: str, timeout: float) -> Any:
+        return stream
+
+    await _directory(opened).measure_rtt(ATTACKER.peer_id, timeout=6.0)
+
+
+async def _ask_node(stream: Any) -> None:
+    async def opened(peer_id: str, timeout: float) -> Any:
+        return stream
+
+    await _directory(opened).ask_node(ATTACKER.peer_id, timeout=6.0)
+
+
+def _credit_asked() -> tuple[CreditQuery, Transfer, DepositOrder]:
+    return cast(Any, tuple(corpus.orders()))
+
+
+_ADDR: Final = bytes.fromhex("04cb007107067a62")
+_HOP: Final = standard.HopMessage(
+    type=standard.HopMessage.STATUS,
+    status=standard.OK,
+    reservation=standard.RelayReservation(expire=NOW_MS // 1000 + 3600, addrs=[_ADDR, _ADDR], voucher=b"v"),
+    limit=standard.RelayLimit(duration=60, data=1000),
+)
+_STOP: Final = standard.StopMessage(type=standard.StopMessage.STATUS, status=standard.OK)
+_CONNECT: Final = standard.HolePunch(type=standard.HolePunch.CONNECT, observed_addrs=[_ADDR, _ADDR])
+_SYNC: Final = standard.HolePunch(type=standard.HolePunch.SYNC)
+_IDENTIFY: Final = standard.Identify(listen_addrs=[_ADDR, _ADDR], protocols=["/a", "/b"], observed_addr=_ADDR)
+_DIALED: Final = standard.AutoNat(
+    type=standard.AutoNat.DIAL_RESPONSE,
+    dial_response=standard.AutoNat.DialResponse(status=standard.AutoNat.OK, status_text="ok", addr=_ADDR),
+)
+_SHORT: Final = 4096
+_PONG: Final = wire.DirectoryFrame(ping=wire.Ping(payload=b"\0"))
+
+TARGETS: Final[tuple[Target, ...]] = (
+    Target("questions to a node", 8, _to_node, _node, 400.0, peak=16 << 20),
+    Target("orders for points", 3, _orders, _issuer, 4000.0),
+    Target("offers to an auditor", 4, _offers_of, _auditor, 400.0, peak=16 << 20),
+    asking("asked for records", 3, _pull, _page_answers, wire.DirectoryFrame, max_header=Directory.max_header),
+    asking(
+        "asked for a ping", 1, _measure, _of(wire.DirectoryFrame(ping=wire.Ping(payload=b"\0"))), wire.DirectoryFrame
+    ),
+    asking(
+        "asked what it is",
+        1,
+        _ask_node,
+        _of(NodeInfo("server", "1", "x", None, 1, 2, 3.0).to_frame()),
+        wire.DirectoryFrame,
+    ),
+    asking(
+        "asked for a manifest",
+        2,
+        partial(ask_manifest, model_version=VERSION, timeout=10.0),
+        _of(wire.ManifestFrame(manifest=wire.Manifest(config=b"{}", blocks=[b"1"]))),
+        wire.ManifestFrame,
+    ),
+    asking(
+        "asked for evidence",
+        3,
+        partial(fetch_bundle, evidence_id=bytes(32)),
+        _bundle_answers,
+        wire.EvidenceFrame,
+        BadBundle,
+        max_header=evidence_protocol.MAX_HEADER,
+    ),
+    asking(
+        "asked for bytes",
+        1,
+        partial(measure_transfer, timeout=10.0),
+        _of(*[(wire.TransferFrame(tensors=[wire.Tensor(nbytes=1)]), b"1")] * 3),
+        wire.TransferFrame,
+    ),
+    asking(
+        "asked for a balance",
+        1,
+        partial(ask_credit, query=_credit_asked()[0], timeout=10.0),
+        _of(wire.CreditsFrame(credit=wire.Credit(issuer=b"1", points=5))),
+        wire.CreditsFrame,
+    ),
+    asking(
+        "asked for a clearing",
+        1,
+        partial(ask_clearing, transfer=_credit_asked()[1], timeout=10.0),
+        _of(wire.CreditsFrame(clearing=clearing_to_wire(corpus.clearing()))),
+        wire.CreditsFrame,
+    ),
+    asking(
+        "asked for a voucher",
+        1,
+        partial(ask_voucher, order=_credit_asked()[2], timeout=10.0),
+        _of(wire.CreditsFrame(voucher=wire.CreditVoucher(voucher=b"v"))),
+        wire.CreditsFrame,
+    ),
+    asking("asked to relay", 2, partial(ask_reservation, timeout=4.0), _of(_HOP), None, max_header=_SHORT),
+    asking(
+        "asked for a circuit",
+        1,
+        partial(ask_connection, target=OTHER.peer_id, timeout=4.0),
+        _of(_HOP),
+        None,
+        max_header=_SHORT,
+    ),
+    asking(
+        "asked to take a circuit",
+        1,
+        partial(ask_stop, source=OTHER.peer_id, limit=CircuitLimit(1, 1), timeout=4.0),
+        _of(_STOP),
+        None,
+        max_header=_SHORT,
+    ),
+    asking(
+        "asked who we are", 2, partial(ask_identify, timeout=5.0), _of(_IDENTIFY), None, max_header=IDENTIFY_MAX_MESSAGE
+    ),
+    asking(
+        "asked to dial back",
+        2,
+        partial(ask_dial_back, own_peer_id=SERVER.peer_id, addrs=["/ip4/1.2.3.4/tcp/1"], timeout=5.0),
+        _of(_DIALED),
+        None,
+        max_header=8192,
+    ),
+    asking("punching first", 1, partial(exchange_first, addrs=[], timeout=5.0), _of(_CONNECT), None, max_header=_SHORT),
+    asking(
+        "punching second",
+        1,
+        partial(exchange_second, addrs=[], timeout=5.0),
+        _of(_CONNECT, _SYNC),
+        None,
+        max_header=_SHORT,
+    ),
+)
