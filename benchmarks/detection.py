@@ -207,6 +207,8 @@ def compared_rows(compared: Compared) -> list[Compared]:
             replace(compared.observed, claimed=tuple(answer[row : row + 1] for answer in compared.observed.claimed)),
             compared.recomputed[row : row + 1],
             {name: other[row : row + 1] for name, other in compared.others.items()},
+            tolerance=compared.tolerance,
+            perturbed=compared.perturbed and tuple(answer[row : row + 1] for answer in compared.perturbed),
         )
         for row in range(len(compared.recomputed))
     ]

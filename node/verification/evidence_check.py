@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -16,7 +17,6 @@ from ...protocols.framing import TensorError
 from ...protocols.ids import Span
 from ...protocols.inference import Refusal
 from ...protocols.tensors import decode
-from ..blocks.batch_job import gradient_of
 from ..errors import BadInput, PetalnodeError
 from ..models import ModelFolder, compute_manifest
 from ..models.progress import Progress, no_progress
@@ -25,8 +25,16 @@ from ..trust.receipt_log import LoggedBatch
 from ..trust.statement import SelfProven, SessionClaim, check_statement
 from .judging import Judgement, judge_answer, judge_kept, kept_distances, worst_judgement
 from .observed import Observed, observed_batch
-from .recomputation import PassQuestion, Recomputation, SessionAnswer, SessionQuestion, Step
-from .tolerances import find_tolerance
+from .recomputation import (
+    PassQuestion,
+    Recomputation,
+    SessionAnswer,
+    SessionQuestion,
+    Step,
+    kept_gradients,
+    last_of,
+)
+from .tolerances import find_tolerance, noise_of
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +130,14 @@ def _judge(claim: SessionClaim | LoggedBatch, folder: ModelFolder, device: str, 
 def _compare(
     claim: SessionClaim | LoggedBatch, seen: Observed, folder: ModelFolder, device: str, progress: Progress
 ) -> Judgement:
-    (answer,) = Recomputation(folder.path, seen.dtype, seen.quantisation, device, progress).answer([seen.question])
+    truth = Recomputation(folder.path, seen.dtype, seen.quantisation, device, progress)
+    (answer,) = truth.answer([seen.question])
     kind = seen.kind(device)
+    noisy = lru_cache(maxsize=1)(lambda size: truth.perturbed(seen.question, size))
+
+    def perturbed(size: float) -> list[torch.Tensor]:
+        return [last_of(one) for one in noisy(size)]
+
     if isinstance(seen.question, PassQuestion):
         counted = seen.question.batch.mask
     else:
@@ -131,14 +145,16 @@ def _compare(
         first, length = seen.question.steps[-1].position, seen.claimed[0].shape[1]
         padding = torch.tensor(claim.terms.left_padding or [0] * claim.terms.batch).unsqueeze(1)
         counted = torch.arange(first, first + length) >= padding
-    if isinstance(answer, SessionAnswer):
-        return judge_answer(kind, seen.claimed[0], answer.outputs[-1], counted)
-    if answer.gradients is None:
-        assert answer.output is not None
-        return judge_answer(kind, seen.claimed[0], answer.output, counted)
-    found = kept_distances(seen.kept, {name: gradient_of(answer.gradients, name) for name in seen.kept})
-    hidden = judge_answer(kind, seen.claimed[0], answer.gradients.hidden, counted)
-    return worst_judgement([hidden, *judge_kept(found, find_tolerance(kind))])
+    hidden = judge_answer(kind, seen.claimed[0], last_of(answer), counted, perturbed)
+    if isinstance(answer, SessionAnswer) or answer.gradients is None:
+        return hidden
+    right = kept_gradients(answer, seen.kept)
+    found, tolerance = kept_distances(seen.kept, right), find_tolerance(kind)
+    kept = judge_kept(found, tolerance)
+    if any(judged.result == "faulty" for judged in kept):
+        changed = [kept_distances(kept_gradients(one, seen.kept), right) for one in noisy(noise_of(kind))]
+        kept = judge_kept(found, tolerance, changed)
+    return worst_judgement([hidden, *kept])
 
 
 def _observed_session(claim: SessionClaim) -> Observed:

@@ -10,20 +10,25 @@ that secretly holds int8 weights, but the latter is off towards what int8 weight
 The error is projected on that direction over all values of all tokens (a matched filter). This finds weights that were
 quantised as petalnode does it; others may escape.
 
+Who chooses the question can make it one that roundings decide: two experts that suit a token equally well, values that
+cancel, values that one processor takes for zero. So nobody is called faulty before the answer was recomputed with noise
+of the size that was calibrated (`Recomputation.perturbed`): tokens which that changes by as much as a fault do not
+count, and for the others the error has to be larger than what the noise makes.
+
 Petals (NeurIPS 2023, appendix H) leaves open what "incorrect outputs" are; this is our answer to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import torch
 
-from ...protocols.tensors import largest
+from ...protocols.tensors import decode, encode, largest
 from ...protocols.training import LORA_PARTS, PROMPTS
-from .tolerances import Kind, Tolerance, find_tolerance
+from .tolerances import Kind, Tolerance, find_tolerance, noise_of
 
 Result = Literal["ok", "faulty", "inconclusive"]
 
@@ -34,6 +39,10 @@ _LEAST_SHARE: Final = 0.05
 nothing is right, an error of next to nothing is no fault. Gradients have many such tokens."""
 _TRAVELS: Final = 0.9
 """Of the largest value that a codec carries: above, one honest server's answer is finite and another's is not."""
+_SQUARED: Final = 1e18
+"""The square of a larger value is not finite in float32, in which blocks take norms."""
+_UNSTEADY: Final = 1.5
+"""By how much the change that noise makes of a token is multiplied before it is compared with what proves a fault."""
 _KEPT: Final = {PROMPTS: "deep prompts", LORA_PARTS[0]: "LoRA's A", LORA_PARTS[1]: "LoRA's B"}
 """By the last part of its name, what messages call a kept tensor."""
 
@@ -83,24 +92,37 @@ def distance(claimed: torch.Tensor, recomputed: torch.Tensor, codec: str = "none
     """
     if claimed.shape != recomputed.shape or not recomputed.numel():
         raise ValueError(f"a claim of shape {tuple(claimed.shape)} is compared with {tuple(recomputed.shape)}")
+    if not float(recomputed.detach().abs().max()) <= min(_TRAVELS * largest(codec, recomputed.dtype), _SQUARED):
+        return Distance(0.0, 0.0, recomputed.numel() // recomputed.shape[-1], known=False)
+    return _overall(token_errors(claimed, recomputed))
+
+
+def token_errors(claimed: torch.Tensor, recomputed: torch.Tensor) -> torch.Tensor:
+    """Of float [rows, tokens, hidden], float64 [rows x tokens]: the relative error of each token; infinite or NaN where
+    a value is not finite."""
     right = recomputed.detach().to("cpu", torch.float64).reshape(-1, recomputed.shape[-1])
-    if not float(right.abs().max()) <= _TRAVELS * largest(codec, recomputed.dtype):
-        return Distance(0.0, 0.0, len(right), known=False)
     wrong = claimed.detach().to("cpu", torch.float64).reshape(-1, recomputed.shape[-1]) - right
-    return relative_distance(wrong.norm(dim=1), right.norm(dim=1))
+    return _relative(wrong.norm(dim=1), right.norm(dim=1))
 
 
 def relative_distance(errors: torch.Tensor, sizes: torch.Tensor) -> Distance:
     """From the norms per token of the difference and of the recomputed answer."""
     if not bool(torch.isfinite(sizes).all()):
         return Distance(0.0, 0.0, len(sizes), known=False)
-    if not bool(torch.isfinite(errors).all()):
-        return Distance(BEYOND, BEYOND, len(errors))
+    return _overall(_relative(errors, sizes))
+
+
+def _relative(errors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     present = sizes[sizes > 0]
     least = _LEAST_SHARE * float(present.median()) if len(present) else 0.0
-    relative = errors / sizes.clamp(min=max(least, torch.finfo(torch.float64).tiny))
+    return errors / sizes.clamp(min=max(least, torch.finfo(torch.float64).tiny))
+
+
+def _overall(relative: torch.Tensor) -> Distance:
+    if not bool(torch.isfinite(relative).all()):
+        return Distance(BEYOND, BEYOND, len(relative))
     worst, mean = float(relative.max()), float(relative.square().mean().sqrt())
-    return Distance(min(worst, BEYOND), min(mean, BEYOND), len(errors))
+    return Distance(min(worst, BEYOND), min(mean, BEYOND), len(relative))
 
 
 def kept_distances(claimed: Mapping[str, torch.Tensor], recomputed: Mapping[str, torch.Tensor]) -> dict[str, Distance]:
@@ -146,21 +168,94 @@ def judge(
 
 
 def judge_answer(
-    kind: Kind, claimed: torch.Tensor, recomputed: torch.Tensor, counts: torch.Tensor | None = None
+    kind: Kind,
+    claimed: torch.Tensor,
+    recomputed: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    perturbed: Callable[[float], Sequence[torch.Tensor]] | None = None,
 ) -> Judgement:
     """As `judge`, by the tolerance that the shipped table has for this kind of answer.
 
     Args:
         counts: bool [rows, tokens], the tokens that are no padding; None for all. Padding is not judged.
+        perturbed: recomputes the answer with relative noise of this size, several times; called before an answer is
+            called faulty.
     """
-    if counts is not None and claimed.shape == recomputed.shape and bool(counts.any()):
-        claimed, recomputed = claimed[counts].unsqueeze(0), recomputed[counts].unsqueeze(0)
-    return judge(claimed, recomputed, find_tolerance(kind), kind.codec)
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if counts is None or not bool(counts.any()) else tensor[counts].unsqueeze(0)
+
+    if claimed.shape == recomputed.shape:
+        claimed, recomputed = counted(claimed), counted(recomputed)
+    tolerance = find_tolerance(kind)
+    judged = judge(claimed, recomputed, tolerance, kind.codec)
+    if judged.result != "faulty" or claimed.shape != recomputed.shape or perturbed is None or tolerance is None:
+        return judged
+    noisy = [counted(answer) for answer in perturbed(noise_of(kind))]
+    return judge_steady(claimed, recomputed, tolerance, spread_of(recomputed, noisy, kind.codec))
 
 
-def judge_kept(found: Mapping[str, Distance], tolerance: Tolerance | None) -> list[Judgement]:
-    """As `judge`, from the result of `kept_distances`: one judgement for each kind of tensor."""
-    return [judge_distance(far, tolerance, f"its gradient of {what}") for what, far in found.items()]
+@dataclass(frozen=True)
+class Spread:
+    """How much noise changes the answer to one question, relative to it, float64 [tokens]: `most` in any of several
+    recomputations, `usual` by the root mean square of them."""
+
+    most: torch.Tensor
+    usual: torch.Tensor
+
+    def steady(self, tolerance: Tolerance) -> torch.Tensor:
+        """bool [tokens]: those that noise does not change by as much as proves a fault."""
+        return _UNSTEADY * self.most <= tolerance.faulty_worst
+
+
+def spread_of(recomputed: torch.Tensor, perturbed: Sequence[torch.Tensor], codec: str = "none") -> Spread:
+    """From the answer and the same with noise, float [rows, tokens, hidden]. What a codec makes of it counts too."""
+    changes = [token_errors(answer, recomputed) for answer in perturbed]
+    seen = torch.stack(changes).nan_to_num(BEYOND, posinf=BEYOND)
+    most = seen.amax(0)
+    if codec != "none":
+        most = torch.maximum(most, token_errors(decode(*encode(recomputed, codec)), recomputed))
+    return Spread(most, seen.square().mean(0).sqrt())
+
+
+def judge_steady(
+    claimed: torch.Tensor, recomputed: torch.Tensor, tolerance: Tolerance, spread: Spread, what: str = "its answer"
+) -> Judgement:
+    """As `judge`, of an answer that is off by more than the tolerance; never "ok".
+
+    Tokens that noise changes by as much as a fault do not count. Of the others, the mean error has to be beyond the
+    mean change; it is below what proves a fault at one token, so no question hides a larger error of all tokens.
+    """
+    errors = token_errors(claimed, recomputed)
+    steady = spread.steady(tolerance)
+    if not bool(steady.any()):
+        reason = f"{what} depends on roundings at every token, so its error proves nothing"
+        return Judgement("inconclusive", reason, _overall(errors).mean, tolerance.faulty_mean)
+    allowed = max(tolerance.faulty_mean, float(spread.usual[steady].square().mean().sqrt()))
+    judged = judge_distance(_overall(errors[steady]), replace(tolerance, faulty_mean=allowed), what)
+    if judged.result == "faulty":
+        return judged
+    reason = f"{what} is off only where it depends on roundings, by {_overall(errors).worst:.2g}"
+    return Judgement("inconclusive", reason, _overall(errors).mean, allowed)
+
+
+def judge_kept(
+    found: Mapping[str, Distance], tolerance: Tolerance | None, perturbed: Sequence[Mapping[str, Distance]] = ()
+) -> list[Judgement]:
+    """As `judge`, from the result of `kept_distances`: one judgement for each kind of tensor. `perturbed`: how far the
+    recomputed gradients with noise are from those without."""
+    judged = []
+    for what, far in found.items():
+        one = judge_distance(far, tolerance, f"its gradient of {what}")
+        most = max((noisy[what].worst for noisy in perturbed), default=0.0)
+        mean = max((noisy[what].mean for noisy in perturbed), default=0.0)
+        if one.result == "faulty" and tolerance is not None:
+            unsteady = _UNSTEADY * most > tolerance.faulty_worst
+            if unsteady or (far.worst <= tolerance.faulty_worst and far.mean <= mean):
+                reason = f"its gradient of {what} is off by {far.mean:.2g}, and depends on roundings by {mean:.2g}"
+                one = Judgement("inconclusive", reason, far.mean, max(mean, tolerance.faulty_mean))
+        judged.append(one)
+    return judged
 
 
 def worst_judgement(judged: Sequence[Judgement]) -> Judgement:

@@ -5,20 +5,27 @@ is loaded, so a validator needs no machine that could serve the model. (Of a sma
 into `GROUP_BYTES`, because finding a block's weights takes longer than computing with it.) The peak of memory is these
 weights, the attention cache of one question for them, and the activations of all questions. The blocks are those of
 servers (`node.blocks`): an honest server of the same kind gives the same bits, one of another kind rounds otherwise.
+
+How far otherwise depends on what is asked: a token that two experts suit equally well, or values that cancel, can make
+a rounding decide about all of an answer. `Recomputation.perturbed` finds out, by noise in place of roundings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from random import SystemRandom
+from typing import Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ...protocols.ids import Span
 from ...protocols.tensors import DTYPES
 from ...protocols.training import LoraName
+from ..blocks.batch_job import gradient_of
 from ..blocks.passes import Batch, Gradients, SpanPasses, run_through
 from ..blocks.span import PREFILL_CHUNK, BlockSpan, load_span
 from ..errors import BadInput
@@ -29,6 +36,13 @@ from ..models.progress import Progress, no_progress
 GROUP_BYTES: Final = 64 << 20
 """Of weights, as they are in the files, that are loaded at once; a larger block is loaded alone."""
 _ACTIVATION_BYTES: Final = 256 << 20  # that autograd keeps beyond those of one block
+PAIRS: Final = 6
+"""Pairs of perturbed recomputations: the noise of one, and its opposite. Of any two among 64 experts, one has the
+other's noise reversed in one of them at least, so that no tie between two is left as it is."""
+_TIE: Final = 4.0
+"""Noise of the scores by which experts are chosen, as a multiple of that of all blocks together."""
+_PROBABILITY: Final = 3.0
+"""Relative noise of a score that is a probability, for a relative noise of 1 of the logits."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,99 @@ Question = SessionQuestion | PassQuestion
 Answer = SessionAnswer | PassAnswer
 
 
+def joined(answer: Answer) -> torch.Tensor:
+    """Float [rows, tokens, hidden size]: all outputs, or the gradient of the hidden states."""
+    if isinstance(answer, SessionAnswer):
+        return torch.cat(answer.outputs, dim=1)
+    return last_of(answer)
+
+
+def last_of(answer: Answer) -> torch.Tensor:
+    """The output of the last step, or of the pass, or the gradient of the hidden states."""
+    if isinstance(answer, SessionAnswer):
+        return answer.outputs[-1]
+    if answer.gradients is not None:
+        return answer.gradients.hidden
+    assert answer.output is not None
+    return answer.output
+
+
+def kept_gradients(answer: Answer, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """The gradients of kept tensors by their names; none if the answer is no gradient."""
+    if isinstance(answer, SessionAnswer) or answer.gradients is None:
+        return {}
+    return {name: gradient_of(answer.gradients, name) for name in names}
+
+
+class Noise(TorchFunctionMode):
+    """Noise in place of the roundings of another processor, while this context is entered.
+
+    What enters each block, and what leaves the last one, changes by normally distributed noise of relative size
+    `size` (of the value itself, or of the token's mean absolute value where that is more, and never less than what a
+    processor may take for zero). Scores by which `torch.topk` chooses experts change as much as all blocks together
+    would make them, several times; only the choice changes, and not the scores.
+
+    Args:
+        pair: which of the pairs; decides which experts are raised and which are lowered.
+        sign: 1 or -1, of the whole noise.
+    """
+
+    def __init__(self, size: float, blocks: int, seed: int, pair: int, sign: int) -> None:
+        super().__init__()
+        self._size = size
+        self._choice = _TIE * size * blocks**0.5
+        self._pair = pair
+        self._sign = sign
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def added(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, float [..., hidden size], with noise."""
+        exact = tensor.to("cpu", torch.float64)
+        values = exact.detach().abs()
+        scale = torch.maximum(values, values.mean(-1, keepdim=True)) * self._size
+        scale = scale.clamp(min=torch.finfo(tensor.dtype).tiny)
+        noise = torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64)
+        return (exact + self._sign * scale * noise).to(tensor.device, tensor.dtype)
+
+    @contextmanager
+    def within(self, loaded: BlockSpan) -> Iterator[None]:
+        """Adds the noise to what enters these blocks."""
+
+        def enter(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if given:
+                return (self.added(given[0]), *given[1:]), named
+            return given, {**named, "hidden_states": self.added(named["hidden_states"])}
+
+        with ExitStack() as stack:
+            for block in loaded.stack.blocks:
+                stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.enter_context(self)
+            yield
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **named)
+        scores = args[0] if args else named.pop("input")
+        axis = args[2] if len(args) > 2 else named.get("dim", -1)
+        chosen = func(self._shaken(scores, axis), *args[1:], **named).indices
+        return torch.return_types.topk((scores.gather(axis, chosen), chosen))  # type: ignore[attr-defined]
+
+    def _shaken(self, scores: torch.Tensor, axis: int) -> torch.Tensor:
+        exact = scores.detach().to("cpu", torch.float64).movedim(axis, -1)
+        if float(exact.min()) >= 0.0 and float(exact.max()) <= 1.0:
+            scale = _PROBABILITY * exact
+        else:
+            finite = torch.where(torch.isfinite(exact), exact, 0.0)
+            scale = finite.std(-1, correction=0, keepdim=True).expand(exact.shape)
+        raised = torch.arange(exact.shape[-1]) >> self._pair & 1
+        turned = torch.randint(0, 2, (*exact.shape[:-1], 1), generator=self._generator)  # so that ties combine
+        signs = self._sign * (1 - 2 * (raised ^ turned))
+        return (exact + signs * self._choice * scale).movedim(-1, axis).to(scores.device)
+
+
 class Recomputation:
     """Answers questions as a server that computes in `dtype` with weights held as `quantisation`.
 
@@ -121,8 +228,22 @@ class Recomputation:
         self._progress = progress
         self._group_bytes = group_bytes
 
-    def answer(self, questions: Sequence[Question]) -> list[Answer]:
-        """The answer to each question. A block is loaded once for all questions, twice for gradients.
+    def perturbed(self, question: Question, size: float, seed: int | None = None) -> list[Answer]:
+        """The answers to one question with noise of relative `size` at every block, in `PAIRS` pairs.
+
+        `seed` is drawn if it is not given: who chooses a question must not know what noise it will meet.
+
+        Raises:
+            PetalnodeError: as `answer`.
+        """
+        drawn = SystemRandom().getrandbits(48) if seed is None else seed
+        blocks = len(question.span)
+        noises = [Noise(size, blocks, drawn + pair, pair, sign) for pair in range(PAIRS) for sign in (1, -1)]
+        return self.answer([question] * len(noises), noises)
+
+    def answer(self, questions: Sequence[Question], noises: Sequence[Noise] = ()) -> list[Answer]:
+        """The answer to each question, with noise if there are `noises`, one a question. A block is loaded once for all
+        questions, twice for gradients.
 
         Raises:
             ModelError: weights are missing or damaged.
@@ -130,13 +251,16 @@ class Recomputation:
             MachineError: the device is not there.
         """
         runs = [self._started(question) for question in questions]
+        for run, noise in zip(runs, noises, strict=False):
+            run.noise = noise
         wanted = {block for question in questions for block in range(question.span.start, question.span.end)}
         groups = self._groups(wanted)
         for group in groups:
             loaded = self._load(group)
             for run in runs:
                 if run.question.span.overlaps(group):
-                    run.go_through(loaded)
+                    with run.disturbed(loaded):
+                        run.go_through(loaded)
             del loaded
         backward = [run for run in runs if isinstance(run, _Backward)]
         for group in reversed(groups):
@@ -144,7 +268,8 @@ class Recomputation:
             if going:
                 loaded = self._load(group)
                 for run in going:
-                    run.go_back(loaded)
+                    with run.disturbed(loaded):
+                        run.go_back(loaded)
                 del loaded
         return [run.answer() for run in runs]
 
@@ -196,8 +321,26 @@ def _common(one: Span, other: Span) -> Span:
     return Span(max(one.start, other.start), min(one.end, other.end))
 
 
+class _Run:
+    """A question on its way through the blocks."""
+
+    noise: Noise | None = None
+
+    @contextmanager
+    def disturbed(self, blocks: BlockSpan) -> Iterator[None]:
+        """What is computed within it has the run's noise, if there is any."""
+        with ExitStack() as stack:
+            if self.noise is not None:
+                stack.enter_context(self.noise.within(blocks))
+            yield
+
+    def left(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What leaves the last block, or comes back to one."""
+        return tensor if self.noise is None else self.noise.added(tensor)
+
+
 @dataclass
-class _Session:
+class _Session(_Run):
     """A session on its way through the blocks. `hidden`: what enters the next block, per step."""
 
     question: SessionQuestion
@@ -226,11 +369,11 @@ class _Session:
 
     def answer(self) -> SessionAnswer:
         steps = zip(self.hidden, self.question.steps, strict=True)
-        return SessionAnswer(tuple(hidden.to("cpu", step.hidden.dtype) for hidden, step in steps))
+        return SessionAnswer(tuple(self.left(hidden).to("cpu", step.hidden.dtype) for hidden, step in steps))
 
 
 @dataclass
-class _Forward:
+class _Forward(_Run):
     question: PassQuestion
     hidden: torch.Tensor
 
@@ -239,11 +382,11 @@ class _Forward:
         self.hidden = run_through(SpanPasses(blocks, _ACTIVATION_BYTES).forward(batch))
 
     def answer(self) -> PassAnswer:
-        return PassAnswer(output=self.hidden.to("cpu", self.question.batch.hidden.dtype))
+        return PassAnswer(output=self.left(self.hidden).to("cpu", self.question.batch.hidden.dtype))
 
 
 @dataclass
-class _Backward:
+class _Backward(_Run):
     """Keeps the inputs of each group of blocks in the forward pass, for the backward pass."""
 
     question: PassQuestion
@@ -263,7 +406,7 @@ class _Backward:
         flowing = self.question.gradient if self.flowing is None else self.flowing
         assert flowing is not None
         batch = _part(self.question, blocks.span, self.entered.pop(blocks.span.start))
-        found = run_through(SpanPasses(blocks, _ACTIVATION_BYTES).backward(batch, flowing))
+        found = run_through(SpanPasses(blocks, _ACTIVATION_BYTES).backward(batch, self.left(flowing)))
         self.flowing = found.hidden
         self.lora.update(found.lora)
         if found.prompts is not None:
@@ -276,7 +419,8 @@ class _Backward:
         if batch.prompts is not None:
             prompts = torch.cat(self.prompts[::-1]).to("cpu", batch.prompts.dtype)
         lora = {name: gradient.to("cpu", batch.lora[name].dtype) for name, gradient in self.lora.items()}
-        return PassAnswer(gradients=Gradients(self.flowing.to("cpu", batch.hidden.dtype), prompts, lora))
+        hidden = self.left(self.flowing).to("cpu", batch.hidden.dtype)
+        return PassAnswer(gradients=Gradients(hidden, prompts, lora))
 
 
 def _part(question: PassQuestion, blocks: Span, hidden: torch.Tensor) -> Batch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Final, Literal
@@ -26,6 +26,8 @@ MARGIN_FAULTY_WORST: Final = 4.0
 LEAST: Final = 2.5e-5
 """The least distance that counts as measured. Other processors than the measured ones add up in another order, and no
 server gains anything by an error as small as this."""
+_SCATTER: Final = 2.5
+"""The worst token of an honest answer, as a multiple of the mean over all of them."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,15 @@ def find_tolerance(kind: Kind, table: Sequence[Calibration] | None = None) -> To
     if not matching:
         return None
     return Tolerance(*(max(limits) for limits in zip(*map(astuple, matching), strict=True)))
+
+
+def noise_of(kind: Kind) -> float:
+    """Relative noise which, added before every block, makes about as much as honest servers of this kind differ by;
+    0 if nobody measured that. Of independent errors the squares add up."""
+    tolerance = find_tolerance(replace(kind, codec="none"))
+    if tolerance is None:
+        return 0.0
+    return min(tolerance.ok_mean, tolerance.ok_worst / _SCATTER) / MARGIN_OK / math.sqrt(kind.blocks)
 
 
 def _is_between(row: Calibration, kind: Kind) -> bool:

@@ -11,23 +11,25 @@ from typing import Any, Final
 import torch
 
 from ...protocols.ids import Span
-from ..blocks.batch_job import gradient_of
 from ..errors import PetalnodeError
 from .judging import (
     COARSER,
     SUSPICIOUS,
     Distance,
     Result,
+    Spread,
     distance,
     judge_distance,
     judge_kept,
+    judge_steady,
     kept_distances,
     share_of,
+    spread_of,
     worst_judgement,
 )
 from .observed import Observed
-from .recomputation import Answer, Recomputation, SessionAnswer
-from .tolerances import find_tolerance
+from .recomputation import Answer, Recomputation, joined, kept_gradients
+from .tolerances import Tolerance, find_tolerance, noise_of
 
 _SEVERITY: Final[tuple[Result, ...]] = ("ok", "inconclusive", "faulty")
 
@@ -79,16 +81,35 @@ class Compared:
         recomputed: float [rows, tokens, hidden], all answers of the observation in one.
         others: what coarser weights give, by the quantisation, where these were tried.
         kept: distances of the gradients of kept tensors, from `kept_distances`.
+        tolerance: for answers of this kind; None if nobody measured it.
+        perturbed: the same as `recomputed` with noise, where the answer looks faulty; None where it does not.
+        kept_perturbed: how far the gradients of kept tensors with noise are from those without.
     """
 
     observed: Observed
     recomputed: torch.Tensor
     others: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept: Mapping[str, Distance] = field(default_factory=dict)
+    tolerance: Tolerance | None = None
+    perturbed: tuple[torch.Tensor, ...] | None = None
+    kept_perturbed: tuple[Mapping[str, Distance], ...] = ()
 
     @cached_property
     def claimed(self) -> torch.Tensor:
         return torch.cat(self.observed.claimed, dim=1)
+
+    @cached_property
+    def spread(self) -> Spread | None:
+        if self.perturbed is None or self.claimed.shape != self.recomputed.shape:
+            return None
+        return spread_of(self.recomputed, self.perturbed, self.observed.codec)
+
+    @cached_property
+    def steady(self) -> torch.Tensor | None:
+        """bool [rows, tokens]: those that do not depend on roundings; None where that was not looked into."""
+        if self.spread is None or self.tolerance is None:
+            return None
+        return self.spread.steady(self.tolerance).reshape(self.claimed.shape[:2])
 
     @cached_property
     def found(self) -> Distance:
@@ -97,11 +118,13 @@ class Compared:
 
     @property
     def steps(self) -> tuple[Distance, ...]:
-        """The distance of each answer."""
-        parts = torch.split(self.recomputed, [answer.shape[1] for answer in self.observed.claimed], dim=1)
-        return tuple(
-            _far(claimed, part, self.observed.codec) for claimed, part in zip(self.observed.claimed, parts, strict=True)
-        )
+        """The distance of each answer, in which tokens that depend on roundings count as right."""
+        claimed = self.claimed
+        if self.steady is not None:
+            claimed = torch.where(self.steady.unsqueeze(-1), claimed, self.recomputed)
+        sizes = [answer.shape[1] for answer in self.observed.claimed]
+        parts = zip(claimed.split(sizes, dim=1), self.recomputed.split(sizes, dim=1), strict=True)
+        return tuple(_far(answer, part, self.observed.codec) for answer, part in parts)
 
 
 def _far(claimed: torch.Tensor, recomputed: torch.Tensor, codec: str) -> Distance:
@@ -131,7 +154,15 @@ class Judge:
         answers: dict[int, Answer] = {}
         for (dtype, quantisation), indices in _grouped(observed).items():
             answers.update(self._recompute(observed, indices, dtype, quantisation))
-        found = [_compared(seen, answers[index]) for index, seen in enumerate(observed)]
+        found = [_compared(seen, answers[index], self.device) for index, seen in enumerate(observed)]
+        self._try_coarser(observed, found)
+        for index, one in enumerate(found):
+            if self.verdict(one).verdict == "faulty":
+                found[index] = self._with_noise(one, answers[index])
+        return found
+
+    def _try_coarser(self, observed: Sequence[Observed], found: list[Compared]) -> None:
+        """Adds what coarser weights give to the answers that may be theirs."""
         suspects = [index for index, one in enumerate(found) if SUSPICIOUS <= one.found.mean < float("inf")]
         for dtype, quantisation in dict.fromkeys(
             (observed[index].dtype, other) for index in suspects for other in COARSER[observed[index].quantisation]
@@ -146,8 +177,16 @@ class Judge:
             except PetalnodeError:
                 continue  # this model cannot be held so
             for index, other in others.items():
-                found[index] = replace(found[index], others={**found[index].others, quantisation: _joined(other)})
-        return found
+                found[index] = replace(found[index], others={**found[index].others, quantisation: joined(other)})
+
+    def _with_noise(self, compared: Compared, answer: Answer) -> Compared:
+        """With what noise makes of the answer: before anybody is called faulty."""
+        seen = compared.observed
+        recomputation = Recomputation(self._folder, seen.dtype, seen.quantisation, self.device)
+        noisy = recomputation.perturbed(seen.question, noise_of(seen.kind(self.device)))
+        right = kept_gradients(answer, seen.kept)
+        kept = tuple(kept_distances(kept_gradients(one, seen.kept), right) for one in noisy) if right else ()
+        return replace(compared, perturbed=tuple(map(joined, noisy)), kept_perturbed=kept)
 
     def _recompute(
         self, observed: Sequence[Observed], indices: Sequence[int], dtype: str, quantisation: str
@@ -158,15 +197,16 @@ class Judge:
 
     def verdict(self, compared: Compared) -> Verdict:
         seen = compared.observed
-        tolerance = find_tolerance(seen.kind(self.device))
+        tolerance = compared.tolerance
         what = "its answer" if seen.direction == "forward" else "its gradient"
-        judged = worst_judgement(
-            [judge_distance(compared.found, tolerance, what), *judge_kept(compared.kept, tolerance)]
-        )
+        hidden, spread = judge_distance(compared.found, tolerance, what), compared.spread
+        if hidden.result == "faulty" and tolerance is not None and spread is not None:
+            hidden = judge_steady(compared.claimed, compared.recomputed, tolerance, spread, what)
+        judged = worst_judgement([hidden, *judge_kept(compared.kept, tolerance, compared.kept_perturbed)])
         result, reason, error, limit = judged.result, judged.reason, judged.error, judged.tolerance
         for name, other in compared.others.items():
-            share = share_of(compared.claimed, compared.recomputed, other)
-            if tolerance is not None and share.is_substitution:
+            if tolerance is not None and _is_substitution(compared, other):
+                share = share_of(compared.claimed, compared.recomputed, other)
                 result, error = "faulty", compared.found.mean
                 declared = f"{seen.dtype} weights" if seen.quantisation == "none" else f"{seen.quantisation} weights"
                 reason = (
@@ -176,21 +216,24 @@ class Judge:
         return Verdict(seen.peer_id, seen.span, result, reason, error, limit, seen.direction, len(seen.claimed))
 
 
-def _compared(observed: Observed, answer: Answer) -> Compared:
-    kept: Mapping[str, Distance] = {}
-    if not isinstance(answer, SessionAnswer) and answer.gradients is not None:
-        recomputed = {name: gradient_of(answer.gradients, name) for name in observed.kept}
-        kept = kept_distances(observed.kept, recomputed)
-    return Compared(observed, _joined(answer), kept=kept)
+def _is_substitution(compared: Compared, other: torch.Tensor) -> bool:
+    """Whether the claim is what coarser weights give, at tokens that do not depend on roundings, and noise does not
+    make the same of the answer."""
+    claimed, right = compared.claimed, compared.recomputed
+    steady = compared.steady
+    if steady is None:
+        return share_of(claimed, right, other).is_substitution
+    if not bool(steady.any()):
+        return False
+    answers = [claimed, *(compared.perturbed or ())]
+    first, *noisy = (share_of(answer[steady], right[steady], other[steady]).is_substitution for answer in answers)
+    return first and not any(noisy)
 
 
-def _joined(answer: Answer) -> torch.Tensor:
-    if isinstance(answer, SessionAnswer):
-        return torch.cat(answer.outputs, dim=1)
-    if answer.gradients is not None:
-        return answer.gradients.hidden
-    assert answer.output is not None
-    return answer.output
+def _compared(observed: Observed, answer: Answer, device: str) -> Compared:
+    right = kept_gradients(answer, observed.kept)
+    kept = kept_distances(observed.kept, right) if right else {}
+    return Compared(observed, joined(answer), kept=kept, tolerance=find_tolerance(observed.kind(device)))
 
 
 def worst_of(verdicts: Iterable[Verdict], blocks: Span) -> Verdict:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 import trio
@@ -32,12 +32,17 @@ from .comparing import (
     Weights,
     decide,
     plan_chains,
+    session_end,
     settle,
+    tail,
     tolerance_between,
 )
 from .link import ServerLink
 from .session import ClientSession
 from .stream import SessionSpec
+
+if TYPE_CHECKING:
+    from ...verification.recomputation import SessionQuestion
 
 REPLACE_RETRY: Final = 30.0
 """Seconds after which another chain is looked for again where there was none."""
@@ -350,7 +355,7 @@ class ComparedSession:
     ) -> dict[str, str] | None:
         """The servers for `blocks` whose answers own weights prove wrong, and why; None without own weights."""
         from ...models import compute_manifest
-        from ...verification.recomputation import Recomputation, SessionAnswer, SessionQuestion, Step
+        from ...verification.recomputation import Recomputation, SessionQuestion, Step
 
         asked = [answer for chain in answered for answer in chain if answer.hop.span.overlaps(blocks)]
         folder = self._client.model.folder
@@ -373,8 +378,7 @@ class ComparedSession:
             return None
         wrong = {}
         for claim, question, answer in zip(asked, questions, answers, strict=True):
-            assert isinstance(answer, SessionAnswer)
-            right = _tail([(s.position, out) for s, out in zip(question.steps, answer.outputs, strict=True)], before)
+            right = session_end(question, answer, before)
             # What it says of its device is its own word: the widest tolerance applies.
             kind = Kind(
                 self._weights.dtype,
@@ -384,7 +388,11 @@ class ComparedSession:
                 self._answer_codec,
                 server_device="",
             )
-            judged = judge_answer(kind, claim.claimed, right, counts)
+
+            def perturbed(size: float, question: SessionQuestion = question) -> list[torch.Tensor]:
+                return [session_end(question, noisy, before) for noisy in truth.perturbed(question, size)]
+
+            judged = judge_answer(kind, claim.claimed, right, counts, perturbed)
             if judged.result == "faulty":
                 wrong[claim.hop.peer_id] = judged.reason
         return wrong
@@ -437,13 +445,7 @@ def _span_answers(links: Sequence[ServerLink], before: int, output: torch.Tensor
     left = []
     for link in links[1:]:
         inputs = link.history.needed(link.history.end)
-        left.append(_tail([(step.position, from_chunks([step.chunk])) for step in inputs], before))
+        left.append(tail([(step.position, from_chunks([step.chunk])) for step in inputs], before))
     return [
         SpanAnswer(link.server.hop, link.history, claimed) for link, claimed in zip(links, [*left, output], strict=True)
     ]
-
-
-def _tail(parts: Sequence[tuple[int, torch.Tensor]], start: int) -> torch.Tensor:
-    """The tokens from `start` on of parts [rows, tokens, hidden] that stand at these positions."""
-    kept = [part[:, max(0, start - position) :] for position, part in parts if position + part.shape[1] > start]
-    return torch.cat(kept, dim=1)

@@ -1,0 +1,303 @@
+"""Finite inputs on which honest servers differ by more than the tolerance: a tie between two experts, values that one
+processor takes for zero, values next to the smallest of a codec. Whoever chooses such inputs convicts nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from petalnode.node.models import compute_manifest
+from petalnode.node.models.folder import ModelFolder, open_folder
+from petalnode.node.trust.bundle import batch_bundle, session_bundle
+from petalnode.node.trust.receipt_log import SessionLog
+from petalnode.node.verification import recomputation
+from petalnode.node.verification.evidence_check import check_evidence
+from petalnode.node.verification.judging import (
+    Distance,
+    Spread,
+    distance,
+    judge_answer,
+    judge_kept,
+    judge_steady,
+    spread_of,
+)
+from petalnode.node.verification.observed import observed_session
+from petalnode.node.verification.recomputation import PAIRS, Noise, Recomputation, SessionQuestion, Step, last_of
+from petalnode.node.verification.tolerances import Kind, Tolerance, find_tolerance, noise_of
+from petalnode.node.verification.verdicts import Judge, Verdict
+from petalnode.protocols.ids import Span
+from petalnode.protocols.tensors import decode, encode
+from tests.attacks.forger import ATTACKER, hidden
+from tests.signing_server import SigningServer, Spoil, spoiled
+from tests.tiny_models import save_tiny
+
+SPAN = Span(1, 4)
+TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
+
+
+class OtherKernels(TorchFunctionMode):
+    """Products add up their two halves, as those of another processor may."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.linear:
+            return func(*args, **(kwargs or {}))
+        values, weight, *bias = args
+        half = weight.shape[1] // 2
+        left = func(values[..., :half], weight[:, :half], *bias)
+        return left + func(values[..., half:], weight[:, half:])
+
+
+@contextmanager
+def subnormals_are_zero() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot take them for zero")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True)
+def known_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an attacker never has; here it makes every run the same."""
+    monkeypatch.setattr(recomputation, "SystemRandom", lambda: Random(3))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    path = tmp_path_factory.mktemp("experts")
+    save_tiny("mixtral", path)
+    return open_folder(path, "tiny-experts")
+
+
+def serving(folder: ModelFolder, dtype: str = "float32", quant: str = "none") -> SigningServer:
+    torch.set_num_threads(1)
+    return SigningServer(folder.path, compute_manifest(folder).version, SPAN, dtype=dtype, quant=quant)
+
+
+def probed(folder: ModelFolder, log: SessionLog) -> Verdict:
+    """What a validator finds whose probe this was."""
+    seen = observed_session(log, "cpu")
+    assert seen is not None
+    judge = Judge(folder.path)
+    (compared,) = judge.compare([seen])
+    return judge.verdict(compared)
+
+
+def plainly(server: SigningServer, folder: ModelFolder, log: SessionLog) -> str:
+    """The verdict without a look at roundings."""
+    seen = observed_session(log, "cpu")
+    assert seen is not None and isinstance(seen.question, SessionQuestion)
+    (answer,) = Recomputation(folder.path, server.dtype, server.quant).answer([seen.question])
+    return judge_answer(seen.kind("cpu"), seen.claimed[-1], last_of(answer)).result
+
+
+def decisive(server: SigningServer, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """An input between two others at which the blocks' answer jumps, and a rounding decides which way."""
+
+    def answer(share: float) -> torch.Tensor:
+        mixed = torch.lerp(one.double(), other.double(), share).float()
+        return server.blocks.forward(mixed, server.blocks.make_cache(1, 20))
+
+    low, high = 0.0, 1.0
+    steps = torch.linspace(0, 1, 33).tolist()
+    answers = [answer(step) for step in steps]
+    jumps = [distance(after, before).worst for before, after in pairwise(answers)]
+    widest = max(range(len(jumps)), key=jumps.__getitem__)
+    low, high = steps[widest], steps[widest + 1]
+    while (middle := (low + high) / 2) not in (low, high):
+        there = answer(middle)
+        if distance(there, answer(low)).worst > distance(there, answer(high)).worst:
+            high = middle
+        else:
+            low = middle
+    spacing = 2e-9
+    for number in range(-200, 200):
+        mixed = torch.lerp(one.double(), other.double(), low + number * spacing).float()
+        right = server.blocks.forward(mixed, server.blocks.make_cache(1, 20))
+        with OtherKernels():
+            if distance(server.blocks.forward(mixed, server.blocks.make_cache(1, 20)), right).worst > 0.01:
+                return mixed
+    raise AssertionError("no rounding decides")
+
+
+def test_a_tie_between_experts_convicts_nobody(experts: ModelFolder) -> None:
+    server = serving(experts)
+    tie = decisive(server, hidden(1, seed=1), hidden(1, seed=2))
+    with OtherKernels():
+        log = server.session([(0, tie, ())])
+    assert plainly(server, experts, log) == "faulty"  # or nothing is tested here
+    assert probed(experts, log).verdict == "inconclusive"
+    outcome = check_evidence(session_bundle(ATTACKER, log, 0), experts)
+    assert outcome.inconclusive and not outcome.proven, outcome
+    with OtherKernels():
+        batch = server.work(tie)
+    outcome = check_evidence(batch_bundle(ATTACKER, batch), experts)
+    assert outcome.inconclusive and not outcome.proven, outcome
+
+
+def test_nobody_hides_behind_a_tie(experts: ModelFolder) -> None:
+    """A liar whose accomplice before it sends a tie is caught by the other tokens."""
+    server = serving(experts)
+    tie = decisive(server, hidden(1, seed=1), hidden(1, seed=2))
+
+    def late(output: torch.Tensor) -> torch.Tensor:
+        return torch.cat([output[:, :1], spoiled(output[:, 1:])], dim=1)
+
+    # With one row for each token, no token attends to the one that is tied.
+    rows = torch.cat([tie, *(hidden(1, seed=seed) for seed in range(3, 12))])
+    log = server.session([(0, rows, ())], spoil=lambda output: late(output.transpose(0, 1)).transpose(0, 1))
+    assert probed(experts, log).verdict == "faulty"
+    assert check_evidence(session_bundle(ATTACKER, log, 0), experts).proven
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_in_bfloat16_are_not_convicted(experts: ModelFolder, seed: int) -> None:
+    """Ties are common there; no attacker is needed."""
+    server = serving(experts, "bfloat16")
+    with OtherKernels():
+        log = server.session([(0, hidden(24, seed=seed), ()), (24, hidden(1, seed=90 + seed), ())])
+    assert probed(experts, log).verdict != "faulty"
+    assert not check_evidence(session_bundle(ATTACKER, log, 1), experts).proven
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_that_one_processor_takes_for_zero_convict_nobody(folder: ModelFolder, dtype: str) -> None:
+    server, asked = serving(folder, dtype), 1e-40 * hidden(3)
+    with subnormals_are_zero():
+        log = server.session([(0, asked, ())])
+    assert plainly(server, folder, log) == "faulty"
+    assert probed(folder, log).verdict == "inconclusive"
+    outcome = check_evidence(session_bundle(ATTACKER, log, 0), folder)
+    assert outcome.inconclusive and not outcome.proven, outcome
+
+
+def test_gradients_that_one_processor_takes_for_zero_convict_nobody(folder: ModelFolder) -> None:
+    server, gradient = serving(folder), 1e-40 * hidden(3, seed=1)
+    with subnormals_are_zero():
+        batch = server.work(hidden(3), gradient)
+    outcome = check_evidence(batch_bundle(ATTACKER, batch), folder)
+    assert outcome.inconclusive and not outcome.proven, outcome
+
+
+def test_values_that_a_codec_rounds_to_nothing_convict_nobody() -> None:
+    right = 1e-7 * hidden(3)
+    kind = Kind("float32", "none", codec="float16")
+    claimed = decode(*encode(right, "float16"))
+    assert judge_answer(kind, claimed, right).result == "faulty"
+    assert judge_answer(kind, claimed, right, perturbed=lambda size: [right]).result == "inconclusive"
+
+
+@pytest.mark.parametrize("value", [1e9, 1e18, 1e30, 3e38])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_huge_values_convict_nobody(folder: ModelFolder, value: float, dtype: str) -> None:
+    server = serving(folder, dtype)
+    asked = hidden(3)
+    asked[0, 1] *= value / asked[0, 1].abs().max()
+    with OtherKernels():
+        log = server.session([(0, asked, ())])
+    assert probed(folder, log).verdict != "faulty"
+    assert not check_evidence(session_bundle(ATTACKER, log, 0), folder).proven
+
+
+# --- what a cheat gains
+
+
+def scaled_noise(size: float) -> Spoil:
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(7))
+        return tensor + size * noise * tensor.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+
+    return spoil
+
+
+CAUGHT = [("float32", "none", 2e-4), ("float32", "int8", 0.01), ("bfloat16", "none", 0.09), ("bfloat16", "int8", 0.12)]
+"""Noise a little above what is proved without a look at roundings."""
+
+
+@pytest.mark.parametrize(("dtype", "quant", "size"), CAUGHT)
+def test_ordinary_answers_allow_no_more_than_the_tolerance(
+    folder: ModelFolder, dtype: str, quant: str, size: float
+) -> None:
+    server = serving(folder, dtype, quant)
+    for seed in range(3):
+        log = server.session([(0, hidden(24, seed=seed), ())], spoil=scaled_noise(size))
+        assert plainly(server, folder, log) == "faulty"
+        assert probed(folder, log).verdict == "faulty"
+        assert check_evidence(session_bundle(ATTACKER, log, 0), folder).proven
+
+
+@pytest.mark.parametrize(("dtype", "quant"), [kind[:2] for kind in CAUGHT])
+def test_ordinary_answers_do_not_depend_on_roundings(folder: ModelFolder, dtype: str, quant: str) -> None:
+    kind = Kind(dtype, quant, blocks=len(SPAN))
+    tolerance = find_tolerance(kind)
+    assert tolerance is not None
+    question = SessionQuestion(SPAN, (Step(0, hidden(24, seed=5)),))
+    truth = Recomputation(folder.path, dtype, quant)
+    (right,) = map(last_of, truth.answer([question]))
+    spread = spread_of(right, [last_of(one) for one in truth.perturbed(question, noise_of(kind), seed=1)])
+    assert bool(spread.steady(tolerance).all())
+    assert float(spread.usual.square().mean().sqrt()) < 1.25 * tolerance.faulty_mean
+
+
+# --- the rules
+
+
+def spread(*most: float) -> Spread:
+    changed = torch.tensor(most, dtype=torch.float64)
+    return Spread(changed, changed / 2)
+
+
+def judged(errors: Sequence[float], changes: Sequence[float]) -> str:
+    right = hidden(len(errors))
+    claimed = right.clone()
+    for index, error in enumerate(errors):
+        claimed[0, index] *= 1 + error
+    return judge_steady(claimed, right, TOLERANCE, spread(*changes)).result
+
+
+def test_tokens_that_depend_on_roundings_do_not_count() -> None:
+    assert judged([0.5, 0.0, 0.0], [0.5, 0.0, 0.0]) == "inconclusive"
+    assert judged([0.5, 0.5, 0.0], [0.5, 0.0, 0.0]) == "faulty"
+    assert judged([0.5, 0.5, 0.5], [0.5, 0.5, 0.5]) == "inconclusive"
+
+
+def test_the_mean_is_compared_with_what_noise_makes() -> None:
+    assert judged([0.024] * 3, [0.0] * 3) == "faulty"
+    assert judged([0.012] * 3, [0.026] * 3) == "inconclusive"
+    assert judged([0.024] * 3, [0.026] * 3) == "faulty"  # half of which is usual: less than what proves a fault
+    assert judged([0.045] * 3, [0.026] * 3) == "faulty"  # whatever the mean may be
+
+
+def test_noise_that_is_not_finite_leaves_nothing_to_judge() -> None:
+    right = hidden(2)
+    found = spread_of(right, [right, right * float("nan")])
+    assert not found.steady(TOLERANCE).any()
+
+
+@pytest.mark.parametrize(("worst", "result"), [(0.0, "faulty"), (0.03, "inconclusive")])
+def test_gradients_of_kept_tensors_that_depend_on_roundings_decide_nothing(worst: float, result: str) -> None:
+    found, noisy = {"deep prompts": Distance(0.5, 0.5, 3)}, {"deep prompts": Distance(worst, worst, 3)}
+    assert judge_kept(found, TOLERANCE, [noisy])[0].result == result
+
+
+def test_every_tie_of_two_experts_is_decided_both_ways() -> None:
+    for one in range(16):
+        for other in range(one):
+            scores = torch.full((1, 16), -9.0)
+            scores[0, [one, other]] = 1.0
+            chosen = set()
+            for pair in range(PAIRS):
+                for sign in (1, -1):
+                    with Noise(1e-3, 4, 11 + pair, pair, sign):
+                        values, indices = torch.topk(scores, 1, dim=-1)
+                    assert values.item() == 1.0  # the score itself has no noise
+                    chosen.add(indices.item())
+            assert chosen == {one, other}
