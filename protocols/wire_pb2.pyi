@@ -966,6 +966,7 @@ class Reply(google.protobuf.message.Message):
     PUSHED_FIELD_NUMBER: builtins.int
     HANDED_ON_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    UPSTREAM_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     position: builtins.int
     """tokens of a row held after this step"""
@@ -980,6 +981,10 @@ class Reply(google.protobuf.message.Message):
     """this server will stop: move the session elsewhere"""
     @property
     def receipt(self) -> Global___Receipt: ...
+    @property
+    def upstream(self) -> Global___Receipt:
+        """of a pushed step: the upstream server's receipt, which came with it"""
+
     def __init__(
         self,
         *,
@@ -991,9 +996,10 @@ class Reply(google.protobuf.message.Message):
         pushed: builtins.bool = ...,
         handed_on: builtins.bool = ...,
         draining: builtins.bool = ...,
+        upstream: Global___Receipt | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compute_us", b"compute_us", "draining", b"draining", "handed_on", b"handed_on", "position", b"position", "pushed", b"pushed", "queue_us", b"queue_us", "receipt", b"receipt", "sequence", b"sequence"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["receipt", b"receipt", "upstream", b"upstream"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["compute_us", b"compute_us", "draining", b"draining", "handed_on", b"handed_on", "position", b"position", "pushed", b"pushed", "queue_us", b"queue_us", "receipt", b"receipt", "sequence", b"sequence", "upstream", b"upstream"]) -> None: ...
 
 Global___Reply: typing_extensions.TypeAlias = Reply
 

@@ -31,6 +31,9 @@ from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
 MAX_FAILURES: Final = 8
 """Servers for the same blocks that may fail at one request, one after another."""
 
+_LOOK_BACK: Final = 16
+"""Steps behind the last answer that are remembered; a server holds the replies to four."""
+
 Frame = TypeVar("Frame", wire.InferenceFrame, wire.BatchFrame)
 
 
@@ -59,6 +62,15 @@ class ServerRefused(ServerFailed):
 
 class StreamLost(ServerFailed):
     """The stream to a server has ended or nothing comes on it: the server's fault, or that of the way there."""
+
+
+class PushedOther(ServerFailed):
+    """A server was pushed something else than the server before it has answered to this client: its answer is in order,
+    and of no use. `upstream` is the receipt that came with the push, if the server shows it."""
+
+    def __init__(self, message: str, peer_id: str, upstream: Receipt | None) -> None:
+        super().__init__(message, peer_id)
+        self.upstream = upstream
 
 
 def server_failed(hop: Hop, what: str) -> ServerFailed:
@@ -361,6 +373,36 @@ class ServerStream(Generic[Frame]):
     def _cheated(self, what: str, proof: tuple[Receipt, Receipt] | None = None) -> ServerCheated:
         text = f"server {self.hop.peer_id} (blocks {self.hop.span}) cannot be believed: {what}"
         return ServerCheated(text, self.hop.peer_id, proof)
+
+
+class OutstandingReplies:
+    """Counts how often each step was asked of a server, and its replies; no more of them than that may come. Pure.
+
+    A server answers a step that it has done once more when its client sends it again, be it that another server had
+    pushed it already or that a stream was lost. A reply beyond that is one that nobody asked for: it may stand in the
+    place of the one that is due, and a client that went on waiting would be held up by it.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[int, int] = {}
+
+    def ask(self, sequence: int) -> None:
+        """The step is sent to the server, or another one is told to push it there."""
+        self._due[sequence] = self._due.get(sequence, 0) + 1
+
+    def ask_again(self, answered: int) -> None:
+        """The session goes on over another stream, on which all replies behind the step `answered` come again."""
+        for sequence in self._due:
+            if sequence > answered:
+                self._due[sequence] += 1
+
+    def answer(self, sequence: int) -> bool:
+        """Whether this reply was due."""
+        due = self._due.get(sequence, 0)
+        self._due[sequence] = due - 1
+        for old in [known for known in self._due if known <= sequence - _LOOK_BACK]:
+            del self._due[old]
+        return due > 0
 
 
 async def close_stream(stream: MessageStream[Frame], last: Frame) -> None:

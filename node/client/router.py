@@ -18,7 +18,7 @@ from ..errors import NoChainError, ServerCheated, ServerFailed
 from ..swarm.routing import Hop, RouteCandidate
 from ..trust.receipt_log import ReceiptArchive
 from .deadlines import LOOK_TIMEOUT, NOT_ALLOWED_SECONDS, RETRY_INTERVAL, SUSPECT_SECONDS
-from .request import ServerClaims, has_code, is_lost, with_refusals
+from .request import PushedOther, ServerClaims, has_code, is_lost, with_refusals
 from .session.stream import HopTiming, InferenceStream, SessionSpec
 from .session_adapter import SessionAdapter
 from .swarm_model import SwarmModel
@@ -126,6 +126,8 @@ class ModelClient(Router, Protocol):
 
 def note_failure(router: Router, error: ServerFailed) -> None:
     """Lets the client know what to think of a server that failed or said no."""
+    if isinstance(error, PushedOther):
+        return  # the server before it may have lied as well
     if isinstance(error, ServerCheated):
         router.accuse(error.peer_id, str(error), error.proof)
     else:

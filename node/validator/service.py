@@ -20,10 +20,10 @@ from ...protocols.announcement import Announcement, ServerState
 from ...protocols.ids import Span
 from ..client.deadlines import REFRESH_TIMEOUT
 from ..client.swarm_model import SwarmModel
-from ..errors import PetalnodeError, SwarmError
+from ..errors import PetalnodeError, ServerCheated, SwarmError
 from ..swarm.config import SwarmConfig
 from ..swarm.swarm import Swarm
-from ..trust.bundle import Bundle, Measurement, batch_bundle, resigned, session_bundle
+from ..trust.bundle import Bundle, Measurement, batch_bundle, equivocation_bundle, resigned, session_bundle
 from ..trust.receipt_log import SessionLog
 from ..verification.evidence_check import check_evidence
 from ..verification.observed import Observed
@@ -98,7 +98,7 @@ class Validator:
         announced = await self.servers()
         serving = [Serving(server.peer_id, server.span) for server in announced.values()]
         done: list[Probed] = []
-        failed: dict[str, str] = {}
+        failed: dict[str, SwarmError] = {}
         for probe in whole_round(serving, self._model.num_blocks, self._options.random):
             await self._probe_into(probe, done, failed)
         for _ in range(_ATTEMPTS - 1):
@@ -115,8 +115,7 @@ class Validator:
             if of_server and (peer_id not in silent or any(verdict.verdict == "faulty" for verdict in of_server)):
                 found.append(worst_of(of_server, server.span))
             else:
-                reason = failed.get(peer_id, "it was not reached by any probe")
-                found.append(Verdict(peer_id, server.span, "inconclusive", reason, None, None))
+                found.append(await self._failed(peer_id, server.span, failed.get(peer_id)))
         for verdict in found:
             self._report(verdict)
         return found
@@ -139,8 +138,7 @@ class Validator:
                 if of_server:
                     self._report(worst_of(of_server, hop.span))
                 elif hop.peer_id in probed.failures:
-                    reason = str(probed.failures[hop.peer_id])
-                    self._report(Verdict(hop.peer_id, hop.span, "inconclusive", reason, None, None))
+                    self._report(await self._failed(hop.peer_id, hop.span, probed.failures[hop.peer_id]))
 
     async def audit(self) -> None:
         """Judges for ever the receipts that clients share: the swarm has to listen, and clients to call it.
@@ -184,10 +182,24 @@ class Validator:
     async def _probe(self, probe: Probe) -> Probed:
         return await run_probe(self._options.config, self._options.model, probe)
 
-    async def _probe_into(self, probe: Probe, done: list[Probed], failed: dict[str, str]) -> None:
+    async def _probe_into(self, probe: Probe, done: list[Probed], failed: dict[str, SwarmError]) -> None:
         probed = await self._probe(probe)
         done.append(probed)
-        failed.update({peer: str(error) for peer, error in probed.failures.items()})
+        failed.update(probed.failures)
+
+    async def _failed(self, peer_id: str, blocks: Span, error: SwarmError | None) -> Verdict:
+        """Of a server without an answer that can be judged: faulty only if two receipts of its own contradict each
+        other. Whatever else is wrong, others may have made it so."""
+        proof = error.proof if isinstance(error, ServerCheated) else None
+        if proof is None:
+            reason = "it was not reached by any probe" if error is None else str(error)
+            return Verdict(peer_id, blocks, "inconclusive", reason, None, None)
+        verdict = Verdict(peer_id, blocks, "faulty", str(error), None, None, "receipts", 1)
+        if self._options.accuser is None:
+            return verdict
+        bundle = equivocation_bundle(self._options.accuser, peer_id, *proof)
+        await self._swarm.publish_evidence(bundle, recomputed=False)
+        return await trio.to_thread.run_sync(self._with_evidence, verdict, bundle)
 
     async def _judged(self, done: Collection[Probed]) -> list[Verdict]:
         def compare_all() -> list[Compared]:

@@ -178,7 +178,7 @@ class Noise(TorchFunctionMode):
         scores = args[0] if args else named.pop("input")
         axis = args[2] if len(args) > 2 else named.get("dim", -1)
         chosen = func(self._shaken(scores, axis), *args[1:], **named).indices
-        return torch.return_types.topk((scores.gather(axis, chosen), chosen))  # type: ignore[attr-defined]
+        return torch.return_types.topk((scores.gather(axis, chosen), chosen))
 
     def _shaken(self, scores: torch.Tensor, axis: int) -> torch.Tensor:
         exact = scores.detach().to("cpu", torch.float64).movedim(axis, -1)
@@ -190,7 +190,8 @@ class Noise(TorchFunctionMode):
         raised = torch.arange(exact.shape[-1]) >> self._pair & 1
         turned = torch.randint(0, 2, (*exact.shape[:-1], 1), generator=self._generator)  # so that ties combine
         signs = self._sign * (1 - 2 * (raised ^ turned))
-        return (exact + signs * self._choice * scale).movedim(-1, axis).to(scores.device)
+        shaken: torch.Tensor = exact + signs * self._choice * scale
+        return shaken.movedim(-1, axis).to(scores.device)
 
 
 class Recomputation:

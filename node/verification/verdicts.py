@@ -123,7 +123,7 @@ class Compared:
         if self.steady is not None:
             claimed = torch.where(self.steady.unsqueeze(-1), claimed, self.recomputed)
         sizes = [answer.shape[1] for answer in self.observed.claimed]
-        parts = zip(claimed.split(sizes, dim=1), self.recomputed.split(sizes, dim=1), strict=True)
+        parts = zip(torch.split(claimed, sizes, dim=1), torch.split(self.recomputed, sizes, dim=1), strict=True)
         return tuple(_far(answer, part, self.observed.codec) for answer, part in parts)
 
 

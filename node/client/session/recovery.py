@@ -8,6 +8,7 @@
                             -> STANDBY_READY: SWITCH to it
                             -> StreamEnded: Reconnect; after a head start RACE (reconnect or replace)
                             -> ServerError: REPLACE; too many: GIVE_UP
+                            -> Misled: Send what the server before has answered, or REPLACE that one
 
 A stream ends when the server dies, and just as well when a relay does, when a NAT forgets or when this machine changes
 its address. In the latter cases the server still has the cache, and taking the session up again costs a dial and one
@@ -108,6 +109,7 @@ class StepState:
     phase: what is being done. "pushed": the server has the step without us, or another one is sending it there.
     losses: streams to this server that have ended at this step.
     failures: of servers for these blocks at this step. refusals: of these, how many said that the step is wrong.
+    misled: whether this server has been pushed something else before.
     """
 
     servers: int
@@ -115,6 +117,7 @@ class StepState:
     losses: int = 0
     failures: int = 0
     refusals: int = 0
+    misled: bool = False
 
 
 class Signal(Enum):
@@ -154,6 +157,14 @@ class ServerError:
 
 
 @dataclass(frozen=True)
+class Misled:
+    """The server before has pushed something else to this one than it has answered. `proved`: by two receipts of its
+    own; the step is back before it then. Else either of the two may lie, and nobody is to blame."""
+
+    proved: bool
+
+
+@dataclass(frozen=True)
 class Reconnected:
     """The session goes on at the same server over another stream; `held`: it has the step already."""
 
@@ -167,7 +178,7 @@ class Replaced:
     servers: int
 
 
-StepEvent = Signal | Answered | StreamEnded | ServerError | Reconnected | Replaced
+StepEvent = Signal | Answered | StreamEnded | ServerError | Misled | Reconnected | Replaced
 
 
 @dataclass(frozen=True)
@@ -215,6 +226,7 @@ _AWAITED: Final[dict[Signal | type, tuple[Phase, ...]]] = {
     Answered: _WAITING,
     StreamEnded: ("sending", *_WAITING),
     ServerError: ("sending", *_WAITING),
+    Misled: _WAITING,
     Reconnected: ("reconnecting", "racing"),
     Replaced: ("racing", "replacing", "switching"),
 }
@@ -242,7 +254,7 @@ def next_action(state: StepState, event: StepEvent) -> tuple[StepState, StepActi
         case Replaced():
             # Numbers that were given out for the servers behind may be used up: the step is asked anew.
             servers = state.servers - 1 + event.servers
-            return replace(state, servers=servers, phase="sending", losses=0), Send(anew=True)
+            return replace(state, servers=servers, phase="sending", losses=0, misled=False), Send(anew=True)
         case Signal.SENT:
             return replace(state, phase="sent"), Receive("sent")
         case Signal.LATE if state.phase == "pushed":  # it may be lost; a repeated step is answered once
@@ -279,6 +291,11 @@ def _after_failure(state: StepState, event: StepEvent) -> tuple[StepState, StepA
     state = replace(state, failures=state.failures + 1, refusals=state.refusals + blamed)
     if state.failures > MAX_FAILURES or state.refusals > 1:
         return replace(state, phase="over"), Recover.GIVE_UP
+    if isinstance(event, Misled):
+        if event.proved:
+            return replace(state, servers=state.servers + 1, phase="replacing", losses=0), Recover.REPLACE
+        if not state.misled:
+            return replace(state, phase="sending", misled=True), Send(anew=True)
     if event is Signal.STANDBY_READY:
         return replace(state, phase="switching"), Recover.SWITCH
     if isinstance(event, StreamEnded):

@@ -8,17 +8,20 @@ from typing import Final
 
 import trio
 
+from ....crypto.evidence import NotProven, check_equivocation
+from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.inference import pushed_step
-from ...errors import BadInput, ServerFailed, SwarmError, unwrapped
+from ...errors import BadInput, ServerCheated, ServerFailed, SwarmError, unwrapped
 from ..deadlines import PUSH_RETRY, STANDBY_POLL, WaitCause, push_patience
-from ..request import StreamLost, WireTensor, blames_request
+from ..request import PushedOther, StreamLost, WireTensor, blames_request
 from .chain import Chain
 from .history import Input
 from .link import ServerLink
 from .recovery import (
     Answered,
     Loss,
+    Misled,
     Phase,
     Receive,
     Reconnect,
@@ -55,7 +58,8 @@ class StepRun:
         self._push = push
         self._index = 0
         self._chunk = step.chunk  # what enters the server at `index`
-        self._receipt = b""  # of what left the server before it
+        self._receipt: Receipt | None = None  # of what left the server before it
+        self._entered: list[tuple[WireTensor, Receipt | None]] = []  # the same for the servers before, in order
         self._asked: wire.Step | None = None  # what the server at `index` is asked, if that is settled
         self._generation = 0  # of its stream, when it was asked
         self._deadline: float | None = None  # for its answer
@@ -112,6 +116,8 @@ class StepRun:
     async def _noting_failures(self, function: Callable[..., Awaitable[StepEvent]], argument: object) -> StepEvent:
         try:
             return await function(argument)
+        except PushedOther as error:
+            return self._misled(error)
         except StreamLost as error:
             self._failures.append(error)
             return self._stream_ended()
@@ -172,7 +178,7 @@ class StepRun:
             position=self._step.position,
             reorder=self._step.reorder,
             route_epoch=self._chain.route_epoch,
-            previous_receipt=self._receipt,
+            previous_receipt=self._receipt.hash() if self._receipt is not None else b"",
             targets=targets,
         )
 
@@ -215,12 +221,43 @@ class StepRun:
             self._chain.router.note_transfer(link.server.timing, len(chunk.payload) + len(answer.chunk.payload))
         if link.server.draining:
             self._chain.prepare_standby(link)
-        self._chunk, self._receipt = answer.chunk, answer.receipt_hash
-        self._asked = pushed_step(asked, answer.receipt_hash) if asked.targets else None
+        self._entered.append((chunk, self._receipt))
+        self._chunk, self._receipt = answer.chunk, answer.receipt
+        self._asked = pushed_step(asked, answer.receipt.hash()) if asked.targets else None
         self._index += 1
         self._deadline, self._pushed, self._disturbed = None, False, False
         self._failures.clear()
         return Answered(answer.handed_on and self._asked is not None)
+
+    def _misled(self, error: PushedOther) -> StepEvent:
+        """A server has computed what was pushed, and the server before it has answered something else to this client.
+
+        The receipt that came with the push says who lied. If it contradicts the one that came here, the server that
+        signed both is replaced. If it does not, it may be an old one that is shown again.
+        """
+        before, link = self._links[self._index - 1], self._link
+        self._chain.no_push[_peers(before, link)] = trio.current_time() + PUSH_RETRY
+        self._failures.append(error)
+        pusher, shown = before.server.hop.peer_id, error.upstream
+        if shown is not None and not shown.is_signed_by(pusher):
+            what = f"server {error.peer_id} cannot be believed: what it says it was pushed is not signed by {pusher}"
+            self._failures[-1] = ServerCheated(what, error.peer_id)
+            return ServerError()
+        if shown is None or self._receipt is None:
+            return Misled(proved=False)
+        try:
+            what = check_equivocation(pusher, self._receipt, shown)
+        except NotProven:
+            return Misled(proved=False)
+        self._failures[-1] = ServerCheated(
+            f"server {pusher} cannot be believed: {what}, one for this client and one for the next server",
+            pusher,
+            (self._receipt, shown),
+        )
+        self._index -= 1
+        self._chunk, self._receipt = self._entered.pop()
+        self._asked, self._deadline, self._pushed = None, None, False
+        return Misled(proved=True)
 
     def _judge_push(self, link: ServerLink) -> None:
         """Ends the pushing between two servers for a while if this client had to send the second what the first had."""

@@ -21,7 +21,7 @@ from ...errors import ServerFailed
 from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog
 from ..deadlines import PATH_KEEP, SEND_TIMEOUT
-from ..request import ServerClaims, ServerStream, StreamLost, WireTensor, close_stream
+from ..request import OutstandingReplies, PushedOther, ServerClaims, ServerStream, StreamLost, WireTensor, close_stream
 
 if TYPE_CHECKING:
     from ..session_adapter import SessionAdapter
@@ -30,8 +30,6 @@ InferenceStream = MessageStream[wire.InferenceFrame]
 
 _HASH_INLINE: Final = 64 * 1024
 """Payloads above this are hashed in a worker thread: 64 KiB take 30 us."""
-_LOOK_BACK: Final = 16
-"""Steps behind the last answer that are remembered; a server holds the replies to four."""
 
 
 @dataclass(frozen=True)
@@ -77,38 +75,8 @@ class Answer:
     """A checked reply. `handed_on`: the server has pushed its output to the next one of the chain."""
 
     chunk: WireTensor
-    receipt_hash: bytes
+    receipt: Receipt
     handed_on: bool
-
-
-class OutstandingReplies:
-    """Counts how often each step was asked of a server, and its replies; no more of them than that may come. Pure.
-
-    A server answers a step that it has done once more when its client sends it again, be it that another server had
-    pushed it already or that a stream was lost. A reply beyond that is one that nobody asked for: it may stand in the
-    place of the one that is due, and a client that went on waiting would be held up by it.
-    """
-
-    def __init__(self) -> None:
-        self._due: dict[int, int] = {}
-
-    def ask(self, sequence: int) -> None:
-        """The step is sent to the server, or another one is told to push it there."""
-        self._due[sequence] = self._due.get(sequence, 0) + 1
-
-    def ask_again(self, answered: int) -> None:
-        """The session goes on over another stream, on which all replies behind the step `answered` come again."""
-        for sequence in self._due:
-            if sequence > answered:
-                self._due[sequence] += 1
-
-    def answer(self, sequence: int) -> bool:
-        """Whether this reply was due."""
-        due = self._due.get(sequence, 0)
-        self._due[sequence] = due - 1
-        for old in [known for known in self._due if known <= sequence - _LOOK_BACK]:
-            del self._due[old]
-        return due > 0
 
 
 class SessionStream(ServerStream[wire.InferenceFrame]):
@@ -321,6 +289,7 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
 
         Raises:
             StreamLost: the stream has ended, or another one has taken its place without the step.
+            PushedOther: it has answered what the server before it pushed, which is not `chunk`.
             ServerFailed: the server refuses or cheats.
         """
         begun = trio.current_time()
@@ -387,13 +356,12 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         total = trio.current_time() - begun
         self.timing = HopTiming(self.hop.peer_id, total, reply.queue_us / 1e6, reply.compute_us / 1e6)
 
-        await self._verify(reply, answer, step, chunk)
-        self._answered = reply.sequence
+        receipt = await self._verify(reply, answer, step, chunk)
         self.draining = reply.draining
         self.pushed_steps += reply.pushed
-        return Answer(answer, self._last_receipt, reply.handed_on)
+        return Answer(answer, receipt, reply.handed_on)
 
-    async def _verify(self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor) -> None:
+    async def _verify(self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor) -> Receipt:
         """Hashes what was sent and came back, and checks the receipt for it."""
 
         def look() -> tuple[bytes, bytes, bool]:
@@ -403,19 +371,33 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         input_hash, output_hash, finite = await trio.to_thread.run_sync(look) if large else look()
         if not finite:
             raise self._failed("it answered NaN or infinity")
+        pushed = self._receipt_of(reply.receipt) if reply.pushed and step.previous_receipt else None
+        other = pushed is not None and pushed.upstream_receipt not in (b"", step.previous_receipt)
         receipt = self._check_receipt(
             reply.receipt,
             sequence=step.sequence,
-            request_hash=hash_of_step(step, chunk.tensor, input_hash),
+            request_hash=pushed.request_hash if pushed and other else hash_of_step(step, chunk.tensor, input_hash),
             reply_hash=output_hash,
             previous=self._last_receipt,
-            upstream=step.previous_receipt,
+            upstream=pushed.upstream_receipt if pushed and other else step.previous_receipt,
             adapter=self._spec.adapter_hash,
         )
-        self._last_receipt = receipt.hash()
+        self._last_receipt, self._answered = receipt.hash(), reply.sequence
         if self._log is not None:
-            self._log.asked(step, chunk.tensor, chunk.payload)
-            self._log.answered(step.sequence, receipt, answer.payload)
+            if not other:
+                self._log.asked(step, chunk.tensor, chunk.payload)
+            self._log.answered(step.sequence, receipt, None if other else answer.payload)
+        if other:
+            raise self._pushed_other(reply, receipt)
+        return receipt
+
+    def _pushed_other(self, reply: wire.Reply, receipt: Receipt) -> ServerFailed:
+        """The error of a server that signs for another input than the server before it has answered."""
+        shown = self._receipt_of(reply.upstream) if reply.HasField("upstream") else None
+        if shown is not None and shown.hash() != receipt.upstream_receipt:
+            return self._cheated("the receipt that it shows of the server before it is not the one that it signed for")
+        what = self._failed("it was pushed something else than the server before it has answered")
+        return PushedOther(str(what), self.hop.peer_id, shown)
 
     def _check_form(self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor) -> None:
         """Checks what needs no receipt: step, position, shape, size.

@@ -296,7 +296,7 @@ class ServerSession:
                 self._upstream.relayed(step)
             else:
                 self._upstream.pushed(upstream[1])
-            await self._answer(step, tensor, output, upstream is not None)
+            await self._answer(step, tensor, output, upstream[0] if upstream is not None else None)
 
     async def _computed(
         self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: tuple[wire.Receipt, str] | None
@@ -316,7 +316,9 @@ class ServerSession:
                 self._notify()
             raise
 
-    async def _answer(self, step: wire.Step, tensor: wire.Tensor, output: StepOutput, pushed: bool) -> None:
+    async def _answer(
+        self, step: wire.Step, tensor: wire.Tensor, output: StepOutput, upstream: wire.Receipt | None
+    ) -> None:
         self._sequence = step.sequence
         self._position = output.position
         self._route_epoch = step.route_epoch
@@ -340,9 +342,10 @@ class ServerSession:
             receipt=receipt,
             queue_us=round(output.queue_seconds * 1e6),
             compute_us=round(output.compute_seconds * 1e6),
-            pushed=pushed,
+            pushed=upstream is not None,
             handed_on=handed_on,
             draining=self._context.draining,
+            upstream=upstream,
         )
         frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor])
         sent = _SentReply(step.sequence, request, frame, output.payload)
