@@ -367,11 +367,9 @@ class ComparedSession:
             truth = Recomputation(folder.path, self._weights.dtype, self._weights.quantisation)
             questions = []
             for claim in asked:
-                steps = [
-                    Step(step.position, from_chunks([step.chunk]), step.reorder)
-                    for step in claim.history.needed(claim.history.end)
-                ]
-                questions.append(SessionQuestion(claim.hop.span, tuple(steps), self.spec.left_padding))
+                inputs = claim.history.needed(claim.history.end)
+                steps = tuple(Step(step.position, from_chunks([step.chunk]), step.reorder) for step in inputs)
+                questions.append(SessionQuestion(claim.hop.span, steps, self.spec.left_padding))
             answers = truth.answer(questions)
         except (PetalnodeError, ValueError) as error:
             log.info("what the chains differ in cannot be computed here: %s", error)

@@ -8,7 +8,7 @@
                             -> STANDBY_READY: SWITCH to it
                             -> StreamEnded: Reconnect; after a head start RACE (reconnect or replace)
                             -> ServerError: REPLACE; too many: GIVE_UP
-                            -> Misled: Send what the server before has answered, or REPLACE that one
+                            -> Misled: Send again, or REPLACE the server before
 
 A stream ends when the server dies, and just as well when a relay does, when a NAT forgets or when this machine changes
 its address. In the latter cases the server still has the cache, and taking the session up again costs a dial and one
@@ -158,8 +158,7 @@ class ServerError:
 
 @dataclass(frozen=True)
 class Misled:
-    """The server before has pushed something else to this one than it has answered. `proved`: by two receipts of its
-    own; the step is back before it then. Else either of the two may lie, and nobody is to blame."""
+    """The server before has pushed something else than it answered; `proved`: the step is back before it then."""
 
     proved: bool
 
@@ -291,11 +290,10 @@ def _after_failure(state: StepState, event: StepEvent) -> tuple[StepState, StepA
     state = replace(state, failures=state.failures + 1, refusals=state.refusals + blamed)
     if state.failures > MAX_FAILURES or state.refusals > 1:
         return replace(state, phase="over"), Recover.GIVE_UP
-    if isinstance(event, Misled):
-        if event.proved:
-            return replace(state, servers=state.servers + 1, phase="replacing", losses=0), Recover.REPLACE
-        if not state.misled:
-            return replace(state, phase="sending", misled=True), Send(anew=True)
+    if isinstance(event, Misled) and event.proved:
+        return replace(state, servers=state.servers + 1, phase="replacing", losses=0), Recover.REPLACE
+    if isinstance(event, Misled) and not state.misled:
+        return replace(state, phase="sending", misled=True), Send(anew=True)
     if event is Signal.STANDBY_READY:
         return replace(state, phase="switching"), Recover.SWITCH
     if isinstance(event, StreamEnded):
