@@ -18,9 +18,10 @@ import platformdirs
 import typer
 
 from ...crypto.canonical import digest
-from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity
+from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity, peer_id_to_bytes
 from ...crypto.swarm_key import SwarmKeyError, load_swarm_key
 from ..errors import BadInput, MachineError, PetalnodeError, SwarmError, unwrapped
+from ..network.addresses import parse_own, parse_peer
 from ..network.nat.relay import RelayLimits
 from ..swarm.config import SwarmConfig
 from ..swarm.discovery import peer_store_file
@@ -28,6 +29,7 @@ from ..swarm.swarm import Swarm, open_swarm
 from ..trust.evidence_message import TrustedValidators, parse_trusted
 from ..trust.store import TrustStore, trust_file
 from .output import Output
+from .process import say_error
 
 PEERS_VARIABLE = "PETALNODE_PEERS"
 MDNS_VARIABLE = "PETALNODE_MDNS"
@@ -156,6 +158,33 @@ class JoinOptions:
             return ()
         given = self.peer or os.environ.get(PEERS_VARIABLE, "").split(",")
         return tuple(address.strip() for address in given if address.strip())
+
+    def check(self) -> None:
+        """Checks all that can be checked without a network.
+
+        Raises:
+            BadInput: an option, or an address in the environment, cannot be used.
+        """
+        for address in self.peers:
+            try:
+                parse_peer(address)
+            except BadInput as error:
+                raise error if self.peer else BadInput(f"the variable {PEERS_VARIABLE}: {error}") from None
+        for what, addresses in (("listen", self.listen), ("announce", self.announce)):
+            for address in addresses or ():
+                parse_own(address, what)
+        if self.relay not in ("auto", "off"):
+            parse_peer(self.relay)
+        parse_rate(self.max_upload, "--max-upload")
+        parse_rate(self.max_download, "--max-download")
+        if self.swarm_key is not None and self.psk is not None:
+            mode = self.swarm_key.stat().st_mode
+            if os.name == "posix" and mode & 0o077:
+                say_error(
+                    f"warning: others on this machine can read {self.swarm_key}, and so join your swarm: "
+                    f"chmod 600 {self.swarm_key}"
+                )
+        _ = self.trusted
 
     @property
     def psk(self) -> str | None:
@@ -350,6 +379,17 @@ async def _opened(config: SwarmConfig, *, fallback: bool) -> AsyncIterator[Swarm
             raise
     async with open_swarm(replace(config, listen=("/ip4/0.0.0.0/tcp/0",))) as swarm:
         yield swarm
+
+
+def check_peer_id(text: str, option: str) -> None:
+    """
+    Raises:
+        BadInput: this is no peer id; names the option.
+    """
+    try:
+        peer_id_to_bytes(text)
+    except ValueError:
+        raise BadInput(f"{option} {text}: this is no peer id; they begin with 12D3KooW") from None
 
 
 def kept_port(identity: Identity) -> int:

@@ -32,7 +32,7 @@ from ...protocols.ids import Span
 from ...protocols.training import LORA_PARTS, LoraName
 from ..errors import BadInput
 from .adapter_note import AdapterNote, read_note
-from .checkpoint import read_header
+from .checkpoint import StoredTensor, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,10 @@ DEEP_PROMPTS: Final = "deep_prompts.safetensors"
 MAX_CONFIG_BYTES: Final = 1 << 20
 _WHOLE_DOMAIN: Final = "petalnode/adapter-whole/1"
 _PICKLES: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_DTYPES: Final = ("F32", "F16", "BF16")
+_EXPONENTS: Final = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+"""Of each dtype of an adapter, whole numbers of its width, and the bits of its exponent."""
+_DTYPES: Final = tuple(_EXPONENTS)
+_FINITE_STEP: Final = 1 << 20
 _PREFIX: Final = "base_model.model."
 _LAYERS: Final = re.compile(r"(\^?)([A-Za-z0-9_]+(?:\\?\.[A-Za-z0-9_]+)*)\$?")
 _MAX_LAYERS: Final = 256  # characters
@@ -146,12 +149,7 @@ def read_adapter(folder: Path) -> Adapter:
     Raises:
         BadInput: it is none, is damaged, is a pickle, is too large, or wants what petalnode cannot do.
     """
-    if folder.suffix in _PICKLES:
-        raise _pickled(folder)
-    if folder.name == WEIGHTS:
-        folder = folder.parent
-    if not folder.is_dir():
-        raise BadInput(f"there is no folder {folder} with an adapter")
+    folder = _folder(folder)
     name = _name_of(folder)
     note = read_note(folder)
     if note is not None and note.method == "deep-prompt":
@@ -167,6 +165,41 @@ def read_adapter(folder: Path) -> Adapter:
     raise BadInput(
         f"{folder / CONFIG} is of peft's type {kind or 'nothing'}: petalnode takes LORA and PROMPT_TUNING adapters"
     )
+
+
+def check_adapter_files(folder: Path) -> None:
+    """Checks what can be told without torch of an adapter: its files, and that its tensors are finite.
+
+    Raises:
+        BadInput: as `read_adapter`.
+    """
+    import numpy as np
+
+    folder = _folder(folder)
+    note = read_note(folder)
+    deep = note is not None and note.method == "deep-prompt"
+    if not deep:
+        _read_config(folder)
+    for stored in _checked_header(folder / (DEEP_PROMPTS if deep else WEIGHTS)).values():
+        width, exponent = _EXPONENTS[stored.dtype]
+        values = np.memmap(stored.file, width, "r", stored.start, (stored.nbytes // np.dtype(width).itemsize,))
+        # All bits of the exponent are set in NaN and infinity, and in nothing else.
+        for start in range(0, len(values), _FINITE_STEP):
+            if bool(((values[start : start + _FINITE_STEP] & exponent) == exponent).any()):
+                raise _not_finite(stored.file, stored.key)
+
+
+def _folder(path: Path) -> Path:
+    if path.suffix in _PICKLES:
+        raise _pickled(path)
+    folder = path.parent if path.name == WEIGHTS else path
+    if not folder.is_dir():
+        raise BadInput(f"there is no folder {folder} with an adapter")
+    return folder
+
+
+def _not_finite(file: Path, key: str) -> BadInput:
+    return BadInput(f"{file}: {key} holds NaN or infinity; its training has failed")
 
 
 def _name_of(folder: Path) -> str:
@@ -200,11 +233,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file.
+def _checked_header(file: Path) -> Mapping[str, StoredTensor]:
+    """The tensors of a safetensors file, not read yet.
 
     Raises:
-        BadInput: missing, damaged, too large, of another dtype, or not finite.
+        BadInput: missing, damaged, too large, or of another dtype.
     """
     if not file.exists():
         for other in sorted(file.parent.glob("*")) if file.parent.is_dir() else ():
@@ -221,6 +254,16 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
     for stored in header.values():
         if stored.dtype not in _DTYPES:
             raise BadInput(f"{file}: {stored.key} is of {stored.dtype}; an adapter's tensors are {', '.join(_DTYPES)}")
+    return header
+
+
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file.
+
+    Raises:
+        BadInput: missing, damaged, too large, of another dtype, or not finite.
+    """
+    _checked_header(file)
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -231,7 +274,7 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         raise BadInput(f"{file} cannot be read: {error}. Copy or download it again") from None
     for key, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise BadInput(f"{file}: {key} holds NaN or infinity; its training has failed")
+            raise _not_finite(file, key)
     return tensors
 
 

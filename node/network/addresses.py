@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any, Final
@@ -22,6 +22,8 @@ _HOSTS: Final = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
 MAX_TEXT: Final = 512
 """Characters of a multiaddr: the longest that are used, circuits with two peer ids and a name, have 380."""
 _EXAMPLE: Final = "/ip4/203.0.113.7/tcp/31330/p2p/12D3KooW..."
+_EXAMPLES: Final = {"listen": "/ip4/0.0.0.0/tcp/31330", "announce": "/ip4/203.0.113.7/tcp/31330"}
+"""Addresses of this node, by the option: they have no peer id."""
 
 
 @dataclass(frozen=True)
@@ -59,22 +61,62 @@ def parse_own(text: str, what: str) -> Multiaddr:
     Raises:
         BadInput: with the address, what is wrong with it, and what one looks like.
     """
-    addr = _parse(text)
+    example = _EXAMPLES[what]
+    addr = _parse(text, example)
     values = _values(addr)
     addr = without_peer(addr)
-    _check_tcp(text, addr)
+    _check_tcp(text, addr, example)
     if what == "listen" and not {"ip4", "ip6"} & set(values):
-        raise BadInput(f"the listen address {text!r} needs an IP address, such as /ip4/0.0.0.0/tcp/31330")
+        raise BadInput(f"the listen address {text!r} needs an IP address, such as {example}")
     if what == "announce" and (_is_unspecified(addr) or values.get("tcp") == "0"):
         raise BadInput(f"the announced address {text!r} is none that others could reach")
     return addr
 
 
-def _parse(text: str) -> Multiaddr:
+def _parse(text: str, example: str = _EXAMPLE) -> Multiaddr:
     try:
         return read_multiaddr(text.strip())
-    except ValueError as error:
-        raise BadInput(f"{text[:MAX_TEXT]!r} is no multiaddr ({error}): it looks like {_EXAMPLE}") from error
+    except ValueError:
+        fault = _fault(text.strip())
+        raise BadInput(f"{text[:MAX_TEXT]!r} is no multiaddr: {fault}; it looks like {example}") from None
+
+
+def _fault(text: str) -> str:
+    """What is wrong with a multiaddr, in words; the library's own errors repeat the whole of it."""
+    first, *parts = text.split("/")
+    if len(text) > MAX_TEXT:
+        return f"it has more than {MAX_TEXT} characters"
+    if first or not parts:
+        return "it does not begin with a slash"
+    while parts:
+        name = parts.pop(0)
+        if name == "p2p-circuit":
+            continue
+        if name not in (*_HOSTS, "tcp", "p2p"):
+            return f"{name!r} is none of its parts, which are {', '.join(_HOSTS)}, tcp, p2p and p2p-circuit"
+        if not parts or not parts[0]:
+            return f"nothing stands behind {name}"
+        value = parts.pop(0)
+        try:
+            _READERS.get(name, str)(value)
+        except ValueError:
+            kind = {"ip4": "IPv4 address", "ip6": "IPv6 address", "tcp": "port"}.get(name, "peer id")
+            return f"{value!r} is no {kind}"
+    return "it cannot be read"
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise ValueError(text)
+    return int(text)
+
+
+_READERS: Final[dict[str, Callable[[str], object]]] = {
+    "ip4": IPv4Address,
+    "ip6": IPv6Address,
+    "tcp": _port,
+    "p2p": peer_id_to_bytes,
+}
 
 
 def read_multiaddr(text: str) -> Multiaddr:
@@ -97,10 +139,10 @@ def _values(addr: Multiaddr) -> dict[str, str]:
     return {protocol.name: value for protocol, value in addr.items()}
 
 
-def _check_tcp(text: str, addr: Multiaddr) -> None:
+def _check_tcp(text: str, addr: Multiaddr, example: str = _EXAMPLE) -> None:
     names = [protocol.name for protocol in addr.protocols()]
     if len(names) != 2 or names[0] not in _HOSTS or names[1] != "tcp":
-        raise BadInput(f"the address {text!r} cannot be used: only TCP is spoken here, such as {_EXAMPLE}")
+        raise BadInput(f"the address {text!r} cannot be used: only TCP is spoken here, such as {example}")
 
 
 def _is_unspecified(addr: Multiaddr) -> bool:

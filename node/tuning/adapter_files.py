@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ..errors import BadInput, MachineError
+from ..models.adapter import check_adapter_files
 from ..models.adapter_note import NOTE, AdapterNote, read_note
 from ..models.cache_dir import disk_errors
 
@@ -93,7 +94,9 @@ def check_adapter(folder: Path) -> SharedAdapter:
         )
     for name in weights:
         _check_safetensors(folder / name)
-    return describe(folder)
+    found = describe(folder)
+    check_adapter_files(folder)
+    return found
 
 
 def describe(folder: Path) -> SharedAdapter:

@@ -6,6 +6,7 @@ stay texts, and nothing in it is run. On the hub an adapter has a repository of 
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shutil
@@ -34,6 +35,8 @@ _URL: Final = re.compile(r"(https?|ssh|git|file)://.+|[\w.-]+@[\w.-]+:.+")
 GIT_TIMEOUT: Final = 120.0
 """Seconds for one git command."""
 _ATTEMPTS: Final = 3
+_ALIKE: Final = 0.75
+"""Of two names, by difflib: one or two letters are wrong."""
 
 T = TypeVar("T")
 
@@ -329,11 +332,27 @@ def _has_identity(git: str, cwd: Path) -> bool:
     return done.returncode == 0
 
 
-def repository_of(where: str) -> AdapterRepository:
+def _meant_folder(path: Path) -> Path | None:
+    """A folder on this disk that `path`, of two names, may be mistyped for; None if there is none like it."""
+    parent = path.parent
+    if not parent.is_dir():
+        folders = [found.name for found in Path().iterdir() if found.is_dir()]
+        alike = difflib.get_close_matches(str(parent), folders, n=1, cutoff=_ALIKE)
+        if not alike:
+            return None
+        parent = Path(alike[0])
+    folders = [found.name for found in parent.iterdir() if found.is_dir()]
+    alike = difflib.get_close_matches(path.name, folders, n=1, cutoff=_ALIKE)
+    return parent / alike[0] if alike else parent
+
+
+def repository_of(where: str, *, writes: bool = False) -> AdapterRepository:
     """The repository that a person names.
 
     "hub" is the hub; a folder that exists is itself, or the git repository that it is; an address with a scheme, or
-    one that ends in .git, is a git repository; org/name is one of the hub; all else is a folder to be made.
+    one that ends in .git, is a git repository; hub:org/name, or org/name, is one of the hub; all else is a folder to be
+    made. With `writes`, org/name is one of the hub only if it cannot be meant for a folder: what is shared there is
+    public.
 
     Raises:
         BadInput: none of them.
@@ -353,6 +372,15 @@ def repository_of(where: str) -> AdapterRepository:
         raise BadInput(f"{where} cannot be used: git repositories go by https, ssh, git or file")
     if where.endswith(".git"):
         raise BadInput(f"there is no git repository {path}: make it with `git init --bare {path}`")
+    if (named := where.removeprefix(f"{HUB}:")) != where:
+        if not _HUB_ID.fullmatch(named):
+            raise BadInput(f"{where} names no repository of the hub: give {HUB}:ORG/NAME")
+        return HubRepository(named)
     if _HUB_ID.fullmatch(where):
+        if writes and (meant := _meant_folder(Path(where))):
+            raise BadInput(
+                f"there is no folder {where}, but there is {meant}: give that one, ./{where} to make a folder, or "
+                f"{HUB}:{where} to share it on the hub"
+            )
         return HubRepository(where)
     return FolderRepository(path)

@@ -13,12 +13,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import trio
 import typer.main
 from rich.table import Table
+from safetensors.numpy import save_file
 
+from petalnode.crypto.swarm_key import make_swarm_key
 from petalnode.node.cli import app as command_line
+from petalnode.node.cli.join import JoinOptions
 from petalnode.node.cli.output import Output
+from petalnode.node.errors import BadInput
+from petalnode.node.tuning.repository import FolderRepository, HubRepository, repository_of
 from tests.swarm import warm_python
 from tests.swarm.processes import STOP_TIMEOUT, Outcome, environment, wait_ended
 
@@ -152,3 +159,90 @@ def test_the_help_says_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) ->
     commands = typer.main.get_command(command_line.app).commands  # type: ignore[attr-defined]
     texts = {name: " ".join((command.help or "").split("\n\n")[0].split()) for name, command in commands.items()}
     assert texts == command_line.COMMANDS
+
+
+MISTAKES = {
+    "a device": ("serve {llama} --device tpu", "--device tpu: use auto, cpu, mps, cuda or cuda:N"),
+    "a dtype": ("serve {llama} --dtype float8", "--dtype float8: use auto, float32, bfloat16, float16"),
+    "blocks": ("serve {llama} --blocks 25:99", "--blocks 25:99: tiny-llama has 6 blocks"),
+    "typed markup": ("serve {llama} --blocks a:b", "--blocks a:b"),
+    "an adapter that is none": ("serve {llama} --adapter {empty}", "{empty} holds no adapter"),
+    "an adapter of NaN": ("serve {llama} --adapter {nan}", "w.lora_A holds NaN or infinity"),
+    "a chat's adapter of NaN": ("chat {llama} --prompt hi --adapter {nan}", "w.lora_A holds NaN or infinity"),
+    "sharing an adapter of NaN": ("adapters push {nan} --to {empty}", "w.lora_A holds NaN or infinity"),
+    "no such model": ("chat {empty}/nothing --prompt hi", "There is no folder or file {empty}/nothing"),
+    "an empty prompt": ("chat {llama} --prompt=", "--prompt is empty"),
+    "a peer id": ("chat {llama} --prompt hi --deny me", "--deny me: this is no peer id"),
+    "an address": ("status --peer /ip4/1.2.3.4/tpc/1", "'tpc' is none of its parts"),
+    "an address to listen at": (
+        "bootstrap --listen foo",
+        "'foo' is no multiaddr: it does not begin with a slash; it looks like /ip4/0.0.0.0/tcp/31330",
+    ),
+    "a device to tune with": ("tune {llama} --data {data} --device tpu", "--device tpu"),
+    "one label": ("tune {llama} --data {data}", "all examples have the label 'a'"),
+    "a folder that cannot be": ("tune {llama} --data {texts} --out {texts}/out", "Saving in --out .*Not a directory"),
+    "a validator's device": ("validate {llama} --device tpu", "--device tpu"),
+    "a rate": ("bootstrap --max-upload fast", "--max-upload fast"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_before_the_network_is_asked(
+    name: str,
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").mkdir()
+    bad = tmp_path / "nan"
+    bad.mkdir()
+    save_file({"w.lora_A": np.array([1.0, np.nan], dtype=np.float32)}, bad / "adapter_model.safetensors")
+    (bad / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "data.jsonl").write_text('{"text": "x", "label": "a"}\n{"text": "y", "label": "a"}\n')
+    (tmp_path / "texts.jsonl").write_text('{"text": "one two"}\n')
+    places = {"llama": models / "tiny-llama", "empty": tmp_path / "empty", "nan": bad}
+    places |= {"data": tmp_path / "data.jsonl", "texts": tmp_path / "texts.jsonl"}
+    monkeypatch.setattr(trio, "run", lambda *arguments: pytest.fail(f"went on to {arguments[0]}"))
+    monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
+    monkeypatch.delenv("PETALNODE_PEERS", raising=False)
+    command, says = MISTAKES[name]
+    arguments = command.format(**places).split()
+    command_line._register(arguments)
+    assert command_line.run(arguments) == (4 if name == "a folder that cannot be" else 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("petalnode: ") and re.search(says.format(**places), line), line
+
+
+def test_the_variable_with_a_bad_address_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PETALNODE_PEERS", "garbage")
+    monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
+    command_line._register(["status"])
+    assert command_line.run(["status"]) == 2
+    said = capsys.readouterr().err
+    assert "the variable PETALNODE_PEERS: 'garbage' is no multiaddr" in said and said.count("garbage") == 1
+
+
+def test_a_mistyped_folder_is_no_public_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shared" / "adapters").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for mistyped in ("shared/adaptors", "shraed/adapters"):
+        with pytest.raises(BadInput, match=r"there is shared/adapters.*hub:"):
+            repository_of(mistyped, writes=True)
+    assert isinstance(repository_of("shared/adapters", writes=True), FolderRepository)
+    for named in ("hub:shared/adaptors", "me/poems"):
+        assert isinstance(repository_of(named, writes=True), HubRepository)
+    with pytest.raises(BadInput, match="hub:ORG/NAME"):
+        repository_of("hub:poems")
+
+
+def test_a_swarm_key_that_others_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "swarm.key"
+    make_swarm_key(key)
+    JoinOptions(swarm_key=key, mdns=False).check()
+    assert not capsys.readouterr().err
+    key.chmod(0o644)
+    JoinOptions(swarm_key=key, mdns=False).check()
+    assert f"chmod 600 {key}" in capsys.readouterr().err

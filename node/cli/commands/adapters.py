@@ -52,7 +52,9 @@ def search(
 @adapters.command("push")
 def push(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the adapter, as `petalnode tune` saves it.")],
-    to: Annotated[str, typer.Option(metavar="FOLDER|GIT|ORG/NAME", help="A folder, a git repository, or a hub id.")],
+    to: Annotated[
+        str, typer.Option(metavar="FOLDER|GIT|[hub:]ORG/NAME", help="A folder, a git repository, or a hub id.")
+    ],
     name: Annotated[str | None, typer.Option(help="Name to share it under. Default: the name of the folder.")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace an adapter of the same name.")] = False,
     as_json: _Json = False,
@@ -63,7 +65,7 @@ def push(
         raise BadInput(f"there is no folder {folder}")
     found = check_adapter(folder.absolute())
     name = check_name(name or folder.absolute().name)
-    where = repository_of(to).push(folder, name, replace=replace)
+    where = repository_of(to, writes=True).push(folder, name, replace=replace)
     if not found.model_version:
         output.note("the adapter does not record the version of its model, so others cannot check it")
     output.say(f"shared: {where}")

@@ -20,6 +20,7 @@ from ..terminal import StopSignal
 @joins_swarm
 def bootstrap(*, relay_options: RelayOptions, join: JoinOptions) -> None:
     """Run a DHT node and relay without a model: other nodes join and reach each other through it."""
+    join.check()
     trio.run(_bootstrap, join, relay_options.limits())
 
 

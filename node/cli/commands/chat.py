@@ -17,14 +17,16 @@ import typer
 from ...client.chat import Dialogue, SavedChat, Text, fit, held_chat
 from ...client.core import open_client
 from ...client.deadlines import REFRESH_TIMEOUT
+from ...client.session_adapter import is_adapter_name
 from ...client.swarm_model import SwarmModel, identify_model
 from ...credits.wallet import Wallet
 from ...errors import BadInput, MachineError, PetalnodeError, SwarmError
 from ...models import ModelFolder
+from ...models.adapter import check_adapter_files
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
-from ..join import JoinOptions, joined, joins_swarm
-from ..model_choice import SwarmModelArgument, model_folder, served_model
+from ..join import JoinOptions, check_peer_id, joined, joins_swarm
+from ..model_choice import SwarmModelArgument, check_model, model_folder, served_model
 from ..output import Output
 from ..process import text_given
 from ..terminal import LineReader, stopped_by_signal
@@ -105,8 +107,15 @@ class ChatOptions:
 @joins_swarm
 def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOptions) -> None:
     """Chat with the model that a swarm serves."""
+    join.check()
     for address in (*(options.share_receipts or ()), *([options.credits] if options.credits else ())):
         parse_peer(address)
+    for name, peers in (("allow", options.allow), ("deny", options.deny)):
+        for peer in peers or ():
+            check_peer_id(peer, f"--{name}")
+    check_model(model)
+    if options.adapter is not None and not is_adapter_name(options.adapter):
+        check_adapter_files(Path(options.adapter))
     options = replace(options, prompt=question(options.prompt))
     if options.credits and join.identity is None:
         raise BadInput("--credits spends the points of a key: give its file with --identity FILE")

@@ -37,6 +37,8 @@ T = TypeVar("T")
 @joins_swarm
 def balance(validator: _Validator, key: _Key = None, *, join: JoinOptions) -> None:
     """Show how many points a key has at a validator."""
+    join.check()
+    parse_peer(validator)
     output, owner = Output(join.json), _owner(key)
     credit = trio.run(_ask, join, output, owner, validator, Wallet.credit)
     deposit = f", and {credit.deposit} more that it keeps for a pledge" if credit.deposit else ""
@@ -62,6 +64,8 @@ def transfer(
     join: JoinOptions,
 ) -> None:
     """Transfer points to another key, for instance from a server to the client of its owner."""
+    join.check()
+    parse_peer(validator)
     output, owner = Output(join.json), _owner(key)
     try:
         peer_id_to_bytes(to)
@@ -83,7 +87,6 @@ def transfer(
 async def _ask(
     join: JoinOptions, output: Output, owner: Identity, validator: str, question: Callable[[Wallet], Awaitable[T]]
 ) -> T:
-    parse_peer(validator)
     if not join.peers:
         join = replace(join, peer=[validator])
     # The node has a key of its own: the owner's may be in use by a running server.

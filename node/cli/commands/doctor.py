@@ -58,6 +58,7 @@ class Finding:
 @joins_swarm
 def doctor(*, join: JoinOptions) -> None:
     """Check this machine and its connection to the swarm: versions, device, memory, disk, port, clock, reachability."""
+    join.check()
     trio.run(_doctor, join)
 
 

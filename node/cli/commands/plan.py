@@ -52,6 +52,7 @@ def plan(
     join: JoinOptions,
 ) -> None:
     """Plan which machine should serve which blocks: for the lowest latency, and for the highest throughput."""
+    join.check()
     output = Output(join.json)
     if machines is None:
         if num_blocks is not None or block_mb is not None:

@@ -17,18 +17,21 @@ from ....protocols.ids import Span
 from ...credits.payment_verifier import PaymentVerifier
 from ...credits.wallet import Wallet
 from ...errors import BadInput
+from ...models.adapter import check_adapter_files
 from ...models.disk_limit import parse_size
 from ...models.quantisation import choose_quantisation
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...network.addresses import parse_peer
 from ...network.nat.relay import RelayLimits
-from ...server.lifecycle.options import ServerOptions
+from ...server.lifecycle.options import ServerOptions, check_blocks
 from ...server.lifecycle.server import run_server
 from ..join import JoinOptions, RelayOptions, joined, joins_swarm
+from ..model_choice import check_device, check_model
 from ..node_report import how_joined, how_joined_json, join_by, report_reachability
 from ..output import Output, ProgressBars
 from ..terminal import StopSignal
 
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 STOP_GRACE = 10.0
 """Seconds after --drain-timeout in which a server that was ready retracts its announcement."""
 
@@ -105,6 +108,10 @@ def serve(
     join: JoinOptions,
 ) -> None:
     """Host blocks of a model for the swarm."""
+    join.check()
+    check_device(device)
+    if dtype not in _DTYPES:
+        raise BadInput(f"--dtype {dtype}: use {', '.join(_DTYPES)}")
     options = ServerOptions(
         model=model,
         blocks=_span(blocks),
@@ -124,6 +131,11 @@ def serve(
     )
     if blocks is not None and options.num_blocks is not None:
         raise BadInput("--blocks and --num-blocks both choose the blocks: give one of them")
+    found = check_model(model)
+    if found is not None:
+        check_blocks(options, found)
+    for folder in options.adapters:
+        check_adapter_files(folder)
     trio.run(_serve, options, join, relay_options.limits(), _deposit_at(deposit_at, pledge), until_eof)
 
 

@@ -35,6 +35,7 @@ def status(
     join: JoinOptions,
 ) -> None:
     """Show the models of a swarm, its servers and the blocks that they hold, and its relays."""
+    join.check()
     trio.run(_status, model, join)
 
 

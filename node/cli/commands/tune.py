@@ -28,7 +28,7 @@ from ...tuning.dataset import Dataset, Example, read_dataset, rows_of, split
 from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
 from ...tuning.recipe import SHAPES, MethodOptions, Recipe, Shape, steps_of_epoch
 from ..join import JoinOptions, joined, joins_swarm
-from ..model_choice import SwarmModelArgument, model_folder, served_model
+from ..model_choice import SwarmModelArgument, check_device, check_model, model_folder, served_model
 from ..output import Output, ProgressBars
 
 if TYPE_CHECKING:
@@ -160,6 +160,8 @@ class TuneOptions:
         if self.patience is not None and self.eval_data is None and not self.eval_split:
             raise BadInput("--patience needs evaluations: give --eval-split (such as 0.1) or --eval-data too")
         dataset = read_dataset(self.data)
+        if len(dataset.labels) == 1:
+            raise BadInput(f"all examples have the label {dataset.labels[0]!r}: there is nothing to tell apart")
         train, held_out = split(dataset.examples, self.eval_split, self.seed)
         if not train:
             raise BadInput(f"{self.data} has too few examples to hold some out: give more, or leave --eval-split out")
@@ -176,6 +178,9 @@ class TuneOptions:
 @joins_swarm
 def tune(model: SwarmModelArgument = None, *, options: TuneOptions, join: JoinOptions) -> None:
     """Fine-tune a model over the swarm that serves it."""
+    join.check()
+    check_device(options.device)
+    check_model(model)
     dataset, train, held_out = options.read_examples()
     out = options.out or Path(f"{Path(dataset.name).stem}-{options.method}")
     options.check_target(out)
@@ -308,8 +313,6 @@ class _Run:
         labels = self.dataset.labels
         model: DistributedModel
         if labels:
-            if len(labels) < 2:
-                raise BadInput(f"all examples have the label {labels[0]!r}: there is nothing to tell apart")
             model = DistributedModelForSequenceClassification(opened, len(labels), None)
             if model.config.pad_token_id is None:
                 model.config.pad_token_id = _padding(tokenizer)

@@ -25,7 +25,7 @@ from ...network.nat.relay import RelayLimits
 from ...swarm.swarm import Swarm
 from ...trust.bundle import Bundle
 from ..join import JoinOptions, joined, joins_swarm
-from ..model_choice import model_folder, served_model
+from ..model_choice import check_device, check_model, model_folder, served_model
 from ..output import Output, ProgressBars
 from ..terminal import StopSignal
 
@@ -70,6 +70,9 @@ def validate(
     """Check servers: send requests like those of a client, and recompute the answers block by block."""
     if options.once and options.issue_points:
         raise BadInput("--issue-points needs a validator that keeps running: leave --once out")
+    join.check()
+    check_device(options.device)
+    check_model(model)
     raise typer.Exit(trio.run(_validate, model, options, join))
 
 
