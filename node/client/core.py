@@ -24,6 +24,7 @@ from ..swarm.routing import Hop
 from ..swarm.swarm import Swarm
 from ..trust.bundle import equivocation_bundle
 from ..trust.receipt_log import SHARED_BYTES, ReceiptArchive
+from ..verification.tolerances import doubt
 from .batch.batch_client import BatchClient
 from .deadlines import (
     OPEN_TIMEOUT,
@@ -150,8 +151,10 @@ class SwarmClient(ServerSelection):
             self.start_soon(partial(self.swarm.publish_evidence, bundle, recomputed=False))
 
     def note_tokens(self, peer_id: str, tokens: int) -> None:
-        """Counts tokens that a server answered with a valid receipt."""
-        self.swarm.trust.note_tokens(peer_id, tokens)
+        """Counts tokens that a server answered with a valid receipt, if anybody could tell whether they are right."""
+        said = self.swarm.view.get(peer_id, time.time())
+        if said is None or doubt(said.dtype, said.quantisation, said.device).earns:
+            self.swarm.trust.note_tokens(peer_id, tokens)
 
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
         """A stream to the server of `hop`; with `direct`, only on a connection that there is, without a relay.

@@ -17,6 +17,7 @@ from ...protocols.framing import PeerError
 from ..errors import BadInput, NoChainError, SwarmError
 from ..swarm.routing import Hop, RouteCandidate, cheapest_chain, second_best
 from ..swarm.swarm import Swarm
+from ..verification.tolerances import doubt
 from .deadlines import (
     MEASURE_TIMEOUT,
     REFRESH_TIMEOUT,
@@ -87,6 +88,8 @@ class ServerSelection:
     def _pledges_enough(self, server: Announcement) -> bool:
         if self._require_pledge is None:
             return True
+        if not doubt(server.dtype, server.quantisation, server.device).pledge_counts:
+            return False
         points = pledged_points(server, self.swarm.trust.trusted.owners.keys(), now_ms())
         return points is not None and points >= self._require_pledge
 
@@ -120,7 +123,8 @@ class ServerSelection:
                         seconds_per_byte=self._seconds_per_byte.get(server.peer_id, 0.0),
                         rtts=server.rtts,
                         penalty_seconds=(SUSPECT_PENALTY if suspect else 0.0)
-                        + self.swarm.trust.penalty_seconds(server.peer_id),
+                        + self.swarm.trust.penalty_seconds(server.peer_id)
+                        + doubt(server.dtype, server.quantisation, server.device).seconds,
                         max_session_length=server.max_session_length,
                     )
                 )

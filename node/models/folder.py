@@ -53,6 +53,17 @@ def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFold
         raise ModelError(f"{path / 'config.json'}: {error}") from None
 
 
+def has_experts(path: Path) -> bool:
+    """Whether the model in `path` is a mixture of experts, in which a rounding may choose another expert.
+
+    Raises:
+        ModelError: as `read_config`.
+    """
+    config = read_config(path)
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    return any("expert" in key and bool(value) for part in parts for key, value in part.items())
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """`config.json` of the folder `path`.
 

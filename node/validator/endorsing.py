@@ -185,8 +185,10 @@ class Endorser:
         if not is_answer_recent(bundle, time.time()):
             self._note(message.evidence_id, Outcome(False, "it is old", inconclusive=True))
             return
+        said = announced_device(self._swarm, bundle.accused)
         outcome = await trio.to_thread.run_sync(
-            lambda: check_evidence(bundle, self._folder, device=self._device), abandon_on_cancel=True
+            lambda: check_evidence(bundle, self._folder, device=self._device, server_device=said),
+            abandon_on_cancel=True,
         )
         if outcome.exchanged:
             # The accuser has signed none of the tensors, and the endorsers have seen others.
@@ -224,3 +226,9 @@ class Endorser:
         self.checked[evidence_id] = outcome
         while len(self.checked) > MAX_REMEMBERED:
             self.checked.popitem(last=False)
+
+
+def announced_device(swarm: Swarm, peer_id: str) -> str:
+    """The kind of device that a server says it computes on, as far as that is known here; "" if it is not."""
+    record = swarm.view.records.get(peer_id)
+    return record.content.device if record is not None else ""

@@ -56,10 +56,14 @@ class History(Database):
             raise self._unusable(error) from error
 
     def seconds_since(self, model_version: bytes, now: float | None = None) -> dict[str, float]:
-        """By peer id, how long ago its last verdict was."""
+        """By peer id, how long ago its last verdict by a probe was.
+
+        Audits do not count: a server whose own client shares good receipts all the time would be probed less.
+        """
         moment = time.time() if now is None else now
         rows = self._database.execute(
-            "SELECT peer_id, MAX(time) FROM verdicts WHERE model_version = ? GROUP BY peer_id", (model_version,)
+            "SELECT peer_id, MAX(time) FROM verdicts WHERE model_version = ? AND kind != 'receipts' GROUP BY peer_id",
+            (model_version,),
         )
         return {peer_id: max(0.0, moment - last) for peer_id, last in rows}
 

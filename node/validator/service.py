@@ -29,6 +29,7 @@ from ..verification.evidence_check import check_evidence
 from ..verification.observed import Observed
 from ..verification.verdicts import Compared, Judge, Verdict, worst_of
 from .auditing import ReceiptAuditService
+from .endorsing import announced_device
 from .history import History
 from .probe_inputs import ProbeModel
 from .probe_plan import Probe, Serving, next_probe, waiting_seconds, whole_round
@@ -150,8 +151,9 @@ class Validator:
         while True:
             shared = await service.next()
             try:
+                said = announced_device(self._swarm, shared.bundle.accused)
                 checked = await trio.to_thread.run_sync(
-                    lambda: check_evidence(shared.bundle, folder, device=device),  # noqa: B023  (awaited at once)
+                    lambda: check_evidence(shared.bundle, folder, device=device, server_device=said),  # noqa: B023
                     abandon_on_cancel=True,
                 )
                 blocks = Span(*shared.receipt.span)
@@ -161,11 +163,13 @@ class Validator:
             except Exception as error:  # strangers chose what was computed
                 log.warning("the receipt of %s cannot be judged here", shared.client, exc_info=error)
                 continue
-            right = checked.tolerance > 0 and checked.error <= checked.tolerance
+            if not checked.signed:
+                log.info("%s shares what says nothing of %s: %s", shared.client, shared.bundle.accused, checked.reason)
+                continue
             verdict = Verdict(
                 shared.bundle.accused,
                 blocks,
-                "faulty" if checked.proven else "ok" if right else "inconclusive",
+                "faulty" if checked.proven else "inconclusive" if checked.inconclusive else "ok",
                 checked.reason,
                 checked.error,
                 checked.tolerance,

@@ -1,13 +1,13 @@
 """Checks evidence with one's own weights: the answer that a server signed is recomputed and compared.
 
-The evidence's statement about the server's device is the accuser's, so the widest tolerance applies that was measured
-for the dtype and quantisation that the server signed.
+The evidence's statement about the server's device is the accuser's, so it does not count: what the server announces
+does, and where that is not known, the widest tolerance that was measured for the dtype and quantisation that it signed.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 class Outcome:
     """`proven`: the accused server is at fault; `inconclusive`: undecided. Else the evidence is refuted.
 
-    `error` and `tolerance` are 0 where nothing was recomputed. `exchanged`: it is refuted by its tensors, which the
+    `error` and `tolerance` are 0 where nothing was recomputed. `signed`: the accused has signed the answer that this is
+    about, so that the outcome says something of it. `exchanged`: it is refuted by its tensors, which the
     accuser has not signed; who sent them is to blame.
     """
 
@@ -53,6 +54,7 @@ class Outcome:
     tolerance: float = 0.0
     inconclusive: bool = False
     exchanged: bool = False
+    signed: bool = False
 
 
 def wanted_blocks(bundle: Bundle) -> Span | None:
@@ -65,12 +67,20 @@ def wanted_blocks(bundle: Bundle) -> Span | None:
 
 
 def check_evidence(
-    bundle: Bundle, folder: ModelFolder | None, *, device: str = "cpu", progress: Progress = no_progress
+    bundle: Bundle,
+    folder: ModelFolder | None,
+    *,
+    device: str = "cpu",
+    server_device: str = "",
+    progress: Progress = no_progress,
 ) -> Outcome:
     """Whether the evidence proves a fault. Takes as long as the recomputation: call it in a worker thread.
 
     Args:
         folder: the whole model; None is enough for faults that prove themselves.
+        device: where to recompute.
+        server_device: the kind of device that the accused itself announces, if that is known. One that nobody has
+            measured proves nothing.
 
     Raises:
         BadInput: weights are needed, and `folder` is None or another model.
@@ -79,7 +89,7 @@ def check_evidence(
     try:
         shown = check_statement(bundle)
         if isinstance(shown, SelfProven):
-            return Outcome(True, shown.reason)
+            return Outcome(True, shown.reason, signed=True)
         if folder is None:
             raise BadInput(
                 f"this evidence can be checked only with the weights of model version "
@@ -95,15 +105,18 @@ def check_evidence(
                 f"this evidence is about model version {shown.receipt.model_version.hex()[:12]}; {folder.path} is "
                 f"{version.hex()[:12]}: name the model that it is about"
             )
-        judged = _judge(shown, folder, device, progress)
+        judged = _judge(shown, folder, device, server_device, progress)
     except NotProven as error:
         undecided, exchanged = isinstance(error, Incomplete), isinstance(error, ExchangedTensors)
         return Outcome(False, str(error), inconclusive=undecided, exchanged=exchanged)
     result = judged.result
-    return Outcome(result == "faulty", judged.reason, judged.error, judged.tolerance, result == "inconclusive")
+    undecided = result == "inconclusive"
+    return Outcome(result == "faulty", judged.reason, judged.error, judged.tolerance, undecided, signed=True)
 
 
-def _judge(claim: SessionClaim | LoggedBatch, folder: ModelFolder, device: str, progress: Progress) -> Judgement:
+def _judge(
+    claim: SessionClaim | LoggedBatch, folder: ModelFolder, device: str, server_device: str, progress: Progress
+) -> Judgement:
     """
     Raises:
         NotProven: no server takes what was asked.
@@ -118,7 +131,7 @@ def _judge(claim: SessionClaim | LoggedBatch, folder: ModelFolder, device: str, 
     except (TensorError, Refusal, ValueError) as error:
         raise NotProven(f"it cannot be recomputed: {error}") from None
     try:
-        return _compare(claim, seen, folder, device, progress)
+        return _compare(claim, replace(seen, device=server_device), folder, device, progress)
     except PetalnodeError:
         raise
     except Exception as error:

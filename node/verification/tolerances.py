@@ -23,6 +23,8 @@ MARGIN_OK: Final = 2.0
 MARGIN_FAULTY_MEAN: Final = 2.5
 MARGIN_FAULTY_WORST: Final = 4.0
 """Multiples of the worst distance that was measured: single tokens scatter more than their mean."""
+UNPROVEN_SECONDS: Final = 0.01
+"""Added in routing to the cost of a server whose wrong answers nobody could prove."""
 LEAST: Final = 2.5e-5
 """The least distance that counts as measured. Other processors than the measured ones add up in another order, and no
 server gains anything by an error as small as this."""
@@ -110,6 +112,42 @@ def find_tolerance(kind: Kind, table: Sequence[Calibration] | None = None) -> To
     if not matching:
         return None
     return Tolerance(*(max(limits) for limits in zip(*map(astuple, matching), strict=True)))
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """What it costs a server if nobody can judge its answers.
+
+    Attributes:
+        seconds: added to its cost in routing.
+        pledge_counts: whether points that it pledges count. Nobody could take them for a wrong answer.
+        earns: whether tokens that it serves count for its reputation.
+    """
+
+    seconds: float = 0.0
+    pledge_counts: bool = True
+    earns: bool = True
+
+
+NO_DOUBT: Final = Doubt()
+UNPROVEN: Final = Doubt(UNPROVEN_SECONDS, pledge_counts=False, earns=False)
+
+
+@lru_cache(maxsize=1024)
+def doubt(dtype: str, quantisation: str, device: str, table: tuple[Calibration, ...] | None = None) -> Doubt:
+    """What a server pays for announcing this kind of computation: nothing if honest servers of the kind were measured
+    on any device of a validator, so that a wrong answer can be proved; else every other kind of device, real or made
+    up, and every other dtype, pays the same.
+
+    An empty `device` is judged by the widest tolerance; an empty `dtype` is that of a server which is still loading.
+    """
+    if not dtype:
+        return NO_DOUBT
+    for row in calibrations() if table is None else table:
+        same = (row.dtype, row.quantisation, row.direction) == (dtype, quantisation, "forward")
+        if same and device in ("", row.server_device, row.own_device):
+            return NO_DOUBT
+    return UNPROVEN
 
 
 def noise_of(kind: Kind) -> float:

@@ -9,6 +9,7 @@ import torch
 
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity
+from petalnode.node.swarm.view import SwarmView
 from petalnode.node.trust.bundle import Bundle
 from petalnode.node.trust.evidence_message import EvidenceMessage
 from petalnode.node.trust.receipt_log import LoggedBatch
@@ -55,6 +56,7 @@ class Listener:
         self.trust = TrustStore()
         self.peer_id = Identity.generate().peer_id
         self.published: list[Bundle] = []
+        self.view = SwarmView()
         self.hear: Callable[[EvidenceMessage, str], None] = lambda message, author: None
         self._bundles = {bundle.id: bundle for bundle in bundles.values()}
 

@@ -3,15 +3,11 @@ processor takes for zero, values next to the smallest of a codec. Whoever choose
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Sequence
 from random import Random
-from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
@@ -22,7 +18,6 @@ from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.node.verification.judging import (
     Distance,
     Spread,
-    distance,
     judge_answer,
     judge_kept,
     judge_steady,
@@ -35,33 +30,12 @@ from petalnode.node.verification.verdicts import Judge, Verdict
 from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import decode, encode
 from tests.attacks.forger import ATTACKER, hidden
+from tests.attacks.kernels import OtherKernels, decisive, subnormals_are_zero
 from tests.signing_server import SigningServer, Spoil, spoiled
 from tests.tiny_models import save_tiny
 
 SPAN = Span(1, 4)
 TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
-
-
-class OtherKernels(TorchFunctionMode):
-    """Products add up their two halves, as those of another processor may."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.nn.functional.linear:
-            return func(*args, **(kwargs or {}))
-        values, weight, *bias = args
-        half = weight.shape[1] // 2
-        left = func(values[..., :half], weight[:, :half], *bias)
-        return left + func(values[..., half:], weight[:, half:])
-
-
-@contextmanager
-def subnormals_are_zero() -> Iterator[None]:
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot take them for zero")
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
 
 
 @pytest.fixture(autouse=True)
@@ -99,38 +73,9 @@ def plainly(server: SigningServer, folder: ModelFolder, log: SessionLog) -> str:
     return judge_answer(seen.kind("cpu"), seen.claimed[-1], last_of(answer)).result
 
 
-def decisive(server: SigningServer, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """An input between two others at which the blocks' answer jumps, and a rounding decides which way."""
-
-    def answer(share: float) -> torch.Tensor:
-        mixed = torch.lerp(one.double(), other.double(), share).float()
-        return server.blocks.forward(mixed, server.blocks.make_cache(1, 20))
-
-    low, high = 0.0, 1.0
-    steps = torch.linspace(0, 1, 33).tolist()
-    answers = [answer(step) for step in steps]
-    jumps = [distance(after, before).worst for before, after in pairwise(answers)]
-    widest = max(range(len(jumps)), key=jumps.__getitem__)
-    low, high = steps[widest], steps[widest + 1]
-    while (middle := (low + high) / 2) not in (low, high):
-        there = answer(middle)
-        if distance(there, answer(low)).worst > distance(there, answer(high)).worst:
-            high = middle
-        else:
-            low = middle
-    spacing = 2e-9
-    for number in range(-200, 200):
-        mixed = torch.lerp(one.double(), other.double(), low + number * spacing).float()
-        right = server.blocks.forward(mixed, server.blocks.make_cache(1, 20))
-        with OtherKernels():
-            if distance(server.blocks.forward(mixed, server.blocks.make_cache(1, 20)), right).worst > 0.01:
-                return mixed
-    raise AssertionError("no rounding decides")
-
-
 def test_a_tie_between_experts_convicts_nobody(experts: ModelFolder) -> None:
     server = serving(experts)
-    tie = decisive(server, hidden(1, seed=1), hidden(1, seed=2))
+    tie = decisive(server.blocks, hidden(1, seed=1), hidden(1, seed=2))
     with OtherKernels():
         log = server.session([(0, tie, ())])
     assert plainly(server, experts, log) == "faulty"  # or nothing is tested here
@@ -146,7 +91,7 @@ def test_a_tie_between_experts_convicts_nobody(experts: ModelFolder) -> None:
 def test_nobody_hides_behind_a_tie(experts: ModelFolder) -> None:
     """A liar whose accomplice before it sends a tie is caught by the other tokens."""
     server = serving(experts)
-    tie = decisive(server, hidden(1, seed=1), hidden(1, seed=2))
+    tie = decisive(server.blocks, hidden(1, seed=1), hidden(1, seed=2))
 
     def late(output: torch.Tensor) -> torch.Tensor:
         return torch.cat([output[:, :1], spoiled(output[:, 1:])], dim=1)
@@ -171,7 +116,9 @@ def test_experts_in_bfloat16_are_not_convicted(experts: ModelFolder, seed: int) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_that_one_processor_takes_for_zero_convict_nobody(folder: ModelFolder, dtype: str) -> None:
     server, asked = serving(folder, dtype), 1e-40 * hidden(3)
-    with subnormals_are_zero():
+    with subnormals_are_zero() as possible:
+        if not possible:
+            pytest.skip("this processor cannot take them for zero")
         log = server.session([(0, asked, ())])
     assert plainly(server, folder, log) == "faulty"
     assert probed(folder, log).verdict == "inconclusive"
@@ -181,7 +128,9 @@ def test_values_that_one_processor_takes_for_zero_convict_nobody(folder: ModelFo
 
 def test_gradients_that_one_processor_takes_for_zero_convict_nobody(folder: ModelFolder) -> None:
     server, gradient = serving(folder), 1e-40 * hidden(3, seed=1)
-    with subnormals_are_zero():
+    with subnormals_are_zero() as possible:
+        if not possible:
+            pytest.skip("this processor cannot take them for zero")
         batch = server.work(hidden(3), gradient)
     outcome = check_evidence(batch_bundle(ATTACKER, batch), folder)
     assert outcome.inconclusive and not outcome.proven, outcome

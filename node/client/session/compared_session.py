@@ -17,6 +17,7 @@ import trio
 
 from ....protocols.ids import Span
 from ...errors import BadInput, NoChainError, PetalnodeError, SwarmError
+from ...models.folder import has_experts
 from ...swarm.routing import Hop
 from ...verification.judging import judge_answer
 from ...verification.tolerances import Kind, Tolerance
@@ -306,13 +307,13 @@ class ComparedSession:
         def recompute(blocks: Span) -> dict[str, str] | None:
             return self._recompute(answered, blocks, before, counts)
 
-        verdict = await trio.to_thread.run_sync(settle, found, answered, counts, tolerance, recompute)
+        steady = not has_experts(self._client.model.folder.path)
+        verdict = await trio.to_thread.run_sync(settle, found, answered, counts, tolerance, recompute, steady)
         await self._carry_out(verdict)
-        kept = verdict.kept
         disagreement = Disagreement(
             before,
             len(answers),
-            len(self._chains) if kept else 0,
+            len(self._chains) if verdict.kept else 0,
             verdict.settled,
             tuple(sorted(verdict.liars)),
             tuple(sorted(verdict.suspects)),
@@ -320,13 +321,13 @@ class ComparedSession:
             found.tolerance,
         )
         self._client.disagreements.append(disagreement)
-        if not kept:
+        if not verdict.kept:
             raise SwarmError(
                 f"{disagreement}. Compare 3 chains or more, so that most of them decide, or keep all weights of the "
                 "model here: then the blocks in question are computed on this machine"
             )
         log.warning("%s", disagreement)
-        return answers[kept[0]]
+        return answers[verdict.kept[0]]
 
     async def _carry_out(self, verdict: Settlement) -> None:
         """Bans and suspects servers, and replaces the chains that are not believed."""

@@ -24,6 +24,7 @@ from ...errors import NoChainError
 from ...swarm.routing import Hop, RouteCandidate, chain_seconds, cheapest_chain, describe_blocks
 from ...verification.judging import Distance, distance, judge_distance
 from ...verification.tolerances import CODEC_SLACK, Kind, Tolerance, calibrations, find_tolerance
+from ..chunks import from_chunks
 from .history import InputHistory
 
 if TYPE_CHECKING:
@@ -303,6 +304,7 @@ def settle(
     counts: torch.Tensor,
     tolerance: Tolerance,
     recompute: Callable[[Span], dict[str, str] | None],
+    steady: bool = True,
 ) -> Settlement:
     """Who is right: by own weights, else by the majority. Computes: off the trio thread.
 
@@ -310,6 +312,7 @@ def settle(
         answered: for each chain, what its servers answered.
         counts: bool [rows, tokens], those that are compared.
         recompute: the servers for some blocks whose answers own weights prove wrong, and why; None without own weights.
+        steady: whether honest answers to the same input never part; in a mixture of experts a rounding may choose.
     """
     whole = Span(answered[0][0].hop.span.start, answered[0][-1].hop.span.end)
     junctions = [{answer.hop.span.end: answer.claimed[counts].unsqueeze(0) for answer in chain} for chain in answered]
@@ -328,12 +331,27 @@ def settle(
         # Each chain that agrees may have junctions of its own, between which the fault is found.
         narrowed = [parting([junctions[other], junctions[index]], whole, tolerance) for other in found.agreed]
         blocks = min(narrowed, key=len)
-        there = [answer.hop.peer_id for answer in answered[index] if answer.hop.span.overlaps(blocks)]
-        # Nobody is banned for what could be computed here and was not found wrong.
-        if len(there) == 1 and not computed:
-            settlement.liars[there[0]] = (
+        there = [answer for answer in answered[index] if answer.hop.span.overlaps(blocks)]
+        others = [answer for agreed in found.agreed for answer in answered[agreed]]
+        # Nobody is banned for what could be computed here and was not found wrong, or for what came into it.
+        if len(there) == 1 and steady and not computed and any(_asked_the_same(there[0], other) for other in others):
+            settlement.liars[there[0].hop.peer_id] = (
                 f"its answer for blocks {blocks} is not what {len(found.agreed)} other chains answered"
             )
         else:
-            settlement.suspects.update(there)
+            settlement.suspects.update(answer.hop.peer_id for answer in there)
     return settlement
+
+
+def _asked_the_same(one: SpanAnswer, other: SpanAnswer) -> bool:
+    """Whether two servers were sent the same bits for the same block, in all steps that their answers depend on.
+
+    If not, a server before one of them may have chosen a difference of which blocks that compute right make much.
+    """
+    if one.hop.span.start != other.hop.span.start or one.history.end != other.history.end:
+        return False
+    inputs = [
+        [(step.position, from_chunks([step.chunk])) for step in answer.history.needed(answer.history.end)]
+        for answer in (one, other)
+    ]
+    return torch.equal(tail(inputs[0], 0), tail(inputs[1], 0))
