@@ -227,6 +227,18 @@ def ip_of(addr: Multiaddr) -> IPv4Address | IPv6Address | None:
     return ipaddress.ip_address(value) if protocol.name in ("ip4", "ip6") else None
 
 
+def host_of(addr: Multiaddr) -> str:
+    """The IP address or the name at the beginning."""
+    (_, value), *_ = addr.items()
+    return str(value)
+
+
+def is_loopback(addr: Multiaddr) -> bool:
+    """Whether the address is of this machine only."""
+    host = ip_of(addr)
+    return host is not None and host.is_loopback
+
+
 def is_public(addr: Multiaddr) -> bool:
     """Whether the address is one of the internet's, neither private nor of this machine only; names count as such."""
     host = ip_of(addr)

@@ -24,7 +24,7 @@ from multiaddr import Multiaddr
 
 from ...crypto.identity import Identity
 from ..errors import MachineError
-from .addresses import concrete, dialable, port_of
+from .addresses import concrete, dialable, is_loopback, port_of
 from .transport.bandwidth import Bandwidth
 from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of, reason_of
 from .transport.muxed_stream import WINDOW
@@ -101,9 +101,25 @@ class Host:
         return [port_of(addr) for addr in self.libp2p.get_transport_addrs()]
 
     def remember(self, peer_id: str, addrs: Sequence[str]) -> None:
-        """Keeps addresses of a peer, direct ones and circuits, for the next dial. Those of no use are left out."""
-        parsed = (dialable(addr) for addr in addrs)
-        self._network.remember(_id(peer_id), [addr for addr in parsed if addr is not None])
+        """Keeps addresses of a peer, direct ones and circuits, for the next dial. Those of no use are left out.
+
+        They are of a person, or found on this machine or network: what strangers announce is for `learn`.
+        """
+        self._network.book.remember(_id(peer_id), _dialable(addrs), given=True)
+
+    def learn(self, peer_id: str, addrs: Sequence[str]) -> None:
+        """As `remember`, of addresses that a peer has announced: dialed where a stranger may send us, and seldom enough
+        (`transport/dialing.py`)."""
+        self._network.book.remember(_id(peer_id), _dialable(addrs), given=False)
+
+    def permitted(self, peer_id: str, addrs: Sequence[str]) -> list[str]:
+        """Of these addresses of a peer those that would be dialed."""
+        return [str(addr) for addr in self._network.book.permitted(_id(peer_id), _dialable(addrs))]
+
+    def take_dial(self, peer_id: str, addr: str) -> bool:
+        """Whether an address of this peer may be dialed now, for who does so without `connect`; counts it."""
+        parsed = dialable(addr)
+        return parsed is not None and self._network.book.take_dial(_id(peer_id), parsed)
 
     def knows(self, peer_id: str) -> bool:
         """Whether there is a connection to this peer, or an address to dial."""
@@ -305,6 +321,10 @@ def _id(peer_id: str) -> ID:
     return ID.from_string(peer_id)
 
 
+def _dialable(addrs: Sequence[str]) -> list[Multiaddr]:
+    return [addr for addr in map(dialable, addrs) if addr is not None]
+
+
 class _Addresses:
     """What this node says of where it is."""
 
@@ -341,7 +361,8 @@ async def open_host(
     trio.socket.set_custom_socket_factory(PromptSockets())  # for the rest of this run of trio
     for addr in listen:
         _check_free(addr)
-    network = Network(identity, psk, Bandwidth.of(max_upload, max_download))
+    on_loopback = bool(listen) and all(is_loopback(addr) for addr in (*listen, *announce))
+    network = Network(identity, psk, Bandwidth.of(max_upload, max_download), on_loopback=on_loopback)
     addresses = _Addresses(announce)
     libp2p = _Libp2pHost(network, addresses)
     libp2p.multiselect = OneAnswer(libp2p.multiselect.handlers)

@@ -222,7 +222,8 @@ async def _use(
             log.debug("cannot read the mDNS record of %s: %r", name, error)
             return
         for peer_id, where in peers.items():
-            found(peer_id, where)
+            if near := announceable(where):  # a neighbour is on this network, and nowhere else
+                found(peer_id, near)
 
     async def listen() -> None:
         while True:

@@ -84,6 +84,7 @@ class Directory:
         for peer_id, addr in bootstrap:
             if peer_id != identity.peer_id:
                 self._bootstrap.setdefault(peer_id, []).append(addr)
+                host.remember(peer_id, [addr])
         self._met: dict[str, tuple[str, ...]] = {}
         self._logged: set[str] = set()  # whose bad announcements were logged
         self._changed = trio.Event()
@@ -203,6 +204,7 @@ class Directory:
         Raises:
             PeerError: as `pull`.
         """
+        self._host.remember(peer_id, addrs)
         held = self._met.pop(peer_id, ())
         self._met[peer_id] = tuple(addrs)
         try:
@@ -384,7 +386,7 @@ class Directory:
             found = await self._dht.find_providers(random.randrange(SHARDS), timeout=TABLE_DEADLINE)
             unknown = [(peer, addrs) for peer, addrs in found if peer not in known | {self._identity.peer_id}]
             for peer_id, addrs in random.sample(unknown, min(_UNKNOWN, len(unknown))):
-                self._host.remember(peer_id, addrs)
+                self._host.learn(peer_id, addrs)
                 await self._try_pull(peer_id)
             if self.own is not None and trio.current_time() - provided >= _PROVIDE_ROUND:
                 provided = trio.current_time()

@@ -24,7 +24,7 @@ from multiaddr import Multiaddr
 from ...crypto.canonical import digest
 from ...crypto.identity import peer_id_to_bytes, write_private
 from ...protocols.framing import PeerError
-from ..network.addresses import ip_of, without_peer
+from ..network.addresses import is_loopback, without_peer
 from ..network.host import Host
 from ..network.mdns import run_mdns, service_name
 from .directory import Directory
@@ -168,8 +168,8 @@ def pause_before(attempt: int) -> float:
 
 def is_local(listen: Iterable[str]) -> bool:
     """Whether a node that listens there is for this machine only: its neighbours have no business with it."""
-    hosts = [ip_of(Multiaddr(addr)) for addr in listen]
-    return bool(hosts) and all(host is not None and host.is_loopback for host in hosts)
+    addrs = [Multiaddr(addr) for addr in listen]
+    return bool(addrs) and all(map(is_loopback, addrs))
 
 
 class Discovery:
@@ -407,7 +407,8 @@ class Discovery:
         for peer_id in self._host.connected():
             paths = sorted(self._host.paths(peer_id), key=lambda path: not path.direct)
             worked = [path.remote_addr for path in paths if path.remote_addr is not None and not path.inbound]
-            addrs = list(dict.fromkeys([*worked, *self._directory.addrs_of(peer_id)]))
+            said = self._host.permitted(peer_id, self._directory.addrs_of(peer_id))
+            addrs = list(dict.fromkeys([*worked, *said]))
             if addrs:
                 met[peer_id] = addrs
         return met

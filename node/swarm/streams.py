@@ -93,20 +93,21 @@ class MessageStreams:
     ) -> MessageStream[F]:
         """A stream that the caller has to close or reset.
 
-        Connects first if need be, to `addrs` or to where the peer announced itself; Kademlia is asked for the
-        announcement of a peer of which nothing is known. Does not wait for the peer's consent: one that does not speak
-        the protocol ends the stream, and the first `receive` says so. With `direct`, the stream takes an existing
-        connection without a relay, or none.
+        Connects first if need be, to `addrs`, which a person gave, or to where the peer announced itself; Kademlia is
+        asked for the announcement of a peer of which nothing is known. Does not wait for the peer's consent: one that
+        does not speak the protocol ends the stream, and the first `receive` says so. With `direct`, the stream takes an
+        existing connection without a relay, or none.
 
         Raises:
             StreamTimeout: nothing came of it within `timeout` seconds.
             StreamClosed: the peer cannot be reached.
         """
-        self.host.remember(peer_id, [*addrs, *self._addrs_of(peer_id)])
+        self.host.learn(peer_id, self._addrs_of(peer_id))
+        self.host.remember(peer_id, addrs)
         with trio.move_on_after(timeout):
             if not direct and not self.host.knows(peer_id):
                 await self._find(peer_id)
-                self.host.remember(peer_id, self._addrs_of(peer_id))
+                self.host.learn(peer_id, self._addrs_of(peer_id))
             try:
                 raw = await self.host.open_stream(peer_id, protocol, direct=direct)
             except ConnectionError as error:

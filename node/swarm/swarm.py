@@ -168,11 +168,11 @@ class Swarm(MessageStreams):
         Raises:
             PeerError, Refusal, BadBundle: it has not, or sends nonsense.
         """
+        self.host.learn(peer_id, addrs)
         async with self.open_stream(
             peer_id,
             EVIDENCE,
             wire.EvidenceFrame,
-            addrs=addrs,
             timeout=timeout,
             max_header=MAX_EVIDENCE,
             max_payload=PIECE_BYTES,

@@ -206,6 +206,9 @@ class _MemoryHost:
     def remember(self, peer_id: str, addrs: Sequence[str]) -> None:
         pass
 
+    def learn(self, peer_id: str, addrs: Sequence[str]) -> None:
+        pass
+
     def addrs(self) -> list[str]:
         return [f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer_id}"]  # well-formed; nobody is dialed
 

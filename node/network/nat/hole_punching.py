@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -100,15 +101,22 @@ def own_endpoints(
     return tuple(dict.fromkeys(found))[:_MAX_TARGETS]
 
 
-def targets(theirs: Iterable[Endpoint | None], local: LocalEndpoints, port: dict[int, int]) -> tuple[Endpoint, ...]:
-    """Which of the other side's endpoints to dial: not ourselves, which homes with equal addresses would lead to."""
+def targets(
+    theirs: Iterable[Endpoint | None],
+    local: LocalEndpoints,
+    port: dict[int, int],
+    permitted: Callable[[Sequence[str]], Sequence[str]] = lambda multiaddrs: multiaddrs,
+) -> tuple[Endpoint, ...]:
+    """Which of the other side's endpoints to dial: those that are `permitted`, as all that peers say of
+    themselves has to be, and not ourselves, which homes with equal addresses would lead to."""
     ours = {Endpoint(ip, own) for ip in local.own_ips for own in (*port.values(), *local.ports(ip.version))}
     found = [
         endpoint
         for endpoint in theirs
         if endpoint is not None and endpoint.can_be_dialed and endpoint not in ours and endpoint.ip.version in port
     ]
-    return tuple(dict.fromkeys(found))[:_MAX_TARGETS]
+    chosen = set(permitted([endpoint.multiaddr for endpoint in found]))
+    return tuple(dict.fromkeys(endpoint for endpoint in found if endpoint.multiaddr in chosen))[:_MAX_TARGETS]
 
 
 class HolePuncher:
@@ -179,6 +187,10 @@ class HolePuncher:
         own = own_endpoints(observed, self._local(), self._reached(), ports)
         return [endpoint.multiaddr for endpoint in own]
 
+    def _targets(self, peer_id: str, answer: Sequence[str], ports: Ports) -> tuple[Endpoint, ...]:
+        permitted = functools.partial(self._host.permitted, peer_id)
+        return targets(map(Endpoint.parse, answer), self._local(), ports, permitted)
+
     @contextlib.asynccontextmanager
     async def _ports(self) -> AsyncIterator[Ports]:
         """The ports to dial from, for the length of the block."""
@@ -228,7 +240,7 @@ class HolePuncher:
         """The peer may be public, or of our own network."""
         with trio.move_on_after(_PLAIN_DIAL), contextlib.suppress(PeerError, ConnectionError):
             addrs = await addrs_of(self._host, peer_id, timeout=_MESSAGE)
-            self._host.remember(peer_id, [addr for addr in addrs if Endpoint.parse(addr)][:_MAX_PLAIN])
+            self._host.learn(peer_id, [addr for addr in addrs if Endpoint.parse(addr)][:_MAX_PLAIN])
             await self._host.connect(peer_id, direct=True)
 
     async def _punch(self, peer_id: str) -> None:
@@ -240,7 +252,7 @@ class HolePuncher:
                 try:
                     own = self._own_addrs(ports)
                     answer, rtt = await exchange_first(stream, own, timeout=_MESSAGE)
-                    theirs = targets(map(Endpoint.parse, answer), self._local(), ports)
+                    theirs = self._targets(peer_id, answer, ports)
                     case = frozenset(addr.split("/")[2] for addr in own) | {str(endpoint.ip) for endpoint in theirs}
                     if not theirs or (attempt == 0 and not may_punch(self._records.get(peer_id), case, _now())):
                         return
@@ -271,7 +283,7 @@ class HolePuncher:
                 await self._view(raw.path.relay)
                 async with self._ports() as ports:
                     answer = await exchange_second(stream, self._own_addrs(ports), timeout=_MESSAGE)
-                    theirs = targets(map(Endpoint.parse, answer), self._local(), ports)
+                    theirs = self._targets(peer_id, answer, ports)
                     with self._host.punching(peer_id, [target.multiaddr for target in theirs]):
                         await self._dial(peer_id, theirs, ports, initiator=True)
         except (PeerError, OSError) as error:
@@ -306,7 +318,8 @@ class HolePuncher:
 
         async with trio.open_nursery() as nursery:
             for target in theirs:
-                nursery.start_soon(dial, target)
+                if self._host.take_dial(peer_id, target.multiaddr):
+                    nursery.start_soon(dial, target)
 
     async def _retire_relayed(self, peer_id: str) -> None:
         """Closes what runs through relays once a direct connection has taken its local."""

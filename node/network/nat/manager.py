@@ -109,6 +109,8 @@ class NatManager:
         self._addrs_changed = addrs_changed
         self._named = tuple(filter(None, map(Endpoint.parse, config.announce)))
         self._only_relay = parse_peer(config.relay) if config.relay not in ("auto", "off") else None
+        if self._only_relay is not None:
+            host.remember(self._only_relay[0], self._only_relay[1:])
         self._offers: dict[str, float] = {}  # who said that it relays, and when
         self._asked: dict[str, float] = {}
         self._upnp = Upnp()

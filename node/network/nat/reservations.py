@@ -276,7 +276,7 @@ class Reservations:
             self.wake()
 
     async def _hold(self, relay_id: str) -> None:
-        self._host.remember(relay_id, self._addrs_of(relay_id))
+        self._host.learn(relay_id, self._addrs_of(relay_id))
         reservation = await self._reserve(relay_id)
         self._become(relay_id, ReservationState.HELD)
         log.info("holding a reservation at the relay %s", relay_id)

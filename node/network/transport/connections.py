@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import trio
-from libp2p.abc import ISecureConn
+from libp2p.abc import IRawConnection, ISecureConn
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.io.abc import ReadWriteCloser
@@ -30,10 +30,12 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.transport.exceptions import SecurityUpgradeFailure
 from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
+from libp2p.utils.dns_utils import resolve_multiaddr_with_retry
 from multiaddr import Multiaddr
 
 from ....crypto.identity import Identity
-from ..addresses import circuit_of, is_circuit, is_dialable, own_networks, without_peer
+from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks, without_peer
+from .address_book import AddressBook
 from .bandwidth import Bandwidth
 from .dialing import Attempt, Trouble, failed, kept, one_per_relay, plan
 from .negotiation import OneRoundTrip, question
@@ -51,18 +53,12 @@ _DIAL_DEADLINE: Final = 5.0  # seconds for one address: TCP and about six round 
 _CIRCUIT_DEADLINE: Final = 10.0  # a relay has to be reached first, and has to reach the peer
 _HANDSHAKES: Final = 10.0  # seconds, of who connects to us
 _OVERTAKEN: Final = 0.25  # seconds that an address had before another one won, to count as one that does not work
-_MAX_BOOK: Final = 10_000  # peers whose addresses we remember
+_MAX_RESOLVED: Final = 4  # addresses of one name
+_OFTEN: Final = "dialed too often in the last minute"
+_FOREIGN: Final = "not dialed: an address of this machine or of a private network that this node is not in"
 
 CircuitDialer = Callable[[str, str], Awaitable[StreamBytes]]
 PathHandler = Callable[[str, Path], None]
-
-
-@dataclass
-class _Page:
-    """What is remembered of a peer's addresses."""
-
-    addrs: tuple[Multiaddr, ...] = ()
-    troubles: dict[Multiaddr, Trouble] = field(default_factory=dict)
 
 
 @dataclass
@@ -101,7 +97,7 @@ class Network(Libp2pSwarm):
     `on_connected` is called for every new connection, `on_lost` for each peer whose last one ended; neither may raise.
     """
 
-    def __init__(self, identity: Identity, psk: str | None, bandwidth: Bandwidth) -> None:
+    def __init__(self, identity: Identity, psk: str | None, bandwidth: Bandwidth, *, on_loopback: bool) -> None:
         key_pair = create_new_key_pair(identity.seed)
         noise_key = create_noise_key_pair().private_key
         upgrader = TransportUpgrader({NOISE: BufferedNoise(key_pair, noise_key)}, {YAMUX: Yamux})
@@ -136,13 +132,16 @@ class Network(Libp2pSwarm):
         self.circuit_dialer: CircuitDialer | None = None
         self.bandwidth = bandwidth
         self._key = psk  # libp2p's own `psk` would put its cipher under everything once more
-        self._book: dict[ID, _Page] = {}
+        self.book = AddressBook(on_loopback=on_loopback, paths=self._paths)
         self._dialing: dict[tuple[ID, bool], _Dial] = {}
         self._ends: dict[Muxer, trio.Event] = {}
         # Whoever dials us from one of these multiaddrs is punching, and expects us to be the client (DCUtR).
         self.punching: dict[str, ID] = {}
 
     # --- connections
+
+    def _paths(self) -> Iterator[Path]:
+        return (path_of(conn) for conns in self.connections.values() for conn in conns)
 
     def live(self, peer_id: ID, *, direct: bool = False) -> list[SwarmConn]:
         """The connections to a peer that work, the best one first: direct before relayed, new before old."""
@@ -176,6 +175,7 @@ class Network(Libp2pSwarm):
                 await raw.drain()  # it shall read our first words, which say that this is another swarm
             await raw.close()
             raise
+        self.book.met(raw.path)
         for handler in self.on_connected:
             handler(str(muxer.peer_id), raw.path)
         return conn
@@ -224,34 +224,8 @@ class Network(Libp2pSwarm):
 
     # --- dialing
 
-    def remember(self, peer_id: ID, addrs: Sequence[Multiaddr]) -> None:
-        """Keeps addresses, without the peer id at their end, for the next dial, before what is known already.
-
-        What circuit addresses say of their relays is kept behind what is known of these: it is not from themselves.
-        Not in libp2p's peerstore: identify replaces what stands there, by 0.0.0.0 for instance.
-        """
-        page = self._page(peer_id)
-        addrs = tuple(dict.fromkeys(addrs))
-        if page.addrs[: len(addrs)] != addrs:
-            page.addrs = kept((*addrs, *page.addrs))
-            for addr in [addr for addr in page.troubles if addr not in page.addrs]:
-                del page.troubles[addr]
-            for circuit in [circuit_of(addr) for addr in addrs if is_circuit(addr)]:
-                if circuit is not None:
-                    relay = self._page(ID.from_string(circuit.relay_id))
-                    relay.addrs = kept((*relay.addrs, circuit.relay_addr))
-
-    def _page(self, peer_id: ID) -> _Page:
-        """What is remembered of the peer; whoever was not looked up for the longest time is forgotten for it."""
-        page = self._book.pop(peer_id, None) or _Page()
-        self._book[peer_id] = page
-        while len(self._book) > _MAX_BOOK:
-            del self._book[next(iter(self._book))]
-        return page
-
     def _addresses(self, peer_id: ID) -> tuple[Multiaddr, ...]:
-        page = self._book.get(peer_id)
-        addrs = [] if page is None else list(page.addrs)
+        addrs = list(self.book.addrs(peer_id))
         with contextlib.suppress(PeerStoreError):
             addrs += [without_peer(addr) for addr in self.peerstore.addrs(peer_id) if is_dialable(addr)]
         return kept(addrs)
@@ -289,9 +263,10 @@ class Network(Libp2pSwarm):
     async def _dial_first(self, peer_id: ID, addrs: Sequence[Multiaddr]) -> SwarmConn:
         if peer_id == self.self_id:
             raise SwarmException("this is our own peer id")
-        troubles = self._page(peer_id).troubles
-        reasons: list[str] = []
-        for attempts in plan(one_per_relay(addrs, troubles), own_networks(), troubles, trio.current_time()):
+        troubles = self.book.troubles(peer_id)
+        permitted = self.book.permitted(peer_id, addrs)
+        reasons = [f"{addr}: {_FOREIGN}" for addr in addrs if addr not in permitted]
+        for attempts in plan(one_per_relay(permitted, troubles), own_networks(), troubles, trio.current_time()):
             winner = await self._race(peer_id, attempts, troubles, reasons)
             if winner is not None:
                 return winner
@@ -307,9 +282,13 @@ class Network(Libp2pSwarm):
         async def run(addr: Multiaddr) -> None:
             nonlocal idle
             try:
-                winners.append(await self._dial(addr, peer_id))
-                troubles.pop(addr, None)
-                nursery.cancel_scope.cancel()
+                if self.book.take_dial(peer_id, addr):
+                    winners.append(await self._dial(addr, peer_id))
+                    troubles.pop(addr, None)
+                    self.book.answered(peer_id, addr)
+                    nursery.cancel_scope.cancel()
+                else:
+                    reasons.append(f"{addr}: {_OFTEN}")
             except Exception as error:  # whatever a stranger's handshake may raise
                 reasons.append(f"{addr}: {reason_of(error)}")
                 troubles[addr] = failed(troubles.get(addr), trio.current_time())
@@ -343,14 +322,34 @@ class Network(Libp2pSwarm):
     async def _open_raw(self, addr: Multiaddr, peer_id: ID) -> RawConnection:
         circuit = circuit_of(addr)
         if circuit is None:
-            raw = await self._tcp.dial(addr)
+            raw = await self._tcp.dial(addr) if ip_of(addr) is not None else await self._dial_name(addr, peer_id)
             assert isinstance(raw, Libp2pRawConnection) and isinstance(raw.stream, TrioTCPStream)
-            path = Path(direct=True, relay=None, remote_addr=str(addr), inbound=False)
-            return SocketConnection(raw.stream.stream, path, self.bandwidth)
+            stream = raw.stream.stream
+            path = Path(direct=True, relay=None, remote_addr=remote_multiaddr(stream) or str(addr), inbound=False)
+            return SocketConnection(stream, path, self.bandwidth)
         if self.circuit_dialer is None:
             raise SwarmException("this node does not use relays")
         stream = await self.circuit_dialer(circuit.relay_id, str(peer_id))
         return CircuitConnection(stream, Path(False, circuit.relay_id, str(addr), inbound=False))
+
+    async def _dial_name(self, addr: Multiaddr, peer_id: ID) -> IRawConnection:
+        """Dials the addresses that a DNS name is resolved to now, which are judged as if they had been announced."""
+        reason = "the name leads to no address"
+        for resolved in (await resolve_multiaddr_with_retry(addr) or [])[:_MAX_RESOLVED]:
+            bare = without_peer(resolved)
+            if not is_dialable(bare) or ip_of(bare) is None or is_circuit(bare):
+                continue
+            if not self.book.is_given(addr) and not self.book.permitted(peer_id, [bare]):
+                reason = _FOREIGN
+                continue
+            if not self.book.take_dial(peer_id, addr if self.book.is_given(addr) else bare):
+                reason = _OFTEN
+                continue
+            try:
+                return await self._tcp.dial(bare)
+            except Exception as error:  # libp2p raises many kinds
+                reason = reason_of(error)
+        raise SwarmException(reason)
 
     async def probe(self, addr: Multiaddr, peer_id: ID) -> None:
         """Dials one address and closes at once: whether the peer answers there, whatever connections there are.

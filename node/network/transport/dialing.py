@@ -1,16 +1,22 @@
-"""Which addresses of a peer to try, in which order, and how long one that failed is left alone: pure decisions."""
+"""Which addresses of a peer to try, in which order, and how long one that failed is left alone: pure decisions.
+
+Most addresses come from strangers, who may announce what is none of theirs: a service of this machine, its router, the
+metadata service of a cloud, or anybody whom the whole swarm is to dial. So addresses that no person gave, and that
+never answered, are dialed only where the announcing peer can be, and so many a minute.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Network, IPv6Network
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Final
 
 from multiaddr import Multiaddr
 
-from ..addresses import circuit_of, ip_of, is_circuit, is_public
+from ..addresses import IPAddress, circuit_of, ip_of, is_circuit, is_public
 
 Networks = Sequence[IPv4Network | IPv6Network]
 
@@ -21,6 +27,15 @@ _LONGEST_PAUSE: Final = 300.0
 _HALF_LIFE: Final = 600.0  # seconds after which half of the failures are forgotten
 _MAX_DIRECT: Final = 16  # addresses kept of one peer
 _MAX_CIRCUITS: Final = 8
+
+_PRIVATE: Final = tuple(
+    map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7", "fec0::/10"))
+)
+_NAT64: Final = IPv6Network("64:ff9b::/96")  # RFC 6052: the last four bytes are an address of IPv4
+_MINUTE: Final = 60.0
+_DIALS_PER_PEER: Final = 48  # a minute, at addresses that one peer has announced and that never answered
+_DIALS_PER_HOST: Final = 48  # a minute, at one IP address or name, whoever announced it
+_DIALS: Final = 600  # a minute, in all
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,69 @@ def pause_ends(trouble: Trouble) -> float:
     """Until when the address is only tried if there is nothing else."""
     doublings = min(trouble.failures - 1.0, 16.0)
     return trouble.at + min(_FIRST_PAUSE * math.exp2(doublings), _LONGEST_PAUSE)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The `networks` that this node is in, and whether it and all peers that it has met are `on_loopback`: in a swarm
+    on one machine."""
+
+    networks: Networks
+    on_loopback: bool = False
+
+
+def private_range(ip: IPAddress) -> IPv4Network | IPv6Network | None:
+    """The range of private addresses that this one is of: RFC 1918, RFC 6598 or RFC 4193; None for any other."""
+    return next((network for network in _PRIVATE if ip in network), None)
+
+
+def may_dial(ip: IPAddress, here: Surroundings) -> bool:
+    """Whether a stranger's address is dialed: no loopback, unless there is nothing else; nothing link-local, multicast,
+    unspecified or reserved; private addresses of networks only that this node is in."""
+    if isinstance(ip, IPv6Address):
+        in_ipv6 = ip_address(ip.packed[-4:]) if ip in _NAT64 else None
+        ip = ip.ipv4_mapped or ip.sixtofour or in_ipv6 or ip
+    if ip.is_loopback:
+        return here.on_loopback
+    if ip.is_unspecified or ip.is_multicast or ip.is_reserved or ip.is_link_local or int(ip) >> 24 == 0:
+        return False
+    return private_range(ip) is None or any(ip in network for network in here.networks)
+
+
+def is_permitted(addr: Multiaddr, here: Surroundings) -> bool:
+    """`may_dial` of an address of a peer. A name is judged when it has been resolved, a relay by its own addresses."""
+    ip = ip_of(addr)
+    return ip is None or is_circuit(addr) or may_dial(ip, here)
+
+
+class DialBudget:
+    """Counts the dials of the last minute at addresses that never answered."""
+
+    def __init__(self) -> None:
+        self._spent: deque[tuple[float, str, str]] = deque()
+
+    def take(self, peer: str, host: str, now: float) -> bool:
+        """Whether `host` (an IP address, or a name) may be dialed at `now` (seconds) because `peer` announced it."""
+        while self._spent and now - self._spent[0][0] >= _MINUTE:
+            self._spent.popleft()
+        of_peer = sum(peer == other for _, other, _ in self._spent)
+        # Of this machine there is only one, and many nodes on it.
+        to_host = 0 if _is_loopback(host) else sum(host == other for *_, other in self._spent)
+        if of_peer >= _DIALS_PER_PEER or to_host >= _DIALS_PER_HOST or len(self._spent) >= _DIALS:
+            return False
+        self._spent.append((now, peer, host))
+        return True
+
+    def give_back(self, peer: str, host: str) -> None:
+        """The peer did answer there."""
+        self._spent = deque(spent for spent in self._spent if spent[1:] != (peer, host))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def kept(addrs: Iterable[Multiaddr]) -> tuple[Multiaddr, ...]:

@@ -1,0 +1,146 @@
+"""What is known of where peers are, and which of it is dialed: the state of what `dialing.py` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Network
+from typing import Final
+
+import trio
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from ..addresses import Endpoint, circuit_of, host_of, ip_of, is_circuit, own_networks
+from .dialing import DialBudget, Networks, Surroundings, Trouble, is_permitted, kept, private_range
+from .raw_connection import Path
+
+_MAX_PEERS: Final = 10_000  # whose addresses we remember
+_MAX_PROVEN: Final = 32  # of one peer
+_MAX_GIVEN: Final = 1024  # addresses that a person gave, or at which neighbours were found
+
+
+@dataclass
+class _Page:
+    """What is remembered of a peer's addresses; at those that are `proven` it has answered."""
+
+    addrs: tuple[Multiaddr, ...] = ()
+    troubles: dict[Multiaddr, Trouble] = field(default_factory=dict)
+    proven: set[Multiaddr] = field(default_factory=set)
+
+
+class _Whereabouts:
+    """Finds out where this node is, from its interfaces and the connections that it made.
+
+    `on_loopback` says that it listens on loopback only. A node that does not listen is on loopback as well as long as
+    it has dialed peers there, which somebody named, and none elsewhere, and nobody came from elsewhere.
+    """
+
+    def __init__(self, *, on_loopback: bool, paths: Callable[[], Iterable[Path]]) -> None:
+        self._on_loopback = on_loopback
+        self._paths = paths
+        self._dialed_loopback = self._met_others = False
+        self._interfaces: Networks = ()
+        self._opened: set[IPv4Network | IPv6Network] = set()  # private ranges that we have dialed a named address of
+
+    def note(self, path: Path) -> None:
+        """There is a new connection."""
+        end = Endpoint.parse(path.remote_addr or "") if path.direct else None
+        if end is None:
+            return
+        if end.ip.is_loopback:
+            self._dialed_loopback |= not path.inbound
+            return
+        self._met_others = True
+        found = None if path.inbound else private_range(end.ip)
+        if found is not None and not any(end.ip in network for network in self.here.networks):
+            self._opened.add(found)
+
+    @property
+    def here(self) -> Surroundings:
+        networks = own_networks()
+        if set(networks) != set(self._interfaces):  # this machine is somewhere else now
+            self._interfaces = networks
+            self._opened.clear()
+            for path in self._paths():
+                self.note(path)
+        on_loopback = self._on_loopback or (self._dialed_loopback and not self._met_others)
+        return Surroundings((*networks, *self._opened), on_loopback)
+
+
+class AddressBook:
+    """The addresses of peers. `on_loopback` says that this node listens on loopback only; `paths` gives the ways of
+    its connections."""
+
+    def __init__(self, *, on_loopback: bool, paths: Callable[[], Iterable[Path]]) -> None:
+        self._pages: dict[ID, _Page] = {}
+        self._given: set[Multiaddr] = set()
+        self._whereabouts = _Whereabouts(on_loopback=on_loopback, paths=paths)
+        self._budget = DialBudget()
+
+    def remember(self, peer_id: ID, addrs: Sequence[Multiaddr], *, given: bool) -> None:
+        """Keeps addresses, without the peer id at their end, for the next dial, before what is known already.
+
+        `given` says that they are no stranger's: they are dialed wherever they lead.
+        What circuit addresses say of their relays is kept behind what is known of these: it is not from themselves.
+        Not in libp2p's peerstore: identify replaces what stands there, by 0.0.0.0 for instance.
+        """
+        page = self._page(peer_id)
+        addrs = tuple(dict.fromkeys(addrs))
+        circuits = [circuit for circuit in map(circuit_of, addrs) if circuit is not None]
+        if given:
+            for addr in (*addrs, *(circuit.relay_addr for circuit in circuits)):
+                if len(self._given) < _MAX_GIVEN:
+                    self._given.add(addr)
+        if page.addrs[: len(addrs)] != addrs:
+            page.addrs = kept((*addrs, *page.addrs))
+            page.proven &= set(page.addrs)
+            for addr in [addr for addr in page.troubles if addr not in page.addrs]:
+                del page.troubles[addr]
+            for circuit in circuits:
+                relay = self._page(ID.from_string(circuit.relay_id))
+                relay.addrs = kept((*relay.addrs, circuit.relay_addr))
+
+    def _page(self, peer_id: ID) -> _Page:
+        """What is remembered of the peer; whoever was not looked up for the longest time is forgotten for it."""
+        page = self._pages.pop(peer_id, None) or _Page()
+        self._pages[peer_id] = page
+        while len(self._pages) > _MAX_PEERS:
+            del self._pages[next(iter(self._pages))]
+        return page
+
+    def addrs(self, peer_id: ID) -> tuple[Multiaddr, ...]:
+        page = self._pages.get(peer_id)
+        return () if page is None else page.addrs
+
+    def troubles(self, peer_id: ID) -> dict[Multiaddr, Trouble]:
+        """What has failed, for who dials to keep."""
+        return self._page(peer_id).troubles
+
+    def met(self, path: Path) -> None:
+        """There is a new connection."""
+        self._whereabouts.note(path)
+
+    # --- what is dialed
+
+    def is_given(self, addr: Multiaddr) -> bool:
+        """Whether a person gave this address, or a neighbour was found there."""
+        return addr in self._given
+
+    def permitted(self, peer_id: ID, addrs: Iterable[Multiaddr]) -> list[Multiaddr]:
+        """Of these addresses of a peer those that may be dialed, even if only strangers say that it is there."""
+        here, proven = self._whereabouts.here, self._page(peer_id).proven
+        return [addr for addr in addrs if addr in self._given or addr in proven or is_permitted(addr, here)]
+
+    def take_dial(self, peer_id: ID, addr: Multiaddr) -> bool:
+        """Whether an address may be dialed now; counts it. The dial to a circuit's relay is counted by itself."""
+        if is_circuit(addr) or addr in self._given or addr in self._page(peer_id).proven:
+            return True
+        return self._budget.take(str(peer_id), host_of(addr), trio.current_time())
+
+    def answered(self, peer_id: ID, addr: Multiaddr) -> None:
+        """The peer is at this address."""
+        self._budget.give_back(str(peer_id), host_of(addr))
+        proven = self._page(peer_id).proven
+        if ip_of(addr) is not None and not is_circuit(addr) and len(proven) < _MAX_PROVEN:
+            proven.add(addr)  # no name: it may lead elsewhere the next time
