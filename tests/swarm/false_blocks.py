@@ -1,7 +1,8 @@
 """A real server whose blocks compute something else than it says, in a process of the tests; its receipts are in order.
 
-`install(control)` changes this process only. Sessions and passes that begin from then on follow `control`, a JSON file
-that `faulty_server.order` writes, such as {"blocks": "noise", "amount": 0.02}. No such file or an empty name: honest.
+`install(control)` changes this process only; of servers in memory, `follow(control)` makes those false that are started
+after it in its context. Sessions and passes that begin from then on follow `control`, a JSON file that
+`faulty_server.order` writes, such as {"blocks": "noise", "amount": 0.02}. No such file or an empty name: honest.
 What each name does is said beside it in `FALSE`. `amount` is the relative size of noise and the share of requests
 (`sometimes`).
 """
@@ -9,9 +10,13 @@ What each name does is said beside it in `FALSE`. `amount` is the relative size 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
+from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 
@@ -41,22 +46,47 @@ FALSE: Final = {
 _random = torch.Generator().manual_seed(0)
 
 
+_followed: ContextVar[Path | None] = ContextVar("followed", default=None)
+_for_good = ExitStack()
+
+
+def follow(control: Path) -> None:
+    """Makes every server that is started in this context a false one; `installed` has to hold."""
+    _followed.set(control)
+
+
 def install(control: Path) -> None:
     """Makes every server that this process starts from now on one whose blocks follow `control`."""
+    _for_good.enter_context(installed())
+    follow(control)
+
+
+def load_now(control: Path, name: str) -> None:
+    """Has the servers in memory that follow `control` load what the fault `name` computes with.
+
+    Loading changes the default dtype of torch for a moment, in all threads: nothing else may compute then.
+    """
+    for blocks in _FalseBlocks.all:
+        if blocks.control == control:
+            blocks.instead(name)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """For the length of the block, there can be servers with false blocks in this process."""
     loading = span_module.load_span
 
     def load_false(folder: Path, span: Span, **options: Any) -> BlockSpan:
-        blocks = loading(folder, span, **options)
-        return _FalseBlocks.of(blocks, folder, control)
+        blocks, control = loading(folder, span, **options), _followed.get()
+        return blocks if control is None else _FalseBlocks.of(blocks, folder, control)
 
-    span_module.load_span = load_false  # type: ignore[assignment]  # the server imports it when it loads
     opening = session_module.ServerSession.__init__
 
     def opened(self: Any, context: Any, client: str, terms: Any, compute: Any, *rest: Any) -> None:
-        compute.cache.meets(client)
+        if isinstance(compute.cache, _FalseCache):
+            compute.cache.meets(client)
         opening(self, context, client, terms, compute, *rest)
 
-    session_module.ServerSession.__init__ = opened  # type: ignore[method-assign,assignment]
     forward, backward = SpanPasses.forward, SpanPasses.backward
 
     def passing_forward(self: SpanPasses, batch: Any) -> Any:
@@ -85,9 +115,13 @@ def install(control: Path) -> None:
     def passing_resume(self: SpanPasses, parked: Any, gradient: torch.Tensor) -> Any:
         return (yield from passing_backward(self, parked.batch, gradient))
 
-    SpanPasses.resume = passing_resume  # type: ignore[method-assign]
-    SpanPasses.forward = passing_forward  # type: ignore[method-assign]
-    SpanPasses.backward = passing_backward  # type: ignore[method-assign]
+    passes = {"forward": passing_forward, "backward": passing_backward, "resume": passing_resume}
+    with (
+        patch.object(span_module, "load_span", load_false),  # the server imports it when it loads
+        patch.object(session_module.ServerSession, "__init__", opened),
+        patch.multiple(SpanPasses, **passes),
+    ):
+        yield
 
 
 class _FalseCache(SpanCache):
@@ -126,6 +160,8 @@ class _FalseCache(SpanCache):
 class _FalseBlocks(BlockSpan):
     """Computes what is right, to keep the cache as it must be, and answers what is ordered."""
 
+    all: ClassVar[WeakSet[_FalseBlocks]] = WeakSet()
+
     @classmethod
     def of(cls, blocks: BlockSpan, folder: Path, control: Path) -> _FalseBlocks:
         blocks.__class__ = cls
@@ -135,14 +171,15 @@ class _FalseBlocks(BlockSpan):
 
     def begin(self, folder: Path, control: Path) -> None:
         self._folder = folder
-        self._control = control
+        self.control = control
+        self.all.add(self)
         self._others: dict[str, BlockSpan] = {}
         self._known: set[str] = set()
         self._heard: list[torch.Tensor] = []
         self._decoding = False
 
     def ordered(self) -> tuple[str, float]:
-        wanted = json.loads(self._control.read_text()) if self._control.exists() else {}
+        wanted = json.loads(self.control.read_text()) if self.control.exists() else {}
         return wanted.get("blocks", ""), wanted.get("amount", 0.0)
 
     def instead(self, name: str) -> BlockSpan | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.testing import MemoryNode
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from tests.swarm import false_blocks
 from tests.swarm.faulty_server import spoil
 
 
@@ -32,12 +32,19 @@ class MemoryPool:
         prepare: Callable[[MemoryNode], object] = lambda node: None,
         **options: Any,
     ) -> MemoryServer:
-        """Returns at once; `ready` waits. `fault` is the control file of `faulty_server`, `identity` a name that the
-        server comes back under, `prepare` may change the node before, `options` are fields of `ServerOptions`.
+        """Returns at once; `ready` waits. `fault` is the control file of `faulty_server` and `false_blocks`, `identity`
+        a name that the server comes back under, `prepare` may change the node before, `options` are fields of
+        `ServerOptions`.
         """
         kept = self._identities.setdefault(identity, Identity.generate()) if identity else None
-        prepare = prepare if fault is None else partial(spoil, control=fault)
-        server = self.swarm.start(self._folder, blocks, identity=kept, prepare=prepare, **options)
+
+        def prepared(node: MemoryNode) -> None:
+            if fault is not None:
+                spoil(node, fault)
+                false_blocks.follow(fault)
+            prepare(node)
+
+        server = self.swarm.start(self._folder, blocks, identity=kept, prepare=prepared, **options)
         self.servers.append(server)
         return server
 
@@ -51,5 +58,5 @@ class MemoryPool:
 
 @contextmanager
 def memory_pool(folder: Path, kind: type[MemoryNode] = MemoryNode) -> Iterator[MemoryPool]:
-    with memory_swarm(kind) as swarm:
+    with false_blocks.installed(), memory_swarm(kind) as swarm:
         yield MemoryPool(swarm, folder)

@@ -1,14 +1,17 @@
-"""`petalnode validate` on real processes: it catches servers that compute something else, and never an honest one."""
+"""`petalnode validate` catches servers that compute something else, and never an honest one.
+
+What a round finds is seen on servers in memory; the command and the service run on processes.
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +27,9 @@ from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models import compute_manifest, resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm
 from petalnode.node.trust.bundle import Bundle
+from petalnode.node.validator import prober
 from petalnode.node.validator.history import History
 from petalnode.node.validator.probe_inputs import ProbeModel
 from petalnode.node.validator.service import Validator, ValidatorOptions
@@ -32,7 +37,9 @@ from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.node.verification.verdicts import Judge, Verdict
 from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import encode
-from tests.swarm.faulty_server import order
+from tests.swarm.false_blocks import load_now
+from tests.swarm.faulty_server import order, ordered
+from tests.swarm.memory_pool import memory_pool
 from tests.swarm.processes import LOOPBACK, Node, Nodes, environment, petalnode, until
 from tests.swarm.server_pool import PooledServer, server_pool
 from tests.tiny_models import HIDDEN
@@ -40,65 +47,74 @@ from tests.tiny_models import HIDDEN
 
 @dataclass(frozen=True)
 class SuspectSwarm:
-    """tiny-llama over an honest server and one that does what `control` says, in float32 and once more in bfloat16."""
+    """tiny-llama over an honest server and one that does what `control` says."""
 
-    peer: str
     folder: Path
     control: Path
-    honest: dict[str, PooledServer]
-    suspect: dict[str, PooledServer]
+    honest: PooledServer | MemoryServer
+    suspect: PooledServer | MemoryServer
+    peer: str = ""
+    memory: MemorySwarm | None = None
 
 
 @pytest.fixture(scope="module")
-def swarms(node_starter: Nodes, home: Path, models: Path) -> Iterator[dict[str, SuspectSwarm]]:
-    folder = models / "tiny-llama"
-    made = {}
-    control = home / "suspect.json"
-    peers = {dtype: node_starter.meeting_point().event("ready")["addrs"][0] for dtype in ("float32", "bfloat16")}
-    with server_pool(home / "validated", folder, peers["float32"]) as pool:
-        for dtype, peer in peers.items():
-            honest = pool.start("0:3", "--dtype", dtype, peer=peer)
-            suspect = pool.start("3:6", "--dtype", dtype, peer=peer, fault=control)
-            made[dtype] = SuspectSwarm(peer, folder, control, {dtype: honest}, {dtype: suspect})
-        for swarm in made.values():
-            for server in (*swarm.honest.values(), *swarm.suspect.values()):
-                server.ready  # noqa: B018  (waits)
+def swarms(home: Path, models: Path) -> Iterator[dict[str, SuspectSwarm]]:
+    """In memory, in float32 and once more in bfloat16."""
+    folder, control = models / "tiny-llama", home / "suspect.json"
+    with memory_pool(folder) as pool, memory_pool(folder) as other:
+        made = {}
+        for dtype, found in (("float32", pool), ("bfloat16", other)):
+            servers = []
+            for blocks, fault in (("0:3", None), ("3:6", control)):
+                servers.append(found.start(blocks, dtype=dtype, fault=fault))
+                servers[-1].ready  # noqa: B018  (one after another: see `load_now`)
+            made[dtype] = SuspectSwarm(folder, control, servers[0], servers[1], memory=found.swarm)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def suspected(node_starter: Nodes, home: Path, models: Path) -> Iterator[SuspectSwarm]:
+    """Of processes."""
+    folder, control = models / "tiny-llama", home / "suspected.json"
+    peer: str = node_starter.meeting_point().event("ready")["addrs"][0]
+    with server_pool(home / "validated", folder, peer) as pool:
+        made = SuspectSwarm(folder, control, pool.start("0:3"), pool.start("3:6", fault=control), peer)
+        for server in (made.honest, made.suspect):
+            server.ready  # noqa: B018  (waits)
         yield made
 
 
 def validated(swarm: SuspectSwarm, file: Path, seed: int = 0, evidence: Path | None = None) -> dict[str, Verdict]:
     """One round, by peer id."""
+    memory = swarm.memory
+    assert memory is not None
+    load_now(swarm.control, ordered(swarm.control).get("blocks", ""))
 
     async def run() -> list[Verdict]:
         torch.set_num_threads(1)
         folder = resolve(str(swarm.folder), need="all")
-        config = SwarmConfig(identity=Identity.generate(), peers=(swarm.peer,), serve_dht=False)
+        config = SwarmConfig(identity=Identity.generate())
+        async with memory.network.open_swarm(config) as own_node:
+            model = await identify_model(own_node, folder)
+            probe_model = ProbeModel(model, load_client(folder.path, device="cpu"), Text(folder))
+            with History(file) as history:
+                validator = Validator(
+                    own_node,
+                    ValidatorOptions(
+                        config=config,
+                        model=probe_model,
+                        judge=Judge(folder.path),
+                        history=history,
+                        on_verdict=lambda verdict: None,
+                        evidence_dir=evidence,
+                        accuser=Identity.generate(),
+                        random=Random(seed),
+                    ),
+                )
+                return await validator.once()
 
-        @asynccontextmanager
-        async def validator():  # type: ignore[no-untyped-def]
-            async with open_swarm(config) as own_node:
-                model = await identify_model(own_node, folder)
-                probe_model = ProbeModel(model, load_client(folder.path, device="cpu"), Text(folder))
-                with History(file) as history:
-                    yield Validator(
-                        own_node,
-                        ValidatorOptions(
-                            config=config,
-                            model=probe_model,
-                            judge=Judge(folder.path),
-                            history=history,
-                            on_verdict=lambda verdict: None,
-                            evidence_dir=evidence,
-                            accuser=Identity.generate(),
-                            random=Random(seed),
-                        ),
-                    )
-
-        async with validator() as opened:
-            with trio.fail_after(150):
-                return await opened.once()
-
-    return {verdict.peer_id: verdict for verdict in trio.run(run)}
+    with patch.object(prober, "open_swarm", memory.network.open_swarm):
+        return {verdict.peer_id: verdict for verdict in memory.call(run)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -106,7 +122,7 @@ def test_honest_servers_pass(swarms: dict[str, SuspectSwarm], tmp_path: Path, dt
     swarm = swarms[dtype]
     order(swarm.control)
     found = validated(swarm, tmp_path / "history.sqlite")
-    assert set(found) == {swarm.honest[dtype].peer_id, swarm.suspect[dtype].peer_id}
+    assert set(found) == {swarm.honest.peer_id, swarm.suspect.peer_id}
     for verdict in found.values():
         assert verdict.verdict == "ok", verdict
 
@@ -133,13 +149,13 @@ def test_the_first_round_catches(
         found = validated(swarm, tmp_path / "history.sqlite", evidence=tmp_path)
     finally:
         order(swarm.control)
-    guilty = found[swarm.suspect[dtype].peer_id]
+    guilty = found[swarm.suspect.peer_id]
     assert guilty.verdict == "faulty" and word in guilty.reason, guilty
     if "weights" not in word:  # what is told by its direction only is a case for validators, not for everybody
         assert guilty.evidence is not None
         shown = check_evidence(Bundle.load(guilty.evidence), resolve(str(swarm.folder), need="all"))
         assert shown.proven and "is off" in shown.reason, shown
-    assert found[swarm.honest[dtype].peer_id].verdict == "ok", found
+    assert found[swarm.honest.peer_id].verdict == "ok", found
 
 
 def test_who_is_honest_to_strangers_passes(swarms: dict[str, SuspectSwarm], tmp_path: Path) -> None:
@@ -148,12 +164,12 @@ def test_who_is_honest_to_strangers_passes(swarms: dict[str, SuspectSwarm], tmp_
     order(swarm.control, blocks="known")
     found = validated(swarm, tmp_path / "history.sqlite")
     order(swarm.control)
-    assert found[swarm.suspect["float32"].peer_id].verdict == "ok"
+    assert found[swarm.suspect.peer_id].verdict == "ok"
 
 
-def test_the_command(swarms: dict[str, SuspectSwarm], node_starter: Nodes, tmp_path: Path) -> None:
+def test_the_command(suspected: SuspectSwarm, node_starter: Nodes, tmp_path: Path) -> None:
     """Exit codes, JSON lines, evidence that others can check."""
-    swarm = swarms["float32"]
+    swarm = suspected
     folder, env = str(swarm.folder), node_starter.env
     order(swarm.control, blocks="skipped")
     said = petalnode(
@@ -164,10 +180,10 @@ def test_the_command(swarms: dict[str, SuspectSwarm], node_starter: Nodes, tmp_p
     order(swarm.control)
     assert said.code == 1, said
     verdicts = {line["peer_id"]: line for line in said.objects}
-    guilty = verdicts[swarm.suspect["float32"].peer_id]
+    guilty = verdicts[swarm.suspect.peer_id]
     assert guilty["event"] == "verdict" and guilty["blocks"] == [3, 6] and guilty["verdict"] == "faulty"
     assert guilty["error"] > guilty["tolerance"] > 0
-    honest = verdicts[swarm.honest["float32"].peer_id]
+    honest = verdicts[swarm.honest.peer_id]
     assert honest["verdict"] == "ok" and honest["error"] <= honest["tolerance"], honest
     files = list(tmp_path.glob("*.safetensors"))
     assert guilty["evidence"] in map(str, files)
@@ -193,10 +209,10 @@ async def talk(swarm: SuspectSwarm, identity: Identity, auditor: str | None) -> 
                     await session.step([WireTensor(*encode(hidden, "none"))])
 
 
-def test_the_service_finds_who_is_honest_to_strangers(swarms: dict[str, SuspectSwarm], tmp_path: Path) -> None:
+def test_the_service_finds_who_is_honest_to_strangers(suspected: SuspectSwarm, tmp_path: Path) -> None:
     """Its probes find nothing; what a client shows does: a JSON line, evidence that others can check, and history."""
-    swarm = swarms["float32"]
-    suspect = swarm.suspect["float32"].peer_id
+    swarm = suspected
+    suspect = swarm.suspect.peer_id
     env, client = environment(tmp_path), Identity.generate()
     order(swarm.control, blocks="known")
     options = ("--json", "--interval", "1", "--evidence-dir", str(tmp_path / "evidence"), "--listen", LOOPBACK)
