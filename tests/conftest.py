@@ -4,9 +4,12 @@ import os
 import signal
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.swarm import warm_python
 
 # How fast this machine happens to be is no property of the code.
 settings.register_profile("petalnode", deadline=None, max_examples=60)
@@ -20,6 +23,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell that starts us in the background has Ctrl-C ignored, by us and by every process that we start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All processes of xdist have theirs copied from one."""
+    node.workerinput["warm_python"] = str(warm_python.template())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        warm_python.share(Path(config.workerinput["warm_python"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import trio
 
+from tests.swarm import warm_python
+
 _LOOK: Final = 1.0
 """Seconds between two looks at a process; only the waiting for a core in between counts as well."""
 WORKING: Final = 0.1
@@ -32,7 +34,9 @@ def worked(pid: int) -> float:
             with suppress(OSError):
                 ran, waited, _ = Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()
                 total += (int(ran) + int(waited)) / 1e9
-    return total + sum(worked(child) for child in children(pid))
+    own = warm_python.elsewhere() if pid == os.getpid() else []
+    copies = [copy.pid for copy in own if copy.returncode is None]
+    return total + sum(worked(child) for child in (*children(pid), *copies))
 
 
 class Patience:

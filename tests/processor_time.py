@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import children
+from tests.swarm import warm_python
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -30,6 +31,12 @@ def used_by(pid: int) -> float:
     return total
 
 
+def _used() -> float:
+    """By this process and by all that it has started, by whichever way."""
+    copies = warm_python.elsewhere()
+    return used_by(os.getpid()) + sum(copy.used if copy.poll() is not None else used_by(copy.pid) for copy in copies)
+
+
 class ProcessorTime:
     """The plug-in. Each test's report carries what was used since the one before it, also from a process of xdist."""
 
@@ -40,7 +47,7 @@ class ProcessorTime:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         report = yield
         if call.when == "teardown" and item.config.getoption("--processor-time-by-file"):
-            used = used_by(os.getpid())
+            used = _used()
             report.processor_time = used - self._before
             self._before = used
         return report

@@ -47,6 +47,7 @@ class WarmProcess:
         self.pid = pid
         self.args = args
         self.returncode: int | None = None
+        self.used = 0.0  # seconds of processor time, once it is known how it ended
         self._status = status
         self._lock = threading.Lock()
         modes = ("w", "r", "r")
@@ -90,7 +91,8 @@ class WarmProcess:
                 said = os.read(self._status, 64)
                 os.close(self._status)
                 assert said, f"the process that {self.args} was copied from has ended"
-                self.returncode = int(said)
+                code, used = said.split()
+                self.returncode, self.used = int(code), float(used)
             return self.returncode
 
 
@@ -138,25 +140,55 @@ def _can_be_warm(command: Sequence[str], env: Mapping[str, str]) -> bool:
     return command[0] == sys.executable and plain and at_import == _ENVIRONMENT
 
 
-class _WarmPython:
-    """The process that is copied, seen from the tests."""
+class _Template:
+    """The process that is copied, which starts when the first copy is wanted, and ends with this one."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._home = tempfile.TemporaryDirectory(prefix="warm-python-")
-        self._channel, theirs = socket.socketpair()
-        self._errors = Path(self._home.name, "errors")
+        self.address = Path(self._home.name, "socket")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.address))
+        self._listener.listen(64)
+        self._lifeline, self._theirs = socket.socketpair()
+        self._process: subprocess.Popen[bytes] | None = None
+        threading.Thread(target=self._start, daemon=True).start()
+
+    def _start(self) -> None:
+        select.select([self._listener], [], [])
         private = {"HOME": self._home.name, "XDG_CACHE_HOME": self._home.name, "XDG_DATA_HOME": self._home.name}
-        with theirs, self._errors.open("w") as errors:
+        passed = [self._listener.fileno(), self._theirs.fileno()]
+        with _errors_of(self.address).open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.swarm.warm_python", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.swarm.warm_python", *map(str, passed)],
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,
-                pass_fds=[theirs.fileno()],
+                pass_fds=passed,
                 cwd=_ROOT,
                 env=os.environ | private | _ENVIRONMENT,
             )
+        self._listener.close()
+        self._theirs.close()
+
+    def end(self) -> None:
+        self._lifeline.close()
+        if self._process is not None:
+            self._process.wait()
+        self._home.cleanup()
+
+
+def _errors_of(address: Path) -> Path:
+    return address.with_name("errors")
+
+
+class _WarmPython:
+    """The way to the process that is copied. What was started here is killed when this process ends."""
+
+    def __init__(self, address: Path) -> None:
+        self._lock = threading.Lock()
+        self._channel = socket.socket(socket.AF_UNIX)
+        self._errors = _errors_of(address)
+        self._channel.connect(str(address))
 
     def start(
         self,
@@ -183,29 +215,49 @@ class _WarmPython:
         request = {"arguments": command[1:], "env": dict(env), "cwd": str(cwd or Path.cwd()), "namespace": namespace}
         with self._lock:
             data = json.dumps(request).encode() + b"\n"
-            sent = socket.send_fds(self._channel, [data], [*given, theirs])
-            self._channel.sendall(data[sent:])
-            answer = self._channel.recv(64)
+            try:
+                sent = socket.send_fds(self._channel, [data], [*given, theirs])
+                self._channel.sendall(data[sent:])
+                answer = self._channel.recv(64)
+            except ConnectionError:
+                answer = b""
         for descriptor in kept:
             os.close(descriptor)
         assert answer, self._errors.read_text()
-        return WarmProcess(int(answer), status, command, ours)
-
-    def end(self) -> None:
-        self._channel.close()
-        self._process.wait()
-        self._home.cleanup()
+        process = WarmProcess(int(answer), status, command, ours)
+        _copies.append(process)
+        return process
 
 
+_template: list[_Template] = []
+_shared: list[Path] = []
 _started: list[_WarmPython] = []
 _starting = threading.Lock()
+_copies: list[WarmProcess] = []
+
+
+def template() -> Path:
+    """Where the process that is copied is reached: this process owns it."""
+    if not _template:
+        _template.append(_Template())
+        atexit.register(_template[0].end)
+    return _template[0].address
+
+
+def share(address: Path) -> None:
+    """From now on processes are copied from that of another process, which has told its address."""
+    _shared.append(address)
+
+
+def elsewhere() -> list[WarmProcess]:
+    """The processes started from here, ended ones included, if they are no descendants of this one."""
+    return list(_copies) if _shared else []
 
 
 def _warm() -> _WarmPython:
     with _starting:
         if not _started:
-            _started.append(_WarmPython())
-            atexit.register(_started[0].end)
+            _started.append(_WarmPython(_shared[0] if _shared else template()))
         return _started[0]
 
 
@@ -215,9 +267,11 @@ def _warm() -> _WarmPython:
 class _Copies:
     """Makes copies on request, and tells how they end."""
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._status: dict[int, int] = {}
+    def __init__(self, listener: socket.socket, lifeline: socket.socket) -> None:
+        self._listener = listener
+        self._lifeline = lifeline
+        self._channels: list[socket.socket] = []
+        self._status: dict[int, tuple[int, socket.socket]] = {}  # by process: where to tell its end, who wanted it
         self._woken, self._wake = socket.socketpair()
 
     def requested(self) -> list[str] | None:
@@ -229,47 +283,66 @@ class _Copies:
         # Ctrl-C at a terminal is for the tests and for what they started; there, none of those that come is lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while True:
-            ready, _, _ = select.select([self._channel, self._woken], [], [])
+            ready, _, _ = select.select([self._lifeline, self._listener, self._woken, *self._channels], [], [])
+            if self._lifeline in ready:
+                break
             if self._woken in ready:
                 self._woken.recv(4096)
                 self._tell_ends()
-            if self._channel in ready:
-                data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 4)
-                if not data:
-                    break
-                while not data.endswith(b"\n"):
-                    data += self._channel.recv(1 << 16)
-                request = json.loads(data)
-                pid = os.fork()
-                if pid == 0:
-                    self._become(request, descriptors)
-                    return list(request["arguments"])
-                for descriptor in descriptors[:3]:
-                    os.close(descriptor)
-                self._status[pid] = descriptors[3]
-                self._channel.sendall(str(pid).encode())
-        for pid in self._status:
-            os.kill(pid, signal.SIGKILL)
+            if self._listener in ready:
+                self._channels.append(self._listener.accept()[0])
+            for channel in set(ready) & set(self._channels):
+                arguments = self._answer(channel)
+                if arguments is not None:
+                    return arguments
+        self._kill(None)
         return None
 
+    def _answer(self, channel: socket.socket) -> list[str] | None:
+        """Makes one copy, or kills those whose owner has gone."""
+        data, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 4)
+        if not data:
+            self._kill(channel)
+            self._channels.remove(channel)
+            channel.close()
+            return None
+        while not data.endswith(b"\n"):
+            data += channel.recv(1 << 16)
+        request = json.loads(data)
+        pid = os.fork()
+        if pid == 0:
+            self._become(request, descriptors)
+            return list(request["arguments"])
+        for descriptor in descriptors[:3]:
+            os.close(descriptor)
+        self._status[pid] = descriptors[3], channel
+        channel.sendall(str(pid).encode())
+        return None
+
+    def _kill(self, owner: socket.socket | None) -> None:
+        for pid, (_, channel) in self._status.items():
+            if owner in (None, channel):
+                os.kill(pid, signal.SIGKILL)
+
     def _tell_ends(self) -> None:
-        for pid, status in list(self._status.items()):
-            ended, how = os.waitpid(pid, os.WNOHANG)
+        for pid, (status, _) in list(self._status.items()):
+            ended, how, used = os.wait4(pid, os.WNOHANG)
             if ended:
                 # Whoever would read it may be gone.
                 with suppress(BrokenPipeError):
-                    os.write(status, str(os.waitstatus_to_exitcode(how)).encode())
+                    told = f"{os.waitstatus_to_exitcode(how)} {used.ru_utime + used.ru_stime:.2f}"
+                    os.write(status, told.encode())
                 os.close(status)
                 del self._status[pid]
 
     def _become(self, request: dict[str, Any], descriptors: list[int]) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for channel in (self._channel, self._woken, self._wake):
-            channel.close()
+        for held in (*self._channels, self._listener, self._lifeline, self._woken, self._wake):
+            held.close()
         for number, descriptor in enumerate(descriptors[:3]):
             os.dup2(descriptor, number)
-        for descriptor in (*descriptors, *self._status.values()):
+        for descriptor in (*descriptors, *(status for status, _ in self._status.values())):
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(request["env"])
@@ -384,7 +457,7 @@ def _main() -> None:
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1, f"no copy has these threads: {threading.enumerate()}"
-    arguments = _Copies(socket.socket(fileno=int(sys.argv[1]))).requested()
+    arguments = _Copies(*(socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:])).requested()
     if arguments is not None:
         _run_to_end(arguments)
 
