@@ -15,8 +15,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import Final
 
 import trio
+from libp2p.abc import IPeerStore
 from libp2p.custom_types import TProtocol
+from libp2p.host import basic_host
 from libp2p.host.basic_host import BasicHost
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.identity.identify_push import identify_push
+from libp2p.identity.update import update_peerstore_from_identify
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.envelope import Envelope, make_unsigned
 from libp2p.peer.id import ID
@@ -36,6 +41,9 @@ log = logging.getLogger(__name__)
 
 GOSSIP_PROTOCOLS: Final = ("/meshsub/1.1.0",)
 _RESTART_PAUSE: Final = 5.0  # seconds until a part that failed is started again
+_MAX_IDENTIFIED: Final = 256  # bytes of an address, a protocol's name and a key that a peer says of itself
+_MAX_IDENTIFIED_ADDRS: Final = 32
+_MAX_IDENTIFIED_PROTOCOLS: Final = 128
 _CLOSING: Final = 2.0  # seconds for closing all connections
 
 ByteHandler = Callable[[StreamBytes, str], Awaitable[None]]
@@ -303,6 +311,19 @@ class Host:
         self.libp2p.multiselect.handlers.pop(TProtocol(protocol), None)
 
 
+async def _keep_identified(peerstore: IPeerStore, peer_id: ID, message: Identify) -> None:
+    """As libp2p's own, which keeps up to 1 MiB of each key that has ever connected or pushed."""
+    small = [addr for addr in message.listen_addrs if len(addr) <= _MAX_IDENTIFIED]
+    known = [name for name in message.protocols if len(name) <= _MAX_IDENTIFIED]
+    kept = Identify(listen_addrs=small[:_MAX_IDENTIFIED_ADDRS], protocols=known[:_MAX_IDENTIFIED_PROTOCOLS])
+    if len(message.public_key) <= _MAX_IDENTIFIED:
+        kept.public_key = message.public_key
+    await update_peerstore_from_identify(peerstore, peer_id, kept)
+
+
+basic_host.update_peerstore_from_identify = identify_push.update_peerstore_from_identify = _keep_identified
+
+
 class _Libp2pHost(BasicHost):
     """libp2p's host, which takes the relay's part out of a circuit address and so claims the relay's for its own."""
 
@@ -376,6 +397,9 @@ async def open_host(
         except Exception as error:
             log.debug("a stream of %s failed: %r", stream.muxed_conn.peer_id, error)
             await stream.reset()
+        # libp2p's handlers close streams in our direction only; what the peer says then is read by nobody.
+        if stream.muxed_stream.write_closed:
+            stream.muxed_stream.discard()
 
     network.set_stream_handler(guarded)
     async with libp2p.run(listen_addrs=list(listen)):

@@ -22,12 +22,13 @@ _SHOWN = 5
 
 def all_targets() -> tuple[Target, ...]:
     from tests.fuzz.clients import TARGETS as CLIENTS
+    from tests.fuzz.connections import TARGETS as CONNECTIONS
     from tests.fuzz.files import TARGETS as FILES
     from tests.fuzz.parsers import TARGETS as PARSERS
     from tests.fuzz.peers import TARGETS as PEERS
     from tests.fuzz.server import TARGETS as SERVER
 
-    return (*PARSERS, *FILES, *PEERS, *SERVER, *CLIENTS)
+    return (*PARSERS, *FILES, *PEERS, *SERVER, *CLIENTS, *CONNECTIONS)
 
 
 def main() -> int:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.identity.identify_push import identify_push
+from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStore
+from multiaddr import Multiaddr
 
 from petalnode.node.client.chat import held_chat
 from petalnode.node.client.request import pledged_points
@@ -14,14 +21,25 @@ from petalnode.node.errors import BadInput, ModelError
 from petalnode.node.models.checkpoint import read_header
 from petalnode.node.models.manifest import canonical_architecture
 from petalnode.node.network.addresses import dialable, parse_peer
+from petalnode.node.network.transport.muxed_stream import HEADER, RST, SYN, WINDOW_UPDATE
+from petalnode.node.network.transport.negotiation import question
 from petalnode.node.placement.planning.machines_file import read_machines
+from petalnode.node.testing import run_autojumping, stream_pair
 from petalnode.node.tuning.adapter_files import check_adapter
 from petalnode.node.tuning.dataset import read_dataset
+from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import DOMAIN, open_signed
+from petalnode.protocols.delimited import DelimitedStream
 from petalnode.protocols.framing import TensorError, wire_nbytes
-from petalnode.protocols.nat_traversal import readable_addrs
+from petalnode.protocols.inference import Refusal, bad_request
+from petalnode.protocols.nat_traversal import IDENTIFY, DialStatus, ask_dial_back, readable_addrs
 from tests.fuzz import corpus
+from tests.fuzz.connections import Opened, Tampered, handshakes, node_host
+from tests.fuzz.harness import without_threads
+from tests.fuzz.mutation import frame
+from tests.fuzz.server import InPlace, blocks
+from tests.memory_muxer import DIRECT, muxer, settled
 
 
 @pytest.mark.parametrize("span", [(0, 0), (5, 2), (0, 2)])
@@ -119,3 +137,89 @@ def test_what_is_no_conversation_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(BadInput), held_chat(file):
         pass
+
+
+def virtually(main: Callable[[], Awaitable[None]]) -> None:
+    with without_threads():
+        run_autojumping(main)
+
+
+def test_a_status_that_is_no_text_is_read() -> None:
+    """Old protobuf lets bytes through where a text is due; they raised in the task that looks after reachability."""
+
+    async def main() -> None:
+        raw, other = stream_pair()
+        answer = standard.AutoNat(type=standard.AutoNat.DIAL_RESPONSE)
+        answer.dial_response.status = standard.AutoNat.OK
+        text = b"\x12\x02\xff\xfe"  # field 2 of the response
+        inner = answer.dial_response.SerializeToString() + text
+        await other.write(frame(b"\x08\x01\x1a" + bytes([len(inner)]) + inner))
+        stream = DelimitedStream(raw, "peer")
+        answered = await ask_dial_back(stream, corpus.SERVER.peer_id, ["/ip4/1.2.3.4/tcp/1"], timeout=1.0)
+        assert answered.status is DialStatus.OK and answered.text == "\ufffd\ufffd"
+
+    virtually(main)
+
+
+def test_a_refusal_of_a_pass_is_what_the_client_is_told() -> None:
+    """It was told that the server had failed, and every server would have been tried."""
+
+    def refused() -> Generator[None, None, None]:
+        yield
+        raise bad_request("too large")
+
+    async def main() -> None:
+        thread = InPlace(blocks())
+        thread.start()
+        with pytest.raises(Refusal, match="too large"):
+            await thread.run_pass(refused())
+
+    virtually(main)
+
+
+@pytest.mark.parametrize("last", range(7))
+def test_a_connection_that_ends_while_it_is_made_is_forgotten(last: int) -> None:
+    """It stayed in libp2p's list for ever, and a node with 4,096 of them would have taken no connection any more."""
+
+    async def main() -> None:
+        async with handshakes() as hosts:
+            for _ in range(3):
+                await hosts.feed(Tampered({}, (None, None), last))
+            assert set(hosts.held().values()) == {0}
+
+    virtually(main)
+
+
+def test_who_opens_streams_and_resets_them_fills_no_memory() -> None:
+    async def main() -> None:
+        async with muxer() as (ours, other):
+            for _ in range(30):
+                other.say_bytes(HEADER.pack(0, WINDOW_UPDATE, SYN | RST, 1, 0) * 100)
+                await settled()
+            assert len(ours._held) < 2048
+
+    virtually(main)
+
+
+@pytest.mark.parametrize("protocol", [IDENTIFY, "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0"])
+def test_streams_of_libp2ps_own_protocols_end_though_the_peer_leaves_them_open(protocol: str) -> None:
+    async def main() -> None:
+        async with node_host("nat") as host:
+            with trio.fail_after(100):
+                await host.feed(Opened(((1, question(protocol) + frame(b"")),), 0, DIRECT))
+
+    virtually(main)
+
+
+def test_little_of_what_a_peer_says_of_itself_is_kept() -> None:
+    """Of each key that had ever connected, it was 1 MiB."""
+
+    async def main() -> None:
+        store, peer_id = PeerStore(), ID.from_string(corpus.ATTACKER.peer_id)
+        addrs = [Multiaddr(f"/ip4/203.0.113.7/tcp/{port}").to_bytes() for port in range(1, 1000)]
+        said = Identify(listen_addrs=[b"\xa5\x03" * 400, *addrs], protocols=["x" * 1000, *map(str, range(1000))])
+        await identify_push.update_peerstore_from_identify(store, peer_id, said)
+        assert len(store.addrs(peer_id)) == 32
+        assert len(store.get_protocols(peer_id)) == 128
+
+    virtually(main)

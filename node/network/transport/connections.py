@@ -170,6 +170,9 @@ class Network(Libp2pSwarm):
                 raise PeerIDMismatchesPubkey(f"expected {peer_id}")
             muxer = await self.upgrader.upgrade_connection(secured, secured.get_remote_peer())
             conn = await self.add_conn(muxer, direction="inbound" if raw.path.inbound else "outbound")
+            if muxer.lost is not None:  # meanwhile; libp2p has added it all the same, after it was removed
+                self.remove_conn(conn)
+                raise SwarmException(muxer.lost)
         except BaseException as error:
             if raw.path.inbound and isinstance(error, Exception):
                 await raw.drain()  # it shall read our first words, which say that this is another swarm

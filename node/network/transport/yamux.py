@@ -48,6 +48,8 @@ _PATIENCE: Final = 3.0  # seconds for the answer
 _PATIENCE_STUFFED: Final = 10.0  # our question may be stuck behind much data on a slow line
 _LINGER: Final = 30.0  # seconds that a stream closed by us waits for the peer's close
 
+_MOST_HELD: Final = 1024  # bytes of frames; who only opens streams and resets them would have us hold any number
+
 _SEALING: Final = HEADER.size + 18  # bytes that Yamux and Noise add: sealed, it shall fill a frame of the circuit
 
 _LARGE: Final = 12 * 1024  # bytes; about what TCP sends in its first round trip (ten packets, RFC 6928)
@@ -132,7 +134,7 @@ class Muxer(IMuxedConn):
         packets of a connection go without waiting, whatever their size, and there are many small ones then.
         """
         frame = HEADER.pack(0, kind, flags, stream_id, length) + data
-        if flags & (SYN | ACK) and kind == WINDOW_UPDATE:
+        if flags & (SYN | ACK) and kind == WINDOW_UPDATE and len(self._held) < _MOST_HELD:
             self._held += frame
             return
         frame, self._held = self._held + frame, b""

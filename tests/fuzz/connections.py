@@ -1,0 +1,484 @@
+"""Targets below the protocols: handshakes under a swarm key or none, Noise, Yamux, the negotiation of streams, and what
+libp2p's host serves on them, Kademlia and gossip among it. No socket is opened."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+from unittest.mock import patch
+
+import trio
+from google.protobuf.message import Message
+from libp2p.identity.identify.pb import identify_pb2
+from libp2p.kad_dht.pb import kademlia_pb2
+from libp2p.pubsub.pb import rpc_pb2
+from multiaddr import Multiaddr
+
+from petalnode.crypto.identity import peer_id_to_bytes
+from petalnode.node.network import gossip as gossip_module
+from petalnode.node.network.dht import Dht, server_key
+from petalnode.node.network.host import Host, open_host
+from petalnode.node.network.nat import hole_punching
+from petalnode.node.network.nat.autonat import DialBackService, local_endpoints
+from petalnode.node.network.nat.circuits import Circuits
+from petalnode.node.network.nat.hole_punching import HolePuncher
+from petalnode.node.network.nat.relay import RelayLimits, RelayService
+from petalnode.node.network.transport.connections import reason_of
+from petalnode.node.network.transport.muxed_stream import ACK, DATA, FIN, HEADER, PING, RST, SYN, WINDOW_UPDATE
+from petalnode.node.network.transport.negotiation import question
+from petalnode.node.network.transport.raw_connection import Path
+from petalnode.node.network.transport.yamux import Muxer
+from petalnode.protocols import nat_traversal
+from petalnode.protocols import standard_pb2 as standard
+from petalnode.protocols.circuit import HOP, STOP
+from tests.fuzz import corpus
+from tests.fuzz.corpus import ATTACKER, OTHER, SERVER
+from tests.fuzz.harness import Target
+from tests.fuzz.mutation import INTEGERS, Mutator, frame
+from tests.memory_muxer import MemoryRaw, OtherEnd, muxer, noise_session
+
+_FROM: Final = "/ip4/203.0.113.7/tcp/31330"
+_RELAYED: Final = Path(False, OTHER.peer_id, f"{_FROM}/p2p/{OTHER.peer_id}/p2p-circuit", inbound=True)
+_DIRECT: Final = Path(True, None, _FROM, inbound=True)
+_KEY: Final = "ab" * 32
+
+# --- Yamux
+
+
+def _yamux(mutator: Mutator) -> list[bytes]:
+    """Frames on a few streams, in portions."""
+    draw = mutator.random
+    data = bytearray()
+    for _ in range(draw.choice((1, 5, 20, 60))):
+        stream = draw.choice((1, 1, 3, 3, 5, 2, 0, (1 << 32) - 1))
+        kind = draw.choice((DATA, DATA, WINDOW_UPDATE, WINDOW_UPDATE, PING, 3 if mutator.chance(0.02) else 0))
+        flags = draw.choice((0, 0, SYN, SYN, ACK, FIN, RST, SYN | RST, SYN | FIN, 0xFFFF if mutator.chance(0.1) else 0))
+        length = draw.choice((0, 1, 10, 1000)) if kind == DATA else draw.choice((0, *INTEGERS[:-1]))
+        body = draw.randbytes(length) if kind == DATA else b""
+        if mutator.chance(0.01):
+            length = draw.choice(INTEGERS[:-1])
+        data += HEADER.pack(0, kind, flags, stream, length) + body
+    if mutator.chance(0.1):
+        data += HEADER.pack(0, WINDOW_UPDATE, SYN | RST, 7, 0) * 3000
+    return mutator.split(mutator.bytes(bytes(data)) if mutator.chance(0.2) else bytes(data))
+
+
+def _noise(mutator: Mutator) -> list[bytes]:
+    """What nobody has sealed."""
+    return [mutator.random.randbytes(mutator.random.randrange(1, 40)), *_yamux(mutator)]
+
+
+class _Yamux:
+    """Connections whose streams are read, and closed by us when they end."""
+
+    def __init__(self, sealed: bool) -> None:
+        self._sealed = sealed
+        self._left = {"unread": 0, "streams": 0, "held back": 0}
+
+    def held(self) -> Mapping[str, int]:
+        return self._left
+
+    async def feed(self, given: list[bytes]) -> None:
+        async with muxer() as (ours, other), trio.open_nursery() as nursery:
+            nursery.start_soon(self._serve, ours, nursery)
+            for data in given:
+                self._say(other, data)
+                await trio.testing.wait_all_tasks_blocked()
+                other.raw.sent.clear()
+            held_back = len(ours._held) > 16_384
+            await other.raw.close()
+            await ours.close()
+            self._left = {"unread": ours.buffered * (ours.lost is None), "streams": ours.open_streams}
+            self._left["held back"] = int(held_back)
+            nursery.cancel_scope.cancel()
+
+    def _say(self, other: OtherEnd, data: bytes) -> None:
+        with contextlib.suppress(trio.BrokenResourceError):  # it has been ended
+            other.raw.say.send_nowait(data) if self._sealed else other.say_bytes(data)
+
+    async def _serve(self, ours: Muxer, nursery: trio.Nursery) -> None:
+        with contextlib.suppress(Exception):
+            while True:
+                nursery.start_soon(self._read, await ours.accept_stream())
+
+    async def _read(self, stream: Any) -> None:
+        with contextlib.suppress(Exception):
+            while await stream.read(1000):
+                await stream.write(b"answer")
+        await stream.close()
+
+
+@asynccontextmanager
+async def _yamux_connection(sealed: bool) -> AsyncIterator[_Yamux]:
+    yield _Yamux(sealed)
+
+
+# --- handshakes
+
+
+@dataclass(frozen=True)
+class Tampered:
+    """`changes` are made to writes, counted from 0, of who dials, who leaves behind the write `last`; `psks` are the
+    keys of both."""
+
+    changes: Mapping[int, Callable[[bytes], list[bytes]]]
+    psks: tuple[str | None, str | None]
+    last: int = 1000
+
+    def __len__(self) -> int:
+        return 1000
+
+
+def _tampered(mutator: Mutator) -> Tampered:
+    def change(data: bytes) -> list[bytes]:
+        return mutator.split(mutator.bytes(data)) if mutator.chance(0.8) else [mutator.random.randbytes(len(data))]
+
+    portions: Callable[[bytes], list[bytes]] = mutator.split
+    changes = {mutator.random.randrange(7): change}
+    if mutator.chance(0.3):
+        changes = dict.fromkeys(range(7), portions) | changes
+    psks = mutator.random.choice(
+        ((None, None), (None, None), (_KEY, _KEY), (None, _KEY), (_KEY, None), (_KEY, "cd" * 32))
+    )
+    if mutator.chance(0.3):
+        return Tampered({}, (psks[0], psks[0]), mutator.random.randrange(7))
+    return Tampered(changes, psks)
+
+
+class _Wire(MemoryRaw):
+    """One end of a connection between two hosts."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path=path)
+        self.other = self
+        self.changes: Mapping[int, Callable[[bytes], list[bytes]]] = {}
+        self.last = 1000
+        self._writes = 0
+        self._unread = b""
+
+    def send_nowait(self, data: bytes) -> int:
+        if self.closed:
+            raise ConnectionResetError("the connection is gone")
+        change = self.changes.get(self._writes, lambda same: [same])
+        self._writes += 1
+        for part in change(data):
+            if part and not self.other.closed:
+                with contextlib.suppress(trio.ClosedResourceError):  # it has left
+                    self.other.say.send_nowait(part)
+        if self._writes > self.last:
+            self.other.say.close()
+            self.last = 1000
+        return len(data)
+
+    async def receive(self, n: int = 1 << 18) -> bytes:
+        data = self._unread or await super().receive()
+        self._unread = data[n:]
+        return data[:n]
+
+    async def drain(self) -> None: ...
+
+    async def close(self) -> None:
+        await super().close()
+        self.other.say.close()
+
+
+class Handshakes:
+    def __init__(self, dialing: Host, listening: Host) -> None:
+        self._hosts = dialing, listening
+
+    def held(self) -> Mapping[str, int]:
+        return {str(number): len(host._network.get_connections()) for number, host in enumerate(self._hosts)}
+
+    async def feed(self, given: Tampered) -> None:
+        dialer, listener = _Wire(Path(True, None, _FROM, inbound=False)), _Wire(_DIRECT)
+        dialer.other, listener.other = listener, dialer
+        dialer.changes, dialer.last = given.changes, given.last
+        for host, psk in zip(self._hosts, given.psks, strict=True):
+            host._network._key = psk
+        conns: list[Any] = []
+
+        async def secure(host: Host, raw: _Wire, peer_id: Any) -> None:
+            try:
+                with trio.fail_after(10):  # as those who listen and dial have it
+                    conns.append(await host._network.secure(raw, peer_id))
+            except Exception as error:
+                reason_of(error)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(secure, self._hosts[0], dialer, self._hosts[1]._network.self_id)
+            nursery.start_soon(secure, self._hosts[1], listener, None)
+        for conn in conns:
+            await conn.close()
+        await trio.testing.wait_all_tasks_blocked()
+
+
+@asynccontextmanager
+async def handshakes() -> AsyncIterator[Handshakes]:
+    options: dict[str, Any] = {"listen": (), "announce": (), "psk": None}
+    async with open_host(ATTACKER, **options) as dialing, open_host(SERVER, **options) as listening:
+        yield Handshakes(dialing, listening)
+
+
+# --- streams of a host
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What is said on the streams of a connection: by stream, the portions; then `flags` of Yamux, or silence."""
+
+    said: tuple[tuple[int, bytes], ...]
+    flags: int
+    path: Path
+
+    def __len__(self) -> int:
+        return sum(len(data) for _, data in self.said)
+
+
+class Streams:
+    """A host with the services of a node; each input comes on a connection of its own, which a peer keeps alive.
+
+    `table` tells what the services hold; `closes` says that the peer closes the connection, where that is what ends the
+    streams.
+    """
+
+    def __init__(self, host: Host, table: Callable[[], Mapping[str, int]], closes: bool) -> None:
+        self._host = host
+        self._table = table
+        self._closes = closes
+        self.failures: list[Exception] = []
+
+    def held(self) -> Mapping[str, int]:
+        network = self._host._network
+        return {"connections": len(network.get_connections()), "ends": len(network._ends), **self._table()}
+
+    async def feed(self, given: Opened) -> None:
+        network = self._host._network
+        raw = MemoryRaw(path=given.path)
+        session, other = noise_session(raw)
+        ours = Muxer(session, session.remote_peer, network._muxer_lost)
+        conn = await network.add_conn(ours, direction="inbound")
+        for handler in network.on_connected:
+            handler(str(ours.peer_id), given.path)
+        opened = set()
+        for stream, data in given.said:
+            if stream not in opened:
+                other.open(stream)
+                opened.add(stream)
+            other.send(stream, data)
+            await trio.testing.wait_all_tasks_blocked()
+            self._react(other)
+        for stream in opened if given.flags else ():
+            other.say(WINDOW_UPDATE, given.flags, stream)
+        while ours.open_streams and not self._closes and ours.lost is None:
+            await trio.sleep(0.5)
+            self._react(other)
+        await conn.close()
+        await trio.testing.wait_all_tasks_blocked()
+        if self.failures:
+            raise self.failures.pop()
+
+    def _react(self, other: OtherEnd) -> None:
+        """Shows that the peer lives, and is ready for more."""
+        if other.raw.closed:
+            return
+        for kind, flags, stream, length, _ in other.frames():
+            if kind == PING and flags & SYN:
+                other.say(PING, ACK, 0, length)
+            elif kind == DATA:
+                other.say(WINDOW_UPDATE, 0, stream, length)
+
+
+def _refuse_to_dial(*_: Any) -> Any:
+    raise OSError("nobody is dialed here")
+
+
+async def _refuse_to_dial_later(*_: Any) -> Any:
+    _refuse_to_dial()
+
+
+@asynccontextmanager
+async def node_host(kind: str) -> AsyncIterator[Streams]:
+    async with (
+        open_host(SERVER, listen=(), announce=(Multiaddr(_FROM),), psk=None) as host,
+        trio.open_nursery() as nursery,
+    ):
+        with (
+            patch.object(host._network, "_open_raw", _refuse_to_dial_later),
+            patch.object(hole_punching, "dial_from", _refuse_to_dial_later),
+        ):
+            subject = Streams(host, dict, closes=kind == "gossip")
+            with _caught(host, subject):
+                async with _services(kind, host, nursery) as table:
+                    subject._table = table
+                    yield subject
+        nursery.cancel_scope.cancel()
+
+
+@contextlib.contextmanager
+def _caught(host: Host, subject: Streams) -> Iterator[None]:
+    """Errors of our own handlers are noticed before libp2p's host drops them."""
+    set_handler = host.set_stream_handler
+
+    def watched(protocol: str, handler: Callable[[Any, str], Awaitable[None]], **options: Any) -> None:
+        async def serve(raw: Any, peer_id: str) -> None:
+            try:
+                await handler(raw, peer_id)
+            except Exception as error:
+                subject.failures.append(error)
+
+        set_handler(protocol, serve, **options)
+
+    with patch.object(host, "set_stream_handler", watched):
+        yield
+
+
+@asynccontextmanager
+async def _services(kind: str, host: Host, nursery: trio.Nursery) -> AsyncIterator[Callable[[], Mapping[str, int]]]:
+    if kind == "gossip":
+        async with gossip_module.open_gossip(
+            host, "topic", max_bytes=1000, accept=lambda *_: True, forwards=lambda *_: True, deliver=lambda *_: None
+        ):
+            yield dict
+        return
+    if kind == "table":
+        table = Dht(host, serve=True)
+        yield lambda: {"values": len(table.kad.value_store.get_keys()) > 100}
+        return
+    relay = RelayService(host, RelayLimits(circuit_seconds=60))
+    relay.start()
+    dial_back, circuits = DialBackService(host), Circuits(host)
+    puncher = HolePuncher(host, nursery, local=lambda: local_endpoints(()), reached=lambda: ())
+
+    def held() -> Mapping[str, int]:
+        return {
+            "reservations": relay.stats.reservations,
+            "circuits": relay.stats.circuits,
+            "dial-backs": dial_back._budget._running,
+            "pending circuits": circuits._pending,
+            "punches": puncher._limit.borrowed_tokens + len(puncher._starting),
+        }
+
+    yield held
+
+
+def _delimited(message: Message, mutator: Mutator, share: float) -> bytes:
+    header = mutator.message(message) if mutator.chance(share) else message.SerializeToString()
+    return frame(header)
+
+
+def _said(mutator: Mutator, protocols: Mapping[str, tuple[Message, ...]], path: Path = _DIRECT) -> Opened:
+    """Streams of some of the protocols, each negotiated and then spoken, with changes."""
+    said = []
+    for stream in range(1, 2 * mutator.random.choice((1, 1, 2, 6)), 2):
+        protocol = mutator.random.choice(list(protocols))
+        asked = question(protocol)
+        if mutator.chance(0.15):
+            asked = mutator.bytes(asked)
+        messages = list(protocols[protocol])
+        if mutator.chance(0.3):
+            mutator.random.shuffle(messages)
+        data = asked + b"".join(_delimited(message, mutator, 0.5) for message in messages)
+        if mutator.chance(0.2):
+            data = mutator.bytes(data)
+        # One window of the specification is what a peer may send before it is granted more.
+        said += [(stream, portion) for portion in mutator.split(data[: 200 * 1024])]
+    if mutator.chance(0.3):
+        mutator.random.shuffle(said)
+    return Opened(tuple(said), mutator.random.choice((FIN, RST, 0)), path)
+
+
+_ID: Final = peer_id_to_bytes(OTHER.peer_id)
+_ADDRS: Final = [Multiaddr(addr).to_bytes() for addr in (_FROM, f"{_FROM}/p2p/{OTHER.peer_id}/p2p-circuit")]
+_PEER: Final = standard.RelayPeer(id=_ID, addrs=_ADDRS)
+_LIMIT: Final = standard.RelayLimit(duration=60, data=1000)
+_SYNC: Final = standard.HolePunch(type=standard.HolePunch.SYNC)
+_IDENTIFY: Final = identify_pb2.Identify(
+    protocol_version="a/1",
+    agent_version="b/1",
+    public_key=b"k" * 36,
+    listen_addrs=_ADDRS,
+    observed_addr=_ADDRS[0],
+    protocols=["/a", "/b"],
+    signedPeerRecord=b"r" * 50,
+)
+NAT: Final[Mapping[str, tuple[Message, ...]]] = {
+    HOP: (
+        standard.HopMessage(type=standard.HopMessage.RESERVE),
+        standard.HopMessage(type=standard.HopMessage.CONNECT, peer=_PEER, limit=_LIMIT, status=standard.OK),
+    ),
+    STOP: (standard.StopMessage(type=standard.StopMessage.CONNECT, peer=_PEER, limit=_LIMIT, status=standard.OK),),
+    nat_traversal.AUTONAT: (
+        standard.AutoNat(
+            type=standard.AutoNat.DIAL,
+            dial=standard.AutoNat.Dial(peer=standard.AutoNat.PeerInfo(id=_ID, addrs=_ADDRS)),
+        ),
+    ),
+    nat_traversal.PUNCH: (standard.HolePunch(type=standard.HolePunch.CONNECT, observed_addrs=_ADDRS), _SYNC),
+    nat_traversal.IDENTIFY: (_IDENTIFY,),
+    "/ipfs/id/push/1.0.0": (_IDENTIFY,),
+    "/ipfs/ping/1.0.0": (_IDENTIFY, _IDENTIFY),
+}
+
+
+def _table_messages() -> tuple[Message, ...]:
+    key = server_key(ATTACKER.peer_id).encode()
+    data = corpus.announcement().SerializeToString()
+    record = kademlia_pb2.Record(key=key, value=data, timeReceived="2026", author=b"a", signature=b"s")
+    peer = kademlia_pb2.Message.Peer(id=_ID, addrs=_ADDRS, connection=1)
+    more: dict[str, Any] = {
+        "key": key,
+        "record": record,
+        "closerPeers": [peer, peer],
+        "providerPeers": [peer],
+        "clusterLevelRaw": 1,
+        "senderRecord": b"e" * 40,
+    }
+    return tuple(kademlia_pb2.Message(type=kind, **more) for kind in range(6))
+
+
+def _gossip_messages() -> tuple[Message, ...]:
+    pruned = rpc_pb2.PeerInfo(peerID=_ID, signedPeerRecord=b"r")
+    control = rpc_pb2.ControlMessage(
+        ihave=[rpc_pb2.ControlIHave(topicID="topic", messageIDs=[b"m" * 20] * 3)],
+        iwant=[rpc_pb2.ControlIWant(messageIDs=[b"m" * 20] * 3)],
+        graft=[rpc_pb2.ControlGraft(topicID="topic")],
+        prune=[rpc_pb2.ControlPrune(topicID="topic", peers=[pruned], backoff=9)],
+        idontwant=[rpc_pb2.ControlIDontWant(messageIDs=[b"m" * 20])],
+    )
+    message = rpc_pb2.Message(
+        from_id=_ID, data=b"d" * 50, seqno=b"12345678", topicIDs=["topic"], signature=b"s" * 64, key=b"k" * 36
+    )
+    subscription = rpc_pb2.RPC.SubOpts(subscribe=True, topicid="topic")
+    return (
+        rpc_pb2.RPC(subscriptions=[subscription]),
+        rpc_pb2.RPC(control=control),
+        rpc_pb2.RPC(subscriptions=[subscription], publish=[message] * 2, control=control, senderRecord=b"e" * 40),
+    )
+
+
+def _to_services(mutator: Mutator) -> Opened:
+    return _said(mutator, NAT, _RELAYED if mutator.chance(0.2) else _DIRECT)
+
+
+_KAD: Final = {"/ipfs/kad/1.0.0": _table_messages()}
+_MESHSUB: Final = {"/meshsub/1.1.0": _gossip_messages()}
+
+TARGETS: Final[tuple[Target, ...]] = (
+    Target("Yamux", 6, _yamux, partial(_yamux_connection, False)),
+    Target(
+        "Noise messages",
+        2,
+        lambda mutator: [mutator.random.randbytes(3), *_yamux(mutator)],
+        partial(_yamux_connection, True),
+    ),
+    Target("handshakes", 2, _tampered, handshakes),
+    Target("NAT, identify and relay", 5, _to_services, partial(node_host, "nat"), seconds=400.0),
+    Target("Kademlia", 3, lambda mutator: _said(mutator, _KAD, _DIRECT), partial(node_host, "table"), seconds=400.0),
+    Target(
+        "gossipsub", 3, lambda mutator: _said(mutator, _MESHSUB, _DIRECT), partial(node_host, "gossip"), seconds=400.0
+    ),
+)
