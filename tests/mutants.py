@@ -69,7 +69,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
     "node/network/transport/[mny][uoa][xim]*.py": _unit("yamux bandwidth negotiation"),
 }
 """Which tests concern a module: of these, those that call the mutated function are run."""
-_SLOWEST: Final = 20.0
+_SLOWEST: Final = 12.0
 """Seconds of processor time for the tests of one mutant; who needs more leaves out the slowest."""
 _IDLE: Final = 10.0
 """Seconds without progress after which a mutant hangs."""
@@ -227,7 +227,7 @@ class Driver:
             return "unreached"
         if not (pid := self._fork()):
             self._run(mutant, names, seconds)
-        patience = Patience(_IDLE, pid)
+        patience = Patience(_IDLE, pid, working=0.5)
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -247,7 +247,7 @@ class Driver:
         """Tries one mutant, in a process of its own."""
         try:
             self._put_in(mutant)
-            limit = int(5 * seconds) + 5
+            limit = int(3 * seconds) + 5
             resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
             by_name = {item.nodeid: item for item in self._items}
             items = [by_name[name] for name in names]
