@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import trio
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.testing import MemoryNode
+from petalnode.node.testing import MemoryNode, memory_network, stream_pair
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.swarm import false_blocks
 from tests.swarm.faulty_server import spoil
+from tests.swarm.raw import TIMEOUT, Run
 
 
 class MemoryPool:
@@ -60,3 +65,19 @@ class MemoryPool:
 def memory_pool(folder: Path, kind: type[MemoryNode] = MemoryNode) -> Iterator[MemoryPool]:
     with false_blocks.installed(), memory_swarm(kind) as swarm:
         yield MemoryPool(swarm, folder)
+
+
+@contextmanager
+def raw_runs(pool: MemoryPool) -> Iterator[Run]:
+    """As `raw_client`, on a node of the pool's network. Its streams hold what sockets and muxer hold together."""
+    node: Any = pool.swarm.change(lambda network: network.node())
+
+    def run(main: Callable[[Any], Awaitable[None]]) -> None:
+        async def bounded() -> None:
+            with trio.fail_after(2 * TIMEOUT):
+                await main(node)
+
+        pool.swarm.call(bounded)
+
+    with patch.object(memory_network, "stream_pair", partial(stream_pair, window=16 << 20)):
+        yield run

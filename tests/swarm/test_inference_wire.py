@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from petalnode.node.swarm.swarm import Swarm
+from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.inference import hash_of_step, pledge_from_wire, receipt_from_wire, root_of
-from tests.swarm.conftest import SharedSwarm
-from tests.swarm.processes import Node
-from tests.swarm.raw import HIDDEN, RawSession, Run, raw_client, values
+from tests.swarm.memory_pool import MemoryPool, memory_pool, raw_runs
+from tests.swarm.raw import HIDDEN, RawSession, Run, values
 
 BAD, MODEL, SPAN = wire.ERROR_BAD_REQUEST, wire.ERROR_UNKNOWN_MODEL, wire.ERROR_SPAN_NOT_HOSTED
 FULL, LONG, UNSUPPORTED = wire.ERROR_CACHE_FULL, wire.ERROR_TOO_LONG, wire.ERROR_UNSUPPORTED
@@ -24,19 +25,27 @@ _right_answers: list[bytes] = []
 
 
 @pytest.fixture(scope="module")
-def server(shared_swarm: SharedSwarm) -> Node:
-    return shared_swarm.llama[0]
+def pool(models: Path) -> Iterator[MemoryPool]:
+    with memory_pool(models / "tiny-llama") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def run(server: Node) -> Iterator[Run]:
-    with raw_client(server.address) as runs:
+def server(pool: MemoryPool) -> MemoryServer:
+    started = pool.start("0:2", cache_tokens=100_000)
+    started.ready  # noqa: B018  (waits)
+    return started
+
+
+@pytest.fixture(scope="module")
+def run(pool: MemoryPool) -> Iterator[Run]:
+    with raw_runs(pool) as runs:
         yield runs
 
 
 @pytest.fixture(autouse=True)
-def _the_server_lives_on(server: Node, run: Run) -> Iterator[None]:
-    """After whatever a test did to it, the same process answers the same question with the same bytes."""
+def _the_server_lives_on(server: MemoryServer, run: Run) -> Iterator[None]:
+    """After whatever a test did to it, the same server answers the same question with the same bytes."""
     yield
 
     async def main(swarm: Swarm) -> None:
@@ -47,7 +56,7 @@ def _the_server_lives_on(server: Node, run: Run) -> Iterator[None]:
         await session.close()
 
     run(main)
-    assert server.process.poll() is None
+    assert server.alive
     assert _right_answers[-1] == _right_answers[0]
 
 
@@ -79,7 +88,7 @@ OPENS: dict[str, tuple[wire.ErrorCode.ValueType, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OPENS)
-def test_an_open_that_cannot_be_is_refused(name: str, server: Node, run: Run) -> None:
+def test_an_open_that_cannot_be_is_refused(name: str, server: MemoryServer, run: Run) -> None:
     code, fields = OPENS[name]
 
     async def main(swarm: Swarm) -> None:
@@ -105,7 +114,7 @@ FIRST_FRAMES = {
 
 @pytest.mark.parametrize("name", FIRST_FRAMES)
 @pytest.mark.parametrize("when", ["before Open", "in a session"])
-def test_a_frame_out_of_place_is_refused(name: str, when: str, server: Node, run: Run) -> None:
+def test_a_frame_out_of_place_is_refused(name: str, when: str, server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         if when == "before Open":
             session = await RawSession.connect(swarm, server.ready)
@@ -123,7 +132,7 @@ def test_a_frame_out_of_place_is_refused(name: str, when: str, server: Node, run
 
 
 @pytest.mark.parametrize("epoch", [b"", b"e" * 16])
-def test_a_session_that_never_was_cannot_be_resumed(epoch: bytes, server: Node, run: Run) -> None:
+def test_a_session_that_never_was_cannot_be_resumed(epoch: bytes, server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.connect(swarm, server.ready)
         resume = wire.Resume(nonce=session.nonce, session_epoch=epoch)
@@ -167,7 +176,7 @@ STEPS: dict[str, tuple[wire.ErrorCode.ValueType, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_that_cannot_be_ends_the_session(name: str, server: Node, run: Run) -> None:
+def test_a_step_that_cannot_be_ends_the_session(name: str, server: MemoryServer, run: Run) -> None:
     code, changed = STEPS[name]
 
     async def main(swarm: Swarm) -> None:
@@ -184,7 +193,7 @@ def test_a_step_that_cannot_be_ends_the_session(name: str, server: Node, run: Ru
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_step_has_one_tensor(count: int, server: Node, run: Run) -> None:
+def test_a_step_has_one_tensor(count: int, server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready)
         tensor = wire.Tensor(shape=[1, 1, HIDDEN], dtype="float32", codec="none", nbytes=4 * HIDDEN)
@@ -197,7 +206,7 @@ def test_a_step_has_one_tensor(count: int, server: Node, run: Run) -> None:
     run(main)
 
 
-def test_too_many_tokens_leave_the_session_open(server: Node, run: Run) -> None:
+def test_too_many_tokens_leave_the_session_open(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready, max_length=5)
         await session.step(1, 0, values(3))
@@ -209,7 +218,7 @@ def test_too_many_tokens_leave_the_session_open(server: Node, run: Run) -> None:
     run(main)
 
 
-def test_a_repeated_step_gets_the_very_same_reply(server: Node, run: Run) -> None:
+def test_a_repeated_step_gets_the_very_same_reply(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready)
         first = await session.step(1, 0, values(3))
@@ -231,7 +240,7 @@ def test_a_repeated_step_gets_the_very_same_reply(server: Node, run: Run) -> Non
 
 
 @pytest.mark.parametrize("changed", [{"payload": values(3, seed=9)}, {"position": 1}, {"reorder": [0]}])
-def test_a_repeated_step_with_other_content_is_refused(changed: dict[str, Any], server: Node, run: Run) -> None:
+def test_a_repeated_step_with_other_content_is_refused(changed: dict[str, Any], server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready)
         await session.step(1, 0, values(3))
@@ -241,7 +250,7 @@ def test_a_repeated_step_with_other_content_is_refused(changed: dict[str, Any], 
     run(main)
 
 
-def test_only_the_last_replies_are_kept(server: Node, run: Run) -> None:
+def test_only_the_last_replies_are_kept(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready)
         for sequence in range(1, session.granted.credits + 2):
@@ -254,7 +263,7 @@ def test_only_the_last_replies_are_kept(server: Node, run: Run) -> None:
     run(main)
 
 
-def test_receipts_say_what_was_asked_and_answered_and_form_a_chain(server: Node, run: Run) -> None:
+def test_receipts_say_what_was_asked_and_answered_and_form_a_chain(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready, batch=2)
         pledge = pledge_from_wire(session.granted.pledge)
@@ -280,7 +289,7 @@ def test_receipts_say_what_was_asked_and_answered_and_form_a_chain(server: Node,
     run(main)
 
 
-def test_two_sessions_have_different_epochs(server: Node, run: Run) -> None:
+def test_two_sessions_have_different_epochs(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         first, second = [await RawSession.opened(swarm, server.ready) for _ in range(2)]
         assert first.granted.session_epoch != second.granted.session_epoch
@@ -288,7 +297,7 @@ def test_two_sessions_have_different_epochs(server: Node, run: Run) -> None:
     run(main)
 
 
-def test_many_steps_at_once_are_answered_in_order(server: Node, run: Run) -> None:
+def test_many_steps_at_once_are_answered_in_order(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await RawSession.opened(swarm, server.ready)
         for sequence in range(1, 41):
@@ -316,7 +325,7 @@ def test_many_steps_at_once_are_answered_in_order(server: Node, run: Run) -> Non
     ],
 )
 @pytest.mark.parametrize("when", ["first", "in a session"])
-def test_bytes_that_are_no_message_end_the_stream(data: bytes, when: str, server: Node, run: Run) -> None:
+def test_bytes_that_are_no_message_end_the_stream(data: bytes, when: str, server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         connect = RawSession.connect if when == "first" else RawSession.opened
         session = await connect(swarm, server.ready)
@@ -334,7 +343,7 @@ def test_bytes_that_are_no_message_end_the_stream(data: bytes, when: str, server
     run(main)
 
 
-def test_random_bytes_do_no_harm(server: Node, run: Run) -> None:
+def test_random_bytes_do_no_harm(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         for seed in range(60):
             chance = random.Random(seed)
@@ -353,7 +362,7 @@ def test_random_bytes_do_no_harm(server: Node, run: Run) -> None:
     run(main)
 
 
-def test_a_right_message_with_a_flipped_bit_does_no_harm(server: Node, run: Run) -> None:
+def test_a_right_message_with_a_flipped_bit_does_no_harm(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         for seed in range(40):
             chance = random.Random(seed)
@@ -372,7 +381,7 @@ def test_a_right_message_with_a_flipped_bit_does_no_harm(server: Node, run: Run)
     run(main)
 
 
-def test_streams_that_say_nothing_hold_up_nobody(server: Node, run: Run) -> None:
+def test_streams_that_say_nothing_hold_up_nobody(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         silent = [await RawSession.connect(swarm, server.ready) for _ in range(30)]
         session = await RawSession.opened(swarm, server.ready)

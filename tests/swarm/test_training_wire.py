@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from petalnode.crypto.receipts import NO_RECEIPT
 from petalnode.node.swarm.swarm import Swarm
+from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import BACKWARD, FORWARD
@@ -25,22 +27,29 @@ from petalnode.protocols.training import (
     receive_pieces,
     send_in_pieces,
 )
-from tests.swarm.conftest import SharedSwarm
-from tests.swarm.processes import Node
-from tests.swarm.raw import HIDDEN, TIMEOUT, Run, raw_client, values
+from tests.swarm.memory_pool import MemoryPool, memory_pool, raw_runs
+from tests.swarm.raw import HIDDEN, TIMEOUT, Run, values
 
 BAD, LONG, UNSUPPORTED = wire.ERROR_BAD_REQUEST, wire.ERROR_TOO_LONG, wire.ERROR_UNSUPPORTED
 _right_answers: list[list[bytearray]] = []
 
 
 @pytest.fixture(scope="module")
-def server(shared_swarm: SharedSwarm) -> Node:
-    return shared_swarm.llama[1]
+def pool(models: Path) -> Iterator[MemoryPool]:
+    with memory_pool(models / "tiny-llama") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def run(server: Node) -> Iterator[Run]:
-    with raw_client(server.address) as runs:
+def server(pool: MemoryPool) -> MemoryServer:
+    started = pool.start("2:4", cache_tokens=100_000)
+    started.ready  # noqa: B018  (waits)
+    return started
+
+
+@pytest.fixture(scope="module")
+def run(pool: MemoryPool) -> Iterator[Run]:
+    with raw_runs(pool) as runs:
         yield runs
 
 
@@ -123,8 +132,8 @@ def _raise(frame: wire.BatchFrame) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _the_server_lives_on(server: Node, run: Run) -> Iterator[None]:
-    """After whatever a test did to it, the same process answers the same question with the same bytes."""
+def _the_server_lives_on(server: MemoryServer, run: Run) -> Iterator[None]:
+    """After whatever a test did to it, the same server answers the same question with the same bytes."""
     yield
 
     async def main(swarm: Swarm) -> None:
@@ -135,7 +144,7 @@ def _the_server_lives_on(server: Node, run: Run) -> Iterator[None]:
         await works.send(wire.BatchFrame(close=wire.Close()))
 
     run(main)
-    assert server.process.poll() is None
+    assert server.alive
     assert _right_answers[-1] == _right_answers[0]
 
 
@@ -154,7 +163,7 @@ def _the_server_lives_on(server: Node, run: Run) -> Iterator[None]:
     ],
 )
 def test_openings_that_are_refused(
-    protocol: str, fields: dict[str, Any], code: int, says: str, server: Node, run: Run
+    protocol: str, fields: dict[str, Any], code: int, says: str, server: MemoryServer, run: Run
 ) -> None:
     async def main(swarm: Swarm) -> None:
         with pytest.raises(Refusal, match=says) as caught:
@@ -181,7 +190,7 @@ FORWARDS: dict[str, tuple[int, str, tuple[bytes, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", FORWARDS)
-def test_works_that_are_refused(case: str, server: Node, run: Run) -> None:
+def test_works_that_are_refused(case: str, server: MemoryServer, run: Run) -> None:
     code, says, payloads, fields = FORWARDS[case]
 
     async def main(swarm: Swarm) -> None:
@@ -196,7 +205,7 @@ def test_works_that_are_refused(case: str, server: Node, run: Run) -> None:
     run(main)
 
 
-def test_a_gradient_that_is_refused(server: Node, run: Run) -> None:
+def test_a_gradient_that_is_refused(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         for gradient, says in ((NAN, "gradient"), (values(4), "gradient of")):
             works = await RawWorks.opened(swarm, server.ready, BACKWARD)
@@ -218,7 +227,7 @@ def test_a_gradient_that_is_refused(server: Node, run: Run) -> None:
     ],
 )
 def test_what_is_not_kept(
-    payload: bytes, shape: list[int], how: dict[str, Any], code: int, says: str, server: Node, run: Run
+    payload: bytes, shape: list[int], how: dict[str, Any], code: int, says: str, server: MemoryServer, run: Run
 ) -> None:
     async def main(swarm: Swarm) -> None:
         works = await RawWorks.opened(swarm, server.ready, FORWARD)
@@ -230,7 +239,7 @@ def test_what_is_not_kept(
     run(main)
 
 
-def test_the_answers_before_an_error_are_given(server: Node, run: Run) -> None:
+def test_the_answers_before_an_error_are_given(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         works = await RawWorks.opened(swarm, server.ready, FORWARD)
         for sequence in (1, 2):
@@ -244,7 +253,7 @@ def test_the_answers_before_an_error_are_given(server: Node, run: Run) -> None:
     run(main)
 
 
-def test_more_works_than_credits_are_refused(server: Node, run: Run) -> None:
+def test_more_works_than_credits_are_refused(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         works = await RawWorks.opened(swarm, server.ready, BACKWARD)
         answers: list[int] = []
@@ -265,7 +274,7 @@ def test_more_works_than_credits_are_refused(server: Node, run: Run) -> None:
     run(main)
 
 
-def test_receipts_are_for_what_was_asked_and_answered(server: Node, run: Run) -> None:
+def test_receipts_are_for_what_was_asked_and_answered(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         works = await RawWorks.opened(swarm, server.ready, BACKWARD)
         assert (works.granted.dtype, works.granted.quantisation) == ("float32", "none")
@@ -293,7 +302,7 @@ def test_receipts_are_for_what_was_asked_and_answered(server: Node, run: Run) ->
     run(main)
 
 
-def test_gradients_may_come_later_and_in_any_order(server: Node, run: Run) -> None:
+def test_gradients_may_come_later_and_in_any_order(server: MemoryServer, run: Run) -> None:
     hidden, gradients = values(5), [values(5, seed=seed) for seed in (1, 2)]
 
     async def main(swarm: Swarm) -> None:
@@ -319,7 +328,7 @@ def test_gradients_may_come_later_and_in_any_order(server: Node, run: Run) -> No
     run(main)
 
 
-def test_gradients_that_are_refused(server: Node, run: Run) -> None:
+def test_gradients_that_are_refused(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         works = await RawWorks.opened(swarm, server.ready, FORWARD)
         assert not works.granted.gradient_may_follow
@@ -337,7 +346,7 @@ def test_gradients_that_are_refused(server: Node, run: Run) -> None:
     run(main)
 
 
-def test_kept_tensors_are_dropped_when_newer_ones_come(server: Node, run: Run) -> None:
+def test_kept_tensors_are_dropped_when_newer_ones_come(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         works = await RawWorks.opened(swarm, server.ready, FORWARD)
         for number in range(1, 6):
@@ -353,7 +362,7 @@ def test_kept_tensors_are_dropped_when_newer_ones_come(server: Node, run: Run) -
     run(main)
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_work_costs_nothing(server: Node, run: Run) -> None:
+def test_a_client_that_leaves_in_the_middle_of_a_work_costs_nothing(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         for pieces in (0, 1):
             works = await RawWorks.opened(swarm, server.ready, FORWARD)
