@@ -15,7 +15,7 @@ from typing import Final, NoReturn
 import typer
 
 from ..errors import ExitCode
-from .process import exit_code, interrupted, leaves
+from .process import exit_code, interrupted, leaves, start
 
 # typer brings a copy of click of its own in some versions, so its errors are reached through typer.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -95,6 +95,8 @@ def main() -> NoReturn:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     arguments = sys.argv[1:]
     try:
+        if arguments[:1] in (["chat"], ["tune"]):
+            start.stage("starting")
         _register(arguments or ["--help"])
         code = run(arguments)
         sys.stdout.flush()

@@ -10,6 +10,8 @@ import errno
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, cast
@@ -20,6 +22,7 @@ _ENCODING_ERRORS: Final = "petalnode-plain"
 _PLAIN: Final = {"…": "...", "→": "->", "█": "#", "·": ".", "─": "-", "│": "|", "━": "-"}
 _RED: Final = ("\x1b[31m", "\x1b[0m")
 _BROKEN: Final = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN)
+_QUIET: Final = 0.5
 SIGNALLED: Final = 128
 """An exit code above it is that of a signal, as shells have it."""
 
@@ -111,6 +114,49 @@ def interrupted() -> int:
     return int(ExitCode.INTERRUPTED)
 
 
+class Start:
+    """Says what a command does while it starts, from half a second on: a person is not to wait in the dark."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+        self._current: str | None = None
+        self._timer: threading.Timer | None = None
+
+    def stage(self, text: str) -> None:
+        """What is done now, such as "joining the swarm"; on standard error."""
+        if self._current is None:
+            self._quiet_until = time.monotonic() + _QUIET
+        self._cancel()
+        self._current = text
+        left = self._quiet_until - time.monotonic()
+        if left <= 0:
+            self._say()
+        else:
+            self._timer = threading.Timer(left, self._say)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def done(self) -> None:
+        """Nothing more is to be said."""
+        self._cancel()
+        self._current = None
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _say(self) -> None:
+        text = self._current
+        with suppress(OSError, ValueError):
+            if text is not None:
+                sys.stderr.write(f"{text} ...\n")
+                sys.stderr.flush()
+
+
+start: Final = Start()
+
+
 @contextmanager
 def writing() -> Iterator[None]:
     """Turns standard output or error that cannot be written (a full disk behind it) into MachineError.
@@ -155,6 +201,7 @@ def _is_of_memory(error: RuntimeError) -> bool:
 
 def exit_code(error: BaseException) -> int | None:
     """Says an error of a command in one line; returns its exit code, None if it is a fault of the program."""
+    start.done()
     errors = list(leaves(error))
     for found in errors:
         closed = isinstance(found, SystemExit) and isinstance(found.__context__, BrokenPipeError)  # rich's own

@@ -24,9 +24,9 @@ from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
 from .deadlines import Waits
 from .request import WireTensor
-from .session.chain import HistoryLost
+from .session.chain import HistoryLost, Trouble
 from .session.compared_session import Session
-from .session.session import SavedSession
+from .session.session import ClientSession, SavedSession
 from .session.stream import SessionSpec
 
 KEEP_SECONDS: Final = 60.0
@@ -141,6 +141,16 @@ class Conversation:
     def waits(self) -> Waits:
         """What was waited for so far."""
         return Waits.of(self._waited, *([] if self._session is None else [self._session.waits]))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether servers hold a session of it."""
+        return self._session is not None
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """What the answer that is under way is held up by; None while all is well."""
+        return self._session.trouble if isinstance(self._session, ClientSession) else None
 
     async def aclose(self) -> None:
         """Gives the servers their cache back, or leaves it there if the conversation is kept."""

@@ -7,17 +7,24 @@ import json
 import os
 import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
-from petalnode.node.cli.commands import chat
+from petalnode.node.cli import process
+from petalnode.node.cli.dialogue import Chatter
 from petalnode.node.cli.output import Output
 from petalnode.node.client.chat import ChatMessage, held_chat
+from petalnode.node.client.deadlines import Waits
 from petalnode.node.client.generation import Sampling
+from petalnode.node.client.session.chain import Trouble
 from petalnode.node.errors import MachineError, ServerFailed
+from petalnode.node.swarm.routing import Hop
+from petalnode.protocols.ids import Span
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import environment, petalnode
 
@@ -77,6 +84,7 @@ class FakeConversation:
     """Gives out the tokens of `answers` one by one, and raises what stands between them."""
 
     max_length, recoveries, reused, route = 1000, 0, 0, ()
+    is_open, trouble, waits = True, None, Waits()
 
     def __init__(self, *answers: list[int | Exception]) -> None:
         self.answers = list(answers)
@@ -110,9 +118,16 @@ class Letters:
 def chatter(file: Path, *answers: list[int | Exception], prompt: str | None = None) -> tuple[Any, FakeConversation]:
     conversation = FakeConversation(*answers)
     with held_chat(file) as saved:
-        talk: Any = chat._Chatter(
-            conversation, Letters(), Sampling(), chat.ChatOptions(prompt=prompt, session=file), Output(False), saved, []
-        )  # type: ignore[arg-type]
+        talk: Any = Chatter(
+            conversation,  # type: ignore[arg-type]
+            Letters(),  # type: ignore[arg-type]
+            Sampling(),
+            Output(False),
+            saved,
+            [],
+            session_file=file,
+            once=prompt is not None,
+        )
         return talk, conversation
 
 
@@ -164,3 +179,93 @@ def test_a_disk_that_becomes_full_ends_no_conversation(
     with pytest.raises(MachineError, match="No space left"):  # one answer, and a script that reads the exit code
         trio.run(once.answer, "hi")
     assert capsys.readouterr().out == "y\n"
+
+
+HOP = Hop("12D3KooWlost1234", Span(0, 6))
+GONE = Trouble(HOP, True, "server 12D3KooWlost1234 (blocks 0:6) has closed the connection", 0.0, 30.0)
+
+
+class Interrupted(FakeConversation):
+    """Its only server is gone for 7 s."""
+
+    trouble: Trouble | None = None
+
+    async def answer(self, tokens: list[int], sampling: object, on_token: Any, stop: object) -> list[int]:
+        on_token(ord("a"))
+        self.trouble = GONE
+        await trio.sleep(7)
+        self.trouble = None
+        await trio.sleep(1)
+        on_token(ord("b"))
+        return []
+
+
+def hear(conversation: FakeConversation, as_json: bool, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    talk = Chatter(
+        conversation,  # type: ignore[arg-type]
+        Letters(),  # type: ignore[arg-type]
+        Sampling(),
+        Output(as_json),
+        None,
+        [],
+        once=True,
+        serve_options="tiny --peer /x",
+    )
+    trio.run(talk.answer, "hi", clock=trio.testing.MockClock(autojump_threshold=0))
+    shown = capsys.readouterr()
+    return shown.out, shown.err
+
+
+def test_a_lost_server_is_named_at_once_with_how_long_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = hear(Interrupted(), False, capsys)
+    assert out == "ab\n"
+    lost, advice, back = err.splitlines()
+    assert lost == f"lost a server: {GONE.reason}"
+    assert "waits up to 30 s" in advice and advice.endswith("petalnode serve tiny --peer /x --blocks 0:6")
+    assert back == "going on after 7.2 s" or back.startswith("going on after 7")
+    out, err = hear(Interrupted(), True, capsys)
+    lost_event, back_event, answer = map(json.loads, out.splitlines())
+    assert lost_event == {
+        "event": "server-lost",
+        "peer_id": HOP.peer_id,
+        "blocks": [0, 6],
+        "reason": GONE.reason,
+        "waits_seconds": 30.0,
+        "advice": "start another server of them: petalnode serve tiny --peer /x --blocks 0:6",
+    }
+    assert back_event["event"] == "server-replaced" and 7 <= back_event["seconds"] < 8
+    assert answer["text"] == "ab"
+
+
+class Silent(FakeConversation):
+    """Nobody takes the session for a while; then the server takes its time."""
+
+    is_open = False
+
+    async def answer(self, tokens: list[int], sampling: object, on_token: Any, stop: object) -> list[int]:
+        await trio.sleep(8)
+        self.is_open, self.trouble = True, replace(GONE, lost=False, reason="", since=trio.current_time())
+        await trio.sleep(5)
+        on_token(ord("b"))
+        return []
+
+
+def test_silence_is_explained_on_standard_error_only(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = hear(Silent(), True, capsys)
+    assert len(out.splitlines()) == 1
+    waiting, silent = err.splitlines()
+    assert waiting.startswith("no server has taken the conversation yet") and "is silent" in silent
+
+
+def test_a_start_is_silent_for_half_a_second_and_then_says_each_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = process.Start()
+    start.stage("starting")
+    start.done()
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(process, "_QUIET", 0.0)
+    start.stage("starting")
+    start.stage("joining the swarm")
+    start.done()
+    assert capsys.readouterr().err == "starting ...\njoining the swarm ...\n"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.client.deadlines import open_patience
-from petalnode.node.client.request import MAX_FAILURES
+from petalnode.node.client.deadlines import RECOVERY_TIMEOUT, open_patience
+from petalnode.node.client.request import MAX_FAILURES, WireTensor
+from petalnode.node.client.session.history import Input
 from petalnode.node.client.session.recovery import (
     LEAST_ATTEMPT,
     MOST_ATTEMPTS,
@@ -45,6 +49,11 @@ from petalnode.node.client.session.recovery import (
     next_path_action,
     next_search_action,
 )
+from petalnode.node.client.session.step import StepRun
+from petalnode.node.errors import ServerFailed
+from petalnode.node.swarm.routing import Hop
+from petalnode.node.testing import run_autojumping
+from petalnode.protocols.ids import Span
 
 
 @dataclass
@@ -362,3 +371,27 @@ def test_the_last_of_many_silent_ones_is_found_in_a_time_that_grows_slowly() -> 
 
     assert until_asked(1) <= 1.0
     assert until_asked(MOST_ATTEMPTS - 1) <= 3.0
+
+
+def test_what_holds_a_step_up_is_kept_until_it_goes_on() -> None:
+    run_autojumping(_held_up)
+
+
+async def _held_up() -> None:
+    hop = Hop("12D3KooWlost", Span(0, 6))
+    chain: Any = SimpleNamespace(trouble=None, spec=SimpleNamespace(step_timeout=60.0))
+    link: Any = SimpleNamespace(server=SimpleNamespace(hop=hop))
+    run = StepRun(chain, [link], Input(0, (), WireTensor.__new__(WireTensor)), push=False)
+    run._note_trouble(Receive("sent"))
+    assert chain.trouble is None
+    run._note_trouble(Receive("late"))
+    assert chain.trouble.hop == hop and not chain.trouble.lost
+    run._failures.append(ServerFailed("it is gone", hop.peer_id))
+    run._note_trouble(Reconnect(0.5))
+    lost = chain.trouble
+    assert lost.lost and lost.reason == "it is gone" and lost.waits == RECOVERY_TIMEOUT
+    await trio.sleep(1)
+    run._note_trouble(Recover.RACE)
+    assert chain.trouble is lost  # it is told once, from when it was noticed
+    run._note_trouble(Send(anew=True))
+    assert chain.trouble is None

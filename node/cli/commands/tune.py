@@ -30,6 +30,7 @@ from ...tuning.recipe import SHAPES, MethodOptions, Recipe, Shape, steps_of_epoc
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, check_device, check_model, model_folder, served_model
 from ..output import Output, ProgressBars
+from ..process import start
 
 if TYPE_CHECKING:
     from ...client.api.model import DistributedModel
@@ -291,10 +292,13 @@ class _Run:
 
         @asynccontextmanager
         async def resource() -> AsyncIterator[SwarmClient]:
+            start.stage("joining the swarm")
             async with joined(join, self.output, role="tune", listens=False) as (swarm, _):
+                start.stage("looking for the model")
                 folder = await model_folder(name or await served_model(swarm), self.output, need="client")
                 identified = await identify_model(swarm, folder, bars)
                 bars.stop()
+                start.stage(f"loading embeddings and head of {folder.name}")
                 async with open_client(swarm, identified) as client:
                     yield client
 
@@ -370,6 +374,7 @@ class _Run:
         require_space(there, _KEPT_COPIES * _WEIGHT_BYTES * weights, purpose, WRITE_ADVICE)
         told = f"{options.method}: {weights:,} weights to train on {len(train):,} rows of {self.dataset.name}"
         told += f", {len(held_out):,} held out" if held_out else ""
+        start.done()
         self.output.say(told + (f"; going on at step {training.step + 1}" if training.step else ""))
         return training
 

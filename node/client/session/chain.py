@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -24,6 +24,24 @@ STANDBY_LAG: Final = 2
 """Tokens that a standby may be behind when it is called ready: what the switch costs at most."""
 
 
+@dataclass(frozen=True)
+class Trouble:
+    """Why a step does not get on, for people: the server of `hop` is gone or silent, and others are looked for.
+
+    Attributes:
+        lost: whether its stream has ended, or it has failed; else it is silent.
+        reason: what it failed by; "" if it is silent.
+        since: when that was noticed, in seconds of trio's clock.
+        waits: for how many seconds others are looked for, from then on.
+    """
+
+    hop: Hop
+    lost: bool
+    reason: str
+    since: float
+    waits: float
+
+
 class HistoryLost(SwarmError):
     """A server failed whose inputs this process has not seen: the session must be filled anew from its tokens."""
 
@@ -39,6 +57,7 @@ class Chain:
         between_steps: held by every step.
         no_push: until when a server does not push to another one, because a push between them was lost.
         waits: what its steps and its looking for servers took.
+        trouble: what its step is held up by; None while all is well.
     """
 
     def __init__(self, router: Router, spec: SessionSpec, wait: bool) -> None:
@@ -51,6 +70,7 @@ class Chain:
         self.between_steps = trio.Lock()
         self.no_push: dict[tuple[str, str], float] = {}
         self.waits = Waits()
+        self.trouble: Trouble | None = None
         self._wait = wait
         self._openings: set[Opening] = set()
 

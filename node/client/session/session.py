@@ -21,7 +21,7 @@ from ...swarm.routing import Hop
 from ..deadlines import RESUME_TIMEOUT, Waits
 from ..request import WireTensor
 from ..router import Router
-from .chain import Chain
+from .chain import Chain, Trouble
 from .history import Input, InputHistory
 from .link import ServerLink, close_links, step_limit
 from .reconnector import PathChanges
@@ -79,6 +79,11 @@ class ClientSession:
     def waits(self) -> Waits:
         """What its steps have waited for so far."""
         return self._chain.waits
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """What its step is held up by; None while all is well."""
+        return self._chain.trouble
 
     @property
     def coming(self) -> set[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -13,9 +14,9 @@ from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.inference import pushed_step
 from ...errors import BadInput, ServerCheated, ServerFailed, SwarmError, unwrapped
-from ..deadlines import PUSH_RETRY, STANDBY_POLL, WaitCause, push_patience
+from ..deadlines import PUSH_RETRY, RECOVERY_TIMEOUT, STANDBY_POLL, WaitCause, push_patience
 from ..request import PushedOther, StreamLost, WireTensor, blames_request
-from .chain import Chain
+from .chain import Chain, Trouble
 from .history import Input
 from .link import ServerLink
 from .recovery import (
@@ -78,8 +79,9 @@ class StepRun:
         """
         state, action = begin_step(len(self._links))
         waits = self._chain.waits
-        with waits.timed("step"):
+        with waits.timed("step"), self._chain_at_ease():
             while action is not Recover.FINISH:
+                self._note_trouble(action)
                 begun, cause = trio.current_time(), wait_cause(action)
                 event = await self._carry_out(action)
                 waits.add(cause, trio.current_time() - begun)
@@ -88,6 +90,27 @@ class StepRun:
                     self._push = False
                 state, action = next_action(state, event)
         return self._chunk
+
+    @contextmanager
+    def _chain_at_ease(self) -> Iterator[None]:
+        """After the block, nothing holds up the chain any more."""
+        try:
+            yield
+        finally:
+            self._chain.trouble = None
+
+    def _note_trouble(self, action: StepAction) -> None:
+        """Keeps what holds the step up, before it is waited for: a person may want to know."""
+        before, hop, now = self._chain.trouble, self._link.server.hop, trio.current_time()
+        match action:
+            case Reconnect() | Recover.RACE | Recover.REPLACE if self._failures:
+                if before is None or before.hop != hop or not before.lost:
+                    reason = str(self._failures[-1])
+                    self._chain.trouble = Trouble(hop, True, reason, now, RECOVERY_TIMEOUT)
+            case Receive("late") if before is None:
+                self._chain.trouble = Trouble(hop, False, "", now, self._chain.spec.step_timeout)
+            case Send(anew=True):
+                self._chain.trouble = None
 
     @property
     def _link(self) -> ServerLink:
@@ -293,12 +316,18 @@ class StepRun:
         return Reconnected(self._link.server.held >= self._asked.sequence)
 
     async def _race(self) -> StepEvent:
-        """Reconnects and replaces side by side; the first that succeeds goes on."""
+        """Reconnects and replaces side by side; the first that succeeds goes on.
+
+        A person waits: a session that its server keeps for longer than others are looked for is not waited for.
+        """
         won: list[StepEvent] = []
         reconnector = self._chain.reconnector(self._link)
 
         async def reconnect() -> None:
-            if await reconnector.settled():
+            returned = False
+            with trio.move_on_after(RECOVERY_TIMEOUT):
+                returned = await reconnector.settled()
+            if returned:
                 won.append(self._reconnected())
                 nursery.cancel_scope.cancel()
 
