@@ -86,7 +86,7 @@ class Identity:
             IdentityError: if the file cannot be written.
         """
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(path.parent)
             write_private(path, _KEY_FILE_HEAD + self.seed + self._public_key)
         except OSError as error:
             raise IdentityError(f"cannot write the identity {path}: {error.strerror}") from error
@@ -199,13 +199,39 @@ def _try_lock(path: Path) -> FileLock | None:
     # The lock's file stays behind on purpose: removing it would let two processes hold two different files.
     lock = FileLock(path.with_name(path.name + ".lock"), timeout=0)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         lock.acquire()
     except Timeout:
         return None
     except OSError as error:
         raise IdentityError(f"cannot lock the identity {path}: {error.strerror}") from error
     return lock
+
+
+def make_private_folder(path: Path) -> None:
+    """Makes a folder that only its owner can look into, if there is none.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def make_private_file(path: Path) -> None:
+    """Makes an empty file that only its owner can read, if there is none.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+
+
+def others_can_read(path: Path) -> bool:
+    """Whether other users of this machine may read a file. False if it is not there, or the system does not tell."""
+    try:
+        return os.name == "posix" and bool(path.stat().st_mode & 0o077)
+    except OSError:
+        return False
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -26,9 +26,14 @@ def check_swarm_key(text: str) -> str:
     Raises:
         SwarmKeyError: it is none.
     """
-    if not re.fullmatch(_DIGITS, text):
+    if not is_swarm_key(text):
         raise SwarmKeyError("a swarm key is 64 hexadecimal digits; make one with `petalnode swarm-key`")
     return text.lower()
+
+
+def is_swarm_key(text: str) -> bool:
+    """Whether the text is a key itself, and no file's name."""
+    return re.fullmatch(_DIGITS, text) is not None
 
 
 def load_swarm_key(path: Path) -> str:
@@ -60,7 +65,7 @@ def find_swarm_key(given: str | os.PathLike[str]) -> str:
         SwarmKeyError: as `load_swarm_key`.
     """
     text = os.fspath(given)
-    return text.lower() if re.fullmatch(_DIGITS, text) else load_swarm_key(Path(text))
+    return text.lower() if is_swarm_key(text) else load_swarm_key(Path(text))
 
 
 def make_swarm_key(path: Path) -> None:

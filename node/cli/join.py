@@ -18,8 +18,8 @@ import platformdirs
 import typer
 
 from ...crypto.canonical import digest
-from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity, peer_id_to_bytes
-from ...crypto.swarm_key import SwarmKeyError, load_swarm_key
+from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity, others_can_read, peer_id_to_bytes
+from ...crypto.swarm_key import SwarmKeyError, find_swarm_key, is_swarm_key, load_swarm_key
 from ..errors import BadInput, MachineError, PetalnodeError, SwarmError, unwrapped
 from ..network.addresses import parse_own, parse_peer
 from ..network.nat.relay import RelayLimits
@@ -32,6 +32,7 @@ from .output import Output
 from .process import say_error
 
 PEERS_VARIABLE = "PETALNODE_PEERS"
+SWARM_KEY_VARIABLE = "PETALNODE_SWARM_KEY"
 MDNS_VARIABLE = "PETALNODE_MDNS"
 REMEMBER_VARIABLE = "PETALNODE_REMEMBER"
 GOSSIP_VARIABLE = "PETALNODE_GOSSIP"
@@ -66,7 +67,11 @@ class JoinOptions:
     ] = False
     swarm_key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Join the private swarm of this key file (`petalnode swarm-key` makes one)."),
+        typer.Option(
+            metavar="FILE",
+            help="Join the private swarm of this key file (`petalnode swarm-key` makes one). Also "
+            f"{SWARM_KEY_VARIABLE}: the file, or the key itself, which others could read on a command line.",
+        ),
     ] = None
     identity: Annotated[
         Path | None,
@@ -177,24 +182,36 @@ class JoinOptions:
             parse_peer(self.relay)
         parse_rate(self.max_upload, "--max-upload")
         parse_rate(self.max_download, "--max-download")
-        if self.swarm_key is not None and self.psk is not None:
-            mode = self.swarm_key.stat().st_mode
-            if os.name == "posix" and mode & 0o077:
-                say_error(
-                    f"warning: others on this machine can read {self.swarm_key}, and so join your swarm: "
-                    f"chmod 600 {self.swarm_key}"
-                )
+        _ = self.psk
+        for file, harm in ((self.key_file, "join your swarm"), (self.identity, "sign as this node")):
+            if file is not None and others_can_read(file):
+                say_error(f"warning: others on this machine can read {file}, and so {harm}: chmod 600 {file}")
         _ = self.trusted
+
+    @property
+    def key_file(self) -> Path | None:
+        """The file of the private swarm's key, from --swarm-key or the environment; None if there is none."""
+        variable = os.environ.get(SWARM_KEY_VARIABLE, "")
+        return self.swarm_key or (Path(variable) if variable and not is_swarm_key(variable) else None)
 
     @property
     def psk(self) -> str | None:
         """The private swarm's key, 64 hexadecimal digits; None for the public swarm.
 
         Raises:
-            BadInput: the file cannot be read, or is no swarm key.
+            BadInput: the file cannot be read, or is no swarm key, or the key itself is on the command line.
         """
+        if self.swarm_key is not None and is_swarm_key(str(self.swarm_key)) and not self.swarm_key.exists():
+            raise BadInput(
+                "--swarm-key takes the key's file, and not the key: all users of this machine can read the command "
+                "line. Make a new key (`petalnode swarm-key`), and give its file, or the key in the variable "
+                f"{SWARM_KEY_VARIABLE}"
+            )
+        variable = os.environ.get(SWARM_KEY_VARIABLE)
         try:
-            return None if self.swarm_key is None else load_swarm_key(self.swarm_key)
+            if self.swarm_key is not None:
+                return load_swarm_key(self.swarm_key)
+            return find_swarm_key(variable) if variable else None
         except SwarmKeyError as error:
             raise BadInput(str(error)) from error
 

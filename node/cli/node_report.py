@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -9,7 +10,7 @@ import trio
 
 from ..swarm.discovery import JoinResult
 from ..swarm.swarm import Swarm
-from .join import JoinOptions
+from .join import SWARM_KEY_VARIABLE, JoinOptions
 from .output import Output
 
 _SETTLE_TIME = 5.0  # seconds
@@ -35,7 +36,8 @@ def how_joined_json(joined: JoinResult | None) -> dict[str, str] | None:
 
 def join_by(join: JoinOptions, address: str) -> str:
     """The options with which somebody else joins through this node at that address."""
-    return f"--peer {address}" + (f" --swarm-key {join.swarm_key}" if join.swarm_key is not None else "")
+    key = join.key_file or ("FILE" if os.environ.get(SWARM_KEY_VARIABLE) else None)
+    return f"--peer {address}" + (f" --swarm-key {key}" if key is not None else "")
 
 
 async def report_reachability(swarm: Swarm, join: JoinOptions, output: Output, commands: Sequence[str]) -> None:

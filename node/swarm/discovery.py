@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from multiaddr import Multiaddr
 
 from ...crypto.canonical import digest
-from ...crypto.identity import peer_id_to_bytes, write_private
+from ...crypto.identity import make_private_folder, peer_id_to_bytes, write_private
 from ...protocols.framing import PeerError
 from ..network.addresses import is_loopback, without_peer
 from ..network.host import Host
@@ -121,7 +121,7 @@ class PeerStore:
     def update(self, met: Mapping[str, Sequence[str]], failed: Iterable[str], now: float) -> None:
         """Adds what this run has learnt to what the file holds by now. Several processes may do so at once."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self._path.parent)
             with FileLock(self._path.with_name(self._path.name + ".lock"), timeout=_LOCK_PATIENCE):
                 self._write(updated(self.load(), met, failed, now))
         except (OSError, Timeout) as error:

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ...crypto.canonical import digest
 from ...crypto.evidence import ACCUSATION_DOMAIN, is_accusation_signed
-from ...crypto.identity import Identity, peer_id_from_bytes, peer_id_to_bytes
+from ...crypto.identity import Identity, make_private_folder, peer_id_from_bytes, peer_id_to_bytes, write_private
 from ...crypto.receipts import Receipt
 from ...crypto.statement import now_ms
 from ...protocols import wire_pb2 as wire
@@ -122,11 +122,13 @@ class Bundle:
         return bundle
 
     def save(self, path: Path) -> None:
-        """Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.part")
-        temporary.write_bytes(self.to_bytes())
-        temporary.replace(path)
+        """Writes a file that others on this machine cannot read: the tensors may hold what somebody wrote to a model.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        make_private_folder(path.parent)
+        write_private(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: Path) -> Bundle:

@@ -13,6 +13,7 @@ from typing import Final
 
 import trio
 
+from .database import prepare_file
 from .evidence_message import NO_VALIDATORS, TrustedValidators
 from .reputation import MAX_BANS, Ban, Source, Standing, extended, newcomer, penalty_seconds, reputation
 
@@ -170,7 +171,7 @@ class TrustStore:
         if self._file is None:
             return
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            prepare_file(self._file)
             with contextlib.closing(sqlite3.connect(self._file, timeout=_BUSY_SECONDS)) as connection:
                 connection.executescript(_TABLES)
                 with connection:

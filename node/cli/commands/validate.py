@@ -15,7 +15,7 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from ....crypto.identity import Identity
+from ....crypto.identity import Identity, others_can_read
 from ...client.chat import Text
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, ModelError
@@ -27,6 +27,7 @@ from ...trust.bundle import Bundle
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import check_device, check_model, model_folder, served_model
 from ..output import Output, ProgressBars
+from ..process import say_error
 from ..terminal import StopSignal
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ def validate(
     if options.once and options.issue_points:
         raise BadInput("--issue-points needs a validator that keeps running: leave --once out")
     join.check()
+    folder = options.evidence_dir
+    if folder is not None and others_can_read(folder):
+        told = "and evidence may hold what somebody wrote to a model"
+        say_error(f"warning: others on this machine can look into {folder}, {told}: chmod 700 {folder}")
     check_device(options.device)
     check_model(model)
     raise typer.Exit(trio.run(_validate, model, options, join))
