@@ -85,7 +85,7 @@ def _fault(text: str) -> str:
     """What is wrong with a multiaddr, in words; the library's own errors repeat the whole of it."""
     first, *parts = text.split("/")
     if len(text) > MAX_TEXT:
-        return f"it has more than {MAX_TEXT} characters"
+        return f"it is too long, with more than {MAX_TEXT} characters"
     if first or not parts:
         return "it does not begin with a slash"
     while parts:
