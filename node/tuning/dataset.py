@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 _FORMS = '{"text": ..}, {"prompt": .., "completion": ..} or {"text": .., "label": ..}'
 _NUMBER: Final = re.compile(r"0|-?[1-9][0-9]{0,99}")  # far below what Python refuses to convert
+PIECE: Final = 1 << 16
+"""Characters that a tokenizer gets at once."""
+_CHARACTERS_PER_TOKEN: Final = 128
+"""More than any token has in a text, on average."""
 IGNORED: Final = -100
 """The label of a token that is not to be learned, in transformers."""
 
@@ -164,31 +168,59 @@ class Batch:
 
 
 def rows_of(
-    examples: Sequence[Example], tokenizer: Any, *, max_length: int, chat: bool, labels: Sequence[str] = ()
+    examples: Sequence[Example],
+    tokenizer: Any,
+    *,
+    max_length: int,
+    chat: bool,
+    labels: Sequence[str] = (),
+    progress: Callable[[int], object] = lambda characters: None,
 ) -> list[Row]:
     """Rows of 2 to `max_length` tokens.
 
     Longer texts are split into several rows; a prompt and completion that are too long are truncated; rows without a
-    token to learn are left out.
+    token to learn are left out. The tokenizer gets a piece of bounded length at a time, so that a signal is not held up
+    for long.
 
     Args:
         chat: prompts and completions are turns of the tokenizer's chat template.
         labels: the classes, by their numbers.
+        progress: is called with the number of characters whenever some are done.
     """
     rows: list[Row] = []
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    most = max_length * _CHARACTERS_PER_TOKEN  # beyond these, all would be truncated
     for example in examples:
         if example.prompt is not None:
-            given, learned = _turns(example.prompt, example.text, tokenizer, chat=chat)
+            given, learned = _turns(example.prompt[:most], example.text[:most], tokenizer, chat=chat)
             rows.append(Row(tuple([*given, *learned, *end][:max_length]), len(given)))
+            progress(len(example.prompt) + len(example.text))
             continue
-        tokens = list(tokenizer(example.text)["input_ids"])
         if example.label is not None:
+            tokens = list(tokenizer(example.text[:most])["input_ids"])
             rows.append(Row(tuple(tokens[:max_length]), label=labels.index(example.label)))
+            progress(len(example.text))
             continue
+        tokens = []
+        for piece in pieces_of(example.text):
+            if end and tokens[-1:] == end:  # the tokenizer sets it behind each piece
+                tokens.pop()
+            tokens += tokenizer(piece, add_special_tokens=not tokens)["input_ids"]
+            progress(len(piece))
         tokens += [] if tokens[-1:] == end else end
         rows += [Row(tuple(tokens[start : start + max_length])) for start in range(0, len(tokens), max_length)]
     return [row for row in rows if _teaches(row)]
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """The text in pieces of at most `PIECE` characters, each but the last cut before white space if it has any."""
+    start = 0
+    while len(text) - start > PIECE:
+        cut = max(text.rfind(space, start + 1, start + PIECE) for space in (" ", "\n"))
+        cut = cut if cut > start else start + PIECE
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
 
 
 def _teaches(row: Row) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from petalnode.node.errors import BadInput
-from petalnode.node.tuning.dataset import IGNORED, Example, batch_of, read_dataset, rows_of, split
+from petalnode.node.tuning.dataset import IGNORED, PIECE, Example, batch_of, pieces_of, read_dataset, rows_of, split
 from petalnode.node.tuning.progress import EarlyStop
 from petalnode.node.tuning.recipe import SHAPES, learning_rate, rows_of_step, steps_of_epoch
 from tests.swarm.tokenizer import save_tokenizer
@@ -132,3 +132,31 @@ def test_stopping_early(losses: list[float], patience: int) -> None:
         assert not EarlyStop(None, stop.best, stop.worse).is_over
         if stop.is_over:
             return
+
+
+class Counting:
+    """A tokenizer of one token per character, which notes how much it got at once."""
+
+    eos_token_id = 1
+
+    def __init__(self) -> None:
+        self.longest = 0
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        self.longest = max(self.longest, len(text))
+        return {"input_ids": [0] * add_special_tokens + [ord(letter) for letter in text]}
+
+
+def test_a_line_of_any_length_is_taken_in_pieces_and_nothing_of_it_is_lost() -> None:
+    words = " ".join(str(number) for number in range(60_000))
+    for text in (words, "x" * 200_000):
+        assert "".join(pieces_of(text)) == text
+        tokenizer, seen = Counting(), []
+        rows = rows_of([Example(text)], tokenizer, max_length=1000, chat=False, progress=seen.append)
+        assert tokenizer.longest <= PIECE and sum(seen) == len(text) and len(seen) > 3
+        assert [token for row in rows for token in row.tokens] == [0, *map(ord, text), 1]
+    assert all(piece.startswith(" ") for piece in list(pieces_of(words))[1:])
+    for example in (Example(words, prompt=words), Example(words, label="a")):
+        tokenizer = Counting()
+        rows_of([example], tokenizer, max_length=10, chat=False, labels=["a"])
+        assert tokenizer.longest <= 1280

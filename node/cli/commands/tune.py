@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -42,6 +41,8 @@ WARMUP_SHARE = 0.05
 _KEPT_COPIES: Final = 5
 """Of the weights on the disk: those of the adapter, and a checkpoint with two moments and the best evaluation's."""
 _WEIGHT_BYTES: Final = 4
+_LARGE: Final = 1 << 20
+"""Characters of data from which on it is said that tokens are made of them."""
 _REPORTED_STEPS: Final = 20
 """How many steps are printed where there is no terminal to draw a progress bar on."""
 
@@ -271,8 +272,6 @@ class _Run:
     model_name: str = ""
 
     def run(self, name: str | None, join: JoinOptions) -> None:
-        # Told to stop in any way, it keeps what it has.
-        signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
         with ExitStack() as stack:
             model, tokenizer = self._open(name, join, stack)
             training = self._training(model, tokenizer)
@@ -334,9 +333,20 @@ class _Run:
         if chat and not tokenizer.chat_template:
             raise BadInput(f"{self.model_name} has no chat template: leave --chat-template out")
         labels = self.dataset.labels
+        bars = ProgressBars(self.output.errors)
+        total = sum(len(example.prompt or "") + len(example.text) for example in (*self.train, *self.held_out))
+        done = 0
+
+        def progress(characters: int) -> None:
+            nonlocal done
+            done += characters
+            if total > _LARGE:
+                bars(f"making tokens of {self.dataset.name}", done, total)
+
         limits: dict[str, Any] = {"max_length": options.max_length, "chat": chat, "labels": labels}
-        train = rows_of(self.train, tokenizer, **limits)
-        held_out = rows_of(self.held_out, tokenizer, **limits)
+        train = rows_of(self.train, tokenizer, **limits, progress=progress)
+        held_out = rows_of(self.held_out, tokenizer, **limits, progress=progress)
+        bars.stop()
         if not train:
             raise BadInput(f"nothing to learn is left within {options.max_length} tokens: raise --max-length")
         if self.held_out and not held_out:
