@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..client.generation import Conversation, Sampling
     from ..client.session.chain import Trouble
     from ..client.session.comparing import Disagreement
+    from ..swarm.routing import Hop
 
 _LOOK: Final = 0.25
 """Seconds between two looks at what an answer waits for."""
@@ -40,7 +41,11 @@ _HELP: Final = (
 
 def _fields(trouble: Trouble) -> dict[str, Any]:
     """What the events of a lost server have in common."""
-    return {"peer_id": trouble.hop.peer_id, "blocks": [trouble.hop.span.start, trouble.hop.span.end]}
+    return _hop(trouble.hop)
+
+
+def _hop(hop: Hop) -> dict[str, Any]:
+    return {"peer_id": hop.peer_id, "blocks": [hop.span.start, hop.span.end]}
 
 
 def opening(system: str | None) -> Dialogue:
@@ -174,18 +179,17 @@ class Chatter:
             raise typer.Exit(SIGNALLED + stopped)
 
     def _tell(self, text: str, tokens: int, seconds: float, recoveries: int, disagreed: int, *, stopped: bool) -> None:
+        compared = self.conversation.compared_routes
         if self.output.as_json:
             self.output.emit(
                 text=text,
                 tokens=tokens,
                 seconds=round(seconds, 3),
-                route=[
-                    {"peer_id": hop.peer_id, "blocks": [hop.span.start, hop.span.end]}
-                    for hop in self.conversation.route
-                ],
+                route=list(map(_hop, self.conversation.route)),
                 recoveries=recoveries,
                 reused=self.conversation.reused,
                 waits=self.conversation.waits.fields(),
+                **({"compared": [list(map(_hop, route)) for route in compared]} if compared else {}),
                 disagreements=[disagreement.fields() for disagreement in self.disagreements[disagreed:]],
             )
         else:

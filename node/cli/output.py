@@ -40,7 +40,7 @@ class Output:
 
     def table(self, table: Table) -> None:
         with writing():
-            self.console.print(table)
+            self.console.print(table, soft_wrap=False)
 
     def write(self, text: str) -> None:
         """A piece of an answer, as it comes; nothing with --json."""

@@ -143,6 +143,11 @@ class Conversation:
         return Waits.of(self._waited, *([] if self._session is None else [self._session.waits]))
 
     @property
+    def compared_routes(self) -> tuple[tuple[Hop, ...], ...]:
+        """The chains whose outputs are compared; empty if there is only one."""
+        return () if self._session is None or isinstance(self._session, ClientSession) else self._session.routes
+
+    @property
     def is_open(self) -> bool:
         """Whether servers hold a session of it."""
         return self._session is not None

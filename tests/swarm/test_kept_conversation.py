@@ -84,7 +84,7 @@ class FakeConversation:
     """Gives out the tokens of `answers` one by one, and raises what stands between them."""
 
     max_length, recoveries, reused, route = 1000, 0, 0, ()
-    is_open, trouble, waits = True, None, Waits()
+    is_open, trouble, waits, compared_routes = True, None, Waits(), ()
 
     def __init__(self, *answers: list[int | Exception]) -> None:
         self.answers = list(answers)

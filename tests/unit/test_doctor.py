@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import trio
+from rich.console import Console
 
 from petalnode.node.cli.commands import doctor as checks
+from petalnode.node.cli.commands import status
+from petalnode.node.cli.commands.validate import findings_table
+from petalnode.node.cli.join import JoinOptions
+from petalnode.node.cli.output import Output
+from petalnode.node.errors import MachineError, SwarmError
+from petalnode.protocols.announcement import ServerState
+from petalnode.protocols.ids import Span
 
 
 def test_this_environment_has_what_the_package_asks_for() -> None:
@@ -86,3 +100,48 @@ def test_little_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyPatch) -
     finding = checks.check_open_files()
     assert finding.verdict == "warning"
     assert "4096" in finding.advice
+
+
+def test_nodes_of_this_machine_cannot_tell_how_others_reach_it() -> None:
+    peer = "p2p/12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrcDMWFXQV"
+    here, there = f"/ip4/127.0.0.1/tcp/1/{peer}", f"/ip4/203.0.113.7/tcp/1/{peer}"
+    assert checks._are_here([here, f"/ip6/::1/tcp/1/{peer}"])
+    assert not checks._are_here([here, there]) and not checks._are_here([])
+    assert not checks._are_here([f"/dns4/localhost/tcp/1/{peer}"])  # a name may be any machine's
+    finding = trio.run(checks._reachability, None, True)  # type: ignore[arg-type]
+    assert finding.verdict == "warning" and "cannot be told" in finding.text and finding.advice
+
+
+def test_a_fault_of_this_machine_is_not_blamed_on_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, advice in ((MachineError("no key can be written"), "solve this first"), (SwarmError("x"), "addresses")):
+
+        @asynccontextmanager
+        async def joined(*args: object, failure: Exception = error, **options: object) -> AsyncIterator[None]:
+            raise failure
+            yield
+
+        monkeypatch.setattr(checks, "joined", joined)
+        [finding] = trio.run(checks._network, JoinOptions(), Output(False))
+        assert finding.verdict == "problem" and str(error) in finding.text and advice in finding.advice
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_tables_can_be_read_on_a_narrow_terminal(width: int) -> None:
+    server: Any = SimpleNamespace(
+        span=Span(10, 22), public_name="attic", peer_id="12D3KooWBhrhHZJG", state=ServerState.ONLINE, fixed=True,
+        next_span=None, step_seconds=0.02, cache_tokens_free=16384,
+    )  # fmt: skip
+    verdict: Any = SimpleNamespace(
+        blocks=Span(0, 22), verdict="inconclusive", error=0.125, tolerance=0.0625, requests=12,
+        reason="the answer is further off than usual, and not as far as to be certain",
+    )  # fmt: skip
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(status._table("tiny-llama", bytes(32), 22, [server], narrow=width < 80))
+    console.print(findings_table({"12D3KooWBhrhHZJG": (0.0, verdict)}, {"12D3KooWBhrhHZJG": 3}, narrow=True))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "10:22" in text and "attic" in text and "50.0" in text and "16384" in text and "blocks" in text
+    assert "…rhHZJG"[-6:] in text and "(3x)" in text
+    words = " ".join(" ".join(line.strip("┃│ ").rpartition("│")[2].split()) for line in lines)
+    assert width < 80 or "further off" in words

@@ -6,7 +6,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,12 +16,14 @@ import platformdirs
 import psutil
 import trio
 import typer
+from multiaddr import Multiaddr
 from packaging.requirements import Requirement
 
 from ....crypto.identity import IdentityError, IdentityLocked, held_identity
 from ....protocols.framing import PeerError
-from ...errors import ExitCode, PetalnodeError
+from ...errors import ExitCode, PetalnodeError, SwarmError
 from ...models.cache_dir import cache_dir
+from ...network.addresses import ip_of, parse_peer
 from ...network.nat.reachability import NOBODY_ASKED
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm, kept_port
@@ -115,9 +117,11 @@ async def _network(join: JoinOptions, output: Output) -> list[Finding]:
             if not join.peers and swarm.joined is None:
                 text = "no other node is known, so nobody can be asked to dial back"
                 return [Finding("swarm", "warning", text, "give --peer MULTIADDR (every node prints its own)")]
-            return [await _swarm(swarm), await _clock(swarm), await _reachability(swarm)]
-    except PetalnodeError as error:
+            return [await _swarm(swarm), await _clock(swarm), await _reachability(swarm, _are_here(join.peers))]
+    except SwarmError as error:
         return [Finding("swarm", "problem", str(error), "check the addresses, the network, and that these nodes run")]
+    except PetalnodeError as error:  # of this machine, not of the network
+        return [Finding("swarm", "problem", f"not joined: {error}", "solve this first, then run the doctor again")]
 
 
 async def _swarm(swarm: Swarm) -> Finding:
@@ -143,7 +147,20 @@ async def _clock(swarm: Swarm) -> Finding:
     return judge_clock(offsets)
 
 
-async def _reachability(swarm: Swarm) -> Finding:
+def _are_here(peers: Sequence[str]) -> bool:
+    """Whether all of these addresses are of this machine, so that they say nothing of how others reach it."""
+    hosts = [ip_of(Multiaddr(parse_peer(peer)[1])) for peer in peers]
+    return bool(hosts) and all(host is not None and host.is_loopback for host in hosts)
+
+
+async def _reachability(swarm: Swarm, asked_here: bool) -> Finding:
+    if asked_here:
+        return Finding(
+            "reachability",
+            "warning",
+            "it cannot be told: the nodes that could dial back run on this machine",
+            "give the --peer address of a node on another machine",
+        )
     with trio.move_on_after(_REACHABILITY_WAIT):
         # "unreachable" may change once a relay grants a reservation.
         while swarm.reachability == NOBODY_ASKED or swarm.reachability.kind == "unreachable":

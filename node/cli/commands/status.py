@@ -24,6 +24,8 @@ from ..join import JoinOptions, joined, joins_swarm
 from ..output import Output
 
 _BAR_WIDTH = 60
+_WIDE = 80
+"""Columns of a terminal from which on the blocks are drawn."""
 _MAX_ASKED = 32
 _ANSWER_TIMEOUT = 2.5  # seconds
 
@@ -58,7 +60,8 @@ async def _status(model: str | None, join: JoinOptions) -> None:
             coverage = coverage_of(servers, num_blocks)
             output.emit(**_as_json(name, version, num_blocks, servers, coverage), relays=list(map(asdict, relays)))
             if not join.json:
-                output.table(_table(name, version, num_blocks, servers))
+                narrow = output.console.width < _WIDE
+                output.table(_table(name, version, num_blocks, servers, narrow=narrow))
                 for line in adapter_lines(servers):
                     output.say(line)
                 missing = [block for block, count in enumerate(coverage) if not count]
@@ -135,23 +138,27 @@ def _throughput(server: Announcement) -> float:
     return round(1 / server.step_seconds, 2) if server.step_seconds else 0.0
 
 
-def _table(name: str, version: bytes, num_blocks: int, servers: Sequence[Announcement]) -> Table:
+def _table(
+    name: str, version: bytes, num_blocks: int, servers: Sequence[Announcement], *, narrow: bool = False
+) -> Table:
+    """The servers of a model, drawn over its blocks; a `narrow` table has neither drawing nor version."""
     table = Table(
-        title=f"{name}  {num_blocks} blocks  version {version.hex()[:12]}",
+        title=f"{name}  {num_blocks} blocks" + ("" if narrow else f"  version {version.hex()[:12]}"),
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    table.add_column(f"blocks 0 to {num_blocks}", no_wrap=True)
-    table.add_column("span", justify="right")
-    table.add_column("server", no_wrap=True)
-    table.add_column("state", min_width=8)
+    if not narrow:
+        table.add_column(f"blocks 0 to {num_blocks}", no_wrap=True)
+    table.add_column("span", justify="right", no_wrap=True)
+    table.add_column("server", no_wrap=not narrow, overflow="fold")
+    table.add_column("state", min_width=6 if narrow else 8)
     table.add_column("steps/s", justify="right", no_wrap=True)
-    table.add_column("free cache", justify="right")
+    table.add_column("cache" if narrow else "free cache", justify="right", no_wrap=narrow)
     for server in servers:
         table.add_row(
-            _bar(server, num_blocks),
+            *([] if narrow else [_bar(server, num_blocks)]),
             str(server.span),
             server.public_name or "…" + server.peer_id[-8:],
             _state(server),

@@ -185,6 +185,12 @@ def _say_ready(output: Output, swarm: Swarm, issue_points: bool) -> None:
             output.say(f"to see the points of your server:  petalnode credits balance {address}")
 
 
+_COLUMNS = ("server", "blocks", "verdict", "error", "tolerance", "requests", "when", "why")
+_FIGURES = ("error", "tolerance", "requests", "when")
+_WIDE = 110
+"""Columns of a terminal on which all of them can be read."""
+
+
 class _VerdictTable:
     """Prints verdicts: as JSON lines, as lines of text, or as a live table on a terminal."""
 
@@ -225,16 +231,23 @@ class _VerdictTable:
             )
 
     def _table(self) -> Table:
-        return findings_table(self._last, self._counts)
+        return findings_table(self._last, self._counts, narrow=self._output.console.width < _WIDE)
 
 
-def findings_table(last: Mapping[str, tuple[float, Verdict]], counts: Mapping[str, int]) -> Table:
-    """The last verdict on each server. `last`: (time, verdict) by peer id; `counts`: verdicts so far."""
+def findings_table(
+    last: Mapping[str, tuple[float, Verdict]], counts: Mapping[str, int], *, narrow: bool = False
+) -> Table:
+    """The last verdict on each server. `last`: (time, verdict) by peer id; `counts`: verdicts so far.
+
+    A `narrow` table leaves the figures out, so that the reason has room.
+    """
     table = Table(title="What servers answer, recomputed", title_justify="left")
-    for column in ("server", "blocks", "verdict", "error", "tolerance", "requests", "when", "why"):
-        table.add_column(column, justify="right" if column in ("blocks", "error", "tolerance", "requests") else "left")
+    columns = [column for column in _COLUMNS if not narrow or column not in _FIGURES]
+    for column in columns:
+        right = column in ("blocks", "error", "tolerance", "requests")
+        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=column == "server")
     for peer_id, (moment, verdict) in sorted(last.items(), key=lambda item: item[1][1].blocks):
-        table.add_row(
+        cells = (
             "…" + peer_id[-8:] + (f" ({counts[peer_id]}x)" if counts[peer_id] > 1 else ""),
             str(verdict.blocks),
             verdict.verdict,
@@ -243,8 +256,9 @@ def findings_table(last: Mapping[str, tuple[float, Verdict]], counts: Mapping[st
             str(verdict.requests),
             time.strftime("%H:%M:%S", time.localtime(moment)),
             verdict.reason,
-            style=_STYLES[verdict.verdict],
         )
+        shown = dict(zip(_COLUMNS, cells, strict=True))
+        table.add_row(*(shown[column] for column in columns), style=_STYLES[verdict.verdict])
     return table
 
 
