@@ -8,10 +8,14 @@ import os
 import re
 import shutil
 import struct
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
+
+import platformdirs
 
 from ..errors import BadInput, MachineError
 from ..models.adapter import check_adapter_files
@@ -160,6 +164,13 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     finally:
         for path in unfinished.values():
             path.unlink(missing_ok=True)
+
+
+def other_folders(out: Path) -> list[Path]:
+    """Where a result is saved when `out` cannot be written; none of them exists yet."""
+    name = f"{out.absolute().name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    data = platformdirs.user_data_path("petalnode", appauthor=False)
+    return [data / "results" / name, Path(tempfile.gettempdir()) / f"petalnode-{name}", Path.home() / name]
 
 
 class ResultFolder:

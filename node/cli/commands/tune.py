@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
-import platformdirs
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -22,7 +18,7 @@ from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, PetalnodeError
 from ...models.adapter_note import METHODS, NOTE, AdapterNote, Method
 from ...models.cache_dir import check_writable, require_space
-from ...tuning.adapter_files import CHECKPOINT, WRITE_ADVICE, ResultFolder
+from ...tuning.adapter_files import CHECKPOINT, WRITE_ADVICE, ResultFolder, other_folders
 from ...tuning.dataset import Dataset, Example, read_dataset, rows_of, split
 from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
 from ...tuning.recipe import SHAPES, MethodOptions, Recipe, Shape, steps_of_epoch
@@ -187,15 +183,8 @@ def tune(model: SwarmModelArgument = None, *, options: TuneOptions, join: JoinOp
     out = options.out or Path(f"{Path(dataset.name).stem}-{options.method}")
     options.check_target(out)
     output = Output(join.json)
-    folder = ResultFolder(out, _other_folders(out), output.warn)
+    folder = ResultFolder(out, other_folders(out), output.warn)
     _Run(options, folder, dataset, train, held_out, output).run(model, join)
-
-
-def _other_folders(out: Path) -> list[Path]:
-    """Where a result is saved when `out` cannot be written; none of them exists yet."""
-    name = f"{out.absolute().name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    data = platformdirs.user_data_path("petalnode", appauthor=False)
-    return [data / "results" / name, Path(tempfile.gettempdir()) / f"petalnode-{name}", Path.home() / name]
 
 
 class _Report:
