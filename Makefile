@@ -9,6 +9,9 @@ SERVERS ?= 3
 JOBS ?= 3
 # For `make coverage`.
 TESTS ?= tests
+
+# Tests start Python dozens of times: what it has compiled is for the next one, whatever the person's shell says.
+unexport PYTHONDONTWRITEBYTECODE
 # For `make mutants`: how many (0: all), which sample of them, and of which files (all that tests/mutants.py names).
 MUTANTS ?= 400
 SEED ?= 1

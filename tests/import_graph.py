@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +25,14 @@ def source_files(tree: str) -> list[Path]:
     return [path for path in sorted((ROOT / tree).rglob("*.py")) if not path.name.endswith("_pb2.py")]
 
 
+@cache
+def import_statements(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Those of a file, lazy ones included. To parse all files takes seconds."""
+    return tuple(
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+    )
+
+
 def module_files() -> dict[str, Path]:
     """Every module of the rooms by its dotted name, such as `petalnode.node.swarm.view`."""
     modules = {}
@@ -33,13 +42,14 @@ def module_files() -> dict[str, Path]:
     return modules
 
 
+@cache
 def import_graph() -> Graph:
-    """The modules that each module imports, by dotted name."""
+    """The modules that each module imports, by dotted name. Nobody may change it."""
     modules = module_files()
     graph: Graph = {name: set() for name in modules}
     for name, path in modules.items():
         package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in import_statements(path):
             if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
             base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])

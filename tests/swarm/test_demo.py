@@ -1,4 +1,7 @@
-"""`petalnode demo` on the real default model: the answer, and nothing left behind however it ends."""
+"""`petalnode demo` on the real default model: the answer, and nothing left behind however it ends.
+
+Its servers start the usual way.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +21,7 @@ from petalnode.node.errors import ModelError
 from petalnode.node.models import resolve
 from petalnode.node.models.cache_dir import cache_dir
 from petalnode.node.models.progress import no_progress
+from tests.swarm import warm_python
 from tests.swarm.processes import STOP_TIMEOUT, environment, petalnode, until
 
 
@@ -68,30 +73,23 @@ ENDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
 @pytest.fixture(scope="module")
-def demos(env: dict[str, str]) -> Iterator[dict[signal.Signals, subprocess.Popen[bytes]]]:
+def demos(env: dict[str, str]) -> Iterator[dict[signal.Signals, warm_python.Process]]:
     """A demo for each way to end it, started side by side."""
-    started = {
-        number: subprocess.Popen(
-            [sys.executable, "-m", "petalnode", "demo", "--servers", "1"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=env,
-        )
-        for number in ENDS
-    }
+    command = [sys.executable, "-m", "petalnode", "demo", "--servers", "1"]
+    silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = {number: warm_python.start(command, env, **silent) for number in ENDS}
     try:
         yield started
     finally:
         for demo in started.values():
             demo.kill()
-            demo.communicate()
+            demo.wait()
+            assert demo.stdin is not None
+            demo.stdin.close()
 
 
 @pytest.mark.parametrize("number", ENDS)
-def test_no_server_outlives_the_demo(
-    number: signal.Signals, demos: dict[signal.Signals, subprocess.Popen[bytes]]
-) -> None:
+def test_no_server_outlives_the_demo(number: signal.Signals, demos: dict[signal.Signals, warm_python.Process]) -> None:
     demo = demos[number]
     until(lambda: demo.poll() is not None or bool(servers_of(demo.pid)), "the server starts", timeout=100)
     assert demo.poll() is None

@@ -107,6 +107,9 @@ class OneRoute(Ways):
     def suspect(self, peer_id: str, seconds: float = 0) -> None:
         pass
 
+    def round_trip(self, peer_id: str) -> float | None:
+        return None
+
     @property
     def receipts(self) -> ReceiptArchive:
         return ReceiptArchive()

@@ -2,7 +2,7 @@
 
 Each is a process of its own: its own pipes, environment, folder, signals and exit code. It is a copy (fork) of one that
 has imported everything and done nothing yet, in which the program runs as Python itself would run it. A command that
-`ip netns exec` begins runs in that network namespace. The usual start, with its imports, is that of test_demo.py.
+`ip netns exec` begins runs in that network namespace. Servers of test_demo.py have the usual start, with its imports.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from tests.import_graph import (
     TREES,
     circles,
     import_graph,
+    import_statements,
     module_files,
     room,
     source_files,
@@ -47,7 +48,7 @@ def sources(room: str) -> list[Path]:
 
 def imports(path: Path) -> Iterator[Import]:
     package = list(path.relative_to(ROOT).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         at = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import):
             for name in node.names:
@@ -141,9 +142,6 @@ def test_raw_streams_are_touched_by_the_framing_and_the_swarm_only() -> None:
                 assert not (isinstance(node, ast.Attribute) and node.attr in ("_raw", "RawStream")), path
 
 
-MODULES = import_graph()
-
-
 def may_import(importer: str, imported: str) -> bool:
     """Whether a room of node/ may import another one."""
     lower = ROOM_ORDER.index(imported) < ROOM_ORDER.index(importer)
@@ -153,7 +151,7 @@ def may_import(importer: str, imported: str) -> bool:
 def test_rooms_of_a_node_import_the_rooms_before_them_only() -> None:
     up = {
         (importer, module)
-        for importer, imported in MODULES.items()
+        for importer, imported in import_graph().items()
         for module in imported
         if room(importer) in ROOM_ORDER and room(module) in ROOM_ORDER
         if not may_import(room(importer), room(module))
@@ -169,7 +167,7 @@ def test_every_room_of_a_node_has_its_place_in_the_order() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert not circles(MODULES)
+    assert not circles(import_graph())
 
 
 def test_files_and_folders_can_be_read_in_one_go() -> None:
@@ -194,7 +192,9 @@ def test_a_room_says_which_rooms_it_may_use(name: str) -> None:
     assert all(may_import(name, other) for other in named)
     if "before" in stated[1]:
         named = list(ROOM_ORDER[: max(map(ROOM_ORDER.index, named)) + 1])
-    used = {room(module) for importer, imported in MODULES.items() for module in imported if room(importer) == name}
+    used = {
+        room(module) for importer, imported in import_graph().items() for module in imported if room(importer) == name
+    }
     assert used & set(ROOM_ORDER) <= {*named, name, "errors", "version"}
 
 

@@ -5,19 +5,40 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from petalnode.node.placement import joining
 from petalnode.node.placement.joining import Choice, choice_of_newcomer, span_for_newcomer
 from petalnode.node.placement.observed import PlacedServer, observe_servers
+from petalnode.node.placement.plan import PlacementPlan
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
 
 SPEEDS = [0.5, 1.0, 2.0, 7.0, 30.0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_plan_is_made_once() -> Iterator[None]:
+    """Newcomers that see the same make the same plan, of nothing but what they see."""
+    made: dict[str, PlacementPlan] = {}
+    make_plan = joining.make_plan
+
+    def remembered(*seen: Any, **options: Any) -> PlacementPlan:
+        key = repr((seen, sorted(options.items(), key=itemgetter(0))))
+        if key not in made:
+            made[key] = make_plan(*seen, **options)
+        return made[key]
+
+    with patch.object(joining, "make_plan", remembered):
+        yield
 
 
 @given(
