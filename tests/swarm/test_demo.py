@@ -74,18 +74,19 @@ ENDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 @pytest.fixture(scope="module")
 def demos(env: dict[str, str]) -> Iterator[dict[signal.Signals, warm_python.Process]]:
-    """A demo for each way to end it, started side by side."""
+    """A demo for each way to end it, started side by side; with a terminal, so that it waits for questions."""
     command = [sys.executable, "-m", "petalnode", "demo", "--servers", "1"]
+    ours, theirs = os.openpty()
     silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = {number: warm_python.start(command, env, **silent) for number in ENDS}
+    started = {number: warm_python.start(command, env, stdin=theirs, **silent) for number in ENDS}
     try:
         yield started
     finally:
         for demo in started.values():
             demo.kill()
             demo.wait()
-            assert demo.stdin is not None
-            demo.stdin.close()
+        os.close(ours)
+        os.close(theirs)
 
 
 @pytest.mark.parametrize("number", ENDS)
