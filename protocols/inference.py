@@ -43,6 +43,10 @@ HASH_BYTES: Final = 32
 MAX_BATCH: Final = 1024
 MAX_LENGTH: Final = 1 << 20
 MAX_STEP_BYTES: Final = 64 << 20
+STEP_TOKENS: Final = 2048
+"""Rows times positions of one step."""
+MAX_SEQUENCE: Final = 1 << 40
+"""Of a step: more than any session comes to, and far from what a message cannot hold."""
 """No tensor of one step may take more than this on the wire."""
 
 M = TypeVar("M", bound=Message)

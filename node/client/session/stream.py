@@ -16,7 +16,7 @@ from ....protocols import wire_pb2 as wire
 from ....protocols.credits import clearing_to_wire
 from ....protocols.framing import MessageStream, PeerError, TensorError, all_finite, wire_nbytes
 from ....protocols.ids import PROTOCOL_VERSION, Span
-from ....protocols.inference import hash_of_step, root_of, sha256
+from ....protocols.inference import MAX_SEQUENCE, STEP_TOKENS, hash_of_step, root_of, sha256
 from ...errors import ServerFailed
 from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog
@@ -127,8 +127,8 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
 
     @property
     def max_step_tokens(self) -> int:
-        """Tokens of a row that one step may have."""
-        return self._granted.max_step_tokens or 1
+        """Tokens of a row that one step may have: what the server grants, and no more than the protocol has."""
+        return max(1, min(self._granted.max_step_tokens, STEP_TOKENS // self._spec.batch))
 
     @property
     def priority(self) -> bool:
@@ -137,8 +137,12 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
 
     @property
     def kept(self) -> float:
-        """Seconds for which the server keeps the session when its stream is lost."""
-        return self._granted.keep_ms / 1000
+        """Seconds for which the server keeps the session when its stream is lost, at most those that were asked for."""
+        return min(self._granted.keep_ms / 1000, self._asked_keep)
+
+    @property
+    def _asked_keep(self) -> float:
+        return max(self._spec.keep, PATH_KEEP)
 
     @property
     def direct(self) -> bool:
@@ -180,7 +184,7 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
             downstream=peer_id_to_bytes(downstream) if downstream else b"",
             wait_ms=round(spec.cache_wait * 1000),
             activation_dtype=spec.dtype,
-            keep_ms=round(max(spec.keep, PATH_KEEP) * 1000),
+            keep_ms=round(self._asked_keep * 1000),
             clearing=clearing_to_wire(payment) if payment is not None else None,
         )
         question = wire.InferenceFrame(open=message)
@@ -200,8 +204,8 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         """
         message = wire.Resume(nonce=self.nonce, session_epoch=epoch)
         granted = await self._granted_for(self._stream, wire.InferenceFrame(resume=message), SEND_TIMEOUT)
-        if granted.session_epoch != epoch:
-            raise self._failed("it took up another session")
+        if granted.session_epoch != epoch or granted.sequence > MAX_SEQUENCE:
+            raise self._failed("it took up another session, or at no step of one")
         self._granted = granted
         self._sequence = self._answered = granted.sequence
         self._last_receipt = granted.last_receipt

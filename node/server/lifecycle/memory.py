@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import psutil
 
+from ....protocols.inference import STEP_TOKENS
 from ...errors import MachineError
 from ...models.cache_dir import cache_dir
 from ...models.folder import TEXT_FIELDS
-from ..requests.admission import STEP_TOKENS
 
 CACHE_SHARE: Final = 0.25
 """Part of the free memory that attention caches may take when nobody says otherwise."""

@@ -21,7 +21,7 @@ from ....protocols.adapter import (
 )
 from ....protocols.framing import CODECS, ITEM_BYTES, TensorError, wire_nbytes
 from ....protocols.ids import PROTOCOL_VERSION, Span
-from ....protocols.inference import MAX_STEP_BYTES, Refusal, SessionTerms, bad_request
+from ....protocols.inference import MAX_STEP_BYTES, STEP_TOKENS, Refusal, SessionTerms, bad_request
 from ....protocols.training import (
     MAX_KEPT_TENSORS,
     MICRO_BATCH_TOKENS,
@@ -33,8 +33,6 @@ from ....protocols.training import (
     raw_bytes,
 )
 
-STEP_TOKENS: Final = 2048
-"""Rows times positions of one step."""
 MAX_TARGETS: Final = 256
 
 
