@@ -1,0 +1,77 @@
+"""How long sessions stand still while servers come, die, freeze and leave, and whether anything is left over.
+
+    python benchmarks/chaos.py --minutes 30 --clients 8 --busy-loops 4 [--seed 7] [--json]
+
+Server processes of a tiny model on loopback, each block always with one that is well, and clients that generate with
+greedy search, beams, padded batches and rollbacks; every answer is compared with that of plain transformers. Beside
+them so many processes that only use a core. Exits with an error if a token is wrong, an answer hangs, or a session, a cache,
+a stream, a connection or a thread is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.swarm.chaos import ChaosReport, busy_loops, run_chaos
+from tests.swarm.processes import nodes
+from tests.swarm.server_pool import server_pool
+from tests.tiny_models import save_tiny
+
+
+def run(minutes: float, seed: int, clients: int, busy: int) -> ChaosReport:
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        home, model = Path(folder) / "home", Path(folder) / "tiny-llama"
+        save_tiny("llama", model, max_position_embeddings=4096, eos_token_id=None)
+        with nodes(home) as starter, busy_loops(busy):
+            peer = starter.meeting_point().event("ready")["addrs"][0]
+            with server_pool(home / "chaos", model, peer) as pool:
+                return run_chaos(pool, model, seconds=60 * minutes, seed=seed, clients=clients)
+
+
+def show(report: ChaosReport) -> None:
+    fields = report.fields()
+    waits = fields.pop("waits")
+    console = Console()
+    for name, value in fields.items():
+        console.print(f"{name}: {value}")
+    table = Table("waited for", "times", "longest, s", *(f"<= {bound} ms" for bound in waits["step"]["buckets"]))
+    for cause, wait in waits.items():
+        table.add_row(cause, str(wait["count"]), f"{wait['max_ms'] / 1000:.2f}", *map(str, wait["buckets"].values()))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--busy-loops", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    seed = arguments.seed or random.randrange(1, 2**31)
+    print(f"seed {seed}", file=sys.stderr, flush=True)
+    report = run(arguments.minutes, seed, arguments.clients, arguments.busy_loops)
+    if arguments.json:
+        print(json.dumps({"seed": seed, "minutes": arguments.minutes, "clients": arguments.clients} | report.fields()))
+    else:
+        show(report)
+    if any(report.left.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,428 @@
+"""Servers come, die, freeze and leave at random while clients generate; what was wrong, hung or left over is told.
+
+Every block keeps at least one server that is well; more is promised to nobody. `test_chaos.py` does this for some
+seconds, `benchmarks/chaos.py` for as long as one likes and beside other work.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.deadlines import Waits
+from petalnode.node.network.transport.yamux import Muxer
+from petalnode.node.testing.inspection import call, client_of, session_of
+from tests.slowness import Slowness
+from tests.swarm.processes import until
+from tests.swarm.server_pool import PooledServer, ServerPool
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
+
+CACHE_TOKENS = 20000
+SPANS = ("0:2", "2:4", "4:6", "0:3", "3:6", "1:5", "0:6")
+MOST_SERVERS = 11
+CALM = (0.2, 1.5)
+"""Seconds between two events."""
+FROZEN = (0.5, 7.0)
+"""Seconds that a server stays frozen: less and more than what it takes to be given up."""
+
+HUNG = 60.0
+"""Seconds without any step of an answer after which it counts as hung: many times what the worst recovery takes."""
+STREAMS_PER_CONNECTION = 4
+"""Open on a client's connection to a server when no session is: directory, and what is being closed."""
+GROWTH = 80 * 2**20
+"""Bytes by which a server or the clients may have grown at the end, whatever the length of the run."""
+SAMPLES = 5.0
+"""Seconds between two looks at how much memory the processes use."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to generate, and what plain transformers makes of it."""
+
+    ids: torch.Tensor
+    options: dict[str, Any]
+    expected: torch.Tensor
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    out: torch.Tensor = model.generate(ids, pad_token_id=0, do_sample=False, **options)
+    return out
+
+
+def tasks(whole: Any) -> list[Task]:
+    def prompt(batch: int, count: int, seed: int) -> torch.Tensor:
+        return torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+    padded = torch.tensor([[1] * 12, [0] * 5 + [1] * 7, [0] * 9 + [1] * 3])
+    made: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (prompt(1, 9, 0), {"max_new_tokens": 60}),
+        (prompt(1, 9, 1), {"max_new_tokens": 120}),
+        (prompt(1, 400, 2), {"max_new_tokens": 20}),
+        (prompt(3, 12, 3), {"max_new_tokens": 30, "attention_mask": padded}),
+        (prompt(1, 15, 4), {"max_new_tokens": 25, "num_beams": 4}),
+        (prompt(2, 300, 5), {"max_new_tokens": 15}),
+    ]
+    return [Task(ids, options, generate(whole, ids, **options)) for ids, options in made]
+
+
+@dataclass
+class Generating:
+    """One client that generates until it is told to stop. What went wrong is in `failures`."""
+
+    model: DistributedModelForCausalLM
+    tasks: list[Task]
+    random: random.Random
+    stop: threading.Event
+    answers: int = 0
+    recoveries: int = 0
+    slowest: float = 0.0
+    begun: float = 0.0
+    waits: Waits = field(default_factory=Waits)
+    failures: list[str] = field(default_factory=list)
+    _session: Any = None
+    _seen: tuple[int, float] = (0, 0.0)
+
+    @property
+    def stands_still(self) -> float:
+        """Seconds since the last step of the answer that is being made; 0 if there is none."""
+        session, begun = self._session, self.begun
+        if not begun:
+            return 0.0
+        inner = None if session is None else session_of(session)
+        steps = 0 if inner is None else sum(wait.count for wait in list(inner.waits.by_cause.values()))
+        if steps != self._seen[0] or self._seen[1] < begun:
+            self._seen = (steps, monotonic())
+        return monotonic() - self._seen[1]
+
+    def run(self) -> None:
+        while not self.stop.is_set() and not self.failures:
+            task = self.random.choice(self.tasks)
+            self.begun = monotonic()
+            try:
+                self.answer(task)
+            except BaseException as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+            self.slowest = max(self.slowest, monotonic() - self.begun)
+            self.begun = 0.0
+            self.answers += 1
+
+    def answer(self, task: Task) -> None:
+        rows = task.ids.shape[0] * task.options.get("num_beams", 1)
+        with self.model.inference_session(max_length=task.expected.shape[1]) as session:
+            self._session = session
+            self._compare(task, session, task.ids)
+            if rows == 1 and self.random.random() < 0.5:
+                # From the middle of what is held: the first half of the answer is kept, the rest rolled back.
+                kept = (task.ids.shape[1] + task.expected.shape[1]) // 2
+                shorter = dict(task.options, max_new_tokens=task.expected.shape[1] - kept)
+                self._compare(Task(task.ids, shorter, task.expected), session, task.expected[:, :kept])
+            self.recoveries += session.recoveries
+            self.waits = Waits.of(self.waits, session_of(session).waits)
+
+    def _compare(self, task: Task, session: Any, ids: torch.Tensor) -> None:
+        out = generate(self.model, ids, session=session, **task.options)
+        if not torch.equal(out, task.expected):
+            self.failures.append(f"wrong tokens: {out.tolist()} instead of {task.expected.tolist()}")
+
+
+class Chaos:
+    """Decides what happens next, so that each block keeps a server that is well."""
+
+    def __init__(self, pool: ServerPool, rng: random.Random) -> None:
+        self.events: Counter[str] = Counter()
+        self._pool = pool
+        self._random = rng
+        self._thaw: dict[PooledServer, float] = {}
+        self._servers = [self._start(blocks) for blocks in (*SPANS[:3], *SPANS[:5])]
+
+    def _start(self, blocks: str) -> PooledServer:
+        return self._pool.start(blocks, "--cache-tokens", str(CACHE_TOKENS))
+
+    @property
+    def servers(self) -> list[PooledServer]:
+        return list(self._servers)
+
+    def _well(self) -> list[PooledServer]:
+        return [server for server in self._servers if server.is_ready and not server.frozen]
+
+    def _spare(self) -> list[PooledServer]:
+        """Those without which every block still has a server that is well."""
+        well = self._well()
+        return [
+            server
+            for server in well
+            if all(
+                any(other.span[0] <= block < other.span[1] for other in well if other is not server)
+                for block in range(NUM_BLOCKS)
+            )
+        ]
+
+    def one_event(self) -> None:
+        now = monotonic()
+        for server, due in list(self._thaw.items()):
+            if due <= now:
+                server.thaw()
+                del self._thaw[server]
+        spare = self._spare()
+        options: list[tuple[str, Callable[[], None]]] = []
+        if len(self._servers) < MOST_SERVERS:
+            options.append(("join", self._join))
+        if spare:
+            options += [
+                ("kill", lambda: self._leave(PooledServer.kill)),
+                ("freeze", self._freeze),
+                ("drain", lambda: self._leave(PooledServer.terminate)),
+            ]
+        if options:
+            name, act = self._random.choice(options)
+            act()
+            self.events[name] += 1
+
+    def _join(self) -> None:
+        self._servers.append(self._start(self._random.choice(SPANS)))
+
+    def _leave(self, how: Callable[[PooledServer], None]) -> None:
+        server = self._random.choice(self._spare())
+        self._servers.remove(server)
+        how(server)
+
+    def _freeze(self) -> None:
+        server = self._random.choice(self._spare())
+        server.freeze()
+        self._thaw[server] = monotonic() + self._random.uniform(*FROZEN)
+
+    def calm(self) -> None:
+        for server in self._thaw:
+            server.thaw()
+        self._thaw.clear()
+
+
+def open_streams() -> tuple[int, int]:
+    """(streams, connections) of all clients of this process."""
+    muxers = [found for found in gc.get_objects() if isinstance(found, Muxer) and not found.is_closed]
+    return sum(muxer.open_streams for muxer in muxers), len(muxers)
+
+
+def memory(servers: list[PooledServer]) -> dict[int, int]:
+    return {server.pid: psutil.Process(server.pid).memory_info().rss for server in servers}
+
+
+@dataclass
+class Memory:
+    """How much memory processes use, looked at again and again."""
+
+    samples: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    _looked: float = 0.0
+
+    def look(self, pids: Sequence[int]) -> None:
+        if monotonic() < self._looked + SAMPLES:
+            return
+        self._looked = monotonic()
+        for pid in pids:
+            try:
+                rss = psutil.Process(pid).memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+            self.samples.setdefault(pid, []).append((self._looked, rss))
+
+    def slope(self, pid: int) -> float | None:
+        """MiB a minute, the first fifth of the time left out; None if there are too few samples."""
+        samples = self.samples.get(pid, [])
+        samples = samples[len(samples) // 5 :]
+        if len(samples) < 10:
+            return None
+        seconds, rss = np.array(samples).T
+        return float(np.polyfit(seconds - seconds[0], rss, 1)[0] * 60 / 2**20)
+
+
+@dataclass
+class ChaosReport:
+    """What came of a run: `waits` of all sessions together, growth in MiB a minute, files that servers have open at the
+    end, and what is left when all clients are closed."""
+
+    events: dict[str, int]
+    answers: int
+    recoveries: int
+    slowest_answer: float
+    waits: Waits
+    client_slope: float | None
+    server_slopes: list[float]
+    server_files: list[int]
+    left: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def longest_step(self) -> float:
+        return self.waits.by_cause["step"].longest
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "events": self.events,
+            "answers": self.answers,
+            "recoveries": self.recoveries,
+            "slowest_answer_s": round(self.slowest_answer, 2),
+            "longest_step_s": round(self.longest_step, 2),
+            "waits": self.waits.fields(),
+            "client_mib_per_minute": None if self.client_slope is None else round(self.client_slope, 3),
+            "server_mib_per_minute": [round(slope, 3) for slope in self.server_slopes],
+            "server_files": self.server_files,
+            "left": self.left,
+        }
+
+
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """So many processes that want a core each."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+        for loop in loops:
+            loop.wait()
+
+
+def run_chaos(pool: ServerPool, folder: Path, *, seconds: float, seed: int, clients: int) -> ChaosReport:
+    """
+    Raises:
+        AssertionError: a token was wrong, an answer hung, or something was left over.
+    """
+    slowness = Slowness()
+    rng = random.Random(seed)
+    chaos = Chaos(pool, rng)
+    todo = tasks(load_whole(folder))
+    for server in chaos.servers:
+        server.ready  # noqa: B018  (waits)
+    stop = threading.Event()
+    here = psutil.Process()
+    threads_before, sockets_before = threading.active_count(), len(here.net_connections())
+    generating = [
+        Generating(
+            AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[pool.peer]),
+            todo,
+            random.Random(seed + index + 1),
+            stop,
+        )
+        for index in range(clients)
+    ]
+    try:
+        report = _under_chaos(chaos, generating, seconds, rng, slowness)
+    finally:
+        stop.set()
+        chaos.calm()
+        for client in generating:
+            client.model.close()
+    until(lambda: threading.active_count() <= threads_before, "the clients' threads have ended")
+    until(lambda: len(here.net_connections()) <= sockets_before, "the clients' connections are closed")
+    report.server_files = [psutil.Process(server.pid).num_fds() for server in chaos.servers]
+    report.left |= {"threads": threading.active_count() - threads_before}
+    report.left |= {"sockets": len(here.net_connections()) - sockets_before}
+    return report
+
+
+def _under_chaos(
+    chaos: Chaos, clients: Sequence[Generating], seconds: float, rng: random.Random, slowness: Slowness
+) -> ChaosReport:
+    stop = clients[0].stop
+    threads = [threading.Thread(target=client.run, daemon=True) for client in clients]
+    for client in clients:
+        client.answer(clients[0].tasks[0])  # so that memory is measured when everything has been used once
+    with clients[0].model.inference_session(max_length=1) as session:
+        session.step(torch.zeros(1, 1, HIDDEN))
+        assert open_streams()[0] >= len(session.route), "open streams are not counted"
+    before = memory(chaos.servers)
+    own, memories = psutil.Process(), Memory()
+    own_before = own.memory_info().rss
+    for thread in threads:
+        thread.start()
+
+    def check() -> None:
+        memories.look([own.pid, *(server.pid for server in chaos.servers if server.is_ready)])
+        for client in clients:
+            if client.stands_still > HUNG:
+                # Measured when it matters: a machine that others use makes no step hang.
+                assert client.stands_still < HUNG * slowness(), f"an answer hangs: {told(clients)}"
+
+    end = monotonic() + seconds
+    pause = threading.Event()
+    while monotonic() < end and not any(client.failures for client in clients):
+        pause.wait(rng.uniform(*CALM))
+        chaos.one_event()
+        for server in chaos.servers:
+            if server.pid not in before and server.is_ready:
+                before |= memory([server])
+        check()
+    chaos.calm()
+    stop.set()
+    while any(thread.is_alive() for thread in threads):
+        pause.wait(0.2)
+        check()
+    assert not [failure for client in clients for failure in client.failures]
+    assert all(client.answers for client in clients)
+    report = ChaosReport(
+        dict(chaos.events),
+        sum(client.answers for client in clients),
+        sum(client.recoveries for client in clients),
+        max(client.slowest for client in clients),
+        Waits.of(*(client.waits for client in clients)),
+        memories.slope(own.pid),
+        [slope for server in chaos.servers if (slope := memories.slope(server.pid)) is not None],
+        [],
+    )
+    check_nothing_is_left(clients[0].model, chaos.servers, before)
+    grown = own.memory_info().rss - own_before
+    print(f"the clients grew by {grown / 2**20:.0f} MiB", file=sys.stderr, flush=True)
+    assert grown < GROWTH
+    return report
+
+
+def told(clients: Sequence[Generating]) -> str:
+    return f"{[round(client.stands_still, 1) for client in clients]} s without a step"
+
+
+def check_nothing_is_left(
+    model: DistributedModelForCausalLM, servers: list[PooledServer], before: dict[int, int]
+) -> None:
+    """All cache tokens are free, streams are closed, and memory is what it was."""
+    client = client_of(model)
+    for server in servers:
+        server.ready  # noqa: B018
+
+    def missing() -> dict[str, int]:
+        call(model, client.refresh)
+        known = {server.peer_id: server for server in client.servers()}
+        return {
+            server.peer_id: CACHE_TOKENS - known[server.peer_id].cache_tokens_free if server.peer_id in known else -1
+            for server in servers
+            if server.peer_id not in known or known[server.peer_id].cache_tokens_free != CACHE_TOKENS
+        }
+
+    try:
+        until(lambda: not missing(), "all cache tokens are free")
+    except AssertionError:
+        raise AssertionError(f"cache tokens that nobody gave back: {missing()}") from None
+    streams, connections = open_streams()
+    print(f"{streams} streams on {connections} connections are open", file=sys.stderr, flush=True)
+    assert streams <= STREAMS_PER_CONNECTION * connections
+    survivors = {server.pid for server in servers}
+    for pid, bytes_then in before.items():
+        if pid in survivors:
+            grown = psutil.Process(pid).memory_info().rss - bytes_then
+            print(f"server {pid} grew by {grown / 2**20:.0f} MiB", file=sys.stderr, flush=True)
+            assert grown < GROWTH
