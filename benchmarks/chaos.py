@@ -4,8 +4,8 @@
 
 Server processes of a tiny model on loopback, each block always with one that is well, and clients that generate with
 greedy search, beams, padded batches and rollbacks; every answer is compared with that of plain transformers. Beside
-them so many processes that only use a core. Exits with an error if a token is wrong, an answer hangs, or a session, a cache,
-a stream, a connection or a thread is left.
+them so many processes that only use a core. Exits with an error if a token is wrong, an answer hangs, or a session, a
+cache, a stream, a connection or a thread is left.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(minutes: float, seed: int, clients: int, busy: int) -> ChaosReport:
 def show(report: ChaosReport) -> None:
     fields = report.fields()
     waits = fields.pop("waits")
-    console = Console()
+    console = Console(width=160)
     for name, value in fields.items():
         console.print(f"{name}: {value}")
     table = Table("waited for", "times", "longest, s", *(f"<= {bound} ms" for bound in waits["step"]["buckets"]))

@@ -136,6 +136,8 @@ def push_patience(round_trip: float, nbytes: int) -> float:
     return PUSH_PATIENCE + 4 * min(round_trip, 1.0) + nbytes / POOR_BYTES_PER_SECOND
 
 
+BATCH_OPEN_TIMEOUT: Final = 5.0
+"""For a server to grant a stream of batches, for which it reserves nothing."""
 BATCH_FACTOR: Final = 10.0
 BATCH_AT_LEAST: Final = 60.0
 

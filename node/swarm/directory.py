@@ -7,6 +7,7 @@ that keep the view fresh. `announcer.py` owns what this node says of itself.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -36,6 +37,7 @@ ASK_AT_START: Final = 8  # peers asked side by side by `refresh`
 _WAVES: Final = 4  # of asking those whom the last wave named
 _ENOUGH_ANSWERS: Final = 3  # after which the slow ones go on in the background
 _GRACE: Final = 0.15  # seconds for them before that
+_NAMED: Final = 2.0  # seconds for the first answer of those whom others have named: they may be gone, or silent
 # Of a swarm of hundreds, a node that 16 peers push to and that asks 5 in every third of a lifetime knows nearly all
 # of every round's announcements one round later: spreading by asking multiplies the knowing by e^5 per round.
 _PULL_PEERS: Final = 5  # asked in every round of the background
@@ -253,7 +255,7 @@ class Directory:
             known = len(self.view.records)
             peers = [peer for peer in self.peers_to_ask(ASK_AT_START) if peer not in asked]
             asked.update(peers)
-            await self._ask(nursery, peers, model_version, timeout, failures)
+            await self._ask(nursery, peers, model_version, timeout, failures, math.inf if wave == 0 else _NAMED)
             if wave == 0 and asked and len(failures) == len(asked):
                 reasons = "; ".join(sorted(set(failures))[:5])
                 raise SwarmError(f"no peer has answered ({len(asked)} asked): {reasons}")
@@ -267,8 +269,10 @@ class Directory:
         model_version: bytes,
         timeout: float,
         failures: list[str],
+        patience: float,
     ) -> None:
-        """Starts pulling from all; returns soon after a few have answered, or when all have failed."""
+        """Starts pulling from all; returns soon after a few have answered, or when all have failed, or if nobody has
+        answered for `patience` seconds."""
         answers = failed = 0
         progress = trio.Event()
 
@@ -285,8 +289,9 @@ class Directory:
 
         for peer_id in peers:
             nursery.start_soon(ask, peer_id)
-        while answers == 0 and failed < len(peers):
-            await progress.wait()
+        with trio.move_on_after(patience):
+            while answers == 0 and failed < len(peers):
+                await progress.wait()
         with trio.move_on_after(_GRACE):
             while answers < _ENOUGH_ANSWERS and answers + failed < len(peers):
                 await progress.wait()

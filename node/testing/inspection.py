@@ -25,6 +25,11 @@ def call(model: DistributedModel, function: Callable[..., Awaitable[Any]], *args
     return model._runtime.call(function, *args)
 
 
+def tasks_of(client: SwarmClient) -> list[str]:
+    """What a client does in the background."""
+    return [task.name for task in client._nursery.child_tasks]
+
+
 def session_of(session: InferenceSession) -> Any:
     """The asynchronous session behind one of the Python API; None before its first step."""
     return session._session

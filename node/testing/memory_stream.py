@@ -62,6 +62,11 @@ class MemoryStream:
     def is_cut(self) -> bool:
         return self._lost.is_set()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this end was closed."""
+        return self._closed
+
     # --- RawStream
 
     async def read(self, n: int) -> bytes:

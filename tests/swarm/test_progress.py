@@ -11,6 +11,8 @@ import pytest
 import trio
 
 from petalnode.node.client.core import SwarmClient
+from petalnode.node.testing.inspection import tasks_of
+from petalnode.protocols.ids import INFERENCE
 from tests.patience import eventually
 from tests.swarm.virtual_servers import Talk, VirtualServer, VirtualSwarm, in_virtual_swarm, talk
 
@@ -271,6 +273,28 @@ def test_waits_are_counted_by_cause() -> None:
             # What a step waits for one after another is what it waits for.
             parts = ("send", "answer", "push", "late", "switch", "reconnect", "race", "replace")
             assert sum(waits[part]["total_ms"] for part in parts if part in waits) == pytest.approx(step["total_ms"])
+
+    in_virtual_swarm(main)
+
+
+@SLOW
+def test_nothing_is_left_of_those_that_were_asked(slow: float) -> None:
+    """No task of the client, no stream and no session at a server that is well."""
+
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client:
+            for factor in (slow, 1.0, 1.0):
+                async with talk(client) as talking:
+                    silent_and_well(swarm, VirtualServer.fall_silent)
+                    await measured(client, swarm)
+                    swarm.slow_down(client, factor)
+                    swarm.of(talking.session, 1).fall_silent()
+                    await talking.step()
+            await eventually(lambda: not tasks_of(client), "the client's tasks have ended")
+            links = [swarm.network.link(client.peer_id, server.peer_id) for server in swarm.servers]
+            assert not [stream for link in links for stream in link.live(INFERENCE) if not stream.is_closed]
+            await eventually(lambda: not any(s.sessions for s in swarm.servers if s.answers), "caches are free")
 
     in_virtual_swarm(main)
 

@@ -1,0 +1,93 @@
+"""Asking the swarm anew: peers that are silent hold nobody up for long once others have answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.errors import SwarmError
+from petalnode.node.swarm.directory import Directory
+from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.announcement import Announcement, ServerState, freshened, sign_announcement
+from petalnode.protocols.framing import MessageStream, PeerError
+from petalnode.protocols.ids import Span
+
+TIMEOUT = 5.0
+ME, ASKED = Identity.generate(), Identity.generate()
+
+
+async def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def directory(identity: Identity, peers: list[str], open_stream: Any) -> Directory:
+    host: Any = SimpleNamespace(connected=list)
+    dht: Any = SimpleNamespace(add_peer=nothing)
+    bootstrap = [(peer_id, "/ip4/192.0.2.1/tcp/1") for peer_id in peers]
+    return Directory(identity=identity, ttl=45, host=host, dht=dht, open_stream=open_stream, bootstrap=bootstrap)
+
+
+def announced(count: int) -> list[Any]:
+    """Servers of which nobody ever hears anything else."""
+    records = []
+    for identity in (Identity.generate() for _ in range(count)):
+        content = Announcement(
+            identity.peer_id, b"v" * 32, "model", 6, Span(0, 6), ServerState.ONLINE, addrs=("/ip4/192.0.2.2/tcp/1",)
+        )
+        records.append(sign_announcement(identity, freshened(content, now=time.time(), lifetime=45)))
+    return records
+
+
+def refreshing(silent: int, check: Callable[[Directory, float], None], *, asked_answers: bool = True) -> None:
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            there = directory(ASKED, [], nothing)
+            there.merge(announced(silent))
+
+            async def serve(stream: MessageStream[wire.DirectoryFrame]) -> None:
+                try:
+                    await there.serve(stream)
+                except PeerError:
+                    await stream.reset()
+
+            async def open_stream(peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
+                if peer_id != ASKED.peer_id or not asked_answers:
+                    await trio.sleep_forever()
+                ours, theirs = message_streams(wire.DirectoryFrame, ME.peer_id, ASKED.peer_id)
+                nursery.start_soon(serve, theirs)
+                return ours
+
+            here = directory(ME, [ASKED.peer_id], open_stream)
+            begun = trio.current_time()
+            try:
+                await here.refresh(nursery, model_version=b"", timeout=TIMEOUT)
+            finally:
+                check(here, trio.current_time() - begun)
+                nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+@pytest.mark.parametrize("silent", [1, 6, 30])
+def test_peers_that_others_name_and_that_are_silent_are_not_waited_for_long(silent: int) -> None:
+    def check(here: Directory, seconds: float) -> None:
+        assert len(here.view.records) == silent
+        assert seconds <= TIMEOUT / 2
+
+    refreshing(silent, check)
+
+
+def test_where_nobody_answers_that_is_said_in_time() -> None:
+    def check(here: Directory, seconds: float) -> None:
+        assert seconds == pytest.approx(TIMEOUT)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        refreshing(3, check, asked_answers=False)
+    assert caught.group_contains(SwarmError, match="no peer has answered")
