@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,7 +118,7 @@ class Generating:
             try:
                 self.answer(task)
             except BaseException as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
+                self.failures.append("".join(traceback.format_exception(error)))
             self.slowest = max(self.slowest, monotonic() - self.begun)
             self.begun = 0.0
             self.answers += 1
@@ -373,7 +374,8 @@ def _under_chaos(
     while any(thread.is_alive() for thread in threads):
         pause.wait(0.2)
         check()
-    assert not [failure for client in clients for failure in client.failures]
+    failures = [failure for client in clients for failure in client.failures]
+    assert not failures, f"{failures} after {monotonic() - end + seconds:.0f} s with {dict(chaos.events)}"
     assert all(client.answers for client in clients)
     report = ChaosReport(
         dict(chaos.events),
