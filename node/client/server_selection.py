@@ -138,8 +138,8 @@ class ServerSelection:
     async def _measured(self, peer_ids: Sequence[str], *, patient: bool) -> None:
         """Measures round trips that are old or unknown, and waits for some of the unknown ones.
 
-        Nobody waits twice for the same measurement; where something waits for the route, nor for a peer that was silent
-        when it was measured last.
+        Where a step waits for the route (it is not `patient`), nobody waits twice for the same measurement, nor for a
+        peer that was silent when it was measured last.
         """
         now = trio.current_time()
         known, unknown = [], []
@@ -155,7 +155,7 @@ class ServerSelection:
                 unknown.append(measurement)
         patience = RTT_TIMEOUT if patient else rtt_patience(max(known, default=None))
         for measurement in unknown:
-            with trio.move_on_at(measurement.begun + patience):
+            with trio.move_on_at((now if patient else measurement.begun) + patience):
                 await measurement.done.wait()
 
     def _measuring(self, peer_id: str) -> _Measurement:
