@@ -194,8 +194,8 @@ class Chain:
                 await self._bring(link, standby)
                 standby.ready = True
                 return
-            except (SwarmError, BadInput, ValueError):
-                pass  # nobody else can, or the link has left the chain meanwhile
+            except (SwarmError, BadInput):
+                pass  # nobody else can
         link.standby = None
         link.standby_failed = trio.current_time()
         await close_links(standby.links)
@@ -205,7 +205,9 @@ class Chain:
             raise HistoryLost("what the server held before this process started is not known here")
 
         async def find(excluded: Collection[str]) -> tuple[Hop, ...]:
-            return await self.router.standby(self.spec, self.route, self.links.index(link), excluded)
+            # What took a server's place while a long prompt is on its way joins the chain when that is done.
+            route, index = (self.route, self.links.index(link)) if link in self.links else ((link.server.hop,), 0)
+            return await self.router.standby(self.spec, route, index, excluded)
 
         spec = replace(self.spec, span=link.server.hop.span)
         now, applied = trio.current_time(), link.history.needed(link.history.end)
