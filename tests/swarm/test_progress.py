@@ -138,6 +138,24 @@ def test_a_server_stops_reading_in_the_middle_of_a_long_prompt(slow: float) -> N
 
 
 @SLOW
+def test_replacements_fall_silent_in_the_middle_of_a_long_prompt(slow: float) -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            for left in (3, 4):
+                swarm.start("2:4", announced=QUICK).answers_left = left
+            swarm.start("2:4", announced=USUAL)
+            swarm.slow_down(client, slow)
+            swarm.of(talking.session, 1).answers_left = 1
+            await talking.step(2000)
+            assert talking.session.recoveries >= 2  # a replacement may be overtaken before it is one
+            waits = talking.session.waits.by_cause
+            assert max(waits[cause].longest for cause in ("late", "replace", "switch") if cause in waits) <= LONGEST
+
+    in_virtual_swarm(main)
+
+
+@SLOW
 def test_a_new_session_meets_silent_servers_only_but_for_one(slow: float) -> None:
     async def main(swarm: VirtualSwarm) -> None:
         silent_and_well(swarm, VirtualServer.fall_silent, "0:6")

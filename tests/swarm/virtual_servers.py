@@ -6,6 +6,7 @@ run of it is the same. A server's blocks are a sum over all tokens so far, so th
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -77,6 +78,7 @@ class VirtualServer:
     Attributes:
         seconds: that it computes for a token.
         grants, answers, reads: false, and it keeps its peace instead, on streams that stay open.
+        answers_left: steps that it answers before it keeps its peace.
         answered: steps that it has answered. opened: how often a session was asked of it.
     """
 
@@ -88,6 +90,7 @@ class VirtualServer:
         self.seconds = seconds
         self.grants = self.answers = self.reads = True
         self.draining = False
+        self.answers_left = math.inf
         self.answered = self.opened = 0
         self.others: dict[str, VirtualServer] = {}
         self._held: dict[bytes, _Held] = {}
@@ -158,8 +161,9 @@ class VirtualServer:
         return held
 
     async def _step(self, held: _Held, step: wire.Step, chunk: WireTensor, *, pushed: bool = False) -> None:
-        if not self.answers:
+        if not self.answers or self.answers_left <= 0:
             await trio.sleep_forever()
+        self.answers_left -= 1
         async with held.lock:
             if step.sequence not in held.replies:
                 held.replies[step.sequence] = await self._computed(held, step, chunk, pushed)
