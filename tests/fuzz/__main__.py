@@ -12,23 +12,13 @@ import warnings
 from types import FrameType
 
 from tests.fuzz.harness import Failure, Report, Target, run
+from tests.fuzz.targets import all_targets
 
 _SLOW = 2.0
 """Seconds of processor time that no input may take."""
 _STUCK = 30.0
 _SHOWN = 5
 """Failures of one target that are told in full."""
-
-
-def all_targets() -> tuple[Target, ...]:
-    from tests.fuzz.clients import TARGETS as CLIENTS
-    from tests.fuzz.connections import TARGETS as CONNECTIONS
-    from tests.fuzz.files import TARGETS as FILES
-    from tests.fuzz.parsers import TARGETS as PARSERS
-    from tests.fuzz.peers import TARGETS as PEERS
-    from tests.fuzz.server import TARGETS as SERVER
-
-    return (*PARSERS, *FILES, *PEERS, *SERVER, *CLIENTS, *CONNECTIONS)
 
 
 def main() -> int:

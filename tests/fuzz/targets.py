@@ -1,0 +1,11 @@
+"""All targets in one table: what strangers send to a node, and files that they hand to a person."""
+
+from __future__ import annotations
+
+from tests.fuzz import clients, connections, files, parsers, peers, server
+from tests.fuzz.harness import Target
+
+
+def all_targets() -> tuple[Target, ...]:
+    """Each with a name of its own."""
+    return tuple(target for room in (parsers, files, peers, server, clients, connections) for target in room.TARGETS)
