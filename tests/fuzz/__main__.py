@@ -11,12 +11,14 @@ import sys
 import warnings
 from types import FrameType
 
-from tests.fuzz.harness import Failure, Report, Target, run
+from tests.fuzz.harness import Failure, Report, Target, grown, run
 from tests.fuzz.targets import all_targets
 
 _SLOW = 2.0
 """Seconds of processor time that no input may take."""
 _STUCK = 30.0
+_KEPT = 4096
+"""Bytes that an input may leave behind: a table that is bounded grows for a while."""
 _SHOWN = 5
 """Failures of one target that are told in full."""
 
@@ -25,6 +27,7 @@ def main() -> int:
     options = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     options.add_argument("--inputs", type=int, default=1_000_000, help="of all targets together")
     options.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    options.add_argument("--memory", type=int, default=40, help="inputs of each target whose memory is watched")
     options.add_argument("--target", help="only those whose name has this in it")
     options.add_argument("--number", type=int, help="only this input, to see a failure again")
     given = options.parse_args()
@@ -42,6 +45,7 @@ def main() -> int:
         if report.slowest > _SLOW:
             what = f"took {report.slowest:.1f} s of processor time"
             report.failures.append(Failure(target.name, report.slowest_number, what))
+        report.failures += _memory(target, given.seed, given.memory)
         reports.append(report)
         told = f"{report.inputs:9,} {report.seconds:8.1f} {report.slowest:7.3f}s {len(report.failures):8}"
         print(f"{target.name:32} {told}", flush=True)
@@ -49,6 +53,18 @@ def main() -> int:
     inputs, failures = sum(report.inputs for report in reports), sum(len(report.failures) for report in reports)
     print(f"{'all':32} {inputs:9,} {sum(report.seconds for report in reports):8.1f} {'':8} {failures:8}")
     return 1 if failures else 0
+
+
+def _memory(target: Target, seed: int, inputs: int) -> list[Failure]:
+    if not inputs:
+        return []
+    kept, above, number = grown(target, seed, inputs)
+    failures = []
+    if kept > _KEPT * inputs:
+        failures.append(Failure(target.name, 0, f"{kept / inputs:,.0f} bytes of an input are kept"))
+    if above > 0:
+        failures.append(Failure(target.name, number, f"took {above:,} bytes more than it may"))
+    return failures
 
 
 def _watched(target: Target, number: int) -> None:

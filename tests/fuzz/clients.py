@@ -176,10 +176,10 @@ def _target(name: str, share: int, talk: Callable[[Any], Awaitable[None]], kind:
     async def opened() -> AsyncIterator[_Client]:
         yield _Client(talk, kind)
 
-    return Target(name, share, lambda mutator: mutator, opened, seconds=1000.0, peak=64 << 20)
+    return Target(name, share, lambda mutator: mutator, opened, seconds=1000.0, peak=4 << 20)
 
 
 TARGETS: Final[tuple[Target, ...]] = (
-    _target("answers to steps", 3, _session, wire.InferenceFrame),
-    _target("answers to batches", 3, _batches, wire.BatchFrame),
+    _target("answers to steps", 4, _session, wire.InferenceFrame),
+    _target("answers to batches", 4, _batches, wire.BatchFrame),
 )

@@ -385,7 +385,7 @@ def _said(mutator: Mutator, protocols: Mapping[str, tuple[Message, ...]], path: 
         if mutator.chance(0.2):
             data = mutator.bytes(data)
         # One window of the specification is what a peer may send before it is granted more.
-        said += [(stream, portion) for portion in mutator.split(data[: 200 * 1024])]
+        said += [(stream, portion) for portion in mutator.split(data[: 64 * 1024])]
     if mutator.chance(0.3):
         mutator.random.shuffle(said)
     return Opened(tuple(said), mutator.random.choice((FIN, RST, 0)), path)
@@ -476,9 +476,9 @@ TARGETS: Final[tuple[Target, ...]] = (
         partial(_yamux_connection, True),
     ),
     Target("handshakes", 2, _tampered, handshakes),
-    Target("NAT, identify and relay", 5, _to_services, partial(node_host, "nat"), seconds=400.0),
-    Target("Kademlia", 3, lambda mutator: _said(mutator, _KAD, _DIRECT), partial(node_host, "table"), seconds=400.0),
+    Target("NAT, identify and relay", 3, _to_services, partial(node_host, "nat"), seconds=400.0),
+    Target("Kademlia", 2, lambda mutator: _said(mutator, _KAD, _DIRECT), partial(node_host, "table"), seconds=400.0),
     Target(
-        "gossipsub", 3, lambda mutator: _said(mutator, _MESHSUB, _DIRECT), partial(node_host, "gossip"), seconds=400.0
+        "gossipsub", 2, lambda mutator: _said(mutator, _MESHSUB, _DIRECT), partial(node_host, "gossip"), seconds=400.0
     ),
 )

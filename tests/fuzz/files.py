@@ -279,18 +279,18 @@ def _read_chat(folder: Path) -> None:
 
 
 TARGETS: Final[tuple[Target, ...]] = (
-    file_target("GGUF file", 4, _gguf_file, lambda folder: read_gguf_header(folder / "model.gguf"), ModelError),
+    file_target("GGUF file", 12, _gguf_file, lambda folder: read_gguf_header(folder / "model.gguf"), ModelError),
     file_target("model folder", 8, _model_files, _read_model, ModelError),
     file_target("adapter folder", 8, _adapter_files, _read_adapter, BadInput),
     file_target(
         "note of an adapter",
-        3,
+        10,
         lambda mutator: {"n": as_json(mutator, _NOTE)},
         lambda folder: parse_note((folder / "n").read_bytes(), "n"),
         BadInput,
     ),
-    file_target("dataset", 5, _dataset, lambda folder: read_dataset(folder / "examples.jsonl").labels, BadInput),
-    file_target("machines", 6, _machines, _read_machines, BadInput),
+    file_target("dataset", 10, _dataset, lambda folder: read_dataset(folder / "examples.jsonl").labels, BadInput),
+    file_target("machines", 12, _machines, _read_machines, BadInput),
     file_target(
         "saved conversation",
         3,

@@ -53,7 +53,7 @@ class Target:
     make: Callable[[Mutator], Any]
     open: Callable[[], AbstractAsyncContextManager[Subject]]
     seconds: float = 60.0
-    peak: int = 8 << 20
+    peak: int = 2 << 20
 
 
 @dataclass(frozen=True)

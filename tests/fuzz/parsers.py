@@ -373,18 +373,18 @@ _MANIFEST: Final = wire.Manifest(
 )
 
 TARGETS: Final[tuple[Target, ...]] = (
-    parser("announcement", 10, _announcement, _read_announcement, BadAnnouncement),
+    parser("announcement", 12, _announcement, _read_announcement, BadAnnouncement),
     parser("directory page", 4, _page, _read_page, BadAnnouncement),
     parser("value in the table", 2, _table_value, _read_table_value, BadAnnouncement),
     parser("node info", 1, mutated(NodeInfo("server", "1", "x", None, 1, 2, 3.0).to_frame().node), _read_node_info),
     parser("receipt and pledge", 5, _receipt, _read_receipt, ValueError),
     parser("evidence file", 8, bundle_bytes, _read_bundle, BadBundle, NotProven),
     parser("evidence by gossip", 5, notice_bytes, _Gossip().read, BadEvidenceMessage),
-    parser("tensor", 8, _tensor, _read_tensor, TensorError),
-    parser("names of an adapter's tensors", 4, _adapter_names, _read_adapter_names, ValueError),
-    parser("address", 8, _address, _read_address),
-    parser("binary address", 5, _binary_address, _read_binary_address, BadAnnouncement),
-    parser("mDNS record", 6, _txt, read_txt),
-    parser("terms and payment", 6, _opening, _Payments().read, Refusal),
-    parser("manifest", 4, mutated(_MANIFEST), Manifest.from_wire, ModelError),
+    parser("tensor", 30, _tensor, _read_tensor, TensorError),
+    parser("names of an adapter's tensors", 20, _adapter_names, _read_adapter_names, ValueError),
+    parser("address", 30, _address, _read_address),
+    parser("binary address", 8, _binary_address, _read_binary_address, BadAnnouncement),
+    parser("mDNS record", 12, _txt, read_txt),
+    parser("terms and payment", 16, _opening, _Payments().read, Refusal),
+    parser("manifest", 20, mutated(_MANIFEST), Manifest.from_wire, ModelError),
 )

@@ -303,9 +303,9 @@ _SHORT: Final = 4096
 _PONG: Final = wire.DirectoryFrame(ping=wire.Ping(payload=b"\0"))
 
 TARGETS: Final[tuple[Target, ...]] = (
-    Target("questions to a node", 8, _to_node, _node, 400.0, peak=16 << 20),
-    Target("orders for points", 3, _orders, _issuer, 4000.0),
-    Target("offers to an auditor", 4, _offers_of, _auditor, 400.0, peak=16 << 20),
+    Target("questions to a node", 8, _to_node, _node, 400.0, peak=4 << 20),
+    Target("orders for points", 1, _orders, _issuer, 4000.0),
+    Target("offers to an auditor", 4, _offers_of, _auditor, 400.0, peak=4 << 20),
     asking("asked for records", 3, _pull, _page_answers, wire.DirectoryFrame, max_header=Directory.max_header),
     asking(
         "asked for a ping", 1, _measure, _of(wire.DirectoryFrame(ping=wire.Ping(payload=b"\0"))), wire.DirectoryFrame

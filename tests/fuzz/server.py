@@ -319,7 +319,7 @@ LONGEST: Final = 2400.0
 """Seconds: a session that asks for nothing is kept for half an hour."""
 
 TARGETS: Final[tuple[Target, ...]] = (
-    Target("sessions and pushes", 5, _sessions_of, opened, LONGEST, peak=64 << 20),
-    Target("batches", 3, _batches_of, opened, LONGEST, peak=64 << 20),
-    Target("adapters from clients", 3, _adapters_of, opened, LONGEST, peak=64 << 20),
+    Target("sessions and pushes", 3, _sessions_of, opened, LONGEST, peak=16 << 20),
+    Target("batches", 2, _batches_of, opened, LONGEST, peak=16 << 20),
+    Target("adapters from clients", 2, _adapters_of, opened, LONGEST, peak=16 << 20),
 )

@@ -202,4 +202,4 @@ def asking(
     async def opened() -> AsyncIterator[Talk]:
         yield Talk(lambda _: handle)
 
-    return Target(name, share, make, opened, seconds, peak=16 << 20)
+    return Target(name, share, make, opened, seconds, peak=4 << 20)
