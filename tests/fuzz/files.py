@@ -58,7 +58,8 @@ def file_target(
         with tempfile.TemporaryDirectory() as folder:
             yield Reader(Path(folder))
 
-    return Target(name, share, make, opened)
+    # `read` of a file takes as many bytes as it is allowed to give, before it knows how many there are.
+    return Target(name, share, make, opened, peak=300 << 20)
 
 
 def as_json(mutator: Mutator, content: Any) -> bytes:
