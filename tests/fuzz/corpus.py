@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import cache
 from typing import Any, Final
 
 from petalnode.crypto.canonical import digest
@@ -30,6 +31,7 @@ NOW: Final = time.time()
 NOW_MS: Final = int(NOW * 1000)
 
 
+@cache
 def pledge_of(server: Identity) -> Pledge:
     until = NOW_MS + 10_000_000
     voucher = sign_voucher(VALIDATOR, server.peer_id, 10, until)
@@ -40,7 +42,12 @@ def pledge_of(server: Identity) -> Pledge:
 
 
 def announcement(server: Identity = ATTACKER) -> wire.Announcement:
-    return Announcement(
+    return wire.Announcement.FromString(_announcement(server))
+
+
+@cache
+def _announcement(server: Identity) -> bytes:
+    made = Announcement(
         peer_id=server.peer_id,
         model_version=VERSION,
         model_name="model",
@@ -75,7 +82,8 @@ def announcement(server: Identity = ATTACKER) -> wire.Announcement:
         pledge=pledge_of(server),
         device="cpu",
         credits_of=(VALIDATOR.peer_id,),
-    ).to_wire()
+    )
+    return made.to_wire().SerializeToString()
 
 
 def receipt(server: Identity = ATTACKER, **fields: Any) -> Receipt:
@@ -118,11 +126,13 @@ def opening() -> wire.Open:
     )
 
 
+@cache
 def clearing(spender: Identity = ATTACKER, recipient: Identity = SERVER) -> Clearing:
     order = Transfer(VALIDATOR.peer_id, spender.peer_id, recipient.peer_id, 1000, 1, NOW_MS + 100_000).signed(spender)
     return Clearing(order, NOW_MS).signed(VALIDATOR)
 
 
+@cache
 def orders() -> list[CreditQuery | Transfer | DepositOrder]:
     issuer, own = VALIDATOR.peer_id, ATTACKER.peer_id
     return [
@@ -132,11 +142,17 @@ def orders() -> list[CreditQuery | Transfer | DepositOrder]:
     ]
 
 
+@cache
 def equivocation() -> Bundle:
     return equivocation_bundle(OTHER, ATTACKER.peer_id, receipt(), receipt(reply_hash=sha256(b"something else")))
 
 
 def broken_pledge() -> wire.Evidence:
+    return wire.Evidence.FromString(_broken_pledge())
+
+
+@cache
+def _broken_pledge() -> bytes:
     pledge, opened = pledge_of(ATTACKER), opening()
     root = root_of(opened, OTHER.peer_id, EPOCH, pledge.hash())
     outside = receipt(dtype="float16", previous_receipt=root, adapter=b"")
@@ -150,7 +166,7 @@ def broken_pledge() -> wire.Evidence:
         time_ms=NOW_MS,
     )
     evidence.pledge.CopyFrom(announcement().pledge)
-    return evidence
+    return evidence.SerializeToString()
 
 
 def accused(statement: bytes, payloads: dict[str, bytes], accuser: Identity = OTHER) -> Bundle:

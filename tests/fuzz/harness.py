@@ -192,6 +192,7 @@ async def _grown(target: Target, seed: int, inputs: int) -> tuple[int, int, int]
     highest, number_of_highest = -target.peak, 0
     with _errors():
         async with target.open() as subject:
+            gc.freeze()  # what there is already need not be looked through again
             tracemalloc.start()
             try:
                 sizes = []
@@ -209,6 +210,7 @@ async def _grown(target: Target, seed: int, inputs: int) -> tuple[int, int, int]
                     sizes.append(tracemalloc.get_traced_memory()[0])
             finally:
                 tracemalloc.stop()
+                gc.unfreeze()
     return min(sizes[2] - sizes[1], sizes[1] - sizes[0]), highest, number_of_highest
 
 

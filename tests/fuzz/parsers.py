@@ -159,7 +159,7 @@ def _read_node_info(data: bytes) -> None:
 
 def _receipt(mutator: Mutator) -> tuple[bytes, bytes]:
     announced = corpus.announcement()
-    return mutator.message(receipt_to_wire(corpus.receipt())), mutator.message(announced.pledge)
+    return mutator.message(_RECEIPT), mutator.message(announced.pledge)
 
 
 def _read_receipt(given: tuple[bytes, bytes]) -> None:
@@ -189,7 +189,7 @@ def _resigned(mutator: Mutator, evidence: wire.Evidence) -> None:
 def bundle_bytes(mutator: Mutator) -> bytes:
     """The file of a bundle: with another statement that is signed, or with other bytes around it."""
     base = mutator.random.choice((corpus.equivocation().evidence, corpus.broken_pledge()))
-    evidence = parsed(wire.Evidence, mutator.message(base)) or base
+    evidence = parsed(wire.Evidence, mutator.message(base)) or corpus.broken_pledge()
     _resigned(mutator, evidence)
     statement = evidence.SerializeToString() if mutator.chance(0.8) else mutator.message(base)
     payloads = {"output": b"12345678", "input.0": b"1234", mutator.random.choice(("kept.0", "", "\0", "x" * 99)): b""}
@@ -368,6 +368,7 @@ class _Payments:
             self._verifier.give_back(self._verifier.take(opened, ATTACKER.peer_id, terms))
 
 
+_RECEIPT: Final = receipt_to_wire(corpus.receipt())
 _MANIFEST: Final = wire.Manifest(
     config=b'{"model_type":"llama"}', embeddings=bytes(32), blocks=[bytes(32)] * 3, head=bytes(32)
 )
