@@ -9,6 +9,8 @@ SERVERS ?= 3
 JOBS ?= 3
 # For `make coverage`.
 TESTS ?= tests
+# Inputs of `make fuzz`, of all targets together.
+FUZZ ?= 1000000
 
 # Tests start Python dozens of times: what it has compiled is for the next one, whatever the person's shell says.
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,7 +22,7 @@ ONLY ?=
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
 
-.PHONY: setup links nat-tools demo test test-unit coverage mutants format lint types check clean
+.PHONY: setup links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz
 
 setup: $(VENV)/.ready links
 
@@ -52,6 +54,10 @@ coverage: setup nat-tools
 # Puts small faults into the code, one at a time, and says which of them no test notices (build/mutants.txt).
 mutants: setup
 	nice -n 5 $(BIN)/python -W ignore -m tests.mutants --count $(MUTANTS) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
+
+# What strangers send, changed at random, to every parser and handler; it prints the seed, and how to see a failure again.
+fuzz: setup
+	nice -n 10 $(BIN)/python -m tests.fuzz --inputs $(FUZZ)
 
 nat-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v ip && command -v iptables-restore; } >/dev/null; then \
