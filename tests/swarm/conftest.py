@@ -3,10 +3,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.swarm.processes import Node, Nodes, nodes
+
+if TYPE_CHECKING:
+    from petalnode.node.testing.memory_servers import MemorySwarm
 
 CONTEXT = 4096
 """Positions of the tiny Llama: long enough that an answer can be interrupted."""
@@ -71,6 +75,38 @@ def shared_swarm(node_starter: Nodes, models: Path) -> SharedSwarm:
     for node in started:
         node.ready  # noqa: B018  (waits)
     return SharedSwarm(peer, (started[0], started[1], started[2]), (started[3], started[4]), models)
+
+
+@dataclass(frozen=True)
+class ServedInMemory:
+    """What `SharedSwarm` serves, on servers in memory: for tests of what is computed, whatever carries it."""
+
+    swarm: MemorySwarm
+    models: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.models / "tiny-llama"
+
+    def serve(self, folder: Path, blocks: str) -> None:
+        self.swarm.start(folder, blocks, cache_tokens=100_000).ready  # noqa: B018  (waits)
+
+    def open(self, kind: Any, folder: Path | None = None, **options: Any) -> Any:
+        """`kind.from_pretrained`, by default of tiny-llama."""
+        return self.swarm.open_model(kind, folder or self.folder, **options)
+
+
+@pytest.fixture(scope="module")
+def served_in_memory(models: Path) -> Iterator[ServedInMemory]:
+    from petalnode.node.testing.memory_servers import memory_swarm
+
+    with memory_swarm() as swarm:
+        served = ServedInMemory(swarm, models)
+        for blocks in ("0:2", "2:4", "4:6"):
+            served.serve(served.folder, blocks)
+        for name in ("tiny-gpt2", "tiny-gemma3"):
+            served.serve(models / name, "0:6")
+        yield served
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from petalnode.crypto.credits import Clearing
+from petalnode.crypto.credits import Clearing, Credit
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
 from petalnode.node.credits.ledger import FORFEIT_SHARE, Ledger
@@ -28,21 +28,26 @@ from tests.swarm.processes import Node, Nodes, Outcome, petalnode
 from tests.swarm.raw import RawSession
 
 CACHE = 200
-ENOUGH = 3 * CACHE
+ENOUGH = 6 * CACHE
+"""Points that the server has earned when the tests begin: as many as all of them together spend."""
 ISSUER = Identity.from_seed(b"v" * 32)
 ACCUSER = Identity.from_seed(b"a" * 32)
-OWNER = Identity.from_seed(b"o" * 32)
 
 
 @dataclass
 class PointsSwarm:
-    """tiny-llama on one server, which trusts the one validator; both have met at the server."""
+    """tiny-llama on one server, which trusts the one validator; both have met at the server.
+
+    The server has `earned` points; from then on the validator probes nobody. Each test spends what it has been given
+    by `funded`, and leaves the two as it found them.
+    """
 
     nodes: Nodes
     folder: Path
     server: Node
     validator: Node
     port: int = 0
+    earned: int = 0
 
     @property
     def validator_address(self) -> str:
@@ -84,6 +89,15 @@ def points(node_starter: Nodes, home: Path, models: Path) -> Iterator[PointsSwar
         *("--trust-validator", ISSUER.peer_id),
     )
     made = PointsSwarm(node_starter, folder, server, start_validator(node_starter, folder, server.address, "0.3"))
+
+    async def until_earned() -> None:
+        async with client(made) as swarm:
+            wallet = Wallet(swarm, made.earner, made.validator_address)
+            await until(wallet, lambda points: points >= ENOUGH)
+            made.earned = (await wallet.credit()).points
+
+    trio.run(until_earned)
+    made.restart_validator("100000")
     yield made
     made.validator.kill()
     server.stop()
@@ -103,6 +117,18 @@ async def until(wallet: Wallet, enough: Callable[[int], bool]) -> None:
         await trio.sleep(0.2)
 
 
+async def funded(swarm: Swarm, points: PointsSwarm, amount: int) -> Identity:
+    """Somebody new whom the server has given so many of its points."""
+    payer = Identity.generate()
+    await Wallet(swarm, points.earner, points.validator_address).transfer(payer.peer_id, amount)
+    return payer
+
+
+async def credit_of(points: PointsSwarm, holder: Identity) -> Credit:
+    async with client(points) as swarm:
+        return await Wallet(swarm, holder, points.validator_address).credit()
+
+
 def credits(points: PointsSwarm, *arguments: str) -> Outcome:
     command, *rest = arguments
     key = ("--key", str(points.nodes.home / "earner.key"))
@@ -110,39 +136,35 @@ def credits(points: PointsSwarm, *arguments: str) -> Outcome:
 
 
 def test_a_server_earns_by_serving_and_its_owner_gets_the_points(points: PointsSwarm) -> None:
-    async def until_earned() -> None:
-        async with client(points) as swarm:
-            wallet = Wallet(swarm, points.earner, points.validator_address)
-            await until(wallet, lambda points: points >= ENOUGH)
-
-    trio.run(until_earned)
-    # From here on it does not probe, and what was earned is still there.
-    points.restart_validator("100000")
+    owner = Identity.generate()
+    assert points.earned >= ENOUGH
+    held = trio.run(credit_of, points, points.earner)
     outcome = credits(points, "balance")
     assert outcome.code == 0, outcome
     (credit,) = outcome.objects
     assert (credit["peer_id"], credit["issuer"]) == (points.server.peer_id, ISSUER.peer_id)
-    assert credit["points"] >= ENOUGH and credit["deposit"] == 0
+    assert credit["points"] == held.points and credit["deposit"] == 0
 
-    outcome = credits(points, "transfer", OWNER.peer_id, str(2 * CACHE))
+    outcome = credits(points, "transfer", owner.peer_id, str(2 * CACHE))
     assert outcome.code == 0, outcome
     (cleared,) = outcome.objects
-    assert (cleared["to"], cleared["points"], cleared["sequence"]) == (OWNER.peer_id, 2 * CACHE, 1)
-
-    async def main() -> None:
-        async with client(points) as swarm:
-            assert (await Wallet(swarm, OWNER, points.validator_address).credit()).points == 2 * CACHE
-            left = (await Wallet(swarm, points.earner, points.validator_address).credit()).points
-            assert left == credit["points"] - 2 * CACHE
-
-    trio.run(main)
-    too_much = credits(points, "transfer", OWNER.peer_id, str(1 << 40))
+    assert (cleared["to"], cleared["points"], cleared["sequence"]) == (owner.peer_id, 2 * CACHE, held.sequence + 1)
+    assert trio.run(credit_of, points, owner).points == 2 * CACHE
+    assert trio.run(credit_of, points, points.earner).points == held.points - 2 * CACHE
+    too_much = credits(points, "transfer", owner.peer_id, str(1 << 40))
     assert too_much.code == 3, too_much
     assert "points are wanted" in too_much.err and "Traceback" not in too_much.err
 
 
+def test_what_was_earned_is_still_there_when_the_validator_comes_back(points: PointsSwarm) -> None:
+    before = trio.run(credit_of, points, points.earner)
+    points.restart_validator("100000")
+    after = trio.run(credit_of, points, points.earner)
+    assert (after.points, after.sequence) == (before.points, before.sequence)
+
+
 def test_only_the_holder_is_told_what_it_has(points: PointsSwarm) -> None:
-    issuer, holder = peer_id_to_bytes(ISSUER.peer_id), peer_id_to_bytes(OWNER.peer_id)
+    issuer, holder = peer_id_to_bytes(ISSUER.peer_id), peer_id_to_bytes(Identity.generate().peer_id)
     forged = wire.CreditQuery(issuer=issuer, holder=holder, time_ms=time.time_ns() // 1_000_000, signature=bytes(64))
     bad = {wire.ERROR_BAD_REQUEST: wire.CreditsFrame(query=wire.CreditQuery(issuer=b"x"))}
     bad[wire.ERROR_NOT_ALLOWED] = wire.CreditsFrame(query=forged)
@@ -158,7 +180,7 @@ def test_only_the_holder_is_told_what_it_has(points: PointsSwarm) -> None:
             stranger = Wallet(swarm, Identity.generate(), points.validator_address)
             assert (await stranger.credit()).points == 0
             with pytest.raises(SwarmError, match="0 are there"):
-                await stranger.transfer(OWNER.peer_id, 1)
+                await stranger.transfer(ISSUER.peer_id, 1)
 
     trio.run(main)
 
@@ -188,37 +210,39 @@ def test_who_has_paid_is_admitted_first_at_a_busy_server(points: PointsSwarm) ->
     order: list[str] = []
 
     async def main() -> None:
-        async with client(points, OWNER) as owner, client(points) as stranger:
-            clearing = await Wallet(owner, OWNER, points.validator_address).transfer(
-                points.server.peer_id, price(1, CACHE)
-            )
-            holder = await opening(stranger, points, CACHE)
-            assert not (await granted(holder)).priority
-            first = await opening(stranger, points, CACHE)
-            await in_line(stranger, points)
-            second = await opening(owner, points, CACHE, clearing)
-            await in_line(owner, points)
-            again = await opening(owner, points, CACHE, clearing)
-            await in_line(owner, points)
+        async with client(points) as stranger:
+            payer = await funded(stranger, points, price(1, CACHE))
+            async with client(points, payer) as owner:
+                await scenario(owner, stranger, payer)
 
-            async def take(name: str, session: RawSession, priority: bool) -> None:
-                assert (await granted(session)).priority is priority, name
-                order.append(name)
-                await session.close()
+    async def scenario(owner: Swarm, stranger: Swarm, payer: Identity) -> None:
+        clearing = await Wallet(owner, payer, points.validator_address).transfer(points.server.peer_id, price(1, CACHE))
+        holder = await opening(stranger, points, CACHE)
+        assert not (await granted(holder)).priority
+        first = await opening(stranger, points, CACHE)
+        await in_line(stranger, points)
+        second = await opening(owner, points, CACHE, clearing)
+        await in_line(owner, points)
+        again = await opening(owner, points, CACHE, clearing)
+        await in_line(owner, points)
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(take, "first, for nothing", first, False)
-                nursery.start_soon(take, "second, paid", second, True)
-                nursery.start_soon(take, "the same payment again", again, False)
-                await holder.close()
+        async def take(name: str, session: RawSession, priority: bool) -> None:
+            assert (await granted(session)).priority is priority, name
+            order.append(name)
+            await session.close()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take, "first, for nothing", first, False)
+            nursery.start_soon(take, "second, paid", second, True)
+            nursery.start_soon(take, "the same payment again", again, False)
+            await holder.close()
 
     trio.run(main)
     assert order == ["second, paid", "first, for nothing", "the same payment again"]
 
 
 def test_chat_pays_a_busy_server_and_no_other(points: PointsSwarm) -> None:
-    key = points.nodes.home / "owner.key"
-    OWNER.save(key)
+    key = points.nodes.home / "payer.key"
     chat = ("chat", str(points.folder), "--peer", points.server.address, "--prompt", "hi", "--max-new-tokens", "3")
     paying = (*chat, "--json", "--identity", str(key), "--credits", points.validator_address)
     refused = petalnode(*chat, "--credits", points.validator_address, env=points.nodes.env)
@@ -226,7 +250,9 @@ def test_chat_pays_a_busy_server_and_no_other(points: PointsSwarm) -> None:
 
     async def main() -> None:
         async with client(points) as stranger:
-            wallet = Wallet(stranger, OWNER, points.validator_address)
+            payer = await funded(stranger, points, CACHE)
+            payer.save(key)
+            wallet = Wallet(stranger, payer, points.validator_address)
             before = (await wallet.credit()).points
             assert before == CACHE
 
@@ -266,7 +292,7 @@ def test_a_killed_validator_has_cleared_once(points: PointsSwarm) -> None:
 
     async def main() -> None:
         async with client(points) as swarm:
-            wallet = Wallet(swarm, points.earner, points.validator_address)
+            wallet = Wallet(swarm, await funded(swarm, points, CACHE), points.validator_address)
             before = await wallet.credit()
             cleared = 0
             killed, seventh = False, trio.Event()
@@ -304,20 +330,26 @@ def test_a_killed_validator_has_cleared_once(points: PointsSwarm) -> None:
 def equivocation(server: Identity) -> Bundle:
     """What would prove that the server has signed two answers to one request."""
     now = time.time_ns() // 1_000_000
-    session = (OWNER.peer_id, bytes(16), bytes(16), 1)
+    session = (Identity.generate().peer_id, bytes(16), bytes(16), 1)
     first = Receipt(1, bytes(32), (0, 6), "float32", "none", *session, bytes(32), b"1" * 32, NO_RECEIPT, b"", now)
     second = replace(first, reply_hash=b"2" * 32)
     return equivocation_bundle(ACCUSER, server.peer_id, first.signed(server), second.signed(server))
 
 
 def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(points: PointsSwarm, home: Path) -> None:
-    """The same server again, with a pledge; then a fault of it is proved."""
+    """A server that holds points, with a pledge; then a fault of it is proved."""
     deposit = 50
-    points.server.stop()
+
+    async def give() -> Identity:
+        async with client(points) as swarm:
+            return await funded(swarm, points, 2 * deposit)
+
+    pledger = trio.run(give)
+    pledger.save(home / "pledger.key")
     pledging = points.nodes.server(
         points.folder,
         "0:6",
-        *("--identity", str(home / "earner.key"), "--pledge", str(deposit), "--deposit-at", points.validator_address),
+        *("--identity", str(home / "pledger.key"), "--pledge", str(deposit), "--deposit-at", points.validator_address),
         peer=points.validator_address,
     )
     pledging.ready  # noqa: B018  (waits)
@@ -334,18 +366,18 @@ def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(po
                         break
                     await trio.sleep(0.2)
                 assert pledge.is_signed and pledge.backed([ISSUER.peer_id]) == deposit
-                assert pledge.backed([OWNER.peer_id]) == 0
-                credit = await Wallet(swarm, points.earner, points.validator_address).credit()
+                assert pledge.backed([ACCUSER.peer_id]) == 0
+                credit = await Wallet(swarm, pledger, points.validator_address).credit()
                 assert credit.deposit == deposit
 
                 accuser = Wallet(swarm, ACCUSER, points.validator_address)
                 assert (await accuser.credit()).points == 0
                 while ISSUER.peer_id not in swarm.gossip.peers():  # noqa: ASYNC110  (told by no event)
                     await trio.sleep(0.1)
-                await swarm.publish_evidence(equivocation(points.earner), recomputed=False)
+                await swarm.publish_evidence(equivocation(pledger), recomputed=False)
                 await until(accuser, lambda points: points > 0)
                 assert (await accuser.credit()).points == deposit // FORFEIT_SHARE
-                after = await Wallet(swarm, points.earner, points.validator_address).credit()
+                after = await Wallet(swarm, pledger, points.validator_address).credit()
                 assert (after.deposit, after.points) == (0, credit.points)
 
     trio.run(main)

@@ -12,7 +12,7 @@ import torch
 from petalnode import AutoDistributedModelForCausalLM, LoraTuning, PromptTuning
 from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.errors import BadInput
-from tests.swarm.conftest import SharedSwarm
+from tests.swarm.conftest import ServedInMemory
 from tests.swarm.plain_tuning import PlainTuning
 from tests.tiny_models import NUM_BLOCKS, VOCABULARY, load_whole
 
@@ -21,11 +21,9 @@ Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def model(shared_swarm: SharedSwarm) -> Iterator[DistributedModelForCausalLM]:
+def model(served_in_memory: ServedInMemory) -> Iterator[DistributedModelForCausalLM]:
     torch.set_num_threads(1)
-    with AutoDistributedModelForCausalLM.from_pretrained(
-        shared_swarm.folder, initial_peers=[shared_swarm.peer]
-    ) as opened:
+    with served_in_memory.open(AutoDistributedModelForCausalLM) as opened:
         yield opened
 
 
@@ -70,12 +68,12 @@ def close(got: torch.Tensor | None, expected: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-gemma3"])
-def test_gradients_are_the_same(name: str, shared_swarm: SharedSwarm) -> None:
-    folder = shared_swarm.models / name
+def test_gradients_are_the_same(name: str, served_in_memory: ServedInMemory) -> None:
+    folder = served_in_memory.models / name
     whole: Any = load_whole(folder).requires_grad_(False)
     ids = tokens()
     mask = (torch.arange(40) >= 3 * torch.arange(12).unsqueeze(1) % 17).long()
-    with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[shared_swarm.peer]) as opened:
+    with served_in_memory.open(AutoDistributedModelForCausalLM, folder) as opened:
         tuned = tuning(opened, r=4, lora_alpha=6)
         weights = copied(tuned)
         assert len(weights) == len(list(tuned.parameters())) >= 2 * NUM_BLOCKS
@@ -90,9 +88,9 @@ def test_gradients_are_the_same(name: str, shared_swarm: SharedSwarm) -> None:
 
 
 def test_training_learns_what_plain_training_learns(
-    model: DistributedModelForCausalLM, shared_swarm: SharedSwarm
+    model: DistributedModelForCausalLM, served_in_memory: ServedInMemory
 ) -> None:
-    whole: Any = load_whole(shared_swarm.folder).requires_grad_(False)
+    whole: Any = load_whole(served_in_memory.folder).requires_grad_(False)
     ids = tokens(6)
     tuned = LoraTuning(model, r=4, target_modules=["o_proj", "mlp.up_proj"], layers_to_transform=[1, 2, 5])
     assert len(list(tuned.parameters())) == 2 * 2 * 3
@@ -113,8 +111,8 @@ def test_training_learns_what_plain_training_learns(
     assert losses[0][-1] < 0.99 * losses[0][0]
 
 
-def test_lora_and_prompts_together(model: DistributedModelForCausalLM, shared_swarm: SharedSwarm) -> None:
-    whole: Any = load_whole(shared_swarm.folder).requires_grad_(False)
+def test_lora_and_prompts_together(model: DistributedModelForCausalLM, served_in_memory: ServedInMemory) -> None:
+    whole: Any = load_whole(served_in_memory.folder).requires_grad_(False)
     ids = tokens(3)
     tuned, prompts = tuning(model), PromptTuning(model, 4, deep=True)
     weights, plain = copied(tuned), PlainTuning(whole, prompts.prompt_embeddings, prompts.deep_prompts)
@@ -128,8 +126,8 @@ def test_lora_and_prompts_together(model: DistributedModelForCausalLM, shared_sw
         close(got.grad, wanted.grad)
 
 
-def test_what_was_learned_generates(model: DistributedModelForCausalLM, shared_swarm: SharedSwarm) -> None:
-    whole: Any = load_whole(shared_swarm.folder)
+def test_what_was_learned_generates(model: DistributedModelForCausalLM, served_in_memory: ServedInMemory) -> None:
+    whole: Any = load_whole(served_in_memory.folder)
     ids = tokens(2, 9)
     tuned = tuning(model)
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}

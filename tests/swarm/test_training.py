@@ -1,4 +1,4 @@
-"""Fine-tuning over real servers gives the gradients that plain transformers gives."""
+"""Fine-tuning over servers, in memory, gives the gradients that plain transformers gives."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from transformers import AutoModelForSequenceClassification
 from petalnode import AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification, PromptTuning
 from petalnode.node.client.api.causal_lm import DistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError
-from tests.swarm.conftest import SharedSwarm
+from tests.swarm.conftest import ServedInMemory
 from tests.swarm.plain_tuning import PlainTuning
-from tests.swarm.processes import Nodes
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole, save_tiny
 
 TOLERANCE = 1e-4
@@ -28,29 +27,24 @@ Folders = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def folders(shared_swarm: SharedSwarm, node_starter: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(served_in_memory: ServedInMemory, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """The folder of a served model by its architecture: Llama is on three servers, the others on one each."""
     own = {name: tmp_path_factory.mktemp("served") / f"tiny-{name}" for name in ("bloom", "mixtral")}
-    started = [
-        node_starter.server(save_tiny(name, folder), "0:6", peer=shared_swarm.peer) for name, folder in own.items()
-    ]
-    for node in started:
-        node.ready  # noqa: B018  (waits)
-    return lambda name: own.get(name) or shared_swarm.models / f"tiny-{name}"
+    for name, folder in own.items():
+        served_in_memory.serve(save_tiny(name, folder), "0:6")
+    return lambda name: own.get(name) or served_in_memory.models / f"tiny-{name}"
 
 
 @pytest.fixture(scope="module")
-def model(shared_swarm: SharedSwarm) -> Iterator[DistributedModelForCausalLM]:
+def model(served_in_memory: ServedInMemory) -> Iterator[DistributedModelForCausalLM]:
     torch.set_num_threads(1)
-    with AutoDistributedModelForCausalLM.from_pretrained(
-        shared_swarm.folder, initial_peers=[shared_swarm.peer]
-    ) as opened:
+    with served_in_memory.open(AutoDistributedModelForCausalLM) as opened:
         yield opened
 
 
 @pytest.fixture
-def whole(shared_swarm: SharedSwarm) -> Any:
-    return load_whole(shared_swarm.folder).requires_grad_(False)
+def whole(served_in_memory: ServedInMemory) -> Any:
+    return load_whole(served_in_memory.folder).requires_grad_(False)
 
 
 def tokens(rows: int = ROWS, count: int = TOKENS, seed: int = 0) -> torch.Tensor:
@@ -94,11 +88,11 @@ def compare(tuned: PromptTuning, plain: PlainTuning, **inputs: Any) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_prompts_of_a_language_model(architecture: str, folders: Folders, shared_swarm: SharedSwarm) -> None:
+def test_prompts_of_a_language_model(architecture: str, folders: Folders, served_in_memory: ServedInMemory) -> None:
     folder = folders(architecture)
     whole = load_whole(folder).requires_grad_(False)
     ids = tokens()
-    with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[shared_swarm.peer]) as opened:
+    with served_in_memory.open(AutoDistributedModelForCausalLM, folder) as opened:
         for tuned in (PromptTuning(opened, PREFIX), deep_tuning(opened)):
             plain = PlainTuning(whole, tuned.prompt_embeddings, tuned.deep_prompts)
             compare(tuned, plain, input_ids=ids, labels=ids)
@@ -115,13 +109,11 @@ def test_prompts_of_a_language_model(architecture: str, folders: Folders, shared
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_classifier(architecture: str, folders: Folders, shared_swarm: SharedSwarm) -> None:
+def test_a_classifier(architecture: str, folders: Folders, served_in_memory: ServedInMemory) -> None:
     folder = folders(architecture)
     whole: Any = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval().requires_grad_(False)
     labels = torch.arange(ROWS) % 3
-    with AutoDistributedModelForSequenceClassification.from_pretrained(
-        folder, num_labels=3, initial_peers=[shared_swarm.peer]
-    ) as opened:
+    with served_in_memory.open(AutoDistributedModelForSequenceClassification, folder, num_labels=3) as opened:
         trained = [name for name, parameter in opened.named_parameters() if parameter.requires_grad]
         assert trained == ["score.weight"]
         whole.score.load_state_dict(opened.score.state_dict())
@@ -187,7 +179,7 @@ class Adapter(nn.Module):
         return hidden + torch.tanh(self.linear(hidden))
 
 
-def test_a_module_between_the_blocks_of_a_model(shared_swarm: SharedSwarm, whole: Any) -> None:
+def test_a_module_between_the_blocks_of_a_model(served_in_memory: ServedInMemory, whole: Any) -> None:
     ids, mask = tokens(3), padded("left", 3)
     torch.manual_seed(0)
     adapter = Adapter()
@@ -196,9 +188,7 @@ def test_a_module_between_the_blocks_of_a_model(shared_swarm: SharedSwarm, whole
     layer.forward = lambda hidden, *rest, **others: forward(adapter(hidden), *rest, **others)
     expected = whole(ids, attention_mask=mask, labels=ids).loss
     expected_gradients = torch.autograd.grad(expected, list(adapter.parameters()))
-    with AutoDistributedModelForCausalLM.from_pretrained(
-        shared_swarm.folder, initial_peers=[shared_swarm.peer]
-    ) as opened:
+    with served_in_memory.open(AutoDistributedModelForCausalLM) as opened:
         blocks = opened.remote_blocks
         opened.remote_blocks = nn.Sequential(blocks[:3], adapter, blocks[3:])
         trained = [parameter for parameter in opened.parameters() if parameter.requires_grad]
@@ -261,7 +251,7 @@ def test_backward_may_run_twice_and_in_other_threads(model: DistributedModelForC
     assert len(found) == 2 and torch.equal(found[0], found[1])
 
 
-def test_two_clients_train_different_things_on_the_same_servers(shared_swarm: SharedSwarm) -> None:
+def test_two_clients_train_different_things_on_the_same_servers(served_in_memory: ServedInMemory) -> None:
     ids = tokens(6)
 
     def language(model: Any) -> list[torch.Tensor]:
@@ -282,12 +272,9 @@ def test_two_clients_train_different_things_on_the_same_servers(shared_swarm: Sh
             optimiser.step()
         return [parameter.detach() for parameter in trained]
 
-    peers = [shared_swarm.peer]
     with (
-        AutoDistributedModelForCausalLM.from_pretrained(shared_swarm.folder, initial_peers=peers) as first,
-        AutoDistributedModelForSequenceClassification.from_pretrained(
-            shared_swarm.folder, initial_peers=peers
-        ) as second,
+        served_in_memory.open(AutoDistributedModelForCausalLM) as first,
+        served_in_memory.open(AutoDistributedModelForSequenceClassification) as second,
     ):
         alone = [*language(first), *classes(second)]
         results: dict[str, list[torch.Tensor]] = {}
@@ -350,10 +337,10 @@ def test_what_cannot_be_sent_is_said(model: DistributedModelForCausalLM) -> None
         (blocks(hidden.requires_grad_()) * float("inf")).sum().backward()
 
 
-def test_a_model_that_nobody_serves(shared_swarm: SharedSwarm) -> None:
-    other = shared_swarm.models / "other-llama"
+def test_a_model_that_nobody_serves(served_in_memory: ServedInMemory) -> None:
+    other = served_in_memory.models / "other-llama"
     with (
-        AutoDistributedModelForCausalLM.from_pretrained(other, initial_peers=[shared_swarm.peer]) as opened,
+        served_in_memory.open(AutoDistributedModelForCausalLM, other) as opened,
         pytest.raises(NoChainError, match="it serves"),
     ):
         opened(tokens(1), labels=tokens(1))
