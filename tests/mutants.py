@@ -51,7 +51,7 @@ _WIRE: Final = (
     "adapter_folder dialogue swarm_view remembered addresses priority admission memory_streams chains spans"
 )
 _JUDGED: Final = "judging recomputation verdict substitution compared_chains bundle evidence receipt_log trust rewards"
-_SERVED: Final = "admission priority cache_budget compute_order training_protocol deferred_backward span_input"
+_SERVED: Final = "pushes admission priority cache_budget compute_order training_protocol deferred_backward span_input"
 _ATTACKS: Final = ("attacks/test_*",)
 _MEMORY: Final = ("swarm/test_inference_wire", "swarm/test_training_wire", "swarm/test_cheating_server")
 TESTS: Final[dict[str, tuple[str, ...]]] = {

@@ -2,7 +2,7 @@
 
 Left alone by rule: code outside of functions (types, tables, constants of limits and time-outs), annotations, defaults
 of arguments, docstrings, `__repr__` and `__str__`, what is said in errors, logs and f-strings, arguments that are
-time-outs, and what is asserted for mypy.
+time-outs, `strict` of zip, and what is asserted for mypy.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _left_alone(parent: ast.AST, field: str, node: ast.AST) -> bool:
     if isinstance(parent, ast.Raise) or isinstance(node, ast.JoinedStr | ast.Assert | ast.ClassDef):
         return True
     if isinstance(node, ast.keyword):
-        return (node.arg or "").endswith(_TIMES)
+        return (node.arg or "").endswith((*_TIMES, "strict"))
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         names = [found.id for found in ast.walk(node.value.func) if isinstance(found, ast.Name)]
         return bool(_LOGS & set(names))
