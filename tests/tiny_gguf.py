@@ -21,6 +21,7 @@ def write_tiny_gguf(
     fine_norms: bool = False,
     said_feed_forward: int = FEED_FORWARD,
     extra: dict[str, np.ndarray] | None = None,
+    without: str = "",
 ) -> Path:
     """Writes a Llama of 3 blocks whose matrices are stored as `quantisation`, and returns `file`.
 
@@ -28,6 +29,7 @@ def write_tiny_gguf(
         fine_norms: gives the norms values that half precision does not have.
         said_feed_forward: what the metadata claims of the feed-forward's width.
         extra: more float32 tensors, by GGUF name.
+        without: the name of a tensor that is left out.
     """
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_name("tiny")
@@ -57,6 +59,7 @@ def write_tiny_gguf(
             f"blk.{block}.ffn_down": (HIDDEN, FEED_FORWARD),
         }
     kind = gguf.GGMLQuantizationType[quantisation]
+    shapes.pop(without.removesuffix(".weight"), None)
     for name, shape in shapes.items():
         if len(shape) == 1:
             norm = np.full(shape, 1.25, np.float32)

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.client.chunks import to_chunks
 from petalnode.node.errors import NoChainError, SwarmError
+from petalnode.node.testing.inspection import call, session_of
 from petalnode.node.testing.memory_servers import MemoryServer
 from tests.slowness import Slowness
 from tests.swarm.faulty_server import FAULTS, order
@@ -316,6 +319,37 @@ def test_a_rollback_is_not_forgotten(model: Model, fleet: Fleet) -> None:
         assert session.position == 11 and session.recoveries == 3
     sequence = torch.cat([hidden[:, :7], other[:, 7:9], hidden[:, 9:11]], dim=1)
     assert (out - model.remote_blocks(sequence)[:, -2:]).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("reorder", [(), (1, 0)])
+def test_a_step_that_is_cut_off_changes_nothing_or_ends_the_session(
+    reorder: tuple[int, ...], model: Model, pool: MemoryPool
+) -> None:
+    """Nobody knows at which servers rows have changed places: their beams would go on with each other's caches."""
+    hidden = torch.randn(2, 6, HIDDEN, generator=torch.Generator().manual_seed(0))
+    with model.inference_session(max_length=12) as session:
+        session.step(hidden[:, :3])
+        inner = session_of(session)
+        chunks = to_chunks(hidden[:, 3:4], inner.spec.codec, inner.max_step_tokens)
+        chain = [pool.of(peer_id) for peer_id, _ in session.route]
+        chain[-1].freeze()
+
+        async def cut_off() -> None:
+            with trio.move_on_after(0.1) as scope:
+                await inner.step(chunks, reorder)
+            assert scope.cancelled_caught
+
+        call(model, cut_off)
+        chain[-1].thaw()
+        if reorder:
+            for later in ((), (0, 1)):
+                with pytest.raises(SwarmError, match="changed places"):
+                    session.step(hidden[:, 3:4], reorder=later)
+            assert session.position == 3
+        else:
+            out = session.step(hidden[:, 3:])
+            assert session.position == 6
+            assert (out - model.remote_blocks(hidden)[:, 3:]).abs().max() <= TOLERANCE
 
 
 def test_rows_that_changed_places_stay_there(model: Model, fleet: Fleet) -> None:

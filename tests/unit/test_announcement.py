@@ -24,6 +24,7 @@ from petalnode.protocols.announcement import (
 )
 from petalnode.protocols.directory import MAX_PAGE, NodeInfo, last_peer_id, open_records, records_page
 from petalnode.protocols.ids import Span
+from tests.statements import pledge_of
 
 NOW = 1_800_000_000.0
 SERVER = Identity.from_seed(b"s" * 32)
@@ -81,6 +82,14 @@ def test_an_announcement_of_another_or_by_another_key_is_refused():
         sign_announcement(OTHER, announcement())
     with pytest.raises(BadAnnouncement, match="signature"):
         open_signed(signed_message(announcement().to_wire(), OTHER), now=NOW)
+
+
+def test_another_server_s_pledge_is_refused():
+    pledges = [pledge_of(by, OTHER, span=(3, 9), quantisation="none", from_ms=1, until_ms=2) for by in (SERVER, OTHER)]
+    own = sign_announcement(SERVER, announcement(pledge=pledges[0]))
+    assert open_signed(own.to_wire(), now=NOW).content.pledge == pledges[0]
+    with pytest.raises(BadAnnouncement, match="another server"):
+        open_signed(signed_message(announcement(pledge=pledges[1]).to_wire()), now=NOW)
 
 
 def test_a_changed_bit_is_refused():

@@ -178,6 +178,15 @@ def test_weights_that_do_not_fit_their_architecture_are_named(tmp_path: Path) ->
         resolve(write_tiny_gguf(tmp_path / "tiny.gguf", said_feed_forward=128))
 
 
+@pytest.mark.parametrize(
+    ("without", "missing"), [("blk.1.attn_norm.weight", "1.input_layernorm"), ("output_norm.weight", "norm")]
+)
+def test_a_file_that_leaves_a_tensor_out_is_not_imported(tmp_path: Path, without: str, missing: str) -> None:
+    """Its block would compute with whatever weights a new model begins with."""
+    with pytest.raises(ModelError, match=rf"lacks weights of its architecture: model\.(layers\.)?{missing}\.weight\."):
+        resolve(write_tiny_gguf(tmp_path / "tiny.gguf", without=without))
+
+
 def test_a_failed_import_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     extra = {"blk.0.surprise.weight": np.zeros(4, np.float32)}
     with pytest.raises(ModelError, match=r"blk\.0\.surprise\.weight"):

@@ -105,6 +105,8 @@ def test_who_has_not_measured_yet_is_taken_for_average() -> None:
 def test_loading_and_caches_make_a_move_dearer() -> None:
     swarm = [said("a"), said("b", load_seconds=20.0), said("c", cache_tokens=100, cache_tokens_free=50)]
     assert [server.reload_weight for server in observe_servers(swarm, BLOCKS).servers] == [1.0, 2.0, 1.5]
+    fuller = [said("d", cache_tokens=100, cache_tokens_free=25), said("e", cache_tokens=100, cache_tokens_free=100)]
+    assert [server.reload_weight for server in observe_servers(fuller, BLOCKS).servers] == [1.75, 1.0]
 
 
 def test_absurd_announcements_are_corrected_or_left_out_and_named() -> None:

@@ -9,10 +9,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from petalnode.node.client.deadlines import RETRY_INTERVAL
+from petalnode.node.client.deadlines import NOT_ALLOWED_SECONDS, RETRY_INTERVAL, SUSPECT_SECONDS
 from petalnode.node.client.request import ServerRefused
-from petalnode.node.client.router import ServerSearch
-from petalnode.node.errors import NoChainError, ServerFailed
+from petalnode.node.client.router import ServerSearch, note_failure
+from petalnode.node.errors import NoChainError, ServerCheated, ServerFailed
 from petalnode.protocols import wire_pb2 as wire
 
 NOBODY = NoChainError("nobody holds block 3", (3,))
@@ -28,12 +28,18 @@ class Client:
     def __init__(self) -> None:
         self.refreshed = 0
         self.suspected: list[str] = []
+        self.suspected_for: list[float] = []
+        self.accused: list[tuple[str, str]] = []
 
     async def refresh(self) -> None:
         self.refreshed += 1
 
     def suspect(self, peer_id: str, seconds: float) -> None:
         self.suspected.append(peer_id)
+        self.suspected_for.append(seconds)
+
+    def accuse(self, peer_id: str, reason: str, proof: object) -> None:
+        self.accused.append((peer_id, reason))
 
 
 def searching(
@@ -88,3 +94,14 @@ def test_who_waits_does_so_for_ever() -> None:
         assert client.refreshed == 500 and not search.refused
 
     run(main)
+
+
+def test_who_will_never_take_this_client_is_not_asked_for_long_and_who_is_full_is_soon() -> None:
+    client: Any = Client()
+    for error in (GONE, FULL, ServerRefused("server c refused: who are you?", "c", wire.ERROR_NOT_ALLOWED)):
+        note_failure(client, error)
+    assert client.suspected == ["a", "b", "c"] and not client.accused
+    assert client.suspected_for == [SUSPECT_SECONDS, SUSPECT_SECONDS, NOT_ALLOWED_SECONDS]
+    assert NOT_ALLOWED_SECONDS > 10 * SUSPECT_SECONDS
+    note_failure(client, ServerCheated("server d cheated: forged", "d"))
+    assert client.accused == [("d", "server d cheated: forged")] and client.suspected == ["a", "b", "c"]
