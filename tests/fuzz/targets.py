@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from tests.fuzz import clients, connections, files, parsers, peers, server
+from tests.fuzz import answers, clients, connections, files, parsers, peers, server
 from tests.fuzz.harness import Target
 
 
 def all_targets() -> tuple[Target, ...]:
     """Each with a name of its own."""
-    return tuple(target for room in (parsers, files, peers, server, clients, connections) for target in room.TARGETS)
+    return tuple(
+        target for room in (parsers, answers, files, peers, server, clients, connections) for target in room.TARGETS
+    )
