@@ -55,8 +55,11 @@ _MAX_LOGGED: Final = 1000
 _PINGS: Final = 4  # of a measurement of a round trip
 _FAR: Final = 0.02  # seconds of a round trip in which the few milliseconds that opening a stream takes are lost
 _AGREE: Final = 1.5  # times one round trip that another one of the same way takes at most, if nothing held it up
-_BURST: Final = 300  # frames at once from one stream, and
+_BURST: Final = 300  # frames at once from one peer, and
 _FRAMES_PER_SECOND: Final = 20.0
+_PAGE_COST: Final = 10  # frames: a page of records costs far more than a ping to make and to send
+_MAX_COUNTED: Final = 1000  # peers whose frames are counted
+_CHECKED_AT_ONCE: Final = 16  # announcements of a page
 
 OpenStream = Callable[[str, float], Awaitable[MessageStream[wire.DirectoryFrame]]]
 
@@ -88,6 +91,7 @@ class Directory:
                 self._bootstrap.setdefault(peer_id, []).append(addr)
                 host.remember(peer_id, [addr])
         self._met: dict[str, tuple[str, ...]] = {}
+        self._allowances: dict[str, tuple[float, float]] = {}  # frames that a peer may send, and when that was
         self._logged: set[str] = set()  # whose bad announcements were logged
         self._changed = trio.Event()
         self.about: Callable[[], NodeInfo] = lambda: NodeInfo("client")  # what this node answers about itself
@@ -131,21 +135,26 @@ class Directory:
 
     async def serve(self, stream: MessageStream[wire.DirectoryFrame]) -> None:
         """Answers one peer's stream until it ends (raises PeerError then)."""
-        allowance, counted = float(_BURST), trio.current_time()
         while True:
             frame, _ = await stream.receive(timeout=_IDLE_STREAM)
-            now = trio.current_time()
-            allowance = min(allowance + (now - counted) * _FRAMES_PER_SECOND, _BURST)
-            counted = now
-            # A page of records costs far more than a ping to make and to send.
-            allowance -= 10 if frame.HasField("query") else 1
-            if allowance < 0:
+            if not self._allows(stream.peer_id, _PAGE_COST if frame.HasField("query") else 1):
                 error = wire.Error(code=wire.ERROR_BUSY, message="too many questions; ask more slowly")
                 await stream.send(wire.DirectoryFrame(error=error), timeout=_PUSH_DEADLINE)
                 return
             reply = self._answer(frame, stream.peer_id)
             if reply is not None:
                 await stream.send(reply, timeout=_PUSH_DEADLINE)
+
+    def _allows(self, peer_id: str, cost: int) -> bool:
+        """Whether one more frame of a peer is answered, on whichever stream; counts it."""
+        now = trio.current_time()
+        allowance, counted = self._allowances.pop(peer_id, (float(_BURST), now))
+        allowance = min(allowance + (now - counted) * _FRAMES_PER_SECOND, _BURST)
+        allowed = allowance >= cost
+        self._allowances[peer_id] = (allowance - cost if allowed else allowance), now
+        while len(self._allowances) > _MAX_COUNTED:
+            del self._allowances[next(iter(self._allowances))]
+        return allowed
 
     def _answer(self, frame: wire.DirectoryFrame, peer_id: str) -> wire.DirectoryFrame | None:
         kind = frame.WhichOneof("body")
@@ -241,11 +250,21 @@ class Directory:
             reply, _payloads = await stream.receive(timeout=timeout)
             if reply.WhichOneof("body") != "records":
                 raise ProtocolError(f"{stream.peer_id} answered no records", stream.peer_id)
-            self.merge(protocol.open_records(reply.records, self.view.records, now=time.time()))
+            await self._merge_page(reply.records)
             last = protocol.last_peer_id(reply.records)
             if not reply.records.truncated or last <= after:
                 return
             after = last
+
+    async def _merge_page(self, page: wire.DirectoryRecords) -> None:
+        """A page may hold thousands of signatures to check: between some of them others have their turn."""
+        records: list[SignedAnnouncement] = []
+        for number, record in enumerate(protocol.checked_records(page, self.view.records, now=time.time())):
+            if record is not None:
+                records.append(record)
+            if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
+                await trio.lowlevel.checkpoint()
+        self.merge(records)
 
     async def refresh(self, nursery: trio.Nursery, *, model_version: bytes, timeout: float) -> None:
         """As `Swarm.refresh`: pulls from several peers, and from some that they name, until there is nothing new."""

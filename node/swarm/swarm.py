@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import trio
@@ -48,7 +48,20 @@ log = logging.getLogger(__name__)
 _RETRACT_DEADLINE: Final = 1.0
 _MANIFEST_IDLE: Final = 60.0
 
+_VERSIONS_ASKED: Final = 16  # whose manifests are asked for, and of each
+_SERVERS_ASKED: Final = 3
+
 F = TypeVar("F", bound=Message)
+
+
+def manifests_to_ask(servers: Iterable[Announcement], *, connected: Collection[str]) -> list[list[Announcement]]:
+    """Whom to ask for manifests: of each version some servers, the version of most first, and those that this node has
+    a connection to. Servers that nobody can reach cost nothing to announce."""
+    versions: dict[bytes, list[Announcement]] = {}
+    for server in sorted(servers, key=lambda server: server.peer_id not in connected):
+        versions.setdefault(server.model_version, []).append(server)
+    ranked = sorted(versions.values(), key=lambda known: (known[0].peer_id not in connected, -len(known)))
+    return [known[:_SERVERS_ASKED] for known in ranked[:_VERSIONS_ASKED]]
 
 
 class Swarm(MessageStreams):
@@ -300,18 +313,37 @@ class Swarm(MessageStreams):
     async def manifests(self, name: str, num_blocks: int, *, timeout: float) -> AsyncIterator[tuple[bytes, bytes]]:
         """Each (model version, serialised manifest, not yet checked) that the servers of a model of this name give.
 
-        `timeout` is for each server. Those that do not answer are left out.
+        `timeout` is for each version, some servers of which are asked side by side. Versions of which none answers are
+        left out.
         """
-        for server in self.view.servers(now=time.time()):
-            if (server.model_name, server.num_blocks) != (name, num_blocks):
-                continue
+        named = [
+            server
+            for server in self.view.servers(now=time.time())
+            if (server.model_name, server.num_blocks) == (name, num_blocks)
+        ]
+        for servers in manifests_to_ask(named, connected=set(self.connected())):
+            manifest = await self._manifest_of(servers, timeout)
+            if manifest is not None:
+                yield servers[0].model_version, manifest
+
+    async def _manifest_of(self, servers: Sequence[Announcement], timeout: float) -> bytes | None:
+        """The manifest that the first of these servers of one version gives."""
+        found: list[bytes] = []
+
+        async def ask(server: Announcement) -> None:
             try:
                 manifest = await self.fetch_manifest(server.peer_id, server.model_version, timeout=timeout)
             except PeerError as error:
                 log.debug("no manifest: %s", error)
-                continue
+                return
             if manifest is not None:
-                yield server.model_version, manifest
+                found.append(manifest)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for server in servers:
+                nursery.start_soon(ask, server)
+        return found[0] if found else None
 
     async def _serve_manifests(self, stream: MessageStream[wire.ManifestFrame]) -> None:
         await answer_manifests(stream, self._manifests, timeout=_MANIFEST_IDLE)
