@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from libp2p.identity.identify.pb import identify_pb2
 from libp2p.kad_dht.pb import kademlia_pb2
 from libp2p.pubsub.pb import rpc_pb2
+from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import peer_id_to_bytes
@@ -259,7 +260,9 @@ class Streams:
         network = self._host._network
         raw = MemoryRaw(path=given.path)
         session, other = noise_session(raw)
-        ours = Muxer(session, session.remote_peer, network._muxer_lost)
+        other.say_bytes(question(YAMUX))
+        ours: Any = await network.upgrader.upgrade_connection(session, session.remote_peer)
+        other.plaintext()  # that it agrees
         conn = await network.add_conn(ours, direction="inbound")
         for handler in network.on_connected:
             handler(str(ours.peer_id), given.path)

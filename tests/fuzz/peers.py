@@ -19,6 +19,7 @@ from petalnode.node.credits.issuer import CreditsService
 from petalnode.node.credits.ledger import Ledger
 from petalnode.node.network.dht import Dht
 from petalnode.node.network.host import Host
+from petalnode.node.server.lifecycle.other_servers import serve_transfers
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.testing.node_inspection import held
@@ -35,10 +36,8 @@ from petalnode.protocols.circuit import CircuitLimit, ask_connection, ask_reserv
 from petalnode.protocols.credits import ask_clearing, ask_credit, ask_voucher, clearing_to_wire
 from petalnode.protocols.directory import (
     MANIFEST_MAX_HEADER,
-    TRANSFER_BYTES,
     NodeInfo,
     answer_manifests,
-    answer_transfer,
     ask_manifest,
     measure_transfer,
     records_page,
@@ -101,7 +100,7 @@ async def _node() -> AsyncIterator[Talk]:
         max_header=evidence_protocol.MAX_HEADER,
         max_payload=evidence_protocol.PIECE_BYTES,
     )
-    set_handler(ids.TRANSFER, wire.TransferFrame, partial(answer_transfer, timeout=10.0), max_payload=TRANSFER_BYTES)
+    serve_transfers(cast(Swarm, handlers.streams))
     # One peer may leave one announcement and one line in the log behind, not more.
     state = lambda: {"records": len(directory.view.records) > 1, "logged": len(directory._logged) > 1}  # noqa: E731
     yield Talk(lambda protocol: handlers.by_protocol[protocol], state, handlers.streams._logged)
