@@ -49,6 +49,9 @@ MAX_SEQUENCE: Final = 1 << 40
 """Of a step: more than any session comes to, and far from what a message cannot hold."""
 """No tensor of one step may take more than this on the wire."""
 
+LOOK_BACK: Final = 256
+"""Receipts of the server before, which came with the last steps, that no server of the chain may take for new ones."""
+
 M = TypeVar("M", bound=Message)
 S = TypeVar("S")
 

@@ -134,12 +134,13 @@ class Validator:
             except SwarmError:
                 continue
             verdicts = await self._judged([probed])
+            asked = {log.peer_id for log in probed.archive.sessions}
             for hop in probe.route:
                 of_server = [verdict for verdict in verdicts if verdict.peer_id == hop.peer_id]
                 if of_server:
                     self._report(worst_of(of_server, hop.span))
-                elif hop.peer_id in probed.failures:
-                    self._report(await self._failed(hop.peer_id, hop.span, probed.failures[hop.peer_id]))
+                elif hop.peer_id in probed.failures or hop.peer_id in asked:
+                    self._report(await self._failed(hop.peer_id, hop.span, probed.failures.get(hop.peer_id)))
 
     async def audit(self) -> None:
         """Judges for ever the receipts that clients share: the swarm has to listen, and clients to call it.
@@ -196,7 +197,7 @@ class Validator:
         other. Whatever else is wrong, others may have made it so."""
         proof = error.proof if isinstance(error, ServerCheated) else None
         if proof is None:
-            reason = "it was not reached by any probe" if error is None else str(error)
+            reason = "no probe has answers of it that can be judged" if error is None else str(error)
             return Verdict(peer_id, blocks, "inconclusive", reason, None, None)
         verdict = Verdict(peer_id, blocks, "faulty", str(error), None, None, "receipts", 1)
         if self._options.accuser is None:

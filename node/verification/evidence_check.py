@@ -146,7 +146,7 @@ def _compare(
     truth = Recomputation(folder.path, seen.dtype, seen.quantisation, device, progress)
     (answer,) = truth.answer([seen.question])
     kind = seen.kind(device)
-    noisy = lru_cache(maxsize=1)(lambda size: truth.perturbed(seen.question, size))
+    noisy = lru_cache(maxsize=1)(lambda size: truth.perturbed([seen.question], size)[0])
 
     def perturbed(size: float) -> list[torch.Tensor]:
         return [last_of(one) for one in noisy(size)]

@@ -39,6 +39,8 @@ _ACTIVATION_BYTES: Final = 256 << 20  # that autograd keeps beyond those of one 
 PAIRS: Final = 6
 """Pairs of perturbed recomputations: the noise of one, and its opposite. Of any two among 64 experts, one has the
 other's noise reversed in one of them at least, so that no tie between two is left as it is."""
+_PERTURBED_AT_ONCE: Final = 8
+"""Questions: the activations of each are in memory as often as it is recomputed."""
 _TIE: Final = 4.0
 """Noise of the scores by which experts are chosen, as a multiple of that of all blocks together."""
 _PROBABILITY: Final = 3.0
@@ -229,8 +231,8 @@ class Recomputation:
         self._progress = progress
         self._group_bytes = group_bytes
 
-    def perturbed(self, question: Question, size: float, seed: int | None = None) -> list[Answer]:
-        """The answers to one question with noise of relative `size` at every block, in `PAIRS` pairs.
+    def perturbed(self, questions: Sequence[Question], size: float, seed: int | None = None) -> list[list[Answer]]:
+        """For each question, its answers with noise of relative `size` at every block, in `PAIRS` pairs.
 
         `seed` is drawn if it is not given: who chooses a question must not know what noise it will meet.
 
@@ -238,9 +240,14 @@ class Recomputation:
             PetalnodeError: as `answer`.
         """
         drawn = SystemRandom().getrandbits(48) if seed is None else seed
-        blocks = len(question.span)
-        noises = [Noise(size, blocks, drawn + pair, pair, sign) for pair in range(PAIRS) for sign in (1, -1)]
-        return self.answer([question] * len(noises), noises)
+        signed = [(pair, sign) for pair in range(PAIRS) for sign in (1, -1)]
+        found: list[list[Answer]] = []
+        for start in range(0, len(questions), _PERTURBED_AT_ONCE):
+            part = questions[start : start + _PERTURBED_AT_ONCE]
+            noises = [Noise(size, len(one.span), drawn + pair, pair, sign) for one in part for pair, sign in signed]
+            answers = self.answer([one for one in part for _ in signed], noises)
+            found += [answers[first : first + len(signed)] for first in range(0, len(answers), len(signed))]
+        return found
 
     def answer(self, questions: Sequence[Question], noises: Sequence[Noise] = ()) -> list[Answer]:
         """The answer to each question, with noise if there are `noises`, one a question. A block is loaded once for all

@@ -29,7 +29,7 @@ from .judging import (
 )
 from .observed import Observed
 from .recomputation import Answer, Recomputation, joined, kept_gradients
-from .tolerances import Tolerance, find_tolerance, noise_of
+from .tolerances import Kind, Tolerance, find_tolerance, noise_of
 
 _SEVERITY: Final[tuple[Result, ...]] = ("ok", "inconclusive", "faulty")
 
@@ -156,9 +156,9 @@ class Judge:
             answers.update(self._recompute(observed, indices, dtype, quantisation))
         found = [_compared(seen, answers[index], self.device) for index, seen in enumerate(observed)]
         self._try_coarser(observed, found)
-        for index, one in enumerate(found):
-            if self.verdict(one).verdict == "faulty":
-                found[index] = self._with_noise(one, answers[index])
+        suspects = [index for index, one in enumerate(found) if self.verdict(one).verdict == "faulty"]
+        for indices in _alike([observed[index].kind(self.device) for index in suspects], suspects):
+            self._add_noise(found, answers, indices)
         return found
 
     def _try_coarser(self, observed: Sequence[Observed], found: list[Compared]) -> None:
@@ -179,14 +179,16 @@ class Judge:
             for index, other in others.items():
                 found[index] = replace(found[index], others={**found[index].others, quantisation: joined(other)})
 
-    def _with_noise(self, compared: Compared, answer: Answer) -> Compared:
-        """With what noise makes of the answer: before anybody is called faulty."""
-        seen = compared.observed
-        recomputation = Recomputation(self._folder, seen.dtype, seen.quantisation, self.device)
-        noisy = recomputation.perturbed(seen.question, noise_of(seen.kind(self.device)))
-        right = kept_gradients(answer, seen.kept)
-        kept = tuple(kept_distances(kept_gradients(one, seen.kept), right) for one in noisy) if right else ()
-        return replace(compared, perturbed=tuple(map(joined, noisy)), kept_perturbed=kept)
+    def _add_noise(self, found: list[Compared], answers: Mapping[int, Answer], indices: Sequence[int]) -> None:
+        """Adds what noise makes of answers of one kind: before anybody is called faulty."""
+        kind = found[indices[0]].observed.kind(self.device)
+        recomputation = Recomputation(self._folder, kind.dtype, kind.quantisation, self.device)
+        every = recomputation.perturbed([found[index].observed.question for index in indices], noise_of(kind))
+        for index, noisy in zip(indices, every, strict=True):
+            names = found[index].observed.kept
+            right = kept_gradients(answers[index], names)
+            kept = tuple(kept_distances(kept_gradients(one, names), right) for one in noisy) if right else ()
+            found[index] = replace(found[index], perturbed=tuple(map(joined, noisy)), kept_perturbed=kept)
 
     def _recompute(
         self, observed: Sequence[Observed], indices: Sequence[int], dtype: str, quantisation: str
@@ -249,3 +251,11 @@ def _grouped(observed: Sequence[Observed]) -> dict[tuple[str, str], list[int]]:
     for index, seen in enumerate(observed):
         groups.setdefault((seen.dtype, seen.quantisation), []).append(index)
     return groups
+
+
+def _alike(kinds: Sequence[Kind], indices: Sequence[int]) -> list[list[int]]:
+    """The indices in groups of one kind each."""
+    groups: dict[Kind, list[int]] = {}
+    for kind, index in zip(kinds, indices, strict=True):
+        groups.setdefault(kind, []).append(index)
+    return list(groups.values())

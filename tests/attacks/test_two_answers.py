@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.session.recovery import Misled, Recover, Send, StepState, next_action
+from petalnode.node.server.requests import session as session_module
 from petalnode.node.server.requests.pushes import Pushes
 from petalnode.node.server.steps import StepOutput
 from petalnode.node.testing.inspection import client_of, session_of
@@ -130,23 +132,32 @@ def test_who_cannot_be_proved_to_lie_is_not_blamed_and_nobody_else_is(
     assert route == [LIAR.peer_id, STRANGER.peer_id] and recoveries == 0
 
 
-@pytest.mark.parametrize("by", [None, STRANGER])
+def test_who_pushes_an_old_output_again_is_refused(swarm: MemorySwarm, model_folder: Path) -> None:
+    """So that a server which signs for one has made that up."""
+    bans, route, recoveries = generated(swarm, model_folder, Lies(lambda receipt, before: before or receipt))
+    assert bans == set() and route == [LIAR.peer_id, STRANGER.peer_id] and recoveries == 0
+
+
+@pytest.mark.parametrize("by", [None, STRANGER, "an earlier step's"])
 def test_who_invents_a_push_does_not_blame_the_server_before(
-    swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch, by: Identity | None
+    swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch, by: Identity | str | None
 ) -> None:
     """Here the second server lies: it says that it was pushed what nobody pushed."""
     from petalnode.node.server.requests.session import ServerSession
 
     answer, told, lies = ServerSession._answer, [], Lies(signed_again, most=0)
+    earlier: list[Receipt] = []
 
     async def invent(
         self: ServerSession, step: wire.Step, tensor: wire.Tensor, output: StepOutput, upstream: wire.Receipt | None
     ) -> None:
-        if not lies.active or upstream is None or told or self._context.identity is not STRANGER:
+        if upstream is not None and lies.active:
+            earlier.append(receipt_from_wire(upstream))
+        if upstream is None or len(earlier) < 3 or told or self._context.identity is not STRANGER:
             return await answer(self, step, tensor, output, upstream)
         told.append(step.sequence)
         said = replace(receipt_from_wire(upstream), reply_hash=bytes(32))
-        said = said if by is None else said.signed(by)
+        said = said.signed(by) if isinstance(by, Identity) else said if by is None else earlier[-3]
         changed = wire.Step()
         changed.CopyFrom(step)
         changed.previous_receipt = said.hash()
@@ -155,6 +166,23 @@ def test_who_invents_a_push_does_not_blame_the_server_before(
     monkeypatch.setattr(ServerSession, "_answer", invent)
     bans, _, _ = generated(swarm, model_folder, lies)
     assert told and bans == {STRANGER.peer_id}
+
+
+def test_who_shows_no_receipt_is_left_and_not_blamed(
+    swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As servers of older versions do."""
+    reply = wire.Reply
+
+    def without(**fields: Any) -> wire.Reply:
+        fields["upstream"] = None
+        return reply(**fields)
+
+    older = SimpleNamespace(**{name: getattr(wire, name) for name in dir(wire) if not name.startswith("__")})
+    older.Reply = without
+    monkeypatch.setattr(session_module, "wire", older)
+    bans, route, recoveries = generated(swarm, model_folder, Lies(signed_again))
+    assert bans == set() and recoveries == 1 and STRANGER.peer_id not in route
 
 
 # --- the rules

@@ -191,7 +191,7 @@ def test_ordinary_answers_do_not_depend_on_roundings(folder: ModelFolder, dtype:
     question = SessionQuestion(SPAN, (Step(0, hidden(24, seed=5)),))
     truth = Recomputation(folder.path, dtype, quant)
     (right,) = map(last_of, truth.answer([question]))
-    spread = spread_of(right, [last_of(one) for one in truth.perturbed(question, noise_of(kind), seed=1)])
+    spread = spread_of(right, [last_of(one) for one in truth.perturbed([question], noise_of(kind), seed=1)[0]])
     assert bool(spread.steady(tolerance).all())
     assert float(spread.usual.square().mean().sqrt()) < 1.25 * tolerance.faulty_mean
 

@@ -389,7 +389,7 @@ class ComparedSession:
             )
 
             def perturbed(size: float, question: SessionQuestion = question) -> list[torch.Tensor]:
-                return [session_end(question, noisy, before) for noisy in truth.perturbed(question, size)]
+                return [session_end(question, noisy, before) for noisy in truth.perturbed([question], size)[0]]
 
             judged = judge_answer(kind, claim.claimed, right, counts, perturbed)
             if judged.result == "faulty":

@@ -256,7 +256,8 @@ class StepRun:
         """A server has computed what was pushed, and the server before it has answered something else to this client.
 
         The receipt that came with the push says who lied. If it contradicts the one that came here, the server that
-        signed both is replaced. If it does not, it may be an old one that is shown again.
+        signed both is replaced. If it does not, nobody can tell, and the step is sent from here. A server that shows no
+        receipt, as older versions do, is replaced and not blamed.
         """
         before, link = self._links[self._index - 1], self._link
         self._chain.no_push[_peers(before, link)] = trio.current_time() + PUSH_RETRY
@@ -267,7 +268,7 @@ class StepRun:
             self._failures[-1] = ServerCheated(what, error.peer_id)
             return ServerError()
         if shown is None or self._receipt is None:
-            return Misled(proved=False)
+            return ServerError()
         try:
             what = check_equivocation(pusher, self._receipt, shown)
         except NotProven:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -16,7 +17,7 @@ from ....protocols import wire_pb2 as wire
 from ....protocols.credits import clearing_to_wire
 from ....protocols.framing import MessageStream, PeerError, TensorError, all_finite, wire_nbytes
 from ....protocols.ids import PROTOCOL_VERSION, Span
-from ....protocols.inference import MAX_SEQUENCE, STEP_TOKENS, hash_of_step, root_of, sha256
+from ....protocols.inference import LOOK_BACK, MAX_SEQUENCE, STEP_TOKENS, hash_of_step, root_of, sha256
 from ...errors import ServerFailed
 from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog
@@ -121,6 +122,8 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         self._granted = wire.Granted()
         self._answered = 0
         self._due = OutstandingReplies()
+        self._targeted = False  # another server was told where to push steps of this session to
+        self._upstreams: deque[bytes] = deque(maxlen=LOOK_BACK)  # receipts that came with steps
         self._log = log
         self._sent: tuple[int, InferenceStream] | None = None  # the last step that was sent, and on what
         self._attempt = 0
@@ -257,6 +260,7 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         """Where another server pushes the next step of this session to. Takes a sequence number for it."""
         sequence = self.next_sequence()
         self._due.ask(sequence)
+        self._targeted = True
         return wire.PushTarget(peer_id=peer_id_to_bytes(self.hop.peer_id), nonce=self.nonce, sequence=sequence)
 
     async def exchange(self, chunk: WireTensor, position: int, reorder: Sequence[int], route_epoch: int) -> WireTensor:
@@ -393,11 +397,14 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
             self._log.answered(step.sequence, receipt, None if other else answer.payload)
         if other:
             raise self._pushed_other(reply, receipt)
+        self._upstreams.append(step.previous_receipt)
         return receipt
 
     def _pushed_other(self, reply: wire.Reply, receipt: Receipt) -> ServerFailed:
         """The error of a server that signs for another input than the server before it has answered."""
         shown = self._receipt_of(reply.upstream) if reply.HasField("upstream") else None
+        if not self._targeted or receipt.upstream_receipt in self._upstreams:
+            return self._cheated("it signs for a push that nobody can have made, or for an earlier one once more")
         if shown is not None and shown.hash() != receipt.upstream_receipt:
             return self._cheated("the receipt that it shows of the server before it is not the one that it signed for")
         what = self._failed("it was pushed something else than the server before it has answered")

@@ -3,6 +3,7 @@ server before it may push steps into it."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -11,7 +12,7 @@ import trio
 from ....crypto.identity import peer_id_from_bytes, peer_id_to_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, PeerError
-from ....protocols.inference import HASH_BYTES, Refusal, bad_request, receipt_from_wire
+from ....protocols.inference import HASH_BYTES, LOOK_BACK, Refusal, bad_request, receipt_from_wire
 from ..steps import StepOutput
 from .request import without_tensors
 
@@ -166,10 +167,21 @@ class Upstream:
     def __init__(self, opened: bytes, client: str) -> None:
         self._peer = opened or peer_id_to_bytes(client)
         self._named = b""
+        self._used: deque[bytes] = deque(maxlen=2 * LOOK_BACK)
 
     def relayed(self, step: wire.Step) -> None:
         """The client has sent `step` itself."""
         self._named = step.previous_receipt or self._named
+        self._used.append(step.previous_receipt)
+
+    def check_fresh(self, step: wire.Step) -> None:
+        """Whether the receipt of a push is a new one. What the client knows to be used, no server takes once more.
+
+        Raises:
+            Refusal: ERROR_BAD_REQUEST.
+        """
+        if step.previous_receipt in self._used:
+            raise bad_request("the pusher's receipt came with an earlier step")
 
     def check(self, pusher: str, push: wire.Receipt) -> None:
         """Whether a push may come from `pusher`. Its receipt is not checked yet.
@@ -180,9 +192,10 @@ class Upstream:
         if peer_id_to_bytes(pusher) != self._peer and not (self._named and push.previous_receipt == self._named):
             raise Refusal(wire.ERROR_NOT_ALLOWED, f"{pusher} is not the server before this one in the session's chain")
 
-    def pushed(self, pusher: str) -> None:
+    def pushed(self, pusher: str, step: wire.Step) -> None:
         """A push of `pusher` was in order."""
         self._peer = peer_id_to_bytes(pusher)
+        self._used.append(step.previous_receipt)
 
 
 def check_upstream(message: wire.Receipt, pusher: str, client: str, step: wire.Step) -> bytes:

@@ -295,7 +295,7 @@ class ServerSession:
             if upstream is None:
                 self._upstream.relayed(step)
             else:
-                self._upstream.pushed(upstream[1])
+                self._upstream.pushed(upstream[1], step)
             await self._answer(step, tensor, output, upstream[0] if upstream is not None else None)
 
     async def _computed(
@@ -307,6 +307,7 @@ class ServerSession:
             receipt, pusher = upstream
             self._upstream.check(pusher, receipt)
             payload_hash = check_upstream(receipt, pusher, self._client, step)
+            self._upstream.check_fresh(step)
         request = StepInput(step.position, tuple(step.reorder), tensor, payload, payload_hash)
         try:
             return await self._context.compute.step(self._compute, request)

@@ -1,0 +1,431 @@
+"""Whether a verdict is ever wrong when everybody around an honest server is hostile, and how many cheats are caught.
+
+    python benchmarks/honest_probes.py [--json] [--probes 10000] [--cheats 1000] [--seed 0]
+
+A probe is one session at one server, three to five steps, judged by the product's own functions: the client's receipts,
+`Judge`, `check_evidence`. Servers hold three blocks of tiny models with random weights (Llama, and Mixtral with four
+experts) in float32 and bfloat16, plain, int8 and nf4. They compute on this processor, on older ones (this one with its
+newer instructions switched off, in processes of their own, as in calibration.py), with products added up in another
+order, or with subnormal numbers taken for zero. The validator computes on this processor.
+
+What the client, or the server before, does is drawn for each probe (`MOVES`): ordinary text, garbage, huge, tiny and
+cancelling values, ties between experts, steps that are rolled back. A share of the probes runs through a whole server
+on streams in memory, whose neighbours push what is refused, and garbage under a receipt in order. Of some probes a
+hostile accuser makes evidence: as it is, changed, or with another server's name on a cheat's.
+
+Beside these, cheats answer wrong (`CHEATS`), half of them on ordinary inputs. Exit code 1 if an honest server was
+called faulty, or evidence against one was accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import trio
+from calibration import as_processor
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.blocks.span import load_span
+from petalnode.node.models import ModelFolder, compute_manifest
+from petalnode.node.models.folder import open_folder
+from petalnode.node.trust.bundle import Bundle, session_bundle
+from petalnode.node.trust.receipt_log import SessionLog
+from petalnode.node.verification.evidence_check import check_evidence
+from petalnode.node.verification.observed import observed_session
+from petalnode.node.verification.verdicts import Judge
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import receipt_from_wire
+from tests.attacks.forger import ATTACKER, altered
+from tests.attacks.kernels import OtherKernels, decisive, subnormals_are_zero
+from tests.attacks.one_server import OneServer, one_server, pushed
+from tests.attacks.test_rejected_push import CLIENT, PUSHES, UPSTREAM
+from tests.signing_server import SigningServer, Spoil, honest
+from tests.swarm.raw import values
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
+
+sys.modules.setdefault("wire_pb2", wire)  # the name by which messages are pickled
+SPAN = Span(1, 4)
+MODELS = ("llama", "mixtral")
+KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16") for quant in ("none", "int8", "nf4")]
+PROCESSORS = ("this one", "avx2", "sse")
+WHOLE_SERVER = 0.1
+"""Of the probes, those that run through a whole server on streams in memory."""
+EVIDENCE = 0.02
+"""Of the probes, those of which a hostile accuser makes evidence."""
+ROUND = 100
+"""Probes that are judged at once: a model is loaded for each round."""
+PUSH_TIMEOUT = 60.0
+
+Steps = list[tuple[int, torch.Tensor, Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One session. `cheat`: what the server does wrong, "" for nothing."""
+
+    model: str
+    move: str
+    server: str
+    log: SessionLog
+    cheat: str = ""
+
+
+# --- what a hostile client, or the server before, sends
+
+
+def text(random: Random, tokens: int) -> torch.Tensor:
+    return torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(random.getrandbits(40)))
+
+
+def then_decoded(random: Random, prompt: torch.Tensor) -> Steps:
+    length = prompt.shape[1]
+    return [(0, prompt, ()), (length, text(random, 1), ()), (length + 1, text(random, 1), ())]
+
+
+def one_token(change: Callable[[Random, torch.Tensor], torch.Tensor]) -> Callable[[Random], Steps]:
+    def steps(random: Random) -> Steps:
+        prompt = text(random, random.randint(3, 10))
+        where = random.randrange(prompt.shape[1])
+        prompt[:, where] = change(random, prompt[:, where])
+        return then_decoded(random, prompt)
+
+    return steps
+
+
+def rolled_back(random: Random) -> Steps:
+    prompt, garbage = text(random, random.randint(3, 8)), 1e3 * text(random, 3)
+    length = prompt.shape[1]
+    again = (length, text(random, 2), ())
+    return [(0, prompt, ()), (length, garbage, ()), again, (length + 1, text(random, 1), ())]
+
+
+MOVES: dict[str, Callable[[Random], Steps]] = {
+    "ordinary": lambda random: then_decoded(random, text(random, random.randint(3, 12))),
+    "garbage": lambda random: then_decoded(random, 10 ** random.uniform(1, 4) * text(random, 6)),
+    "huge values": one_token(lambda random, token: token * 10 ** random.uniform(4, 37)),
+    "tiny values": lambda random: then_decoded(random, 10 ** random.uniform(-44, -30) * text(random, 4)),
+    "one tiny token": one_token(lambda random, token: token * 10 ** random.uniform(-44, -3)),
+    "cancelling values": one_token(lambda random, token: token + 10 ** random.uniform(2, 8)),
+    "rolled back": rolled_back,
+}
+
+
+# --- servers, as they compute on one processor
+
+
+def noise(output: torch.Tensor) -> torch.Tensor:
+    drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(7))
+    return output + 0.25 * drawn * output.norm(dim=-1, keepdim=True) / drawn.norm(dim=-1, keepdim=True)
+
+
+CHEATS: dict[str, Spoil] = {
+    "noise of a quarter": noise,
+    "nothing": torch.zeros_like,
+    "values turned around": lambda output: output.flip(-1),
+    "other weights": honest,
+    "nf4 weights": honest,
+}
+
+
+class Servers:
+    """Honest servers and cheats of one model."""
+
+    def __init__(self, folder: Path, others: Path) -> None:
+        self._folder = folder
+        self._others = others
+        self._version = compute_manifest(open_folder(folder, "tiny")).version
+        self._known: dict[tuple[str, str, str], SigningServer] = {}
+        self._ties: list[torch.Tensor] = []
+
+    def get(self, dtype: str, quant: str, cheat: str = "") -> SigningServer:
+        held = cheat if cheat in ("other weights", "nf4 weights") else ""
+        server = self._known.get((dtype, quant, held))
+        if server is None:
+            folder = self._others if held == "other weights" else self._folder
+            server = SigningServer(
+                folder, self._version, SPAN, dtype=dtype, quant="nf4" if held == "nf4 weights" else quant
+            )
+            server.quant = quant  # what it signs
+            self._known[dtype, quant, held] = server
+        return server
+
+    def tie(self, random: Random) -> torch.Tensor:
+        """A token of which a rounding decides which experts it gets."""
+        while len(self._ties) < 4:
+            try:
+                self._ties.append(decisive(self.get("float32", "none").blocks, text(random, 1), text(random, 1)))
+            except ValueError:
+                continue
+        return random.choice(self._ties)
+
+
+def kernels(random: Random, name: str) -> tuple[str, Callable[[], AbstractContextManager[Any]]]:
+    if name != "this one":
+        return name, nullcontext
+    ways = (("this one", nullcontext), ("other sums", OtherKernels), ("no subnormals", subnormals_are_zero))
+    return random.choice(ways)
+
+
+def probes_of(
+    processor: str, model: str, folders: dict[str, Path], count: int, cheats: int, random: Random
+) -> Iterator[Probe]:
+    servers = Servers(folders[model], folders[f"other {model}"])
+    for number in range(count + cheats):
+        cheat = "" if number < count else list(CHEATS)[number % len(CHEATS)]
+        dtype, quant = KINDS[number // (len(CHEATS) if cheat else 1) % len(KINDS)]
+        if cheat == "nf4 weights" and quant == "nf4":
+            cheat = "nothing"
+        moves = [*MOVES, *(["tie"] if model == "mixtral" else [])]
+        move = random.choice(moves) if not cheat or random.random() < 0.5 else "ordinary"
+        steps = then_decoded(random, servers.tie(random)) if move == "tie" else MOVES[move](random)
+        way, within = kernels(random, processor)
+        server = servers.get(dtype, quant, cheat)
+        with within():
+            log = server.session(steps, spoil=CHEATS[cheat] if cheat else honest)
+        yield Probe(model, move, f"{dtype} {quant} {way}", log, cheat)
+
+
+# --- a whole server and its neighbours
+
+
+async def through_a_server(server: OneServer, random: Random) -> tuple[str, SessionLog]:
+    """A session in which somebody pushes; every receipt that the client gets is in the log."""
+    session = server.session(CLIENT)
+    granted = await session.open(upstream=peer_id_to_bytes(UPSTREAM.peer_id))
+    log = SessionLog("server", keeps_tensors=True)
+    log.begin(session.terms, granted.granted)
+
+    async def answered(step: wire.Step, payload: bytes) -> None:
+        frame, (answer,) = await session.receive()
+        tokens = len(payload) // (4 * HIDDEN)
+        tensor = wire.Tensor(shape=[1, tokens, HIDDEN], dtype="float32", codec="none", nbytes=len(payload))
+        log.asked(step, tensor, payload)
+        log.answered(step.sequence, receipt_from_wire(frame.reply.receipt), answer)
+
+    async def relay(sequence: int, position: int, payload: bytes) -> None:
+        await session.send_step(sequence, position, payload)
+        await answered(wire.Step(sequence=sequence, position=position, route_epoch=1), payload)
+
+    await relay(1, 0, values(3, seed=random.getrandbits(30)))
+    kind = random.choice([*PUSHES, "garbage under a receipt in order"])
+    sequence, position = 2, 3
+    if kind in PUSHES:
+        pusher, frame = PUSHES[kind](session)
+        stream = server.pusher(pusher)
+        await stream.send(frame, [values(3, seed=9)], timeout=PUSH_TIMEOUT)
+        refused, _ = await stream.receive(timeout=PUSH_TIMEOUT)
+        assert refused.HasField("error"), kind
+    else:
+        garbage = (10 ** random.uniform(0, 12) * text(random, 2)).numpy().tobytes()
+        position = random.choice((0, 3))
+        frame = pushed(session, CLIENT, UPSTREAM, sequence, position, garbage)
+        await server.pusher(UPSTREAM).send(frame, [garbage], timeout=PUSH_TIMEOUT)
+        await answered(frame.push.step, garbage)
+        sequence, position = 3, random.choice((position, position + 2))
+    await relay(sequence, position, values(1, seed=random.getrandbits(30)))
+    await session.close()
+    return f"push: {kind}", log
+
+
+def through_servers(folder: Path, count: int, random: Random) -> Iterator[Probe]:
+    found: list[tuple[str, SessionLog]] = []
+
+    async def main() -> None:
+        async with one_server(load_span(folder, Span(0, NUM_BLOCKS))) as server:
+            for _ in range(count):
+                found.append(await through_a_server(server, random))
+
+    trio.run(main)
+    for move, log in found:
+        yield Probe("llama", move, "float32 none this one", log)
+
+
+# --- judging
+
+
+def judged(probes: Sequence[Probe], folders: dict[str, Path]) -> Iterator[tuple[Probe, str]]:
+    """Every probe with its verdict."""
+    for model in MODELS:
+        judge = Judge(folders[model])
+        mine = [probe for probe in probes if probe.model == model]
+        mine.sort(key=lambda probe: probe.server)
+        for start in range(0, len(mine), ROUND):
+            part = mine[start : start + ROUND]
+            seen = [observed_session(probe.log, "cpu") for probe in part]
+            compared = judge.compare([one for one in seen if one is not None])
+            verdicts = iter([judge.verdict(one).verdict for one in compared])
+            for probe, one in zip(part, seen, strict=True):
+                yield probe, "not judged" if one is None else next(verdicts)
+
+
+def renamed(bundle: Bundle, victim: Identity) -> Bundle:
+    def change(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
+        evidence.accused = peer_id_to_bytes(victim.peer_id)
+
+    return altered(bundle, change)
+
+
+def exchanged(bundle: Bundle, other: Bundle) -> Bundle:
+    def change(evidence: wire.Evidence, payloads: dict[str, bytes]) -> None:
+        payloads["output"] = other.payloads["output"]
+
+    return altered(bundle, change)
+
+
+def accusations(probes: Sequence[Probe], folders: dict[str, Path], count: int, random: Random) -> Counter[str]:
+    """What becomes of evidence against honest servers, and of genuine evidence against cheats."""
+    models: dict[str, ModelFolder] = {model: open_folder(folders[model], model) for model in MODELS}
+    usable = [probe for probe in probes if not probe.move.startswith("push")]
+    innocent = [probe for probe in usable if not probe.cheat]
+    guilty = [probe for probe in usable if probe.cheat and probe.move == "ordinary"]
+    found: Counter[str] = Counter()
+    for number in range(count):
+        probe, other = random.choice(innocent), random.choice(guilty or innocent)
+        last = len(probe.log.entries) - 1
+        bundle = session_bundle(ATTACKER, probe.log, last)
+        if number % 3 == 1:
+            bundle = exchanged(bundle, session_bundle(ATTACKER, other.log, len(other.log.entries) - 1))
+        elif number % 3 == 2:
+            bundle = renamed(session_bundle(ATTACKER, other.log, len(other.log.entries) - 1), Identity.generate())
+            probe = other
+        outcome = check_evidence(Bundle.from_bytes(bundle.to_bytes()), models[probe.model])
+        found["against honest servers"] += 1
+        found["accepted against honest servers"] += outcome.proven
+    for probe in random.sample(guilty, min(len(guilty), count // 10)):
+        bundle = session_bundle(ATTACKER, probe.log, len(probe.log.entries) - 1)
+        found["against cheats"] += 1
+        found["accepted against cheats"] += check_evidence(bundle, models[probe.model]).proven
+    return found
+
+
+# --- the whole
+
+
+def made_elsewhere(processor: str, scratch: Path, options: argparse.Namespace) -> list[Probe]:
+    """The probes of servers on this processor, made in a process of its own."""
+    output = scratch / f"{processor}.pickle"
+    command = [sys.executable, __file__, "--worker", processor, str(scratch), str(output)]
+    command += ["--probes", str(options.probes), "--cheats", str(options.cheats), "--seed", str(options.seed)]
+    env = os.environ | ({} if processor == "this one" else as_processor(processor)) | {"OMP_NUM_THREADS": "1"}
+    env["PETALNODE_CACHE"] = str(scratch / f"cache-{processor}")  # quantised blocks may be laid out otherwise
+    subprocess.run(command, env=env, check=True)
+    found: list[Probe] = pickle.loads(output.read_bytes())
+    return found
+
+
+def work(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    processor, scratch, output = options.worker[0], Path(options.worker[1]), Path(options.worker[2])
+    random = Random(f"{options.seed} {processor}")
+    folders = folders_in(scratch)
+    whole = round(WHOLE_SERVER * options.probes)
+    found = []
+    for model in MODELS:
+        share = len(MODELS) * len(PROCESSORS)
+        count, cheats = -(-(options.probes - whole) // share), -(-options.cheats // share)
+        found += probes_of(processor, model, folders, count, cheats, random)
+    if processor == "this one":
+        found += through_servers(folders["llama"], whole, random)
+    output.write_bytes(pickle.dumps(found))
+
+
+def folders_in(scratch: Path) -> dict[str, Path]:
+    return {name: scratch / name for model in MODELS for name in (model, f"other {model}")}
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    begun = time.process_time(), os.times()
+    with tempfile.TemporaryDirectory() as kept:
+        scratch = Path(kept)
+        folders = folders_in(scratch)
+        for seed, (name, folder) in enumerate(folders.items()):
+            save_tiny(name.rpartition(" ")[2], folder, seed=seed)
+        probes = [probe for processor in PROCESSORS for probe in made_elsewhere(processor, scratch, options)]
+        rows: dict[tuple[str, str], Counter[str]] = {}
+        by_server: dict[tuple[str, str], Counter[str]] = {}
+        for probe, verdict in judged(probes, folders):
+            rows.setdefault((probe.cheat, probe.move), Counter())[verdict] += 1
+            kind = "cheat" if probe.cheat and probe.move == "ordinary" else "" if probe.cheat else "honest"
+            if kind:
+                by_server.setdefault((kind, f"{probe.model} {probe.server}"), Counter())[verdict] += 1
+        evidence = accusations(probes, folders, round(EVIDENCE * options.probes), Random(options.seed))
+    total: Counter[str] = Counter()
+    caught: dict[str, Counter[str]] = {"ordinary": Counter(), "hostile": Counter()}
+    for (cheat, move), counts in rows.items():
+        if cheat:
+            caught["ordinary" if move == "ordinary" else "hostile"] += counts
+        else:
+            total += counts
+    ended = os.times()
+    spent = sum(ended[:4]) - sum(begun[1][:4])
+    return {
+        "probes": sum(total.values()),
+        "honest_called_faulty": total["faulty"],
+        "honest_inconclusive": total["inconclusive"],
+        "cheats_on_ordinary_inputs": sum(caught["ordinary"].values()),
+        "caught_on_ordinary_inputs": caught["ordinary"]["faulty"],
+        "cheats_on_hostile_inputs": sum(caught["hostile"].values()),
+        "caught_on_hostile_inputs": caught["hostile"]["faulty"],
+        "evidence": dict(evidence),
+        "moves": [{"cheat": cheat, "move": move, **counts} for (cheat, move), counts in sorted(rows.items())],
+        "servers": [{"kind": kind, "server": server, **counts} for (kind, server), counts in sorted(by_server.items())],
+        "processor_seconds": round(spent, 1),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    console = Console()
+    for title, name in (("What hostile neighbours did", "moves"), ("Servers; cheats on ordinary inputs", "servers")):
+        table = Table(title=title)
+        first = ("cheat", "move") if name == "moves" else ("kind", "server")
+        columns = (*first, "ok", "inconclusive", "faulty")
+        for column in columns:
+            table.add_column(column)
+        for row in found[name]:
+            table.add_row(*(str(row.get(column, 0)) for column in columns))
+        console.print(table)
+    console.print({name: value for name, value in found.items() if not isinstance(value, list)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--probes", type=int, default=10_000, help="of honest servers")
+    parser.add_argument("--cheats", type=int, default=1000, help="probes of cheats, beside those")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worker", nargs=3, metavar=("PROCESSOR", "SCRATCH", "OUTPUT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return work(options)
+    found = measured(options)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+    wrong = found["honest_called_faulty"] + found["evidence"].get("accepted against honest servers", 0)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
