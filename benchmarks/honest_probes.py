@@ -1,12 +1,12 @@
 """Whether a verdict is ever wrong when everybody around an honest server is hostile, and how many cheats are caught.
 
-    python benchmarks/honest_probes.py [--json] [--probes 10000] [--cheats 1000] [--seed 0]
+    python benchmarks/honest_probes.py [--json] [--probes 10000] [--cheats 500] [--seed 0] [--jobs 1]
 
-A probe is one session at one server, three to five steps, judged by the product's own functions: the client's receipts,
-`Judge`, `check_evidence`. Servers hold three blocks of tiny models with random weights (Llama, and Mixtral with four
-experts) in float32 and bfloat16, plain, int8 and nf4. They compute on this processor, on older ones (this one with its
-newer instructions switched off, in processes of their own, as in calibration.py), with products added up in another
-order, or with subnormal numbers taken for zero. The validator computes on this processor.
+A probe is one session at one server, two or three steps, judged by the product's own functions: the client's receipts,
+`Judge`, `check_evidence`. Servers hold a block of tiny models with random weights (Llama, and Mixtral with four
+experts; all six blocks in a whole server) in float32 and bfloat16, plain, int8 and nf4. They compute on this processor,
+on older ones (this one with its newer instructions switched off, as in calibration.py), with products added up in
+another order, or with subnormal numbers taken for zero. The validator computes on this processor.
 
 What the client, or the server before, does is drawn for each probe (`MOVES`): ordinary text, garbage, huge, tiny and
 cancelling values, ties between experts, steps that are rolled back. A share of the probes runs through a whole server
@@ -26,11 +26,11 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -64,7 +64,7 @@ from tests.swarm.raw import values
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
 
 sys.modules.setdefault("wire_pb2", wire)  # the name by which messages are pickled
-SPAN = Span(1, 4)
+SPAN = Span(1, 2)
 MODELS = ("llama", "mixtral")
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16") for quant in ("none", "int8", "nf4")]
 PROCESSORS = ("this one", "avx2", "sse")
@@ -72,6 +72,12 @@ WHOLE_SERVER = 0.1
 """Of the probes, those that run through a whole server on streams in memory."""
 EVIDENCE = 0.02
 """Of the probes, those of which a hostile accuser makes evidence."""
+EVIDENCE_COUNTS = (
+    "against honest servers",
+    "accepted against honest servers",
+    "against cheats",
+    "accepted against cheats",
+)
 ROUND = 100
 """Probes that are judged at once: a model is loaded for each round."""
 PUSH_TIMEOUT = 60.0
@@ -86,7 +92,7 @@ class Probe:
     model: str
     move: str
     server: str
-    log: SessionLog
+    log: Any
     cheat: str = ""
 
 
@@ -98,8 +104,7 @@ def text(random: Random, tokens: int) -> torch.Tensor:
 
 
 def then_decoded(random: Random, prompt: torch.Tensor) -> Steps:
-    length = prompt.shape[1]
-    return [(0, prompt, ()), (length, text(random, 1), ()), (length + 1, text(random, 1), ())]
+    return [(0, prompt, ()), (prompt.shape[1], text(random, 1), ())]
 
 
 def one_token(change: Callable[[Random, torch.Tensor], torch.Tensor]) -> Callable[[Random], Steps]:
@@ -115,8 +120,7 @@ def one_token(change: Callable[[Random, torch.Tensor], torch.Tensor]) -> Callabl
 def rolled_back(random: Random) -> Steps:
     prompt, garbage = text(random, random.randint(3, 8)), 1e3 * text(random, 3)
     length = prompt.shape[1]
-    again = (length, text(random, 2), ())
-    return [(0, prompt, ()), (length, garbage, ()), again, (length + 1, text(random, 1), ())]
+    return [(0, prompt, ()), (length, garbage, ()), (length, text(random, 2), ())]
 
 
 MOVES: dict[str, Callable[[Random], Steps]] = {
@@ -321,32 +325,45 @@ def accusations(probes: Sequence[Probe], folders: dict[str, Path], count: int, r
 # --- the whole
 
 
-def made_elsewhere(processor: str, scratch: Path, options: argparse.Namespace) -> list[Probe]:
-    """The probes of servers on this processor, made in a process of its own."""
-    output = scratch / f"{processor}.pickle"
-    command = [sys.executable, __file__, "--worker", processor, str(scratch), str(output)]
-    command += ["--probes", str(options.probes), "--cheats", str(options.cheats), "--seed", str(options.seed)]
-    env = os.environ | ({} if processor == "this one" else as_processor(processor)) | {"OMP_NUM_THREADS": "1"}
-    env["PETALNODE_CACHE"] = str(scratch / f"cache-{processor}")  # quantised blocks may be laid out otherwise
-    subprocess.run(command, env=env, check=True)
-    found: list[Probe] = pickle.loads(output.read_bytes())
-    return found
+def of_processor(processor: str, scratch: Path, options: argparse.Namespace) -> tuple[list[tuple[Probe, str]], Any]:
+    """The probes of servers on this processor, each with its verdict, and what became of evidence.
+
+    The servers compute in a process of their own, and the validator in another one, on the processor that there is.
+    """
+    made, found = scratch / f"{processor}.made", scratch / f"{processor}.found"
+    for part, env in (
+        (("--serve", processor, str(made)), {} if processor == "this one" else as_processor(processor)),
+        (("--judge", str(made), str(found)), {}),
+    ):
+        command = [sys.executable, __file__, "--scratch", str(scratch), *part, "--seed", str(options.seed)]
+        command += ["--probes", str(options.probes), "--cheats", str(options.cheats)]
+        cache = scratch / f"cache of {processor if part[0] == '--serve' else 'the validator'}"
+        # Quantised blocks may be laid out otherwise on another processor.
+        settings = {**env, "OMP_NUM_THREADS": "1", "PETALNODE_CACHE": str(cache)}
+        subprocess.run(command, env=os.environ | settings, check=True)
+    return pickle.loads(found.read_bytes())  # type: ignore[no-any-return]
 
 
-def work(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    processor, scratch, output = options.worker[0], Path(options.worker[1]), Path(options.worker[2])
-    random = Random(f"{options.seed} {processor}")
-    folders = folders_in(scratch)
+def serve(processor: str, made: Path, options: argparse.Namespace) -> None:
+    random, folders = Random(f"{options.seed} {processor}"), folders_in(options.scratch)
     whole = round(WHOLE_SERVER * options.probes)
-    found = []
+    found: list[Probe] = []
+    share = len(MODELS) * len(PROCESSORS)
     for model in MODELS:
-        share = len(MODELS) * len(PROCESSORS)
         count, cheats = -(-(options.probes - whole) // share), -(-options.cheats // share)
         found += probes_of(processor, model, folders, count, cheats, random)
     if processor == "this one":
         found += through_servers(folders["llama"], whole, random)
-    output.write_bytes(pickle.dumps(found))
+    made.write_bytes(pickle.dumps(found))
+
+
+def judge_all(made: Path, found: Path, options: argparse.Namespace) -> None:
+    probes: list[Probe] = pickle.loads(made.read_bytes())
+    folders = folders_in(options.scratch)
+    verdicts = [(replace(probe, log=None), verdict) for probe, verdict in judged(probes, folders)]
+    count = round(EVIDENCE * options.probes / len(PROCESSORS))
+    evidence = accusations(probes, folders, count, Random(options.seed))
+    found.write_bytes(pickle.dumps((verdicts, evidence)))
 
 
 def folders_in(scratch: Path) -> dict[str, Path]:
@@ -354,22 +371,22 @@ def folders_in(scratch: Path) -> dict[str, Path]:
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    begun = time.process_time(), os.times()
-    with tempfile.TemporaryDirectory() as kept:
+    begun = os.times()
+    with tempfile.TemporaryDirectory() as kept, ThreadPoolExecutor(options.jobs) as pool:
         scratch = Path(kept)
-        folders = folders_in(scratch)
-        for seed, (name, folder) in enumerate(folders.items()):
+        for seed, (name, folder) in enumerate(folders_in(scratch).items()):
             save_tiny(name.rpartition(" ")[2], folder, seed=seed)
-        probes = [probe for processor in PROCESSORS for probe in made_elsewhere(processor, scratch, options)]
-        rows: dict[tuple[str, str], Counter[str]] = {}
-        by_server: dict[tuple[str, str], Counter[str]] = {}
-        for probe, verdict in judged(probes, folders):
+        parts = list(pool.map(lambda processor: of_processor(processor, scratch, options), PROCESSORS))
+    rows: dict[tuple[str, str], Counter[str]] = {}
+    by_server: dict[tuple[str, str], Counter[str]] = {}
+    evidence: Counter[str] = Counter()
+    for verdicts, accused in parts:
+        evidence += accused
+        for probe, verdict in verdicts:
             rows.setdefault((probe.cheat, probe.move), Counter())[verdict] += 1
             kind = "cheat" if probe.cheat and probe.move == "ordinary" else "" if probe.cheat else "honest"
             if kind:
                 by_server.setdefault((kind, f"{probe.model} {probe.server}"), Counter())[verdict] += 1
-        evidence = accusations(probes, folders, round(EVIDENCE * options.probes), Random(options.seed))
     total: Counter[str] = Counter()
     caught: dict[str, Counter[str]] = {"ordinary": Counter(), "hostile": Counter()}
     for (cheat, move), counts in rows.items():
@@ -378,19 +395,19 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         else:
             total += counts
     ended = os.times()
-    spent = sum(ended[:4]) - sum(begun[1][:4])
     return {
         "probes": sum(total.values()),
         "honest_called_faulty": total["faulty"],
         "honest_inconclusive": total["inconclusive"],
+        "honest_not_judged": total["not judged"],
         "cheats_on_ordinary_inputs": sum(caught["ordinary"].values()),
         "caught_on_ordinary_inputs": caught["ordinary"]["faulty"],
         "cheats_on_hostile_inputs": sum(caught["hostile"].values()),
         "caught_on_hostile_inputs": caught["hostile"]["faulty"],
-        "evidence": dict(evidence),
+        "evidence": {name: evidence[name] for name in EVIDENCE_COUNTS},
         "moves": [{"cheat": cheat, "move": move, **counts} for (cheat, move), counts in sorted(rows.items())],
         "servers": [{"kind": kind, "server": server, **counts} for (kind, server), counts in sorted(by_server.items())],
-        "processor_seconds": round(spent, 1),
+        "processor_seconds": round(sum(ended[:4]) - sum(begun[:4]), 1),
     }
 
 
@@ -412,18 +429,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--probes", type=int, default=10_000, help="of honest servers")
-    parser.add_argument("--cheats", type=int, default=1000, help="probes of cheats, beside those")
+    parser.add_argument("--cheats", type=int, default=500, help="probes of cheats, beside those")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--worker", nargs=3, metavar=("PROCESSOR", "SCRATCH", "OUTPUT"), help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once, up to three")
+    for part, values_of in (("--scratch", 1), ("--serve", 2), ("--judge", 2)):
+        parser.add_argument(part, nargs=values_of if values_of > 1 else None, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        return work(options)
+    torch.set_num_threads(1)
+    if options.serve:
+        return serve(str(options.serve[0]), options.serve[1], options)
+    if options.judge:
+        return judge_all(*options.judge, options)
     found = measured(options)
     if options.json:
         print(json.dumps(found))
     else:
         show(found)
-    wrong = found["honest_called_faulty"] + found["evidence"].get("accepted against honest servers", 0)
+    wrong = found["honest_called_faulty"] + found["evidence"]["accepted against honest servers"]
     sys.exit(1 if wrong else 0)
 
 
