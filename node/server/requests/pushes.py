@@ -180,7 +180,7 @@ class Upstream:
         Raises:
             Refusal: ERROR_BAD_REQUEST.
         """
-        if step.previous_receipt in self._used:
+        if step.previous_receipt and step.previous_receipt in self._used:
             raise bad_request("the pusher's receipt came with an earlier step")
 
     def check(self, pusher: str, push: wire.Receipt) -> None:
@@ -192,10 +192,10 @@ class Upstream:
         if peer_id_to_bytes(pusher) != self._peer and not (self._named and push.previous_receipt == self._named):
             raise Refusal(wire.ERROR_NOT_ALLOWED, f"{pusher} is not the server before this one in the session's chain")
 
-    def pushed(self, pusher: str, step: wire.Step) -> None:
-        """A push of `pusher` was in order."""
+    def pushed(self, pusher: str, receipt: bytes = b"") -> None:
+        """A push of `pusher` was in order; `receipt` is the hash of the one that came with it."""
         self._peer = peer_id_to_bytes(pusher)
-        self._used.append(step.previous_receipt)
+        self._used.append(receipt)
 
 
 def check_upstream(message: wire.Receipt, pusher: str, client: str, step: wire.Step) -> bytes:

@@ -295,7 +295,7 @@ class ServerSession:
             if upstream is None:
                 self._upstream.relayed(step)
             else:
-                self._upstream.pushed(upstream[1], step)
+                self._upstream.pushed(upstream[1], step.previous_receipt)
             await self._answer(step, tensor, output, upstream[0] if upstream is not None else None)
 
     async def _computed(
