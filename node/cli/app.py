@@ -93,9 +93,10 @@ def main() -> NoReturn:
     """Runs the command line and exits with the codes of `ExitCode`."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    arguments = sys.argv[1:]
+    # Which of the options are explained is settled when a command is imported (`join.ALL_IN_HELP`).
+    arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]
     try:
-        if arguments[:1] in (["chat"], ["tune"]):
+        if arguments[:1] in (["chat"], ["tune"]) and "--help" not in arguments:
             start.stage("starting")
         _register(arguments or ["--help"])
         code = run(arguments)

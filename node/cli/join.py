@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
 import os
-import re
+import sys
 import typing
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Final
 
 import platformdirs
 import typer
+from typer.models import OptionInfo
 
 from ...crypto.canonical import digest
 from ...crypto.identity import Identity, IdentityError, IdentityLocked, held_identity, others_can_read, peer_id_to_bytes
@@ -23,6 +25,7 @@ from ...crypto.swarm_key import SwarmKeyError, find_swarm_key, is_swarm_key, loa
 from ..errors import BadInput, MachineError, PetalnodeError, SwarmError, unwrapped
 from ..network.addresses import parse_own, parse_peer
 from ..network.nat.relay import RelayLimits
+from ..network.transport.bandwidth import parse_rate
 from ..swarm.config import SwarmConfig
 from ..swarm.discovery import peer_store_file
 from ..swarm.swarm import Swarm, open_swarm
@@ -36,10 +39,19 @@ SWARM_KEY_VARIABLE = "PETALNODE_SWARM_KEY"
 MDNS_VARIABLE = "PETALNODE_MDNS"
 REMEMBER_VARIABLE = "PETALNODE_REMEMBER"
 GOSSIP_VARIABLE = "PETALNODE_GOSSIP"
+ALL_IN_HELP: Final = "--help-all" in sys.argv
+_SHOWN: Final = {
+    "serve": ("num_blocks", "blocks", "quant", "device", "peer"),
+    "chat": ("prompt", "session", "adapter", "show_route", "peer"),
+    "tune": ("data", "method", "epochs", "out", "peer"),
+    "validate": ("once", "interval", "evidence_dir", "gossip", "peer"),
+    "status": ("peer", "swarm_key", "json"),
+    "bootstrap": ("listen", "announce", "relay_reservations", "swarm_key", "peer"),
+    "doctor": ("peer", "swarm_key", "listen", "json"),
+    "plan": ("machines", "num_blocks", "block_mb", "peer", "json"),
+}
+"""The options that most people need, by command; `--help` names the others, and `--help-all` explains them."""
 _FIRST_PORT, _PORTS = 20000, 20000
-_UNITS: Final = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_MIN_RATE: Final = 10_000
-"""Bytes per second; with less, the DHT requests and announcements of a node miss their deadlines."""
 _HOW_TO_JOIN = (
     "Give --peer MULTIADDR (every server prints its own), or try `petalnode demo` for a swarm on this machine"
 )
@@ -312,6 +324,7 @@ def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
     The fields carry their typer.Option as an annotation. The function receives the dataclasses, filled in.
     """
     hints = typing.get_type_hints(command, include_extras=True)
+    rest: list[str] = []
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
@@ -320,8 +333,16 @@ def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
         expanded = [parameter] if group is None else inspect.signature(group).parameters.values()
         for option in expanded:
             annotation = types[option.name]
-            if group is JoinOptions:
-                annotation.__metadata__[0].rich_help_panel = "Options for joining a swarm"
+            if isinstance(found := typing.get_args(annotation)[-1], OptionInfo):
+                name = f"--{option.name.replace('_', '-')}"
+                shown = option.name in _SHOWN.get(command.__name__, ()) or command.__name__ not in _SHOWN
+                found = copy.copy(found)  # commands share it, and differ in what they show
+                found.hidden = not shown and not ALL_IN_HELP
+                if group is JoinOptions:
+                    found.rich_help_panel = "Options for joining a swarm"
+                if found.hidden:
+                    rest.append(name)
+                annotation = Annotated[typing.get_args(annotation)[0], found]
             parameters.append(option.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
 
     @functools.wraps(command)
@@ -331,6 +352,8 @@ def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
         logging.getLogger("petalnode").setLevel(_level(arguments["join"].log_level))
         command(**arguments)
 
+    if rest:
+        wrapper.__doc__ = f"{wrapper.__doc__}\n\n    More options, explained by --help-all: {', '.join(rest)}."
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {option.name: option.annotation for option in parameters}
     del wrapper.__wrapped__  # typer would follow it to the signature with the dataclasses
@@ -415,23 +438,3 @@ def check_peer_id(text: str, option: str) -> None:
 def kept_port(identity: Identity) -> int:
     """A port derived from the public key, so that a node keeps its address from run to run."""
     return _FIRST_PORT + int.from_bytes(digest("petalnode/port/1", identity.public_key)[:4], "big") % _PORTS
-
-
-def parse_rate(text: str | None, option: str) -> int | None:
-    """Parses a rate such as 10MB into bytes per second; None for no limit. `option` is named in errors.
-
-    Raises:
-        BadInput: not a rate, a rate in bits, or less than a node needs.
-    """
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)(?:/s)?", text.strip())
-    unit = found[2] if found else ""
-    if found is None or (unit or "B").lower() not in _UNITS:
-        raise BadInput(f"{option} {text}: give bytes per second, such as 10MB or 500kB")
-    if unit.endswith("b"):
-        raise BadInput(f"{option} {text}: a small b means bits; give bytes, such as 10MB")
-    rate = int(float(found[1]) * _UNITS[(unit or "B").lower()])
-    if rate < _MIN_RATE:
-        raise BadInput(f"{option} {text}: a node needs {_MIN_RATE // 1000}kB per second at least")
-    return rate

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from petalnode.node.errors import BadInput
 from petalnode.node.placement.planning.machines_file import SAME_REGION_SECONDS, fleet_of, read_machines
+from petalnode.node.placement.planning.plans import busiest_plan, fastest_plan
+from tests.import_graph import ROOT
 
 TWO = [
     {"name": "attic", "blocks": 4, "ms_per_block": 10, "region": "home"},
@@ -145,3 +149,13 @@ def test_two_machines_of_which_nobody_says_how_far_apart_they_are(tmp_path: Path
     file = read_machines(written(tmp_path, TWO))
     with pytest.raises(BadInput, match=r"how far is office \(eu-central-1\) from attic \(home\)"):
         fleet_of(file, 4, None)
+
+
+def test_both_examples_of_the_page_can_be_planned(tmp_path: Path) -> None:
+    blocks = re.findall(r"(?:^ {4}.*\n)+", (ROOT / "docs/planning.md").read_text(), re.MULTILINE)
+    for name, begin in (("fleet.json", "    {"), ("fleet.csv", "    name,")):
+        [example] = [block for block in blocks if block.startswith(begin)]
+        file = read_machines(written(tmp_path, textwrap.dedent(example), name))
+        fleet = fleet_of(file, 80, 1712e6)  # the options that the page names
+        plan = busiest_plan(fleet, 80)
+        assert plan is not None and fastest_plan(fleet, 80, seconds=0.1, known=[plan]) is not None, name

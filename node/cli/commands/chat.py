@@ -145,16 +145,73 @@ def question(prompt: str | None) -> str | None:
 
 async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, saved: SavedChat | None) -> None:
     output = Output(join.json)
+    parts = ClientParts(options.adapter)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_in_thread, _import_generation)
+        if model is not None:  # what is named is loaded while others are still to answer
+            nursery.start_soon(parts.find_and_load, model, output)
         identity = saved.identity if saved is not None else None
         start.stage("joining the swarm")
         async with joined(join, output, role="chat", listens=False, identity=identity) as (swarm, _):
             if join.identity is not None:
                 output.note(f"the peer id of this client is {swarm.peer_id}")
             start.stage("looking for the model")
-            folder = await model_folder(model or await served_model(swarm), output, need="client")
-            await chat_in(swarm, folder, options, output, saved, join.peers)
+            if model is None:
+                nursery.start_soon(parts.find_and_load, await served_model(swarm), output)
+            await chat_in(swarm, await parts.folder(), options, output, saved, join.peers, parts)
+
+
+class ClientParts:
+    """What a client has of a model: its folder, embeddings and head, tokenizer and adapter; loaded beside other things.
+
+    Args:
+        adapter: a folder with an adapter, or the name of one that servers hold.
+    """
+
+    def __init__(self, adapter: str | None) -> None:
+        self._adapter = adapter
+        self._folders: list[ModelFolder] = []
+        self._loaded: list[Any] = []
+        self._found, self._done = trio.Event(), trio.Event()
+
+    async def find_and_load(self, model: str, output: Output) -> None:
+        """
+        Raises:
+            ModelError, MachineError, BadInput: the model or the adapter cannot be had or used.
+        """
+        await self.load(await model_folder(model, output, need="client"))
+
+    async def load(self, folder: ModelFolder) -> None:
+        """Loads what is in `folder`. Raises ModelError, BadInput."""
+        self._folders.append(folder)
+        self._found.set()
+        await _in_thread(lambda: self._load(folder))
+        self._done.set()
+
+    def _load(self, folder: ModelFolder) -> None:
+        from ...blocks import collector_paused
+
+        with collector_paused():
+            from ...blocks.client_part import load_client
+            from ...client.session_adapter import choose_adapter, fit_adapter
+            from ...models.adapter import Adapter
+
+        adapter = choose_adapter(self._adapter) if self._adapter is not None else None
+        client_part = load_client(folder.path)
+        if isinstance(adapter, Adapter):
+            fit_adapter(adapter, client_part)
+        self._loaded.extend((client_part, Text(folder), adapter))
+
+    async def folder(self) -> ModelFolder:
+        """As soon as it is found."""
+        await self._found.wait()
+        return self._folders[0]
+
+    async def loaded(self) -> tuple[Any, Text, Any]:
+        """(the client's part, tokenizer, adapter), as soon as they are loaded."""
+        await self._done.wait()
+        client_part, text, adapter = self._loaded
+        return client_part, text, adapter
 
 
 def _import_generation() -> None:
@@ -176,29 +233,17 @@ async def chat_in(
     output: Output,
     saved: SavedChat | None = None,
     peers: Sequence[str] = (),
+    parts: ClientParts | None = None,
 ) -> None:
     """Answers the prompt, or everything that a person types, over the servers of `swarm`.
+
+    `parts` are being loaded already; without them they are loaded here.
 
     Raises:
         PetalnodeError: a one-shot answer cannot be had. In a chat the reason is printed and the chat goes on.
     """
-    from ...blocks.client_part import load_client
-    from ...client.generation import Conversation, Sampling
-    from ...client.session_adapter import choose_adapter, fit_adapter
-    from ...models.adapter import Adapter
-
     prompt = options.prompt
-    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
-    loaded: list[Any] = []
-
     start.stage(f"loading embeddings and head of {folder.name}, and asking the servers")
-
-    def load() -> None:
-        adapter = choose_adapter(options.adapter) if options.adapter is not None else None
-        client_part = load_client(folder.path)
-        if isinstance(adapter, Adapter):
-            fit_adapter(adapter, client_part)
-        loaded.extend((client_part, Text(folder), adapter))
 
     identified: list[SwarmModel] = []
 
@@ -208,9 +253,16 @@ async def chat_in(
         identified.append(await identify_model(swarm, folder))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_in_thread, load)
         nursery.start_soon(identify)
-    model, text, adapter = loaded
+        if parts is None:
+            parts = ClientParts(options.adapter)
+            nursery.start_soon(parts.load, folder)
+    model, text, adapter = await parts.loaded()
+    # torch and transformers, which the thread has imported: not before others were asked.
+    from ...client.generation import Conversation, Sampling
+    from ...models.adapter import Adapter
+
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
     soft_prompt = adapter.soft_prompt if isinstance(adapter, Adapter) else None
     virtual = 0 if soft_prompt is None else len(soft_prompt)
     context = min(MAX_CONTEXT, (model.max_positions or MAX_CONTEXT) - virtual)

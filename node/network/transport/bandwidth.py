@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -10,6 +11,11 @@ from typing import Final
 
 import trio
 
+from ...errors import BadInput
+
+_UNITS: Final = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_MIN_RATE: Final = 10_000
+"""Bytes per second; with less, the DHT requests and announcements of a node miss their deadlines."""
 _BURST: Final = 0.25  # seconds' worth of bytes that may go at once after a pause
 _DEBT: Final = 0.25  # seconds' worth that urgent bytes may go ahead of their time
 _STARVING: Final = 0.25  # seconds for which urgent bytes may keep all others waiting
@@ -152,3 +158,23 @@ class Recent:
 
     def bytes(self) -> float:
         return self._bytes * math.exp2((self._at - trio.current_time()) / 0.5)
+
+
+def parse_rate(text: str | None, option: str) -> int | None:
+    """Parses a rate such as 10MB into bytes per second; None for no limit. `option` is named in errors.
+
+    Raises:
+        BadInput: not a rate, a rate in bits, or less than a node needs.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)(?:/s)?", text.strip())
+    unit = found[2] if found else ""
+    if found is None or (unit or "B").lower() not in _UNITS:
+        raise BadInput(f"{option} {text}: give bytes per second, such as 10MB or 500kB")
+    if unit.endswith("b"):
+        raise BadInput(f"{option} {text}: a small b means bits; give bytes, such as 10MB")
+    rate = int(float(found[1]) * _UNITS[(unit or "B").lower()])
+    if rate < _MIN_RATE:
+        raise BadInput(f"{option} {text}: a node needs {_MIN_RATE // 1000}kB per second at least")
+    return rate
