@@ -6,7 +6,9 @@ An accident is made in the command's own process before it begins, so that nothi
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -246,3 +248,20 @@ def test_a_swarm_key_that_others_can_read_is_warned_of(tmp_path: Path, capsys: p
     key.chmod(0o644)
     JoinOptions(swarm_key=key, mdns=False).check()
     assert f"chmod 600 {key}" in capsys.readouterr().err
+
+
+def test_the_help_explains_what_most_people_need_and_names_the_rest() -> None:
+    def shown(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "petalnode", *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+            env=os.environ | {"COLUMNS": "200"},
+        )
+        return done.stdout + done.stderr
+
+    short, long = shown("chat", "--help"), shown("chat", "--help-all")
+    assert "Save the conversation" in short and "Sampling temperature" not in short and "--temperature" in short
+    assert "Sampling temperature" in long and "More options" not in long
