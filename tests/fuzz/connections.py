@@ -471,8 +471,8 @@ _KAD: Final = {"/ipfs/kad/1.0.0": _table_messages()}
 _MESHSUB: Final = {"/meshsub/1.1.0": _gossip_messages()}
 
 TARGETS: Final[tuple[Target, ...]] = (
-    Target("Yamux", 6, _yamux, partial(_yamux_connection, False)),
-    Target("Noise messages", 2, _noise, partial(_yamux_connection, True)),
+    Target("Yamux", 6, _yamux, partial(_yamux_connection, False), peak=8 << 20),
+    Target("Noise messages", 2, _noise, partial(_yamux_connection, True), peak=8 << 20),
     Target("handshakes", 2, _tampered, handshakes),
     Target("NAT, identify and relay", 3, _to_services, partial(node_host, "nat"), seconds=400.0),
     Target("Kademlia", 2, lambda mutator: _said(mutator, _KAD, _DIRECT), partial(node_host, "table"), seconds=400.0),
