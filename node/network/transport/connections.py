@@ -55,7 +55,9 @@ _HANDSHAKES: Final = 10.0  # seconds, of who connects to us
 _OVERTAKEN: Final = 0.25  # seconds that an address had before another one won, to count as one that does not work
 _MAX_RESOLVED: Final = 4  # addresses of one name
 _OFTEN: Final = "dialed too often in the last minute"
-_FOREIGN: Final = "not dialed: an address of this machine or of a private network that this node is not in"
+_FOREIGN: Final = (
+    "not dialed: an address of this machine, or of a private network that this node is not in; with --peer it is dialed"
+)
 
 CircuitDialer = Callable[[str, str], Awaitable[StreamBytes]]
 PathHandler = Callable[[str, Path], None]
