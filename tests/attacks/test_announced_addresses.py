@@ -235,11 +235,13 @@ def test_a_swarm_of_false_announcements_sends_a_node_few_times(monkeypatch: pyte
 
     async def main() -> None:
         async with victim() as host:
+            begun = trio.current_time()
             for key in range(100):
                 attacker = Identity.from_seed(bytes([key]) * 32).peer_id
                 host.learn(attacker, [f"/ip4/11.0.0.1/tcp/{1 + 10 * key + port}" for port in range(8)])
                 await refusal(host, attacker)
-            assert len(dialed) <= 48
+            minutes = (trio.current_time() - begun) // 60 + 1  # more than one on a machine that is very busy
+            assert len(dialed) <= 48 * minutes
             honest = Identity.generate().peer_id
             host.learn(honest, ["/ip4/11.0.0.2/tcp/1"])
             await refusal(host, honest)
