@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 import traceback
 import tracemalloc
@@ -122,15 +123,18 @@ def _errors():  # type: ignore[no-untyped-def]
         logger.removeHandler(errors)
 
 
-async def _in_place(function: Callable[..., T], *args: Any, **_: Any) -> T:
-    await trio.lowlevel.checkpoint()
-    return function(*args)
-
-
 @contextmanager
 def without_threads():  # type: ignore[no-untyped-def]
-    """Worker threads would race with a clock that jumps: what they do is done in place."""
-    with patch.object(trio.to_thread, "run_sync", _in_place):
+    """Worker threads would race with a clock that jumps: what they do is done in place, for this thread's loop."""
+    ours, in_thread = threading.get_ident(), trio.to_thread.run_sync
+
+    async def run_sync(function: Callable[..., T], *args: Any, **options: Any) -> T:
+        if threading.get_ident() != ours:
+            return await in_thread(function, *args, **options)  # that of another test's servers
+        await trio.lowlevel.checkpoint()
+        return function(*args)
+
+    with patch.object(trio.to_thread, "run_sync", run_sync):
         yield
 
 

@@ -252,7 +252,7 @@ def _bundle_answers(mutator: Mutator) -> Sequence[tuple[Message, bytes]]:
 
 
 def _page_answers(mutator: Mutator) -> Sequence[tuple[Message, bytes]]:
-    page = records_page([open_signed(_signed(corpus.announcement()), now=time.time())])
+    page = records_page([open_signed(_signed(corpus.announcement()), now=corpus.NOW)])
     page.records.truncated = True
     return [(page, b"")] * 3
 

@@ -19,6 +19,7 @@ from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models.adapter import digests_of
 from petalnode.node.server.budget import MemoryBudget
 from petalnode.node.server.compute_thread import ComputeThread
+from petalnode.node.server.requests import adapters as adapters_module
 from petalnode.node.server.requests import request as request_module
 from petalnode.node.server.requests import service as service_module
 from petalnode.node.server.requests.adapters import Adapters
@@ -46,8 +47,8 @@ from tests.fuzz.streams import Conversation, Frame, Handlers, Talk, conversation
 from tests.tiny_models import HIDDEN, NUM_BLOCKS, save_tiny
 
 CACHE_TOKENS: Final = 10_000
-MEMORY: Final = SimpleNamespace(available=256 << 20)
-"""What the machine is said to have free."""
+MACHINE: Final = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=256 << 20))
+"""In place of psutil."""
 
 
 class InPlace(ComputeThread):
@@ -118,7 +119,8 @@ async def opened() -> AsyncIterator[Talk]:
     context = RequestContext(hosted, compute, SERVER, pledger=partial(corpus.pledge_of, SERVER))
     cache_budget = MemoryBudget(CACHE_TOKENS)
     with (
-        patch.object(service_module.psutil, "virtual_memory", lambda: MEMORY),
+        patch.object(service_module, "psutil", MACHINE),
+        patch.object(adapters_module, "psutil", MACHINE),
         patch.object(request_module, "os", SimpleNamespace(urandom=lambda size: EPOCH[:size])),
     ):
         adapters = Adapters(context)
