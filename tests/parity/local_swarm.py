@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from petalnode.protocols.ids import Span
 
 MAX_LENGTH = 64
 
+loaded = functools.cache(load_span)
+"""A span for tests that change nothing in it: loading takes as long as most of them."""
+
 
 class LocalSwarm:
     """Serves a `ClientModel`: a session is one cache per span, kept in the `RemoteCache`."""
 
     def __init__(self, folder: Path, cuts: Sequence[Span]) -> None:
-        self.spans = [load_span(folder, cut) for cut in cuts]
+        self.spans = [loaded(folder, cut) for cut in cuts]
         self.calls: list[tuple[int, int]] = []  # (position, tokens) of every step
 
     def __call__(self, hidden: torch.Tensor, call: RemoteCall) -> torch.Tensor:

@@ -11,7 +11,8 @@ import torch
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.protocols.ids import Span
-from tests.parity.whole import Whole
+from tests.parity.local_swarm import loaded
+from tests.parity.whole import Whole, whole_of
 from tests.tiny_models import ARCHITECTURES, VOCABULARY
 
 Tiny = Callable[[str], Path]
@@ -58,9 +59,9 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANC
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_spans_equal_the_whole_model(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
-    spans = [load_span(folder, cut) for cut in CUTS]
+    spans = [loaded(folder, cut) for cut in CUTS]
     assert all(span.supports_ragged == (architecture in RAGGED) for span in spans)
-    whole = Whole(folder)
+    whole = whole_of(folder)
     ids = tokens(2, 24)
     cache, chain, other = whole.cache(), Chain(spans, batch=2), Chain(spans, batch=2)
     # Prefill and chunk run transformers' own attention: the same kernels on the same numbers, so no difference.
@@ -89,8 +90,8 @@ def test_spans_equal_the_whole_model(architecture: str, tiny: Tiny) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_left_padded_rows_equal_the_whole_model(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
-    spans = [load_span(folder, cut) for cut in CUTS]
-    whole = Whole(folder)
+    spans = [loaded(folder, cut) for cut in CUTS]
+    whole = whole_of(folder)
     ids, padding = tokens(3, 18), [0, 5, 2]
     mask = (torch.arange(18) >= torch.tensor(padding)[:, None]).long()
     cache, chain = whole.cache(), Chain(spans, batch=3, padding=padding)
@@ -107,7 +108,7 @@ def test_left_padded_rows_equal_the_whole_model(architecture: str, tiny: Tiny) -
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_sessions_decoded_together_equal_sessions_alone(architecture: str, tiny: Tiny) -> None:
-    spans = [load_span(tiny(architecture), cut) for cut in CUTS]
+    spans = [loaded(tiny(architecture), cut) for cut in CUTS]
     shapes = [(1, 3, None), (2, 11, None), (1, 19, None), (3, 7, [4, 0, 1])]
     together = [Chain(spans, batch, padding) for batch, _, padding in shapes]
     alone = [Chain(spans, batch, padding) for batch, _, padding in shapes]

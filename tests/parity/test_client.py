@@ -13,8 +13,8 @@ from petalnode.node.blocks.client_part import RemoteCache
 from petalnode.node.errors import BadInput
 from petalnode.protocols.ids import Span
 from tests.parity.local_swarm import open_client
-from tests.parity.whole import Whole
-from tests.tiny_models import ARCHITECTURES, VOCABULARY, load_whole
+from tests.parity.whole import whole_of
+from tests.tiny_models import ARCHITECTURES, VOCABULARY
 
 Tiny = Callable[[str], Path]
 
@@ -39,7 +39,7 @@ def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **
 def test_logits_equal(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     client, _ = open_client(folder, TWO)
-    whole = Whole(folder)
+    whole = whole_of(folder)
     ids = prompt(2, 14)
     entered, left, logits = whole.step(ids, None)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_logits_equal(architecture: str, tiny: Tiny) -> None:
 def test_greedy_tokens_equal(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     client, swarm = open_client(folder, THREE)
-    model = load_whole(folder)
+    model = whole_of(folder).model
     ids, mask = prompt(3, 9), (torch.arange(9) >= torch.tensor([0, 4, 1])[:, None]).long()
     options: dict[str, Any] = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     for attention_mask in (None, mask):
@@ -78,7 +78,7 @@ def test_beam_search_equals(architecture: str, tiny: Tiny) -> None:
     client, _ = open_client(folder, TWO)
     ids = prompt(2, 7)
     options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
-    assert torch.equal(generate(client.model, ids, **options), generate(load_whole(folder), ids, **options))
+    assert torch.equal(generate(client.model, ids, **options), generate(whole_of(folder).model, ids, **options))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "bloom", "gpt2"])
@@ -88,14 +88,14 @@ def test_sampled_sequences_equal(architecture: str, tiny: Tiny) -> None:
     ids, mask = prompt(2, 8), (torch.arange(8) >= torch.tensor([2, 0])[:, None]).long()
     options = {"do_sample": True, "top_p": 0.9, "temperature": 0.8, "num_return_sequences": 2}
     got = generate(client.model, ids, mask, **options)
-    assert torch.equal(got, generate(load_whole(folder), ids, mask, **options))
+    assert torch.equal(got, generate(whole_of(folder).model, ids, mask, **options))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "opt", "falcon_alibi"])
 def test_several_calls_continue_one_session(architecture: str, tiny: Tiny) -> None:
     folder = tiny(architecture)
     client, swarm = open_client(folder, TWO)
-    model = load_whole(folder)
+    model = whole_of(folder).model
     cache = RemoteCache()
     first = generate(client.model, prompt(1, 8), do_sample=False, past_key_values=cache)
     longer = torch.cat([first, prompt(1, 5, seed=3)], dim=1)
@@ -129,7 +129,7 @@ def test_tied_head_is_one_tensor(tiny: Tiny) -> None:
 def test_a_cache_of_other_kind_is_refused(tiny: Tiny) -> None:
     client, _ = open_client(tiny("llama"), TWO)
     with pytest.raises(BadInput, match="RemoteCache"):
-        client.model(prompt(1, 3), past_key_values=Whole(tiny("llama")).cache())
+        client.model(prompt(1, 3), past_key_values=whole_of(tiny("llama")).cache())
 
 
 def test_a_mask_with_holes_is_refused(tiny: Tiny) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,7 @@ class Whole:
         self.left.clear()
         logits = self.model(ids, past_key_values=cache, use_cache=cache is not None, **extra).logits
         return self.entered[0], self.left[0], logits
+
+
+whole_of = cache(Whole)
+"""That of a folder, loaded once."""
