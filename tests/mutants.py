@@ -48,7 +48,7 @@ _SIGNED: Final = (
 )
 _WIRE: Final = (
     "framing tensors announcement inference_protocol training_protocol circuit_protocol standard_protocols manifest "
-    "adapter_folder dialogue swarm_view remembered addresses priority admission memory_streams chains spans"
+    "adapter_folder dialogue swarm_view remembered addresses priority admission memory_streams chains"
 )
 _JUDGED: Final = "judging recomputation verdict substitution compared_chains bundle evidence receipt_log trust rewards"
 _SERVED: Final = "pushes admission priority cache_budget compute_order training_protocol deferred_backward span_input"
@@ -278,6 +278,9 @@ def main() -> None:
     total = len(found)
     if 0 < chosen.count < total:
         found = random.Random(chosen.seed).sample(found, chosen.count)
+    unknown = [test for tests in TESTS.values() for test in tests if not [*ROOT.glob(f"tests/{test}.py")]]
+    if unknown or not found:
+        raise SystemExit(f"no such tests: {unknown}" if unknown else f"no such files: {chosen.only}")
     tests = sorted(set().union(*(tests_of(mutant.path) for mutant in found)))
     driver = Driver(found)
     options = [

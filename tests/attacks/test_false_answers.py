@@ -68,9 +68,9 @@ class Bank:
         self.signer, self.lies = signer, lies
 
     async def credit(self, query: CreditQuery) -> Credit:
-        said = {"issuer": self.signer.peer_id, "holder": query.holder, "points": 7, "deposit": 0} | self.lies
+        said = {"issuer": ISSUER.peer_id, "holder": query.holder, "points": 7, "deposit": 0} | self.lies
         credit = Credit(deposit_until_ms=0, sequence=3, time_ms=5, **said)
-        return credit if self.signer is not ISSUER and not self.lies else credit.signed(self.signer)
+        return credit.signed(self.signer) if self.signer is ISSUER else credit
 
     async def clear(self, transfer: Transfer) -> Clearing:
         if self.lies:
@@ -114,10 +114,15 @@ def test_what_another_key_has_signed_is_not(question: Any, statement: Any) -> No
         ask(question, statement, serving(Bank(OTHER)))
 
 
-@pytest.mark.parametrize("lie", [{"holder": OTHER.peer_id}, {"issuer": ISSUER.peer_id, "holder": ISSUER.peer_id}])
+@pytest.mark.parametrize("lie", [{"holder": OTHER.peer_id}, {"holder": ISSUER.peer_id}])
 def test_another_s_credit_is_not(lie: dict[str, str]) -> None:
     with pytest.raises(PeerError, match="not signed"):
         ask(ask_credit, QUERY, serving(Bank(**lie)))
+
+
+def test_a_credit_of_nobody_is_not() -> None:
+    with pytest.raises(PeerError, match="peer id"):
+        ask(ask_credit, QUERY, saying(wire.CreditsFrame(credit=wire.Credit(holder=b"nobody"))))
 
 
 def test_a_voucher_for_other_points_is_not() -> None:

@@ -269,7 +269,14 @@ def test_who_waits_for_bytes_is_told_of_the_end_of_the_stream() -> None:
                 await settled()
                 other.say(WINDOW_UPDATE, FIN, 1)
             assert ours.open_streams == 0
-            assert other.frames()[-1] == (WINDOW_UPDATE, FIN, 1, 0, b"")
+            other.open(3)
+            second = await ours.accept_stream()
+            other.say(WINDOW_UPDATE, FIN, 3)
+            await settled()
+            assert ours.open_streams == 1
+            await second.close()
+            assert ours.open_streams == 0
+            assert other.frames()[-1] == (WINDOW_UPDATE, FIN, 3, 0, b"")
 
     run(main)
 
@@ -664,6 +671,10 @@ def test_what_the_socket_does_not_take_goes_later_and_in_order() -> None:
         for part in data:
             session.put(part)
         assert session.is_stuffed and not session.has_room
+        raw.room = 1000
+        session.put(b"")  # what waits is not overtaken
+        assert len(raw.sent) == 10
+        raw.room = 0
 
         async def pump() -> None:
             with suppress(ConnectionResetError):  # at its end
