@@ -197,7 +197,7 @@ class JoinOptions:
         _ = self.psk
         for file, harm in ((self.key_file, "join your swarm"), (self.identity, "sign as this node")):
             if file is not None and others_can_read(file):
-                say_error(f"warning: others on this machine can read {file}, and so {harm}: chmod 600 {file}")
+                say_error(f"others on this machine can read {file}, and so {harm}: chmod 600 {file}", "warning")
         _ = self.trusted
 
     @property

@@ -63,7 +63,7 @@ class Output:
 
     def warn(self, text: str) -> None:
         """A line for a person about something that went wrong, and does not end the command."""
-        say_error(text)
+        say_error(text, "warning")
 
     def error(self, text: str) -> None:
         say_error(text)

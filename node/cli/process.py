@@ -97,11 +97,14 @@ def text_given(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def say_error(text: str) -> None:
-    """One line on standard error, in red on a terminal; nothing if nobody can read it."""
+def say_error(text: str, prefix: str = "petalnode") -> None:
+    """One line on standard error, in red on a terminal; nothing if nobody can read it.
+
+    Scripts find the reason of an exit code by the `prefix`; what ends no command has another one.
+    """
     before, after = _RED if sys.stderr.isatty() and "NO_COLOR" not in os.environ else ("", "")
     with suppress(OSError, ValueError):
-        sys.stderr.write(f"{before}petalnode: {text}{after}\n")
+        sys.stderr.write(f"{before}{prefix}: {text}{after}\n")
         sys.stderr.flush()
 
 
