@@ -25,7 +25,7 @@ from ...protocols.ids import DIRECTORY
 from ..network.dht import Dht
 from ..network.host import Host
 from ..swarm.announcer import Announcer
-from ..swarm.config import DEFAULT_TTL, SwarmConfig
+from ..swarm.config import SwarmConfig
 from ..swarm.directory import Directory
 from ..swarm.streams import MessageStreams
 from ..swarm.view import SwarmView
@@ -359,7 +359,7 @@ class DirectoryNode(MemoryNode):
 
     def __init__(self, network: MemoryNetwork, identity: Identity, trust: TrustStore | None = None) -> None:
         super().__init__(network, identity, trust)
-        parts: dict[str, Any] = {"identity": identity, "ttl": DEFAULT_TTL, "host": self.host}
+        parts: dict[str, Any] = {"identity": identity, "ttl": _LIFETIME, "host": self.host}
         parts["dht"] = cast(Dht, _NoTable())
         bootstrap = [(peer, f"/ip4/127.0.0.1/tcp/1/p2p/{peer}") for peer in list(network.nodes)[:1]]
         self.directory = Directory(**parts, open_stream=self._open_directory, bootstrap=bootstrap)

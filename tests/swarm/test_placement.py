@@ -21,7 +21,7 @@ import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.server.lifecycle import placement_state
+from petalnode.node.server.lifecycle import placement_state, rebalancing
 from petalnode.node.server.lifecycle.other_servers import measure_network, serve_transfers
 from petalnode.node.server.lifecycle.placement_state import PlacementState
 from petalnode.node.server.lifecycle.rebalancing import join_where_needed, next_move
@@ -492,6 +492,9 @@ def ten(models: Path) -> Iterator[Ten]:
 
         patched.setattr(PlacementState, "probe", counted)
         patched.setenv("PETALNODE_CHECK_INTERVAL", "1")
+        for name in ("REFRESH_TIMEOUT", "_EXCHANGE_TIMEOUT", "_PROBE_TIMEOUT"):
+            patched.setattr(placement_state, name, DEADLINE)  # nobody is gone because this machine is busy
+        patched.setattr(rebalancing, "_MAX_NEGOTIATION", DEADLINE)
         placement_state.log.addFilter(heard)
         for _ in range(10):
             pool.start(None, num_blocks=2, throughput=5.0, prepare=lambda node: _speaker.set(node.peer_id))
