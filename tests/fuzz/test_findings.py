@@ -194,8 +194,9 @@ def test_who_opens_streams_and_resets_them_fills_no_memory() -> None:
     async def main() -> None:
         async with muxer() as (ours, other):
             for _ in range(30):
-                other.say_bytes(HEADER.pack(0, WINDOW_UPDATE, SYN | RST, 1, 0) * 100)
-                await settled()
+                if ours.lost is None:  # it may be cut off
+                    other.say_bytes(HEADER.pack(0, WINDOW_UPDATE, SYN | RST, 1, 0) * 100)
+                    await settled()
             assert len(ours._held) < 2048
 
     virtually(main)
