@@ -18,6 +18,8 @@ from ..network.gossip import Gossip
 from ..network.host import Host
 from ..network.nat.hole_punching import HolePuncher
 from ..network.nat.relay import RelayService
+from ..network.transport.limits import NodeLimits
+from ..network.transport.yamux import Muxer
 from ..swarm.swarm import Swarm
 from ..swarm.view import SwarmView
 from ..trust.evidence_gossip import EvidenceGossip
@@ -38,6 +40,17 @@ def dial_at(host: Host, addresses: Callable[[str], Sequence[Multiaddr] | None]) 
         return tuple(known(peer_id) if given is None else given)
 
     network._addresses = chosen
+
+
+def muxer_of(host: Host, peer_id: str) -> Muxer:
+    """The connection to a peer, to write frames on it that no stream would."""
+    muxer: Any = host.connections(peer_id)[0]._muxer
+    return muxer  # type: ignore[no-any-return]
+
+
+def limits_of(host: Host) -> NodeLimits:
+    """What peers take of a host."""
+    return host._network.limits
 
 
 def use_swarm_key(host: Host, psk: str | None) -> None:

@@ -38,6 +38,7 @@ from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks
 from .address_book import AddressBook
 from .bandwidth import Bandwidth
 from .dialing import Attempt, Trouble, failed, kept, one_per_relay, plan
+from .limits import MAX_CONNECTIONS, MAX_HANDSHAKES, MAX_INBOUND, AddressCount, NodeLimits
 from .negotiation import OneRoundTrip, question
 from .noise import BufferedNoise
 from .raw_connection import OtherSwarm, Path, PskConnection, RawConnection, SocketConnection, remote_multiaddr
@@ -46,7 +47,6 @@ from .yamux import Muxer
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 4096
 NEGOTIATION: Final = 10  # seconds
 _MAX_PER_PEER: Final = 8
 _DIAL_DEADLINE: Final = 5.0  # seconds for one address: TCP and about six round trips of handshakes
@@ -74,16 +74,17 @@ class _Dial:
 class _MuxerNegotiation(MuxerMultistream):
     """Negotiates Yamux and makes ours of it; libp2p's makes its own `Yamux` whatever class it was given."""
 
-    def __init__(self, on_lost: Callable[[Muxer], None]) -> None:
+    def __init__(self, on_lost: Callable[[Muxer], None], limits: NodeLimits) -> None:
         super().__init__({YAMUX: Yamux}, NEGOTIATION)
         self._on_lost = on_lost
+        self._limits = limits
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> Muxer:
         if conn.is_initiator:
             await conn.write(question(YAMUX))
-            return Muxer(conn, peer_id, self._on_lost, answer=question(YAMUX))
+            return Muxer(conn, peer_id, self._on_lost, self._limits, answer=question(YAMUX))
         await self._selector.select(conn, False, self.negotiate_timeout)
-        return Muxer(conn, peer_id, self._on_lost)
+        return Muxer(conn, peer_id, self._on_lost, self._limits)
 
 
 class _NoAutoConnector(AutoConnector):
@@ -103,7 +104,10 @@ class Network(Libp2pSwarm):
         key_pair = create_new_key_pair(identity.seed)
         noise_key = create_noise_key_pair().private_key
         upgrader = TransportUpgrader({NOISE: BufferedNoise(key_pair, noise_key)}, {YAMUX: Yamux})
-        upgrader.muxer_multistream = _MuxerNegotiation(self._muxer_lost)
+        self.limits = NodeLimits()
+        self._inbound = AddressCount(MAX_INBOUND)
+        self._handshakes = AddressCount(MAX_HANDSHAKES)
+        upgrader.muxer_multistream = _MuxerNegotiation(self._muxer_lost, self.limits)
         upgrader.security_multistream._selector.multiselect_client = OneRoundTrip()
         peerstore = PeerStore()
         self_id = ID.from_pubkey(key_pair.public_key)
@@ -128,7 +132,7 @@ class Network(Libp2pSwarm):
             ),
         )
         self.auto_connector = _NoAutoConnector(self)
-        # No resource manager: its limits are global, and it guards what `yamux.py` bounds per connection.
+        # No resource manager: its limits are global, and it guards what `limits.py` bounds for each peer.
         self.on_connected: list[PathHandler] = []
         self.on_lost: list[Callable[[str], None]] = []
         self.circuit_dialer: CircuitDialer | None = None
@@ -193,6 +197,25 @@ class Network(Libp2pSwarm):
         """
         assert isinstance(read_write_closer, TrioTCPStream)
         stream = read_write_closer.stream
+        host, _ = read_write_closer.get_remote_address() or ("", 0)
+        if not self._inbound.add(host):
+            log.info("refused a connection: there are too many from %s", host)
+            await trio.aclose_forcefully(stream)
+            return
+        try:
+            muxer = await self._accept(stream, host)
+            if muxer is not None and not muxer.is_closed:
+                self._ends[muxer] = end = trio.Event()
+                await end.wait()
+        finally:
+            self._inbound.remove(host)
+
+    async def _accept(self, stream: trio.SocketStream, host: str) -> Muxer | None:
+        """Makes a connection of the host out of an accepted one; None if nothing comes of it."""
+        if not self._handshakes.add(host):
+            log.info("refused a connection: too many from %s have not finished their handshake", host)
+            await trio.aclose_forcefully(stream)
+            return None
         path = Path(direct=True, relay=None, remote_addr=remote_multiaddr(stream), inbound=True)
         punching = self.punching.get(path.remote_addr or "")
         raw = SocketConnection(stream, path, self.bandwidth)
@@ -202,12 +225,12 @@ class Network(Libp2pSwarm):
                 conn = await self.secure(raw, punching)
         except Exception as error:  # whatever a stranger's handshake may raise
             log.debug("refused a connection from %s: %s", path.remote_addr, reason_of(error))
-            return
+            return None
+        finally:
+            self._handshakes.remove(host)
         muxer = conn.muxed_conn
         assert isinstance(muxer, Muxer)
-        if not muxer.is_closed:
-            self._ends[muxer] = end = trio.Event()
-            await end.wait()
+        return muxer
 
     def _muxer_lost(self, muxer: Muxer) -> None:
         end = self._ends.pop(muxer, None)

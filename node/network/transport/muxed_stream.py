@@ -22,6 +22,9 @@ INITIAL_WINDOW: Final = 256 * 1024  # by the specification
 WINDOW: Final = 4 * 1024 * 1024  # what we grant to most: 40 MB/s at a round trip of 100 ms
 _SMALL: Final = 32 * 1024  # bytes: a token's hidden state, which does not wait behind large data
 MAX_DATA: Final = MAX_PLAINTEXT - HEADER.size  # a frame fills one Noise message
+# Data of small frames are put together: a chunk of two bytes takes 56, and only two would be counted.
+_SMALL_CHUNK: Final = 4096
+_FULL_CHUNK: Final = 64 * 1024
 
 
 class StreamConnection(Protocol):
@@ -29,7 +32,12 @@ class StreamConnection(Protocol):
 
     path: Path
     max_data: int  # bytes of one frame
-    buffered: int  # bytes that came and were not read yet, in all streams
+
+    def hold(self, size: int) -> None:
+        """Counts bytes that came and were not read yet, fewer if `size` is negative."""
+
+    def may_widen(self, more: int) -> bool:
+        """Whether the peer may be given so much more window; counted until `forget_if_done`."""
 
     def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> None: ...
 
@@ -63,7 +71,10 @@ class MuxedStream(IMuxedStream):
         self._window = window  # what the peer may send beyond what was read
         self._granted = window  # what the peer may still send
         self._consumed = 0  # read since the last grant
-        self._chunks: deque[bytes] = deque()
+        self.unread = 0  # bytes
+        self.widened = 0  # bytes of the window beyond what every stream has
+        self.opened_by_peer = False
+        self._chunks: deque[bytes | bytearray] = deque()
         self._readers = trio.lowlevel.ParkingLot()
         self._writers = trio.lowlevel.ParkingLot()
         self._lost_event: trio.Event | None = None
@@ -83,12 +94,16 @@ class MuxedStream(IMuxedStream):
             if self.read_closed:
                 raise MuxedStreamEOF("the peer closed the stream")
             await self._readers.park()
-        chunk = self._chunks.popleft()
-        if n is not None and 0 <= n < len(chunk):
-            self._chunks.appendleft(chunk[n:])
-            chunk = chunk[:n]
+        chunk = self._chunks[0]
+        if n is None or not 0 <= n < len(chunk):
+            self._chunks.popleft()
+        else:
+            rest = chunk if isinstance(chunk, bytearray) else bytearray(chunk)
+            chunk, self._chunks[0] = rest[:n], rest
+            del rest[:n]
+        self._hold(-len(chunk))
         self._grant(len(chunk))
-        return chunk
+        return bytes(chunk)
 
     def divert(self, take: Callable[[bytes], bool]) -> None:
         """Offers what comes to `take` first, as long as nothing waits for `read`; it says whether it took it.
@@ -97,19 +112,29 @@ class MuxedStream(IMuxedStream):
         """
         self._divert = take
 
+    @property
+    def is_diverted(self) -> bool:
+        return self._divert is not None
+
+    def _hold(self, size: int) -> None:
+        self.unread += size
+        self.muxed_conn.hold(size)
+
     def _grant(self, consumed: int) -> None:
         self._consumed += consumed
-        self.muxed_conn.buffered -= consumed
         if self._consumed >= self._window // 2 and not self.read_closed and self.lost is None:
             self._granted += self._consumed
             self.muxed_conn.put(WINDOW_UPDATE, 0, self.stream_id, self._consumed)
             self._consumed = 0
 
     def widen(self, window: int = WINDOW) -> None:
-        """Lets the peer send as much beyond what was read. Until then it is little, for who knows what it wants."""
+        """Lets the peer send as much beyond what was read, unless it may do so on many streams already.
+
+        Until then it is little, for who knows what it wants."""
         more = window - self._window
-        if more > 0 and not self.read_closed and self.lost is None:
+        if more > 0 and not self.read_closed and self.lost is None and self.muxed_conn.may_widen(more):
             self._window = window
+            self.widened += more
             self._granted += more
             self.muxed_conn.put(WINDOW_UPDATE, 0, self.stream_id, more)
 
@@ -173,18 +198,23 @@ class MuxedStream(IMuxedStream):
 
     async def reset(self) -> None:
         """Ends both directions at once. Never waits."""
+        self.drop("reset on this side")
+        self.discard()
+
+    def drop(self, why: str) -> None:
+        """As `reset`, and says why to who reads or writes."""
         if self.lost is None:
             self.muxed_conn.put(WINDOW_UPDATE, RST, self.stream_id, 0)
-            self.on_lost("reset on this side")
+            self.on_lost(why)
             self.discard()
             self.muxed_conn.forget_if_done(self)
 
     def discard(self) -> None:
         """Says that nobody will read any more: what comes is dropped."""
         self.discarding = True
-        for chunk in self._chunks:
-            self._grant(len(chunk))
         self._chunks.clear()
+        self._grant(self.unread)
+        self._hold(-self.unread)
 
     @property
     def has_unread(self) -> bool:
@@ -207,16 +237,22 @@ class MuxedStream(IMuxedStream):
         return self._granted >= 0
 
     def on_data(self, data: bytes) -> None:
-        self.muxed_conn.buffered += len(data)
         if (
             self.discarding
             or self.lost is not None
             or (self._divert is not None and not self._chunks and self._divert(data))
         ):
             self._grant(len(data))
+            return
+        last = self._chunks[-1] if self._chunks else b""
+        if last and len(data) < _SMALL_CHUNK and len(last) < _FULL_CHUNK:
+            if not isinstance(last, bytearray):
+                last = self._chunks[-1] = bytearray(last)
+            last += data
         else:
             self._chunks.append(data)
-            self._readers.unpark_all()
+        self._readers.unpark_all()
+        self._hold(len(data))
 
     def on_window(self, size: int) -> None:
         self.send_window += size

@@ -20,6 +20,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from multiaddr import Multiaddr
 
 from .bandwidth import Throttle
+from .limits import LARGE_FRAME, MAX_STREAMS_OF_CONNECTION, MAX_WINDOWS_OF_PEER, OPENING, NodeLimits
 from .muxed_stream import (
     ACK,
     DATA,
@@ -39,8 +40,8 @@ from .noise import NoiseSession
 
 log = logging.getLogger(__name__)
 
-_MAX_STREAMS: Final = 2048  # open at once on one connection, both ways together
-_MAX_BUFFERED: Final = 256 * 1024 * 1024  # bytes unread in all streams of a connection
+_FRAMES_AT_ONCE: Final = 256  # then it is others' turn, for whom a millisecond is much
+_PROTOCOL_ERROR: Final = 1  # why we go away, by the specification
 
 _IDLE: Final = 1.0  # seconds of silence after which we ask for a sign of life while streams are open
 _IDLE_WITHOUT_STREAMS: Final = 8.0  # keeps the mappings of NATs alive, too
@@ -57,14 +58,24 @@ _LARGE_LASTS: Final = 5.0  # seconds after a large message in which another one 
 _QUIET: Final = 0.1  # seconds; half of the least time after which TCP forgets its window
 
 
+class _Violation(ConnectionAbortedError):
+    """The peer does what Yamux or our limits do not allow."""
+
+
 class Muxer(IMuxedConn):
     """All streams of one connection. `on_lost` is called once, synchronously, when the connection ends.
 
-    `answer` is what the peer sends before anything else if it speaks Yamux.
+    `limits` are those of the host. `answer` is what the peer sends before anything else if it speaks Yamux.
     """
 
     def __init__(
-        self, conn: ISecureConn, peer_id: ID, on_lost: Callable[[Muxer], None], *, answer: bytes = b""
+        self,
+        conn: ISecureConn,
+        peer_id: ID,
+        on_lost: Callable[[Muxer], None],
+        limits: NodeLimits,
+        *,
+        answer: bytes = b"",
     ) -> None:
         assert isinstance(conn, NoiseSession)
         self.peer_id = peer_id
@@ -75,6 +86,9 @@ class Muxer(IMuxedConn):
         self.lost: str | None = None
         self.buffered = 0  # bytes that came and were not read yet
         self._on_lost = on_lost
+        self._limits = limits
+        self._use = limits.of(str(peer_id))
+        self._frames = 0  # handled since others had their turn
         self._answer = answer  # the part of it that has not come yet
         self._rest = b""  # the beginning of a frame's header
         self._body = 0  # bytes that the current frame still brings
@@ -83,7 +97,7 @@ class Muxer(IMuxedConn):
         self._scope = trio.CancelScope()
         self._next_id = 1 if conn.is_initiator else 2
         self._streams: dict[int, MuxedStream] = {}
-        self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](_MAX_STREAMS)
+        self._accept_send, self._accept_receive = trio.open_memory_channel[MuxedStream](MAX_STREAMS_OF_CONNECTION)
         self._heard = trio.current_time()
         self._suspected = False
         self._held = b""  # frames that go with the next one
@@ -102,9 +116,13 @@ class Muxer(IMuxedConn):
         await trio.lowlevel.checkpoint_if_cancelled()
         if self.lost is not None:
             raise MuxedConnUnavailable(self.lost)
-        if len(self._streams) >= _MAX_STREAMS:
+        if len(self._streams) >= MAX_STREAMS_OF_CONNECTION:
             raise MuxedConnUnavailable(f"{len(self._streams)} streams are open on this connection")
+        more = max(0, window - INITIAL_WINDOW)
+        if not self.may_widen(more):
+            more, window = 0, INITIAL_WINDOW
         stream = MuxedStream(self, self._next_id, window)
+        stream.widened = more
         self._next_id += 2
         self._streams[stream.stream_id] = stream
         self.put(WINDOW_UPDATE, SYN, stream.stream_id, window - INITIAL_WINDOW)
@@ -122,8 +140,31 @@ class Muxer(IMuxedConn):
             raise MuxedConnUnavailable(self.lost) from None
 
     def forget_if_done(self, stream: MuxedStream) -> None:
-        if stream.read_closed and stream.write_closed:
-            self._streams.pop(stream.stream_id, None)
+        if stream.read_closed and stream.write_closed and self._streams.pop(stream.stream_id, None) is not None:
+            self._forget(stream)
+
+    def _forget(self, stream: MuxedStream) -> None:
+        self._use.windows -= stream.widened
+        if stream.opened_by_peer:
+            self._limits.close_stream(self._use)
+
+    # --- what the peer takes of this node
+
+    def hold(self, size: int) -> None:
+        if self.lost is None:
+            self.buffered += size
+            self._limits.hold(self._use, size)
+
+    def may_widen(self, more: int) -> bool:
+        if self._use.windows + more > MAX_WINDOWS_OF_PEER:
+            return False
+        self._use.windows += more
+        return True
+
+    def drop_fullest(self) -> None:
+        fullest = max(self._streams.values(), key=lambda stream: stream.unread, default=None)
+        if fullest is not None and fullest.unread:
+            fullest.drop("too much came that nobody has read")
 
     # --- writing
 
@@ -164,6 +205,7 @@ class Muxer(IMuxedConn):
 
     async def start(self) -> None:
         """Serves the connection until it ends. libp2p runs this as a task of the host."""
+        self._use.connections.append(self)
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -184,6 +226,9 @@ class Muxer(IMuxedConn):
         try:
             yield
         except OSError as error:
+            if isinstance(error, _Violation) and self.lost is None:
+                log.info("the connection to %s is closed: %s", self.peer_id, error)
+                self.put(GO_AWAY, 0, 0, _PROTOCOL_ERROR)
             self._lose(str(error))
         except Exception:
             log.exception("the connection to %s failed", self.peer_id)
@@ -195,16 +240,27 @@ class Muxer(IMuxedConn):
         while self.lost is None:
             for data in await self.secured_conn.receive():
                 self._feed(data)
+                while self._frames >= _FRAMES_AT_ONCE:
+                    self._frames = 0
+                    await trio.lowlevel.checkpoint()
+                    self._feed(b"")
+            self._frames = 0
 
     def _take(self, sealed: bytes) -> None:
         """What comes through a circuit, in the task that reads the connection below."""
         if self.lost is None:
             with self._guard():
+                if len(sealed) < LARGE_FRAME:
+                    self._take_frames(1)
                 for data in self.secured_conn.unseal(sealed):
                     self._feed(data)
+                    while self._frames >= _FRAMES_AT_ONCE:  # the connection below is who takes turns
+                        self._frames = 0
+                        self._feed(b"")
 
     def _feed(self, data: bytes) -> None:
-        """Handles the frames in what came, and keeps the beginning of one that is cut off."""
+        """Handles the frames in what came, and keeps the beginning of one that is cut off, and what is too much for one
+        turn."""
         self._heard = trio.current_time()
         if self._answer:
             data = self._without_answer(data)
@@ -216,7 +272,7 @@ class Muxer(IMuxedConn):
                 if self._body:
                     return
                 self._end_frame(self._body_of, self._body_flags)
-            if len(data) - position < HEADER.size:
+            if len(data) - position < HEADER.size or self._frames >= _FRAMES_AT_ONCE:
                 self._rest = data[position:]
                 return
             self._take_header(*HEADER.unpack_from(data, position))
@@ -229,36 +285,48 @@ class Muxer(IMuxedConn):
         return len(part)
 
     def _take_header(self, version: int, kind: int, flags: int, stream_id: int, length: int) -> None:
+        self._frames += 1
         if version != 0 or kind > GO_AWAY:
-            raise ConnectionAbortedError("the peer sent a frame that is no Yamux frame")
+            raise _Violation("the peer sent a frame that is no Yamux frame")
         if kind == GO_AWAY:
-            raise ConnectionAbortedError("the peer closed the connection")
+            raise ConnectionResetError("the peer closed the connection")
+        self._count(kind, flags, stream_id, length)
         if kind == PING:
             if flags & SYN:
                 self.put(PING, ACK, 0, length)
             return
         stream = self._stream_of(kind, flags, stream_id)
         if kind == DATA and length:
-            self._check_room(stream, length)
+            if stream is not None and not stream.on_size(length):
+                raise _Violation("the peer sent more than it was granted")
             self._body, self._body_of, self._body_flags = length, stream, flags
             return
         if kind == WINDOW_UPDATE and stream is not None:
             stream.on_window(length)
         self._end_frame(stream, flags)
 
+    def _count(self, kind: int, flags: int, stream_id: int, length: int) -> None:
+        """Counts a frame that is not paid for by its bytes.
+
+        What comes through a circuit counts at its other end: a relay does not answer for what it carries."""
+        if flags & SYN and kind != PING:
+            self._take_frames(OPENING)
+        elif kind != DATA or length < LARGE_FRAME:
+            stream = self._streams.get(stream_id)
+            if stream is None or not stream.is_diverted:
+                self._take_frames(1)
+
+    def _take_frames(self, count: int) -> None:
+        if not self._use.take_frames(count):
+            raise _Violation("the peer sent more small frames than any session needs")
+
     def _without_answer(self, data: bytes) -> bytes:
         """What follows the peer's consent to speak Yamux, or the part of that which has come."""
         part = data[: len(self._answer)]
         if not self._answer.startswith(part):
-            raise ConnectionAbortedError("the peer does not speak Yamux")
+            raise _Violation("the peer does not speak Yamux")
         self._answer = self._answer[len(part) :]
         return data[len(part) :]
-
-    def _check_room(self, stream: MuxedStream | None, length: int) -> None:
-        if stream is not None and not stream.on_size(length):
-            raise ConnectionAbortedError("the peer sent more than it was granted")
-        if self.buffered + length > _MAX_BUFFERED:
-            raise ConnectionAbortedError("the peer sent too much that nobody reads")
 
     def _end_frame(self, stream: MuxedStream | None, flags: int) -> None:
         if stream is not None and flags & (FIN | RST):
@@ -270,13 +338,14 @@ class Muxer(IMuxedConn):
         if not flags & SYN:
             return self._streams.get(stream_id)
         if stream_id % 2 == self._next_id % 2 or stream_id in self._streams:
-            raise ConnectionAbortedError("the peer opened a stream under a number that is not its")
+            raise _Violation("the peer opened a stream under a number that is not its")
         stream = MuxedStream(self, stream_id)
-        if len(self._streams) < _MAX_STREAMS:
+        if len(self._streams) < MAX_STREAMS_OF_CONNECTION and self._limits.open_stream(self._use):
+            stream.opened_by_peer = True
             try:
                 self._accept_send.send_nowait(stream)
             except trio.WouldBlock:
-                pass
+                self._limits.close_stream(self._use)
             else:
                 self._streams[stream_id] = stream
                 self.put(WINDOW_UPDATE, ACK, stream_id, 0)
@@ -339,9 +408,13 @@ class Muxer(IMuxedConn):
         """Ends the connection at once; `start` closes the socket."""
         if self.lost is None:
             self.lost = why
+            self._limits.hold(self._use, -self.buffered)
+            if self in self._use.connections:
+                self._use.connections.remove(self)
             self._accept_send.close()
             for stream in self._streams.values():
                 stream.on_lost(why)
+                self._forget(stream)
             self._streams.clear()
             self._on_lost(self)
             self._scope.cancel()

@@ -1,0 +1,177 @@
+"""What this node takes from one peer, and from all of its peers together: connections, streams, unread bytes, frames.
+
+A share is soft wherever nothing has to be taken back: who is alone gets half of all there is, and whoever comes next
+half of what is left, so that nobody can leave nothing for the others.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from typing import Final, Protocol
+
+import trio
+
+MAX_CONNECTIONS: Final = 4096
+MAX_INBOUND: Final = 3072
+"""Of these, how many others may make; the rest is for our own."""
+MAX_HANDSHAKES: Final = 512
+"""Connections that were accepted and are not encrypted yet."""
+LEAST_OF_ADDRESS: Final = 8
+"""Connections, and handshakes, that an address may have as long as there are any: many share one behind a NAT."""
+MAX_STREAMS: Final = 8192
+"""Streams that peers have opened, over all connections."""
+MAX_STREAMS_OF_CONNECTION: Final = 2048
+"""Open at once, both ways together."""
+LEAST_STREAMS: Final = 32
+"""Of a peer, as long as there are any."""
+MAX_UNREAD: Final = 384 << 20
+"""Bytes that came and were not read yet, over all connections."""
+MAX_UNREAD_OF_PEER: Final = 96 << 20
+MAX_WINDOWS_OF_PEER: Final = 64 << 20
+"""Bytes that one peer may send on all of its streams beyond what the specification gives to every stream."""
+
+FRAMES_PER_SECOND: Final = 20_000
+"""Small frames of one peer: several times what all sessions of a server can need, and a seventh of a core."""
+FRAMES_AT_ONCE: Final = FRAMES_PER_SECOND
+"""Up to twice as many after a pause, since the clock is looked at only when these are used up."""
+LARGE_FRAME: Final = 4096
+"""Bytes of data from which on a frame does not count: then bytes, not frames, are what it costs."""
+OPENING: Final = 32
+"""A new stream counts as so many frames: it starts a task and negotiates a protocol."""
+_REMEMBERED: Final = 4096
+"""Peers without a connection whose frames are still counted, so that reconnecting gains nothing."""
+
+
+def may_have_more(own: int, total: int, most: int, least: int) -> bool:
+    """Whether who holds `own` of the `total` that is taken may have one more, where there are `most` in all: no more
+    than is left for others, but `least` as long as there are any."""
+    return total < most and own < max(least, most - total)
+
+
+class Unread(Protocol):
+    """A connection whose streams hold unread bytes."""
+
+    buffered: int
+
+    def drop_fullest(self) -> None:
+        """Resets the stream with the most unread bytes."""
+
+
+class PeerUse:
+    """What one peer takes of this node, on all of its connections.
+
+    Attributes:
+        streams: how many it has opened.
+        windows: bytes that it may send beyond the windows that every stream has.
+        unread: bytes that came from it and were not read yet.
+    """
+
+    def __init__(self) -> None:
+        self.streams = 0
+        self.windows = 0
+        self.unread = 0
+        self.connections: list[Unread] = []
+        self._frames = float(FRAMES_AT_ONCE)
+        self._at = trio.current_time()
+
+    def take_frames(self, count: int) -> bool:
+        """Counts small frames by a token bucket; false if there were too many. Looks at the clock when it is empty."""
+        self._frames -= count
+        if self._frames < 0:
+            self._refill()
+        return self._frames >= 0
+
+    def _refill(self) -> None:
+        now = trio.current_time()
+        self._frames = min(FRAMES_AT_ONCE, self._frames + (now - self._at) * FRAMES_PER_SECOND)
+        self._at = now
+
+    @property
+    def may_be_forgotten(self) -> bool:
+        self._refill()
+        return not self.connections and self._frames >= FRAMES_AT_ONCE
+
+    def drop_fullest(self) -> None:
+        """Resets the stream with the most unread bytes on the connection that has the most."""
+        if self.connections:
+            max(self.connections, key=lambda connection: connection.buffered).drop_fullest()
+
+
+class NodeLimits:
+    """What the peers of one host take of it."""
+
+    def __init__(self) -> None:
+        self.streams = 0
+        self.unread = 0
+        self._peers: dict[str, PeerUse] = {}
+
+    def of(self, peer_id: str) -> PeerUse:
+        use = self._peers.get(peer_id)
+        if use is None:
+            if len(self._peers) > _REMEMBERED:
+                self._peers = {known: use for known, use in self._peers.items() if not use.may_be_forgotten}
+            use = self._peers[peer_id] = PeerUse()
+        return use
+
+    def open_stream(self, use: PeerUse) -> bool:
+        """Whether the peer may open another stream; counts it then."""
+        if not may_have_more(use.streams, self.streams, MAX_STREAMS, LEAST_STREAMS):
+            return False
+        use.streams += 1
+        self.streams += 1
+        return True
+
+    def close_stream(self, use: PeerUse) -> None:
+        use.streams -= 1
+        self.streams -= 1
+
+    def hold(self, use: PeerUse, size: int) -> None:
+        """So many more bytes of the peer are unread, or fewer. Where that is too much, who holds the most loses the
+        fullest stream: nobody suffers for what others send."""
+        use.unread += size
+        self.unread += size
+        if size <= 0:
+            return
+        if use.unread > MAX_UNREAD_OF_PEER:
+            use.drop_fullest()
+        while self.unread > MAX_UNREAD:
+            before = self.unread
+            max(self._peers.values(), key=lambda use: use.unread).drop_fullest()
+            if self.unread == before:
+                return
+
+
+class AddressCount:
+    """Counts what comes from the network, by address: an IPv4 address, or a network of 64 bits of IPv6, which is what
+    one household has."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: Counter[str] = Counter()
+
+    def add(self, host: str) -> bool:
+        """Whether there may be one more from there; counts it then."""
+        key = _network_of(host)
+        if not may_have_more(self._held[key], self._held.total(), self._most, LEAST_OF_ADDRESS):
+            return False
+        self._held[key] += 1
+        return True
+
+    def remove(self, host: str) -> None:
+        key = _network_of(host)
+        self._held[key] -= 1
+        if not self._held[key]:
+            del self._held[key]
+
+
+def _network_of(host: str) -> str:
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))

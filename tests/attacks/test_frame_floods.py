@@ -1,0 +1,167 @@
+"""Who sends nothing but small frames holds up nobody else, and not for long."""
+
+from __future__ import annotations
+
+import logging
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.network.transport.muxed_stream import (
+    DATA,
+    HEADER,
+    INITIAL_WINDOW,
+    PING,
+    RST,
+    SYN,
+    WINDOW_UPDATE,
+    MuxedStream,
+)
+from petalnode.node.network.transport.yamux import Muxer
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.swarm.swarm import Swarm, open_swarm
+from petalnode.node.testing.node_inspection import muxer_of
+from tests.connections import connection_lost
+
+TIMEOUT = 60.0
+ROUNDS = 5
+"""Pings that the honest peer has to have answered before the attacker leaves off."""
+AT_ONCE = 256
+"""Frames of one peer between two turns of the others."""
+REASON = "more small frames than any session needs"
+
+
+@asynccontextmanager
+async def three_nodes() -> AsyncIterator[tuple[Swarm, Swarm, Swarm]]:
+    async with (
+        open_swarm(SwarmConfig(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))) as node,
+        open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as honest,
+        open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as attacker,
+    ):
+        yield node, honest, attacker
+
+
+def opened_and_reset(first: int) -> bytes:
+    """Streams that are opened and reset at once, as many as fit a message of Noise."""
+    frames = []
+    for stream_id in range(first, first + 2 * 2048, 2):
+        frames += [HEADER.pack(0, WINDOW_UPDATE, SYN, stream_id, 0), HEADER.pack(0, WINDOW_UPDATE, RST, stream_id, 0)]
+    return b"".join(frames)
+
+
+def pings(first: int) -> bytes:
+    return HEADER.pack(0, PING, SYN, 0, first) * 4096
+
+
+def of_no_stream(first: int) -> bytes:
+    return (HEADER.pack(0, DATA, 0, first, 1) + b"x") * 4096
+
+
+class FramesPerTurn(trio.abc.Instrument):
+    """Counts the frames that are handled in one step of one task."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = self.now = 0
+        handle = Muxer._take_header
+
+        def counting(muxer: Muxer, *header: int) -> None:
+            self.now += 1
+            handle(muxer, *header)
+
+        monkeypatch.setattr(Muxer, "_take_header", counting)
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.most, self.now = max(self.most, self.now), 0
+
+
+@pytest.mark.parametrize("flood", [opened_and_reset, pings, of_no_stream])
+def test_others_are_served_and_the_flooder_is_dropped(
+    flood: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted = FramesPerTurn(monkeypatch)
+    caplog.set_level(logging.INFO)
+
+    async def main() -> None:
+        async with three_nodes() as (node, honest, attacker):
+            unharmed = connection_lost(node.host, honest.peer_id)
+            answered = 0
+
+            async def ping() -> None:
+                nonlocal answered
+                while True:
+                    assert await honest.measure_rtt(node.peer_id, timeout=TIMEOUT) < TIMEOUT
+                    answered += 1
+
+            async def drop() -> None:
+                """Floods one connection until it is closed."""
+                await attacker.host.connect(node.peer_id)
+                muxer = muxer_of(attacker.host, node.peer_id)
+                number = 100_001
+                while muxer.lost is None:
+                    muxer.secured_conn.put(flood(number))  # type: ignore[operator]
+                    number += 1 << 13
+                    await muxer.wait_room()
+                    await trio.lowlevel.checkpoint()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ping)
+                dropped = 0
+                while answered < ROUNDS or not dropped:
+                    try:
+                        await drop()
+                    except OSError:
+                        pass
+                    dropped += 1
+                nursery.cancel_scope.cancel()
+            assert not unharmed.is_set()
+            assert await honest.measure_rtt(node.peer_id, timeout=TIMEOUT) < TIMEOUT
+
+    trio.run(main, instruments=[counted])
+    assert 0 < counted.most <= AT_ONCE
+    assert any(REASON in record.getMessage() for record in caplog.records)
+
+
+class Connection:
+    """What a stream needs of its connection; lets everything pass."""
+
+    path = None
+    max_data = 65507
+    upload = None
+    has_room = True
+    buffered = 0
+
+    def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> None: ...
+
+    def hold(self, size: int) -> None:
+        self.buffered += size
+
+    def forget_if_done(self, stream: MuxedStream) -> None: ...
+
+
+@pytest.mark.parametrize("size", [2, 7, 100])
+def test_bytes_of_tiny_frames_take_no_more_than_was_counted(size: int) -> None:
+    connection = Connection()
+    stream = MuxedStream(connection, 1)  # type: ignore[arg-type]
+    parts = [index.to_bytes(4, "big") * 25 for index in range(INITIAL_WINDOW // size)]
+    tracemalloc.start()
+    try:
+        for part in parts:
+            stream.on_data(part[:size])
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert connection.buffered == len(parts) * size
+    assert taken < 1.5 * connection.buffered
+
+    async def main() -> bytes:
+        read = b""
+        while stream.unread:
+            read += await stream.read(999)
+        return read
+
+    assert trio.run(main) == b"".join(part[:size] for part in parts)
+    assert connection.buffered == 0

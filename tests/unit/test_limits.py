@@ -1,0 +1,121 @@
+"""What one peer, and all of them, may take of a node."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from petalnode.node.network.transport import limits
+from petalnode.node.network.transport.limits import AddressCount, NodeLimits, PeerUse, may_have_more
+
+
+@given(st.integers(1, 500), st.integers(0, 20), st.lists(st.integers(0, 9), max_size=600))
+def test_there_is_never_more_than_there_may_be(most: int, least: int, asked: list[int]) -> None:
+    held = [0] * 10
+    for who in asked:
+        if may_have_more(held[who], sum(held), most, least):
+            held[who] += 1
+    assert sum(held) <= most
+
+
+@given(st.integers(2, 1000))
+def test_one_alone_gets_half_and_leaves_the_rest(most: int) -> None:
+    own = other = 0
+    while may_have_more(own, own, most, 0):
+        own += 1
+    assert own == (most + 1) // 2
+    while may_have_more(other, own + other, most, 0):
+        other += 1
+    assert other >= (most - own) // 2
+
+
+def test_the_least_is_granted_as_long_as_there_is_any() -> None:
+    assert may_have_more(3, 99, 100, 4)
+    assert not may_have_more(4, 99, 100, 4)
+    assert not may_have_more(0, 100, 100, 4)
+
+
+def test_addresses_of_one_household_count_together() -> None:
+    count = AddressCount(64)
+    for number in range(32):
+        assert count.add(f"2001:db8::{number:x}")
+    assert not count.add("2001:db8::ffff:1%eth0")
+    assert count.add("2001:db8:0:1::1")
+    assert count.add("203.0.113.7") and count.add("::ffff:203.0.113.7")
+    for number in range(32):
+        count.remove(f"2001:db8::{number:x}")
+    assert count.add("2001:db8::1")
+
+
+def test_frames_flow_in_by_the_clock() -> None:
+    async def main() -> None:
+        use = PeerUse()
+
+        def taken() -> int:
+            count = 0
+            while use.take_frames(1):
+                count += 1
+            return count
+
+        assert taken() == limits.FRAMES_AT_ONCE
+        assert taken() == 0
+        await trio.sleep(0.5)
+        assert taken() == pytest.approx(limits.FRAMES_PER_SECOND / 2, abs=2)
+        await trio.sleep(3600)
+        assert taken() == pytest.approx(limits.FRAMES_AT_ONCE, abs=2)
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def test_a_new_connection_brings_no_new_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(limits, "_REMEMBERED", 4)
+        node = NodeLimits()
+        node.of("flooder").take_frames(limits.FRAMES_AT_ONCE)
+        for number in range(20):
+            node.of(f"peer {number}")
+        assert not node.of("flooder").take_frames(1)
+        await trio.sleep(10)
+        for number in range(20, 40):
+            node.of(f"peer {number}")
+        assert node.of("flooder").take_frames(limits.FRAMES_AT_ONCE)
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+class Full:
+    """A connection with unread bytes in streams of one size."""
+
+    def __init__(self, node: NodeLimits, peer_id: str, size: int) -> None:
+        self.node, self.use, self.size = node, node.of(peer_id), size
+        self.buffered = self.dropped = 0
+        self.use.connections.append(self)
+
+    def fill(self, streams: int) -> None:
+        for _ in range(streams):
+            self.buffered += self.size
+            self.node.hold(self.use, self.size)
+
+    def drop_fullest(self) -> None:
+        if self.buffered:
+            self.dropped += 1
+            self.buffered -= self.size
+            self.node.hold(self.use, -self.size)
+
+
+def test_who_holds_the_most_loses_its_fullest_stream() -> None:
+    async def main() -> None:
+        node = NodeLimits()
+        honest = Full(node, "honest", 1 << 20)
+        honest.fill(8)
+        others = [Full(node, f"hostile {number}", 4 << 20) for number in range(8)]
+        for other in others:
+            other.fill(30)
+            assert other.use.unread <= limits.MAX_UNREAD_OF_PEER
+            assert node.unread <= limits.MAX_UNREAD
+        assert honest.dropped == 0 and honest.use.unread == 8 << 20
+
+    trio.run(main)
