@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -171,15 +171,22 @@ async def answer_manifests(
 # --- transfer speed
 
 
-async def answer_transfer(stream: TransferStream, *, timeout: float) -> None:
-    """Sends as many bytes as asked for, `TRANSFER_ROUNDS` times at most. Raises PeerError if the peer is gone."""
+async def answer_transfer(
+    stream: TransferStream, turn: Callable[[str], contextlib.AbstractAsyncContextManager[None]], *, timeout: float
+) -> None:
+    """Sends as many bytes as asked for, `TRANSFER_ROUNDS` times at most. Raises PeerError if the peer is gone.
+
+    Takes a `turn` for each round, and not before the peer has asked.
+    """
     for _ in range(TRANSFER_ROUNDS):
-        frame, _payloads = await stream.receive(timeout=timeout)
-        wanted = frame.wanted
-        if wanted > TRANSFER_BYTES:
-            raise ProtocolError(f"{stream.peer_id} wants {wanted} bytes at once", stream.peer_id)
-        reply = wire.TransferFrame(tensors=[wire.Tensor(nbytes=wanted)])
-        await stream.send(reply, [bytes(wanted)], timeout=timeout)
+        await stream.wait_begun(timeout=timeout)
+        async with turn(stream.peer_id):
+            frame, _payloads = await stream.receive(timeout=timeout)
+            wanted = frame.wanted
+            if wanted > TRANSFER_BYTES:
+                raise ProtocolError(f"{stream.peer_id} wants {wanted} bytes at once", stream.peer_id)
+            reply = wire.TransferFrame(tensors=[wire.Tensor(nbytes=wanted)])
+            await stream.send(reply, [bytes(wanted)], timeout=timeout)
 
 
 async def measure_transfer(stream: TransferStream, *, timeout: float) -> float:

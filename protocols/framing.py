@@ -31,6 +31,11 @@ _MAX_VARINT: Final = 4  # bytes; a header never comes near 2**28 bytes
 # if a relay carries them, fill one Yamux frame (12 bytes of header) and Noise message (65519) once more.
 _PIECE: Final = 65477
 _READ_SIZE: Final = 256 * 1024
+PATIENCE: Final = 30.0
+"""Seconds in which a message that has begun has to come, beside the time that its bytes take."""
+LEAST_RATE: Final = 1 << 20
+"""Bytes of tensors per second that a peer has to send at least. Whoever sends gives up before that."""
+_UNCOUNTED: Final = 16 * 1024  # bytes of a message; the number of streams bounds what a peer may hold of these
 
 
 class PeerError(Exception):
@@ -82,6 +87,14 @@ class RawStream(Protocol):
         """Returns once the stream was reset or its connection is gone."""
 
 
+class PayloadRoom(Protocol):
+    """The memory that all streams of a node share for what they receive. `take` waits where `take_nowait` says no."""
+
+    def take_nowait(self, peer_id: str, nbytes: int) -> bool: ...
+    async def take(self, peer_id: str, nbytes: int) -> None: ...
+    def give_back(self, peer_id: str, nbytes: int) -> None: ...
+
+
 class MessageStream(Generic[F]):
     """Messages of one type with one peer, both ways.
 
@@ -89,6 +102,8 @@ class MessageStream(Generic[F]):
 
     One task may send while another one receives; several may send. Flow control is the stream's: a peer that
     does not read makes `send` wait, and we hold at most one message and one stream window of what it sent.
+
+    Nothing large is read before there is `room` for it; who serves a stream `keeps_room` until it asks for more.
     """
 
     def __init__(
@@ -99,6 +114,8 @@ class MessageStream(Generic[F]):
         *,
         max_header: int = MAX_HEADER,
         max_payload: int = MAX_PAYLOAD,
+        room: PayloadRoom | None = None,
+        keeps_room: bool = False,
     ) -> None:
         self.peer_id = peer_id
         self._raw = raw
@@ -109,6 +126,11 @@ class MessageStream(Generic[F]):
         self._buffer = bytearray()
         self._header: F | None = None  # parsed, its payload not all here yet
         self._broken: PeerError | None = None
+        self._room = room
+        self._keeps_room = keeps_room
+        self._room_taken = 0  # bytes
+        self._due = 0  # bytes that have to be in the buffer for the header to be read
+        self._patience = PATIENCE  # seconds that may still be waited for the message that has begun
 
     @property
     def direct(self) -> bool:
@@ -144,8 +166,7 @@ class MessageStream(Generic[F]):
         try:
             return self._raw.write_nowait(data)
         except OSError as error:
-            self._broken = StreamClosed(f"the stream to {self.peer_id} is closed: {error}", self.peer_id)
-            raise self._broken from error
+            raise self._closed(f"the stream to {self.peer_id} is closed: {error}") from error
 
     async def _send_pieces(self, pieces: Iterable[bytes]) -> None:
         if self._broken is not None:
@@ -154,13 +175,10 @@ class MessageStream(Generic[F]):
             for piece in pieces:
                 await self._raw.write(piece)
         except OSError as error:
-            self._broken = StreamClosed(f"the stream to {self.peer_id} is closed: {error}", self.peer_id)
-            raise self._broken from error
+            raise self._closed(f"the stream to {self.peer_id} is closed: {error}") from error
         except BaseException:
             # It is unknown where in the message it stopped: what follows would be misread.
-            self._broken = StreamClosed(
-                f"the stream to {self.peer_id} was given up in the middle of a message", self.peer_id
-            )
+            self._closed(f"the stream to {self.peer_id} was given up in the middle of a message")
             await self._raw.reset()
             raise
 
@@ -196,15 +214,25 @@ class MessageStream(Generic[F]):
         `admit(header)` is called before the tensors are waited for. What it raises is raised here, and nothing more
         can be received: the stream is to be closed. After a cancellation it may be called again for the same header.
 
+        A message that has begun has to come within `PATIENCE` and at `LEAST_RATE`, or the stream is reset.
+
         Raises:
             StreamTimeout: no message came in time.
-            StreamClosed: the stream has ended.
+            StreamClosed: the stream has ended, or the message came too slowly.
             ProtocolError: not a message, over the stream's limits, or cut short; the stream was reset.
         """
         if timeout is None:
             return await self._receive(admit)
         with trio.move_on_after(timeout):
             return await self._receive(admit)
+        raise StreamTimeout(f"nothing came from {self.peer_id} within {timeout:g} s", self.peer_id)
+
+    async def wait_begun(self, *, timeout: float) -> None:
+        """Returns when something of the next message has come. Raises as `receive` does."""
+        with trio.move_on_after(timeout):
+            while not self._buffer and self._header is None:
+                await self._fill()
+            return
         raise StreamTimeout(f"nothing came from {self.peer_id} within {timeout:g} s", self.peer_id)
 
     async def _receive(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:
@@ -217,17 +245,20 @@ class MessageStream(Generic[F]):
     async def _receive_message(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:
         if isinstance(self._broken, ProtocolError):
             raise self._broken
+        if self._header is None:
+            self._leave_room()  # the message before is done with
         while self._header is None:
             self._header = self._take_header()
             if self._header is None:
-                await self._fill()
+                await (self._fill_to(self._due) if self._buffer else self._fill())
         if admit is not None:
             admit(self._header)
         sizes = [tensor.nbytes for tensor in _tensors(self._header)]
         total = sum(sizes)
-        while len(self._buffer) < total:
-            await self._fill()
+        if total > _UNCOUNTED or len(self._buffer) < total:
+            await self._fill_to(total)
         header, self._header = self._header, None
+        self._patience = PATIENCE
         payloads = []
         if sizes:
             with memoryview(self._buffer) as view:
@@ -236,7 +267,36 @@ class MessageStream(Generic[F]):
                     payloads.append(bytes(view[start : start + size]))
                     start += size
             del self._buffer[:total]
+        if not self._keeps_room:
+            self._leave_room()
         return header, payloads
+
+    async def _fill_to(self, total: int) -> None:
+        """Reads until so many bytes are in the buffer, for which there is room.
+
+        Only the time that is waited here counts: a peer does not answer for what its own reader leaves lying.
+        """
+        if self._room is not None and total > max(self._room_taken, _UNCOUNTED):
+            self._leave_room()
+            if not self._room.take_nowait(self.peer_id, total):
+                await self._room.take(self.peer_id, total)
+            self._room_taken = total
+        begun = trio.current_time()
+        try:
+            with trio.move_on_after(max(0.0, self._patience)):
+                while len(self._buffer) < total:
+                    await self._fill()
+                return
+        finally:
+            self._patience -= trio.current_time() - begun
+        with contextlib.suppress(OSError):
+            await self._raw.reset()
+        raise self._closed(f"{self.peer_id} sent a message more slowly than is allowed")
+
+    def _leave_room(self) -> None:
+        if self._room is not None and self._room_taken:
+            self._room.give_back(self.peer_id, self._room_taken)
+            self._room_taken = 0
 
     def _take_header(self) -> F | None:
         """Parses the header at the start of the buffer, or returns None if it is not all there."""
@@ -250,10 +310,12 @@ class MessageStream(Generic[F]):
         else:
             if start == _MAX_VARINT:
                 raise self._violation("a message length that is no length")
+            self._due = start + 1
             return None
         if size > self._max_header:
             raise self._violation(f"a header of {size} bytes; {self._max_header} are allowed")
         if len(self._buffer) < start + size:
+            self._due = start + size
             return None
         header = self._frame_type()
         try:
@@ -267,6 +329,7 @@ class MessageStream(Generic[F]):
                 f"{len(tensors)} tensors of {total} bytes; {MAX_TENSORS} of {self._max_payload} bytes are allowed"
             )
         del self._buffer[: start + size]
+        self._patience += total / LEAST_RATE
         return header
 
     async def _fill(self) -> None:
@@ -275,8 +338,7 @@ class MessageStream(Generic[F]):
         try:
             data = await self._raw.read(_READ_SIZE)
         except OSError as error:
-            self._broken = StreamClosed(f"the stream to {self.peer_id} is closed: {error}", self.peer_id)
-            raise self._broken from error
+            raise self._closed(f"the stream to {self.peer_id} is closed: {error}") from error
         if not data:
             if self._buffer or self._header is not None:
                 raise self._violation("a message that is cut short")
@@ -288,17 +350,23 @@ class MessageStream(Generic[F]):
         self._broken = error
         return error
 
+    def _closed(self, why: str) -> StreamClosed:
+        self._broken = error = StreamClosed(why, self.peer_id)
+        return error
+
     async def close(self) -> None:
         """Says that we send nothing more. Never waits for the peer."""
+        self._leave_room()
         if self._broken is None:
-            self._broken = StreamClosed(f"the stream to {self.peer_id} was closed on this side", self.peer_id)
+            self._closed(f"the stream to {self.peer_id} was closed on this side")
             with contextlib.suppress(OSError):
                 await self._raw.close()
 
     async def reset(self) -> None:
         """Ends the stream at once in both directions. Never waits for the peer."""
+        self._leave_room()
         if self._broken is None:
-            self._broken = StreamClosed(f"the stream to {self.peer_id} was reset on this side", self.peer_id)
+            self._closed(f"the stream to {self.peer_id} was reset on this side")
         with contextlib.suppress(OSError):
             await self._raw.reset()
 

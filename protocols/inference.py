@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, TypeVar, get_type_hints
@@ -35,6 +36,7 @@ from ..crypto.identity import peer_id_from_bytes, peer_id_to_bytes
 from ..crypto.pledge import Pledge
 from ..crypto.receipts import Receipt, request_hash, session_root
 from . import wire_pb2 as wire
+from .framing import ProtocolError
 from .ids import Span
 
 NONCE_BYTES: Final = 16
@@ -70,6 +72,16 @@ class Refusal(Exception):
 
     def to_wire(self) -> wire.Error:
         return wire.Error(code=self.code, message=self.message[:500])
+
+
+def without_tensors(peer_id: str) -> Callable[[Any], None]:
+    """For `MessageStream.receive` where no tensors are due: whoever sends some loses the stream."""
+
+    def admit(frame: Any) -> None:
+        if frame.tensors:
+            raise ProtocolError(f"{peer_id} sent tensors where none are due", peer_id)
+
+    return admit
 
 
 def bad_request(message: str) -> Refusal:

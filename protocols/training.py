@@ -42,6 +42,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import trio
+
 from ..crypto.canonical import digest
 from . import wire_pb2 as wire
 from .framing import ITEM_BYTES, MAX_TENSORS, MessageStream
@@ -213,7 +215,7 @@ def _pieces(payloads: Sequence[Buffer]) -> Iterator[list[memoryview]]:
 
 
 async def receive_pieces(stream: BatchFrames, sizes: Sequence[int], *, timeout: float) -> list[bytearray]:
-    """The bytes of tensors of these sizes, of which the sender has spoken; `timeout` is for each piece.
+    """The bytes of tensors of these sizes, of which the sender has spoken; `timeout` is for each piece of full size.
 
     Raises:
         PeerError: as `MessageStream.receive`.
@@ -222,8 +224,9 @@ async def receive_pieces(stream: BatchFrames, sizes: Sequence[int], *, timeout: 
     buffers = [bytearray(size) for size in sizes]
     wanted = (view for buffer in buffers if (view := memoryview(buffer)))
     room = next(wanted, None)
+    deadline = trio.current_time() + timeout * (1 + sum(sizes) / PIECE_BYTES)
     while room is not None:
-        frame, payloads = await stream.receive(timeout=timeout)
+        frame, payloads = await stream.receive(timeout=max(0.0, min(timeout, deadline - trio.current_time())))
         if frame.WhichOneof("body") == "error":
             raise Refusal.from_wire(frame.error)
         if frame.WhichOneof("body") != "piece" or not any(payloads):

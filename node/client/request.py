@@ -23,7 +23,14 @@ from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import CLOCK_TOLERANCE, Announcement
 from ...protocols.framing import MessageStream, PeerError, ProtocolError
 from ...protocols.ids import PROTOCOL_VERSION, Span
-from ...protocols.inference import EPOCH_BYTES, NONCE_BYTES, Refusal, pledge_from_wire, receipt_from_wire
+from ...protocols.inference import (
+    EPOCH_BYTES,
+    NONCE_BYTES,
+    Refusal,
+    pledge_from_wire,
+    receipt_from_wire,
+    without_tensors,
+)
 from ..errors import NoChainError, ServerCheated, ServerFailed
 from ..swarm.routing import Hop
 from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
@@ -264,6 +271,7 @@ class ServerStream(Generic[Frame]):
         self._sequence = 0
         self._granted: wire.Granted | wire.BatchGranted = wire.Granted()
         self._last_receipt = NO_RECEIPT
+        self._largest = 0  # bytes of a step that was asked
 
     @property
     def epoch(self) -> bytes:
@@ -289,7 +297,7 @@ class ServerStream(Generic[Frame]):
         """
         try:
             await stream.send(question, timeout=SEND_TIMEOUT)
-            frame, _ = await stream.receive(timeout=timeout)
+            frame, _ = await stream.receive(timeout=timeout, admit=without_tensors(self.hop.peer_id))
         except PeerError as error:
             raise self._lost(error) from error
         self._raise_refusal(frame)
@@ -298,6 +306,20 @@ class ServerStream(Generic[Frame]):
         if self._claims is not None and (broken := self._claims.broken_by_grant(frame.granted)):
             raise self._cheated(broken)
         return frame
+
+    def _admit(self, step: wire.Step, chunk: WireTensor, frame: wire.InferenceFrame) -> None:
+        """Waits for no answer that is larger than `chunk`, whose shape it has; one that nobody wants any more may be as
+        large as the step that it is for.
+
+        Raises:
+            ServerFailed: more is about to come.
+        """
+        asked = len(chunk.payload)
+        self._largest = max(self._largest, asked)
+        allowed = asked if frame.reply.sequence >= step.sequence else self._largest
+        coming = sum(tensor.nbytes for tensor in frame.tensors)
+        if coming > (allowed if frame.WhichOneof("body") == "reply" else 0):
+            raise self._failed(f"it answers {coming} bytes to a step of {asked}")
 
     def _check_pledge(self, granted: wire.Granted | wire.BatchGranted) -> Pledge | None:
         try:

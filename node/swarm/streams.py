@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
 import trio
 from google.protobuf.message import Message
@@ -19,11 +21,94 @@ from ...protocols.framing import (
     StreamTimeout,
 )
 from ..network.host import Host
+from ..network.transport.limits import ShareCount
 from ..network.transport.stream_bytes import StreamBytes
 
 log = logging.getLogger(__name__)
 
+MAX_SERVED: Final = 1024
+"""Streams of one protocol that a node serves at once; a peer gets no more than it leaves for others."""
+LEAST_SERVED: Final = 8
+"""Of one peer, as long as there are any."""
+MAX_RECEIVED: Final = 512 << 20
+"""Bytes of messages that a node has received in part, or works with, over all streams."""
+MAX_RECEIVED_OF_PEER: Final = 192 << 20
+
 F = TypeVar("F", bound=Message)
+
+
+@dataclass
+class _Waiter:
+    peer_id: str
+    nbytes: int
+    granted: trio.Event = field(default_factory=trio.Event)
+
+
+class ReceivedBytes:
+    """The memory for messages that all streams of a node share: `most` bytes in all, `most_of_peer` for one peer.
+
+    First come, first served; who waits for what its own messages take keeps nobody else waiting.
+    """
+
+    def __init__(self, most: int = MAX_RECEIVED, most_of_peer: int = MAX_RECEIVED_OF_PEER) -> None:
+        self.most = most
+        self.most_of_peer = most_of_peer
+        self.taken = 0
+        self._of_peer: Counter[str] = Counter()
+        self._waiting: deque[_Waiter] = deque()
+
+    def of(self, peer_id: str) -> int:
+        return self._of_peer[peer_id]
+
+    def take_nowait(self, peer_id: str, nbytes: int) -> bool:
+        overtakes = any(self._has_share(waiter.peer_id, waiter.nbytes) for waiter in self._waiting)
+        if overtakes or not self._has_share(peer_id, nbytes) or not self._has_room(nbytes):
+            return False
+        self._take(peer_id, nbytes)
+        return True
+
+    async def take(self, peer_id: str, nbytes: int) -> None:
+        waiter = _Waiter(peer_id, nbytes)
+        self._waiting.append(waiter)
+        self._grant()
+        try:
+            await waiter.granted.wait()
+        except BaseException:
+            if waiter.granted.is_set():
+                self.give_back(peer_id, nbytes)
+            else:
+                self._waiting.remove(waiter)
+                self._grant()
+            raise
+
+    def give_back(self, peer_id: str, nbytes: int) -> None:
+        self.taken -= nbytes
+        self._of_peer[peer_id] -= nbytes
+        if not self._of_peer[peer_id]:
+            del self._of_peer[peer_id]
+        self._grant()
+
+    def _take(self, peer_id: str, nbytes: int) -> None:
+        self.taken += nbytes
+        self._of_peer[peer_id] += nbytes
+
+    def _has_share(self, peer_id: str, nbytes: int) -> bool:
+        """A peer that holds nothing may have one message of any size."""
+        held = self._of_peer[peer_id]
+        return not held or held + nbytes <= self.most_of_peer
+
+    def _has_room(self, nbytes: int) -> bool:
+        return not self.taken or self.taken + nbytes <= self.most
+
+    def _grant(self) -> None:
+        for waiter in list(self._waiting):
+            if not self._has_share(waiter.peer_id, waiter.nbytes):
+                continue
+            if not self._has_room(waiter.nbytes):
+                return
+            self._waiting.remove(waiter)
+            self._take(waiter.peer_id, waiter.nbytes)
+            waiter.granted.set()
 
 
 class MessageStreams:
@@ -39,6 +124,7 @@ class MessageStreams:
         self._addrs_of = addrs_of
         self._find = find
         self._logged: set[tuple[str, type]] = set()
+        self.received = ReceivedBytes()
 
     def set_handler(
         self,
@@ -48,15 +134,30 @@ class MessageStreams:
         *,
         max_header: int = MAX_HEADER,
         max_payload: int = MAX_PAYLOAD,
+        max_streams: int = MAX_SERVED,
     ) -> None:
         """`handler` gets every stream of `protocol` that a peer opens, in a task of its own.
 
-        When it returns, the stream is closed; when it raises, it is reset. Errors never reach the node: a
+        At most `max_streams` are served at once, half of that for a peer that is alone; what is more is reset. When it
+        returns, the stream is closed; when it raises, it is reset. Errors never reach the node: a
         `PeerError` is the peer's matter, any other is logged once per kind.
         """
 
+        served = ShareCount(max_streams, LEAST_SERVED)
+
         async def serve(raw: StreamBytes, peer_id: str) -> None:
-            stream = MessageStream(raw, frame_type, peer_id, max_header=max_header, max_payload=max_payload)
+            if not served.add(peer_id):
+                log.info("%s: there are too many streams of %s", protocol, peer_id)
+                await raw.reset()
+                return
+            try:
+                await serve_message(raw, peer_id)
+            finally:
+                served.remove(peer_id)
+
+        async def serve_message(raw: StreamBytes, peer_id: str) -> None:
+            limits = {"max_header": max_header, "max_payload": max_payload}
+            stream = MessageStream(raw, frame_type, peer_id, **limits, room=self.received, keeps_room=True)
             try:
                 await handler(stream)
             except PeerError as error:
@@ -112,7 +213,8 @@ class MessageStreams:
                 raw = await self.host.open_stream(peer_id, protocol, direct=direct)
             except ConnectionError as error:
                 raise StreamClosed(str(error), peer_id) from error
-            return MessageStream(raw, frame_type, peer_id, max_header=max_header, max_payload=max_payload)
+            limits = {"max_header": max_header, "max_payload": max_payload}
+            return MessageStream(raw, frame_type, peer_id, **limits, room=self.received)
         raise StreamTimeout(f"{peer_id} did not open a stream of {protocol} within {timeout:g} s", peer_id)
 
     @contextlib.asynccontextmanager

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from petalnode.node.network.transport import limits
-from petalnode.node.network.transport.limits import AddressCount, NodeLimits, PeerUse, may_have_more
+from petalnode.node.network.transport.limits import NodeLimits, PeerUse, ShareCount, household, may_have_more
 
 
 @given(st.integers(1, 500), st.integers(0, 20), st.lists(st.integers(0, 9), max_size=600))
@@ -38,16 +38,19 @@ def test_the_least_is_granted_as_long_as_there_is_any() -> None:
     assert not may_have_more(0, 100, 100, 4)
 
 
+def test_what_is_given_back_may_be_had_again() -> None:
+    count = ShareCount(64, 4)
+    assert sum(count.add("one") for _ in range(64)) == 32
+    assert count.add("other")
+    for _ in range(32):
+        count.remove("one")
+    assert count.total == 1 and count.add("one")
+
+
 def test_addresses_of_one_household_count_together() -> None:
-    count = AddressCount(64)
-    for number in range(32):
-        assert count.add(f"2001:db8::{number:x}")
-    assert not count.add("2001:db8::ffff:1%eth0")
-    assert count.add("2001:db8:0:1::1")
-    assert count.add("203.0.113.7") and count.add("::ffff:203.0.113.7")
-    for number in range(32):
-        count.remove(f"2001:db8::{number:x}")
-    assert count.add("2001:db8::1")
+    assert household("2001:db8::1") == household("2001:db8::ffff:1%eth0") != household("2001:db8:0:1::1")
+    assert household("203.0.113.7") == household("::ffff:203.0.113.7") != household("203.0.113.8")
+    assert household("nowhere") == "nowhere"
 
 
 def test_frames_flow_in_by_the_clock() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -308,7 +309,7 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
             # Only the read may be cut off: what was read must be checked and counted.
             with trio.move_on_at(begun + timeout):
                 try:
-                    received = await self._stream.receive(timeout=None)
+                    received = await self._stream.receive(timeout=None, admit=partial(self._admit, step, chunk))
                 except PeerError as error:
                     raise self._lost(error) from error
             if received is None:

@@ -38,7 +38,15 @@ from ..addresses import circuit_of, ip_of, is_circuit, is_dialable, own_networks
 from .address_book import AddressBook
 from .bandwidth import Bandwidth
 from .dialing import Attempt, Trouble, failed, kept, one_per_relay, plan
-from .limits import MAX_CONNECTIONS, MAX_HANDSHAKES, MAX_INBOUND, AddressCount, NodeLimits
+from .limits import (
+    LEAST_OF_ADDRESS,
+    MAX_CONNECTIONS,
+    MAX_HANDSHAKES,
+    MAX_INBOUND,
+    NodeLimits,
+    ShareCount,
+    household,
+)
 from .negotiation import OneRoundTrip, question
 from .noise import BufferedNoise
 from .raw_connection import OtherSwarm, Path, PskConnection, RawConnection, SocketConnection, remote_multiaddr
@@ -105,8 +113,8 @@ class Network(Libp2pSwarm):
         noise_key = create_noise_key_pair().private_key
         upgrader = TransportUpgrader({NOISE: BufferedNoise(key_pair, noise_key)}, {YAMUX: Yamux})
         self.limits = NodeLimits()
-        self._inbound = AddressCount(MAX_INBOUND)
-        self._handshakes = AddressCount(MAX_HANDSHAKES)
+        self._inbound = ShareCount(MAX_INBOUND, LEAST_OF_ADDRESS)
+        self._handshakes = ShareCount(MAX_HANDSHAKES, LEAST_OF_ADDRESS)
         upgrader.muxer_multistream = _MuxerNegotiation(self._muxer_lost, self.limits)
         upgrader.security_multistream._selector.multiselect_client = OneRoundTrip()
         peerstore = PeerStore()
@@ -197,7 +205,7 @@ class Network(Libp2pSwarm):
         """
         assert isinstance(read_write_closer, TrioTCPStream)
         stream = read_write_closer.stream
-        host, _ = read_write_closer.get_remote_address() or ("", 0)
+        host = household((read_write_closer.get_remote_address() or ("", 0))[0])
         if not self._inbound.add(host):
             log.info("refused a connection: there are too many from %s", host)
             await trio.aclose_forcefully(stream)

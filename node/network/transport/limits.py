@@ -142,30 +142,32 @@ class NodeLimits:
                 return
 
 
-class AddressCount:
-    """Counts what comes from the network, by address: an IPv4 address, or a network of 64 bits of IPv6, which is what
-    one household has."""
+class ShareCount:
+    """Counts what peers or addresses hold of `most`, as `may_have_more` has it."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, least: int) -> None:
+        self.total = 0
         self._most = most
+        self._least = least
         self._held: Counter[str] = Counter()
 
-    def add(self, host: str) -> bool:
-        """Whether there may be one more from there; counts it then."""
-        key = _network_of(host)
-        if not may_have_more(self._held[key], self._held.total(), self._most, LEAST_OF_ADDRESS):
+    def add(self, holder: str) -> bool:
+        """Whether the holder may have one more; counts it then."""
+        if not may_have_more(self._held[holder], self.total, self._most, self._least):
             return False
-        self._held[key] += 1
+        self._held[holder] += 1
+        self.total += 1
         return True
 
-    def remove(self, host: str) -> None:
-        key = _network_of(host)
-        self._held[key] -= 1
-        if not self._held[key]:
-            del self._held[key]
+    def remove(self, holder: str) -> None:
+        self.total -= 1
+        self._held[holder] -= 1
+        if not self._held[holder]:
+            del self._held[holder]
 
 
-def _network_of(host: str) -> str:
+def household(host: str) -> str:
+    """What the addresses of one holder have in common: an IPv4 address, or a network of 64 bits of IPv6."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -12,9 +12,15 @@ import trio
 from ....crypto.identity import peer_id_from_bytes, peer_id_to_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, PeerError
-from ....protocols.inference import HASH_BYTES, LOOK_BACK, Refusal, bad_request, receipt_from_wire
+from ....protocols.inference import (
+    HASH_BYTES,
+    LOOK_BACK,
+    Refusal,
+    bad_request,
+    receipt_from_wire,
+    without_tensors,
+)
 from ..steps import StepOutput
-from .request import without_tensors
 
 PushStream = MessageStream[wire.PushFrame]
 

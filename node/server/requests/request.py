@@ -15,9 +15,9 @@ from ....crypto.identity import Identity
 from ....crypto.pledge import Pledge
 from ....crypto.receipts import NO_RECEIPT, Receipt, session_root
 from ....protocols import wire_pb2 as wire
-from ....protocols.framing import MessageStream, PeerError, ProtocolError
+from ....protocols.framing import MessageStream, PeerError
 from ....protocols.ids import PROTOCOL_VERSION
-from ....protocols.inference import EPOCH_BYTES, Refusal, SessionTerms, pledge_to_wire
+from ....protocols.inference import EPOCH_BYTES, Refusal, SessionTerms, pledge_to_wire, without_tensors
 from ....protocols.training import BatchTerms
 from ..budget import BudgetFull, Lease, MemoryBudget
 from ..compute_thread import ComputeThread
@@ -27,7 +27,6 @@ OPEN_TIMEOUT: Final = 10.0
 SEND_TIMEOUT: Final = 30.0
 
 F = TypeVar("F", wire.InferenceFrame, wire.BatchFrame)
-Frame = TypeVar("Frame", wire.InferenceFrame, wire.BatchFrame, wire.PushFrame)
 
 
 @dataclass
@@ -103,16 +102,6 @@ async def serve_stream(stream: MessageStream[F], serve: Callable[[MessageStream[
     except PeerError:
         # The client is gone, silent or speaks nonsense; what it held has been given back on the way here.
         await stream.reset()
-
-
-def without_tensors(peer_id: str) -> Callable[[Frame], None]:
-    """For `MessageStream.receive` where no tensors are due: whoever sends some loses the stream."""
-
-    def admit(frame: Frame) -> None:
-        if frame.tensors:
-            raise ProtocolError(f"{peer_id} sent tensors where none are due", peer_id)
-
-    return admit
 
 
 async def reserve(

@@ -1,0 +1,144 @@
+"""The memory that all streams of a node share for what they receive."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from petalnode.node.swarm.streams import ReceivedBytes
+from petalnode.node.testing import message_streams, run_autojumping, stream_pair
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.framing import LEAST_RATE, PATIENCE, StreamClosed
+from tests.attacks.one_server import header_of
+
+MIB = 1 << 20
+
+
+def test_a_peer_waits_for_its_own_share_and_nobody_waits_for_it() -> None:
+    async def main() -> None:
+        room, granted = ReceivedBytes(most=100, most_of_peer=40), trio.Event()
+
+        async def more() -> None:
+            await room.take("one", 20)
+            granted.set()
+
+        assert room.take_nowait("one", 30)
+        assert not room.take_nowait("one", 20)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(more)
+            await wait_all_tasks_blocked()
+            assert room.take_nowait("other", 40) and room.take_nowait("third", 30)
+            assert not granted.is_set() and room.taken == 100
+            room.give_back("one", 30)
+            await granted.wait()
+        assert room.taken == 90 and room.of("one") == 20
+
+    trio.run(main)
+
+
+def test_first_come_first_served_and_who_gives_up_leaves_no_trace() -> None:
+    async def main() -> None:
+        room, granted = ReceivedBytes(most=100, most_of_peer=90), []
+
+        async def take(peer_id: str, nbytes: int) -> None:
+            await room.take(peer_id, nbytes)
+            granted.append(peer_id)
+
+        assert room.take_nowait("one", 60)
+        async with trio.open_nursery() as nursery:
+            large = trio.CancelScope()
+
+            async def give_up() -> None:
+                with large:
+                    await take("large", 80)
+
+            nursery.start_soon(give_up)
+            await wait_all_tasks_blocked()
+            nursery.start_soon(take, "small", 30)
+            await wait_all_tasks_blocked()
+            assert not granted and not room.take_nowait("late", 10)
+            large.cancel()
+        assert granted == ["small"] and room.taken == 90
+
+    trio.run(main)
+
+
+def test_one_message_of_any_size_passes() -> None:
+    async def main() -> None:
+        room = ReceivedBytes(most=10, most_of_peer=5)
+        assert room.take_nowait("one", 100) and not room.take_nowait("other", 1)
+        room.give_back("one", 100)
+        assert room.taken == 0
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_stream_counts_what_it_holds(keeps: bool) -> None:
+    """A server's until it asks for more, a client's until it is read."""
+
+    async def main() -> None:
+        room, ends = ReceivedBytes(), stream_pair(4 * MIB)
+        ours, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends)
+        theirs._room, theirs._keeps_room = room, keeps
+        frame = wire.PushFrame(tensors=[wire.Tensor()])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: ours.send(frame, [bytes(MIB)], timeout=5))
+            await theirs.receive(timeout=5)
+        assert room.taken == (MIB if keeps else 0)
+        with trio.move_on_after(1):
+            await theirs.receive(timeout=None)
+        assert room.taken == 0
+        await ends[0].write(header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])))
+        with trio.move_on_after(1):
+            await theirs.receive(timeout=None)
+        assert room.of("one") == MIB
+        await theirs.reset()
+        assert room.taken == 0
+
+    run_autojumping(main)
+
+
+@pytest.mark.parametrize("begun", [header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=64 * MIB)])), b"\xff", b"\x20"])
+def test_a_message_that_trickles_ends_its_stream(begun: bytes) -> None:
+    async def main() -> None:
+        ends = stream_pair()
+        _, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends)
+
+        async def trickle() -> None:
+            await ends[0].write(begun)
+            while True:
+                await trio.sleep(40)
+                await ends[0].write(b"\x80")
+
+        start = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trickle)
+            await trio.sleep(1)
+            with pytest.raises(StreamClosed, match="slowly"):
+                await theirs.receive(timeout=1800)
+            assert trio.current_time() - start < PATIENCE + 64 * MIB / LEAST_RATE + 2
+            with pytest.raises(StreamClosed):
+                await theirs.receive(timeout=1800)
+            assert ends[1].is_cut
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_a_reader_that_pauses_does_not_blame_the_peer() -> None:
+    async def main() -> None:
+        ends = stream_pair(4 * MIB)
+        _, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends)
+        header = wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])
+        await ends[0].write(header_of(header))
+        for _ in range(20):
+            with trio.move_on_after(1):
+                await theirs.receive(timeout=None)
+            await trio.sleep(100)
+        await ends[0].write(bytes(MIB))
+        _, payloads = await theirs.receive(timeout=1)
+        assert payloads == [bytes(MIB)]
+
+    run_autojumping(main)
