@@ -156,8 +156,15 @@ class MessageStreams:
                 served.remove(peer_id)
 
         async def serve_message(raw: StreamBytes, peer_id: str) -> None:
-            limits = {"max_header": max_header, "max_payload": max_payload}
-            stream = MessageStream(raw, frame_type, peer_id, **limits, room=self.received, keeps_room=True)
+            stream = MessageStream(
+                raw,
+                frame_type,
+                peer_id,
+                max_header=max_header,
+                max_payload=max_payload,
+                room=self.received,
+                keeps_room=True,
+            )
             try:
                 await handler(stream)
             except PeerError as error:
@@ -213,8 +220,9 @@ class MessageStreams:
                 raw = await self.host.open_stream(peer_id, protocol, direct=direct)
             except ConnectionError as error:
                 raise StreamClosed(str(error), peer_id) from error
-            limits = {"max_header": max_header, "max_payload": max_payload}
-            return MessageStream(raw, frame_type, peer_id, **limits, room=self.received)
+            return MessageStream(
+                raw, frame_type, peer_id, max_header=max_header, max_payload=max_payload, room=self.received
+            )
         raise StreamTimeout(f"{peer_id} did not open a stream of {protocol} within {timeout:g} s", peer_id)
 
     @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeVar
 
 import trio
@@ -159,5 +160,5 @@ def message_streams(
 ) -> tuple[MessageStream[F], MessageStream[F]]:
     """The ends of a message stream between two peers: that of peer `one_id`, then that of `other_id`."""
     one, other = stream_pair() if ends is None else ends
-    limits = {"max_header": max_header, "max_payload": max_payload}
-    return MessageStream(one, frame_type, other_id, **limits), MessageStream(other, frame_type, one_id, **limits)
+    made = partial(MessageStream[F], frame_type=frame_type, max_header=max_header, max_payload=max_payload)
+    return made(one, peer_id=other_id), made(other, peer_id=one_id)

@@ -62,21 +62,21 @@ def test_payloads_that_never_end_take_no_more_than_a_share() -> None:
             open_swarm(SwarmConfig(Identity.generate(), peers=tuple(node.addrs))) as attacker,
         ):
             node.set_handler(ECHO, Frame, echo)
-            sent = [trio.Event() for _ in range(STREAMS)]
+            done_once, is_done = trio.open_memory_channel[None](STREAMS)
 
-            async def fill(done: trio.Event) -> None:
+            async def fill() -> None:
                 stream = await attacker.new_stream(node.peer_id, ECHO, Frame, timeout=TIMEOUT)
                 raw = raw_of(stream)
                 await raw.write(header)
                 for start in range(0, len(nearly_all), 1 << 16):
                     await raw.write(nearly_all[start : start + (1 << 16)])
-                done.set()
+                await done_once.send(None)
 
             async with trio.open_nursery() as nursery:
-                for done in sent:
-                    nursery.start_soon(fill, done)
-                while sum(done.is_set() for done in sent) < MAX_RECEIVED_OF_PEER // MAX_PAYLOAD:
-                    await trio.sleep(0.01)
+                for _ in range(STREAMS):
+                    nursery.start_soon(fill)
+                for _ in range(MAX_RECEIVED_OF_PEER // MAX_PAYLOAD):
+                    await is_done.receive()
                 for nbytes in (1, MIB, 20 * MIB):
                     await echoed(honest, node.peer_id, nbytes)
                 assert node.received.of(attacker.peer_id) <= MAX_RECEIVED_OF_PEER

@@ -26,7 +26,7 @@ from ..compute_thread import ComputeThread
 from ..requests.adapters import Adapters
 from ..requests.admission import Hosted
 from ..requests.request import RequestContext
-from ..requests.service import RequestService
+from ..requests.service import MAX_SESSIONS, RequestService
 from .memory import cache_tokens_that_fit, claim, device_memory, return_memory, unused
 from .options import ServerContext
 from .other_servers import ServerConnector, keep_measured, keep_rtts, measure_network
@@ -211,8 +211,9 @@ class SpanServer:
 
     def _set_handlers(self) -> None:
         swarm, service = self._context.swarm, self._service
-        swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle_session, max_payload=MAX_STEP_BYTES)
-        swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, max_payload=MAX_STEP_BYTES)
+        bounds = {"max_payload": MAX_STEP_BYTES, "max_streams": 4 * MAX_SESSIONS}  # two while a session moves
+        swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle_session, **bounds)
+        swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, **bounds)
         for protocol, handler, max_header in (
             (FORWARD, service.handle_forward, MAX_BATCH_HEADER),
             (BACKWARD, service.handle_backward, MAX_BATCH_HEADER),
