@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,6 +27,57 @@ def now_overtaken(paid: Sequence[bool], chosen: int, overtaken: int) -> int:
     return overtaken + 1 if paid[chosen] and False in paid else 0
 
 
+IDLE: Final = 60.0
+"""Seconds without a request, after which what somebody holds beyond its share goes to who waits."""
+LONG_IDLE: Final = 300.0
+"""After which all that somebody holds does."""
+_LOOK: Final = 5.0
+"""Seconds between two looks of who waits at what others have left idle."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What `holder` has of a budget. `idle`: seconds since its last request; None while it is not to be taken."""
+
+    holder: str
+    amount: int
+    idle: float | None
+    paid: bool = False
+
+
+def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: int) -> list[int]:
+    """The places in `held` of what has to be taken so that `claimant` gets `wanted` more; none if that is not to be.
+
+    Shares are soft: one who is alone may hold everything. When somebody waits who would stay within an equal share,
+    what goes first is what has been idle for longest, of those who hold more than their share; then what nobody has
+    used for very long; and then, since a few requests keep anything from being idle, what is beyond half of all.
+    What was paid for goes only when it is idle for very long.
+    """
+    totals = Counter[str]()
+    for holding in held:
+        totals[holding.holder] += holding.amount
+    share = capacity // len({*totals, claimant})
+    if totals[claimant] + wanted > share:
+        return []
+    chosen: list[int] = []
+    by_idleness = sorted(range(len(held)), key=lambda place: -(held[place].idle or 0.0))
+    for least_idle, most in ((IDLE, share), (LONG_IDLE, -1), (0.0, max(share, capacity // 2))):
+        for place in by_idleness:
+            holding = held[place]
+            if (
+                wanted > 0
+                and place not in chosen
+                and holding.holder != claimant
+                and holding.idle is not None
+                and holding.idle >= (LONG_IDLE if holding.paid else least_idle)
+                and totals[holding.holder] > most
+            ):
+                chosen.append(place)
+                totals[holding.holder] -= holding.amount
+                wanted -= holding.amount
+    return chosen if wanted <= 0 else []
+
+
 class BudgetFull(Exception):
     """No room came free in time; the text says how much was wanted and how much there is."""
 
@@ -33,6 +86,7 @@ class BudgetFull(Exception):
 class _Waiter:
     amount: int
     paid: bool
+    holder: str
     granted: trio.Event = field(default_factory=trio.Event)
 
 
@@ -40,9 +94,10 @@ class MemoryBudget:
     """Room for requests: cache tokens (of one sequence through all blocks of the server), or bytes. Whoever is refused
     is told in `unit`s, which are `scale` each.
 
-    Requests wait strictly first come, first served: a large one is not overtaken for ever by small ones. Who has paid
-    comes first, as `next_in_line` has it. What is held only in case that somebody comes back may be lent: whoever needs
-    the room takes it.
+    Requests wait first come, first served: a large one is not overtaken for ever by small ones. Who has paid comes
+    first, as `next_in_line` has it, and who asks for more than an equal share of all holders comes last. What is held
+    only in case that somebody comes back may be lent: whoever needs the room takes it. What is in use may be taken
+    back as `to_reclaim` has it.
     """
 
     def __init__(self, capacity: int, unit: str = "cache tokens", scale: int = 1) -> None:
@@ -53,6 +108,7 @@ class MemoryBudget:
         self._waiting: list[_Waiter] = []
         self._overtaken = 0
         self._lent: dict[Lease, Callable[[], None]] = {}  # the oldest first
+        self._held: dict[Lease, None] = {}  # of all who are named
 
     @property
     def free(self) -> int:
@@ -63,43 +119,60 @@ class MemoryBudget:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def acquire(self, amount: int, timeout: float, *, paid: bool = False) -> Lease:
+    async def acquire(self, amount: int, timeout: float, *, paid: bool = False, holder: str = "") -> Lease:
         """Takes `amount`, after waiting its turn for at most `timeout` seconds. Takes nothing if cancelled. `paid`: has
-        priority.
+        priority. Without a `holder` it belongs to nobody's share.
 
         Raises:
             BudgetFull: at once if it can never fit, else after the deadline.
         """
         if amount > self.capacity:
             raise self._full(amount, f"this server has {self.capacity // self._scale} in all")
-        if self._waiting or not self._make_room(amount):
-            await self._wait(amount, timeout, paid)
+        if self._waiting or not self._make_room(amount, holder):
+            await self._wait(amount, timeout, paid, holder)
         else:
             self._used += amount
-        return Lease(self, amount)
+        lease = Lease(self, amount, holder=holder, paid=paid)
+        if holder:
+            self._held[lease] = None
+        return lease
 
     def _full(self, amount: int, there: str) -> BudgetFull:
         return BudgetFull(f"{amount // self._scale} {self._unit} are wanted, {there}")
 
-    def _make_room(self, amount: int) -> bool:
-        """Whether so much is free now; takes what is lent, the oldest first, if that is enough."""
-        if amount > self.free + sum(lease.amount for lease in self._lent):
-            return False
+    def _make_room(self, amount: int, holder: str) -> bool:
+        """Whether so much is free now; takes what is lent, the oldest first, and what is to be taken back, if that is
+        enough."""
+        missing = amount - self.free - sum(lease.amount for lease in self._lent)
+        if missing > 0:
+            held = [lease for lease in self._held if lease not in self._lent]
+            places = to_reclaim([lease.holding() for lease in held], missing, holder, self.capacity) if holder else []
+            if not places:
+                return False
+            for place in places:
+                held[place].take()
         while amount > self.free:
-            lease, on_taken = next(iter(self._lent.items()))
-            del self._lent[lease]
-            self._used -= lease.amount
-            lease.taken = lease.over = True
-            on_taken()
+            next(iter(self._lent)).take()
         return True
 
-    async def _wait(self, amount: int, timeout: float, paid: bool) -> None:
-        waiter = _Waiter(amount, paid)
+    def _has_share(self, waiter: _Waiter) -> bool:
+        """Whether all that the holder has would still be within an equal share."""
+        if not waiter.holder:
+            return True
+        holders = {lease.holder for lease in self._held} | {waiter.holder for waiter in self._waiting}
+        own = sum(lease.amount for lease in self._held if lease.holder == waiter.holder)
+        return own + waiter.amount <= self.capacity // len(holders)
+
+    async def _wait(self, amount: int, timeout: float, paid: bool, holder: str) -> None:
+        waiter = _Waiter(amount, paid, holder)
         self._waiting.append(waiter)
         self._grant()  # whom it overtakes may wait for more than is free
         try:
             with trio.move_on_after(timeout):
-                await waiter.granted.wait()
+                while not waiter.granted.is_set():
+                    with trio.move_on_after(_LOOK):
+                        await waiter.granted.wait()
+                    self._grant()
         except BaseException:
             self._leave(waiter)
             raise
@@ -118,35 +191,69 @@ class MemoryBudget:
 
     def _grant(self) -> None:
         while self._waiting:
-            paid = [waiter.paid for waiter in self._waiting]
+            line = [waiter for waiter in self._waiting if self._has_share(waiter)] or self._waiting
+            paid = [waiter.paid for waiter in line]
             place = next_in_line(paid, self._overtaken)
-            if not self._make_room(self._waiting[place].amount):
+            waiter = line[place]
+            if not self._make_room(waiter.amount, waiter.holder):
                 return
             self._overtaken = now_overtaken(paid, place, self._overtaken)
-            waiter = self._waiting.pop(place)
+            self._waiting.remove(waiter)
             self._used += waiter.amount
             waiter.granted.set()
 
 
 @dataclass(eq=False)
 class Lease:
-    """Room of a `MemoryBudget` that a request holds, until it is released, or taken while it is lent.
+    """Room of a `MemoryBudget` that a request holds, until it is released, or taken while it is lent or idle.
 
     Attributes:
         taken: somebody else took it; it must not be used any more.
         over: it was taken or released.
+        busy: a request is under way, so that it is not taken now.
+        on_taken: called when it is taken; None while it may not be.
     """
 
     _budget: MemoryBudget
     amount: int
     taken: bool = False
     over: bool = False
+    holder: str = ""
+    paid: bool = False
+    busy: bool = False
+    on_taken: Callable[[], None] | None = None
+    _used_at: float = field(default_factory=trio.current_time)
+
+    def holding(self) -> Holding:
+        may_be_taken = self.on_taken is not None and not self.busy
+        idle = trio.current_time() - self._used_at if may_be_taken else None
+        return Holding(self.holder, self.amount, idle, self.paid)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """For the length of a request."""
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
+            self._used_at = trio.current_time()
+
+    def take(self) -> None:
+        """Takes it from who holds it. For the budget."""
+        on_taken = self._budget._lent.pop(self, self.on_taken)
+        self._budget._held.pop(self, None)
+        self._budget._used -= self.amount
+        self.taken = self.over = True
+        if on_taken is not None:
+            on_taken()
 
     def release(self) -> None:
         """Gives the room back; does nothing if it is over already."""
         if not self.over:
             self.over = True
             self._budget._lent.pop(self, None)
+            self._budget._held.pop(self, None)
             self._budget._used -= self.amount
             self._budget._grant()
 

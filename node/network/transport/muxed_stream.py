@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -66,7 +67,7 @@ class MuxedStream(IMuxedStream):
         self.write_closed = False
         self.lost: str | None = None  # why it was reset, if it was
         self.discarding = False  # nobody will read any more
-        self.closed_at = 0.0
+        self.closed_at = math.inf
         self.send_window = INITIAL_WINDOW
         self._window = window  # what the peer may send beyond what was read
         self._granted = window  # what the peer may still send

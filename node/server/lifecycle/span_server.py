@@ -211,7 +211,7 @@ class SpanServer:
 
     def _set_handlers(self) -> None:
         swarm, service = self._context.swarm, self._service
-        bounds = {"max_payload": MAX_STEP_BYTES, "max_streams": 4 * MAX_SESSIONS}  # two while a session moves
+        bounds = {"max_payload": MAX_STEP_BYTES, "max_streams": 2 * MAX_SESSIONS}  # two while a session moves
         swarm.set_handler(INFERENCE, wire.InferenceFrame, service.handle_session, **bounds)
         swarm.set_handler(PUSH, wire.PushFrame, service.handle_push, **bounds)
         for protocol, handler, max_header in (

@@ -25,7 +25,7 @@ from ..budget import Lease, MemoryBudget
 from .admission import check_adapter, check_client
 from .request import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
 
-MAX_STREAMS: Final = 64
+MAX_STREAMS: Final = 128
 BROUGHT_SHARE: Final = 0.05
 """Of the free memory, for what clients bring."""
 PIECE_TIMEOUT: Final = 30.0
@@ -120,9 +120,9 @@ class Adapters:
         if frame.WhichOneof("body") != "adapter":
             raise bad_request("a stream for an adapter begins with Adapter")
         check_client(stream.peer_id, self._context.allowed_clients)
-        self._streams.check()
+        self._streams.check(stream.peer_id)
         span = check_adapter(frame.adapter, self._context.hosted, self._context.compute.blocks.linears)
-        self._streams.add(1)
+        self._streams.add(stream.peer_id, 1)
         try:
             held = self._find(frame.adapter.hash, stream.peer_id, span)
             if held is None:
@@ -133,11 +133,12 @@ class Adapters:
                 with trio.move_on_after(HOLD_TIMEOUT):
                     await stream.receive(timeout=None)
         finally:
-            self._streams.add(-1)
+            self._streams.add(stream.peer_id, -1)
 
     async def _receive(self, stream: BatchFrames, offer: wire.Adapter, span: Span) -> _Held:
         """Raises Refusal if it cannot be taken, PeerError if the client is gone."""
-        lease = await reserve(self._budget, sum(math.prod(tensor.shape) for tensor in offer.tensors) * 4, MEMORY_WAIT)
+        nbytes = sum(math.prod(tensor.shape) for tensor in offer.tensors) * 4
+        lease = await reserve(self._budget, nbytes, MEMORY_WAIT, holder=stream.peer_id)
         try:
             await _say(stream, held=False)
             sizes = [tensor.nbytes for tensor in offer.tensors]

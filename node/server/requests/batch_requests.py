@@ -189,7 +189,7 @@ class BatchRequests:
                     await self._answer(answering)
                     nursery.cancel_scope.cancel()
         finally:
-            self._open_requests.add(-self._unanswered)
+            self._open_requests.add(self._stream.peer_id, -self._unanswered)
             self._give_up("the stream is over")
             for lease in self._leases:
                 lease.release()
@@ -273,7 +273,7 @@ class BatchRequests:
         self._sequence = request.sequence
         self._under_way += 1
         self._unanswered += 1
-        self._open_requests.add(1)
+        self._open_requests.add(self._stream.peer_id, 1)
         lease = await self._reserve(self._memory.requests, batch_bytes(request, kept.keep if kept else None))
         here = request.tensors[:1] if request.gradient_follows else request.tensors
         payloads = await receive_pieces(self._stream, [tensor.nbytes for tensor in here], timeout=PIECE_TIMEOUT)
@@ -301,7 +301,7 @@ class BatchRequests:
         return await trio.to_thread.run_sync(unpack_request, self._protocol, self._terms, request, payloads, kept)
 
     async def _reserve(self, budget: MemoryBudget, nbytes: int) -> Lease:
-        lease = await reserve(budget, nbytes, MEMORY_WAIT, never=wire.ERROR_TOO_LONG)
+        lease = await reserve(budget, nbytes, MEMORY_WAIT, never=wire.ERROR_TOO_LONG, holder=self._stream.peer_id)
         self._leases.add(lease)
         return lease
 
@@ -351,4 +351,4 @@ class BatchRequests:
             await send_in_pieces(self._stream, wire.BatchFrame(reply=reply), packed.payloads, timeout=PIECE_TIMEOUT)
             self._release(done.lease)
             self._unanswered -= 1
-            self._open_requests.add(-1)
+            self._open_requests.add(self._stream.peer_id, -1)

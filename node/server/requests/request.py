@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -19,6 +19,7 @@ from ....protocols.framing import MessageStream, PeerError
 from ....protocols.ids import PROTOCOL_VERSION
 from ....protocols.inference import EPOCH_BYTES, Refusal, SessionTerms, pledge_to_wire, without_tensors
 from ....protocols.training import BatchTerms
+from ...network.transport.limits import may_have_more
 from ..budget import BudgetFull, Lease, MemoryBudget
 from ..compute_thread import ComputeThread
 from .admission import Hosted, check_client, check_terms
@@ -56,28 +57,38 @@ class RequestContext:
         check_terms(terms, self.hosted)
         if self.draining:
             raise Refusal(wire.ERROR_DRAINING, "this server is about to stop")
-        kind.check()
+        kind.check(client)
+
+
+LEAST_OPEN: Final = 8
+"""Requests of one kind that a client may have open as long as there may be any."""
 
 
 class OpenCount:
-    """Counts requests of one kind that are open, of which there may be `most`."""
+    """Counts requests of one kind that are open, of which there may be `most`: half of that for a client that is alone,
+    since it leaves as much for others as it has."""
 
-    def __init__(self, kind: str, most: float = math.inf) -> None:
+    def __init__(self, kind: str, most: int) -> None:
         self.count = 0
         self._kind = kind
         self._most = most
+        self._of_client: Counter[str] = Counter()
         self._none = trio.Event()
 
-    def check(self) -> None:
+    def check(self, client: str) -> None:
         """
         Raises:
-            Refusal: ERROR_BUSY, there are too many for another one.
+            Refusal: ERROR_BUSY, there are too many for another one of this client.
         """
-        if self.count >= self._most:
-            raise Refusal(wire.ERROR_BUSY, f"this server already has {self.count} {self._kind}")
+        own = self._of_client[client]
+        if not may_have_more(own, self.count, self._most, LEAST_OPEN):
+            raise Refusal(wire.ERROR_BUSY, f"this server already has {self.count} {self._kind}, {own} of them of yours")
 
-    def add(self, change: int) -> None:
+    def add(self, client: str, change: int) -> None:
         self.count += change
+        self._of_client[client] += change
+        if not self._of_client[client]:
+            del self._of_client[client]
         if not self.count:
             self._none.set()
             self._none = trio.Event()
@@ -112,14 +123,15 @@ async def reserve(
     full: wire.ErrorCode.ValueType = wire.ERROR_BUSY,
     never: wire.ErrorCode.ValueType = wire.ERROR_BUSY,
     paid: bool = False,
+    holder: str,
 ) -> Lease:
-    """Memory for a request, after waiting for it for at most `wait` seconds.
+    """Memory for a request of the client `holder`, after waiting for it for at most `wait` seconds.
 
     Raises:
         Refusal: `full` if too little came free, `never` if it is more than there is in all.
     """
     try:
-        return await budget.acquire(amount, wait, paid=paid)
+        return await budget.acquire(amount, wait, paid=paid, holder=holder)
     except BudgetFull as error:
         raise Refusal(full if amount <= budget.capacity else never, str(error)) from None
 

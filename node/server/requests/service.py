@@ -31,8 +31,9 @@ MAX_KEEP: Final = 120.0
 """Seconds that a session may ask to be kept when its client is lost. Its cache goes to whoever needs it before that."""
 FIRST_PUSH_TIMEOUT: Final = 60.0
 """For streams that are opened ahead. If this is too short the client sends the first step itself; nothing is lost."""
-MAX_SESSIONS: Final = 512
-MAX_STREAMS: Final = 256
+MAX_SESSIONS: Final = 1024
+MAX_STREAMS: Final = 512
+"""Of batches. A client that is alone may have half of either."""
 BATCH_SHARE: Final = 0.05
 """Parts of the free memory: for batches under way, for what clients want kept, and for what autograd keeps."""
 KEPT_SHARE: Final = 0.05
@@ -64,7 +65,7 @@ class RequestService:
         self._on_change = on_change
         self._by_key: dict[tuple[str, bytes], ServerSession] = {}
         self._sessions = OpenCount("sessions", MAX_SESSIONS)
-        self._batches = OpenCount("batches")
+        self._batches = OpenCount("batches", MAX_STREAMS)
         self._streams = OpenCount("streams of batches", MAX_STREAMS)
         self._memory = _batch_memory(context)
 
@@ -96,7 +97,7 @@ class RequestService:
         if (stream.peer_id, terms.nonce) in self._by_key:
             raise bad_request("this nonce names another session")
         with self._adapters.borrowed(terms.adapter, stream.peer_id, terms.span) as adapter:
-            self._sessions.add(1)
+            self._sessions.add(stream.peer_id, 1)
             try:
                 lease, paid = await self._reserve(stream, frame.open, terms)
                 try:
@@ -120,7 +121,7 @@ class RequestService:
                 finally:
                     lease.release()
             finally:
-                self._sessions.add(-1)
+                self._sessions.add(stream.peer_id, -1)
                 self._on_change()
 
     async def _run(self, session: ServerSession, stream: InferenceStream, opened: wire.Open) -> None:
@@ -156,7 +157,9 @@ class RequestService:
                         nursery.cancel_scope.cancel()
 
                     nursery.start_soon(watch)
-                    lease = await reserve(self.cache, tokens, wait, full=full, never=full, paid=paid)
+                    lease = await reserve(
+                        self.cache, tokens, wait, full=full, never=full, paid=paid, holder=stream.peer_id
+                    )
                     nursery.cancel_scope.cancel()
         except BaseException:
             if lease is not None:
@@ -212,11 +215,11 @@ class RequestService:
             raise bad_request("a stream of batches begins with BatchOpen")
         terms = batch_terms_of(frame.open)
         self.context.admit(stream.peer_id, terms, self._streams)
-        self._streams.add(1)
+        self._streams.add(stream.peer_id, 1)
         try:
             await BatchRequests(self.context, self._memory, self._batches, stream, terms, protocol).run()
         finally:
-            self._streams.add(-1)
+            self._streams.add(stream.peer_id, -1)
 
 
 def _batch_memory(context: RequestContext) -> BatchMemory:

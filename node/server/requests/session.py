@@ -79,6 +79,7 @@ class ServerSession:
         self._over = False
         self._changed = trio.Event()
         self._pushes: Pushes | None = None
+        self._listening = trio.CancelScope()
 
     async def run(self, stream: InferenceStream, downstream: bytes) -> None:
         """Serves the session until its client closes it, or is lost and does not come back in time.
@@ -95,6 +96,7 @@ class ServerSession:
                     self._pushes.prepare(downstream)
                 try:
                     await self._greet(stream)
+                    self._lease.on_taken = self._evict
                     await self._attend(stream)
                 except (Refusal, PeerError) as error:
                     ended = error
@@ -156,6 +158,7 @@ class ServerSession:
     def _evict(self) -> None:
         self._over = True
         self._context.compute.close(self._compute)  # before the cache of whoever takes the room is made
+        self._listening.cancel()
         self._notify()
 
     def _notify(self) -> None:
@@ -190,11 +193,17 @@ class ServerSession:
     async def _attend(self, stream: InferenceStream) -> None:
         """Takes steps from `stream`, until it ends or another one takes its place.
 
-        The session is over when the client has closed it or broken the protocol, and when the client is lost and the
-        session is not to be kept.
+        The session is over when the client has closed it or broken the protocol, when the client is lost and the
+        session is not to be kept, and when others need its cache.
         """
+        if self._over:
+            raise not_held()
+        self._listening = trio.CancelScope()
         try:
-            await self._listen(stream)
+            with self._listening as scope:
+                await self._listen(stream)
+            if scope.cancelled_caught:
+                raise Refusal(wire.ERROR_CACHE_FULL, "others need the cache of this session")
             self._over = True
         except (StreamClosed, StreamTimeout):
             if self._stream is stream and not self._keep:
@@ -277,26 +286,32 @@ class ServerSession:
         async with self._lock:
             if self._over:
                 raise not_held()
-            if step.sequence <= self._sequence:
-                # The client has been sent the reply; who pushes what the client relayed already gets no second one.
-                if upstream is None:
-                    await self._repeat(step, tensor, payload)
-                return
-            check_step(
-                step,
-                [tensor],
-                self._terms,
-                self._context.hosted,
-                last=self._sequence,
-                position=self._position,
-                route_epoch=self._route_epoch,
-            )
-            output = await self._computed(step, tensor, payload, upstream)
+            with self._lease.in_use():
+                await self._take_next(step, tensor, payload, upstream)
+
+    async def _take_next(
+        self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: tuple[wire.Receipt, str] | None
+    ) -> None:
+        if step.sequence <= self._sequence:
+            # The client has been sent the reply; who pushes what the client relayed already gets no second one.
             if upstream is None:
-                self._upstream.relayed(step)
-            else:
-                self._upstream.pushed(upstream[1], step.previous_receipt)
-            await self._answer(step, tensor, output, upstream[0] if upstream is not None else None)
+                await self._repeat(step, tensor, payload)
+            return
+        check_step(
+            step,
+            [tensor],
+            self._terms,
+            self._context.hosted,
+            last=self._sequence,
+            position=self._position,
+            route_epoch=self._route_epoch,
+        )
+        output = await self._computed(step, tensor, payload, upstream)
+        if upstream is None:
+            self._upstream.relayed(step)
+        else:
+            self._upstream.pushed(upstream[1], step.previous_receipt)
+        await self._answer(step, tensor, output, upstream[0] if upstream is not None else None)
 
     async def _computed(
         self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: tuple[wire.Receipt, str] | None
