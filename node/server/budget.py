@@ -88,6 +88,7 @@ class _Waiter:
     paid: bool
     holder: str
     granted: trio.Event = field(default_factory=trio.Event)
+    lease: Lease | None = None
 
 
 class MemoryBudget:
@@ -129,9 +130,11 @@ class MemoryBudget:
         if amount > self.capacity:
             raise self._full(amount, f"this server has {self.capacity // self._scale} in all")
         if self._waiting or not self._make_room(amount, holder):
-            await self._wait(amount, timeout, paid, holder)
-        else:
-            self._used += amount
+            return await self._wait(_Waiter(amount, paid, holder), timeout)
+        return self._leased(amount, paid, holder)
+
+    def _leased(self, amount: int, paid: bool, holder: str) -> Lease:
+        self._used += amount
         lease = Lease(self, amount, holder=holder, paid=paid)
         if holder:
             self._held[lease] = None
@@ -163,8 +166,7 @@ class MemoryBudget:
         own = sum(lease.amount for lease in self._held if lease.holder == waiter.holder)
         return own + waiter.amount <= self.capacity // len(holders)
 
-    async def _wait(self, amount: int, timeout: float, paid: bool, holder: str) -> None:
-        waiter = _Waiter(amount, paid, holder)
+    async def _wait(self, waiter: _Waiter, timeout: float) -> Lease:
         self._waiting.append(waiter)
         self._grant()  # whom it overtakes may wait for more than is free
         try:
@@ -177,17 +179,18 @@ class MemoryBudget:
             self._leave(waiter)
             raise
         # The grant may come in the instant of the deadline: then it holds.
-        if not waiter.granted.is_set():
+        if waiter.lease is None:
             self._leave(waiter)
             scale = self._scale
-            raise self._full(amount, f"{self.free // scale} of {self.capacity // scale} are free")
+            raise self._full(waiter.amount, f"{self.free // scale} of {self.capacity // scale} are free")
+        return waiter.lease
 
     def _leave(self, waiter: _Waiter) -> None:
-        if waiter.granted.is_set():
-            self._used -= waiter.amount
+        if waiter.lease is not None:
+            waiter.lease.release()
         else:
             self._waiting.remove(waiter)
-        self._grant()
+            self._grant()
 
     def _grant(self) -> None:
         while self._waiting:
@@ -199,7 +202,7 @@ class MemoryBudget:
                 return
             self._overtaken = now_overtaken(paid, place, self._overtaken)
             self._waiting.remove(waiter)
-            self._used += waiter.amount
+            waiter.lease = self._leased(waiter.amount, waiter.paid, waiter.holder)
             waiter.granted.set()
 
 
