@@ -158,6 +158,15 @@ class MemoryBudget:
             next(iter(self._lent)).take()
         return True
 
+    def _line(self) -> list[_Waiter]:
+        """Those who wait, in order: only who would stay within its share, if there are any.
+
+        The requests of one holder do not overtake each other.
+        """
+        first = {waiter.holder: waiter for waiter in reversed(self._waiting)}
+        line = [waiter for waiter in self._waiting if not waiter.holder or first[waiter.holder] is waiter]
+        return [waiter for waiter in line if self._has_share(waiter)] or self._waiting
+
     def _has_share(self, waiter: _Waiter) -> bool:
         """Whether all that the holder has would still be within an equal share."""
         if not waiter.holder:
@@ -194,7 +203,7 @@ class MemoryBudget:
 
     def _grant(self) -> None:
         while self._waiting:
-            line = [waiter for waiter in self._waiting if self._has_share(waiter)] or self._waiting
+            line = self._line()
             paid = [waiter.paid for waiter in line]
             place = next_in_line(paid, self._overtaken)
             waiter = line[place]
