@@ -30,18 +30,20 @@ def now_overtaken(paid: Sequence[bool], chosen: int, overtaken: int) -> int:
 IDLE: Final = 60.0
 """Seconds without a request, after which what somebody holds beyond its share goes to who waits."""
 LONG_IDLE: Final = 300.0
-"""After which all that somebody holds does."""
+"""After which all that somebody holds does; and for which nobody has to give back what is not idle."""
 _LOOK: Final = 5.0
 """Seconds between two looks of who waits at what others have left idle."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What `holder` has of a budget. `idle`: seconds since its last request; None while it is not to be taken."""
+    """What `holder` has of a budget. `idle`: seconds since its last request, None while it is not to be taken; `age`:
+    seconds since it was granted."""
 
     holder: str
     amount: int
     idle: float | None
+    age: float
     paid: bool = False
 
 
@@ -50,8 +52,8 @@ def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: in
 
     Shares are soft: one who is alone may hold everything. When somebody waits who would stay within an equal share,
     what goes first is what has been idle for longest, of those who hold more than their share; then what nobody has
-    used for very long; and then, since a few requests keep anything from being idle, what is beyond half of all.
-    What was paid for goes only when it is idle for very long.
+    used for very long; and then, since a few requests keep anything from being idle, what one has held for very long
+    beyond half of all. What was paid for goes only when it is idle for very long.
     """
     totals = Counter[str]()
     for holding in held:
@@ -61,7 +63,8 @@ def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: in
         return []
     chosen: list[int] = []
     by_idleness = sorted(range(len(held)), key=lambda place: -(held[place].idle or 0.0))
-    for least_idle, most in ((IDLE, share), (LONG_IDLE, -1), (0.0, max(share, capacity // 2))):
+    half = max(share, capacity // 2)
+    for least_idle, least_age, most in ((IDLE, 0.0, share), (LONG_IDLE, 0.0, -1), (0.0, LONG_IDLE, half)):
         for place in by_idleness:
             holding = held[place]
             if (
@@ -70,6 +73,7 @@ def to_reclaim(held: Sequence[Holding], wanted: int, claimant: str, capacity: in
                 and holding.holder != claimant
                 and holding.idle is not None
                 and holding.idle >= (LONG_IDLE if holding.paid else least_idle)
+                and holding.age >= least_age
                 and totals[holding.holder] > most
             ):
                 chosen.append(place)
@@ -235,11 +239,12 @@ class Lease:
     busy: bool = False
     on_taken: Callable[[], None] | None = None
     _used_at: float = field(default_factory=trio.current_time)
+    _granted_at: float = field(default_factory=trio.current_time)
 
     def holding(self) -> Holding:
-        may_be_taken = self.on_taken is not None and not self.busy
-        idle = trio.current_time() - self._used_at if may_be_taken else None
-        return Holding(self.holder, self.amount, idle, self.paid)
+        now, may_be_taken = trio.current_time(), self.on_taken is not None and not self.busy
+        idle = now - self._used_at if may_be_taken else None
+        return Holding(self.holder, self.amount, idle, now - self._granted_at, self.paid)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

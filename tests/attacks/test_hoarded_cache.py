@@ -18,6 +18,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.models.folder import ModelFolder
+from petalnode.node.server import budget as budget_module
 from petalnode.node.server.budget import IDLE, LONG_IDLE, BudgetFull, Holding, MemoryBudget, to_reclaim
 from petalnode.node.server.requests.request import LEAST_OPEN, OpenCount
 from petalnode.node.testing import run_autojumping
@@ -92,9 +93,20 @@ def test_what_is_idle_goes_to_who_waits(blocks: BlockSpan) -> None:
 def test_who_keeps_everything_busy_keeps_no_more_than_half(blocks: BlockSpan) -> None:
     async def main(server: OneServer, clock: MockClock) -> None:
         hoarded = await opened(server, HOG, 10)
+        assert await refused(server, HONEST)
+        steps = int(LONG_IDLE / IDLE) + 2
+        for step in range(steps):
+            clock.jump(IDLE - 1)
+            for session in hoarded:
+                frame, _ = await session.step(step + 1, step, values(1, rows=10))
+                assert frame.HasField("reply")
         await opened(server, HONEST, 5)
         assert await refused(server, HONEST)
-        assert sum([await serves(session) for session in hoarded]) == 5
+        taken = 0
+        for session in hoarded:
+            frame, _ = await session.step(steps + 1, steps, values(1, rows=10))
+            taken += frame.error.code == wire.ERROR_CACHE_FULL
+        assert taken == 5
 
     with_server(blocks, main)
 
@@ -162,9 +174,9 @@ def test_a_long_line_of_one_client_does_not_stand_before_others() -> None:
 
 
 def test_what_was_paid_for_goes_only_when_it_is_idle_for_very_long() -> None:
-    held = [Holding("payer", 6, IDLE + 1, paid=True), Holding("hog", 4, 0.0)]
+    held = [Holding("payer", 6, IDLE + 1, LONG_IDLE, paid=True), Holding("hog", 4, 0.0, LONG_IDLE)]
     assert to_reclaim(held, 1, "honest", 10) == []
-    held[0] = Holding("payer", 6, LONG_IDLE, paid=True)
+    held[0] = Holding("payer", 6, LONG_IDLE, LONG_IDLE, paid=True)
     assert to_reclaim(held, 1, "honest", 10) == [0]
 
 
@@ -174,6 +186,7 @@ HOLDINGS = st.lists(
         st.sampled_from("abcd"),
         st.integers(1, 30),
         st.one_of(st.none(), st.floats(0, 2 * LONG_IDLE)),
+        st.floats(0, 2 * LONG_IDLE),
         st.booleans(),
     ),
     max_size=12,
@@ -190,7 +203,9 @@ def test_whatever_is_taken_is_enough_and_not_the_claimants(held: list[Holding], 
         assert holding.holder != "a" and holding.idle is not None
         of_holder = sum(other.amount for other in held if other.holder == holding.holder)
         assert holding.idle >= LONG_IDLE or (
-            not holding.paid and of_holder > 100 // len({*(other.holder for other in held), "a"})
+            not holding.paid
+            and (holding.idle >= IDLE or holding.age >= LONG_IDLE)
+            and of_holder > 100 // len({*(other.holder for other in held), "a"})
         )
 
 
@@ -213,7 +228,9 @@ def test_sessions_of_one_client_leave_as_many_for_others() -> None:
     assert open_all("honest") == LEAST_OPEN
 
 
-def test_a_client_that_lost_its_cache_goes_on_elsewhere(folder: ModelFolder) -> None:
+def test_a_client_that_lost_its_cache_goes_on_elsewhere(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget_module, "IDLE", 0.0)
+
     async def open_raw(network: Any, ready: dict[str, Any]) -> None:
         session = await RawSession.connect(network.node(), ready)
         assert (await session.open(max_length=150)).HasField("granted")
