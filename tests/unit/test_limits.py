@@ -55,11 +55,11 @@ def test_addresses_of_one_household_count_together() -> None:
 
 def test_frames_flow_in_by_the_clock() -> None:
     async def main() -> None:
-        use = PeerUse()
+        use = PeerUse().frames
 
         def taken() -> int:
             count = 0
-            while use.take_frames(1):
+            while use.take():
                 count += 1
             return count
 
@@ -77,14 +77,15 @@ def test_a_new_connection_brings_no_new_frames(monkeypatch: pytest.MonkeyPatch) 
     async def main() -> None:
         monkeypatch.setattr(limits, "_REMEMBERED", 4)
         node = NodeLimits()
-        node.of("flooder").take_frames(limits.FRAMES_AT_ONCE)
+        while node.of("flooder").frames.take():
+            pass
         for number in range(20):
             node.of(f"peer {number}")
-        assert not node.of("flooder").take_frames(1)
+        assert not node.of("flooder").frames.take()
         await trio.sleep(10)
         for number in range(20, 40):
             node.of(f"peer {number}")
-        assert node.of("flooder").take_frames(limits.FRAMES_AT_ONCE)
+        assert node.of("flooder").frames.is_full
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 

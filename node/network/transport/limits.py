@@ -31,14 +31,15 @@ MAX_UNREAD_OF_PEER: Final = 96 << 20
 MAX_WINDOWS_OF_PEER: Final = 64 << 20
 """Bytes that one peer may send on all of its streams beyond what the specification gives to every stream."""
 
-FRAMES_PER_SECOND: Final = 20_000
-"""Small frames of one peer: several times what all sessions of a server can need, and a seventh of a core."""
-FRAMES_AT_ONCE: Final = FRAMES_PER_SECOND
-"""Up to twice as many after a pause, since the clock is looked at only when these are used up."""
+FRAMES_PER_SECOND: Final = 10_000
+"""Small frames of one peer: more than all sessions of a server need, and less than a tenth of a core."""
+FRAMES_AT_ONCE: Final = 20_000
+"""Up to twice as many after a pause, since the clock is looked at only when these are used up; as with streams."""
+OPENED_PER_SECOND: Final = 100
+"""New streams of one peer: each starts a task and negotiates a protocol, which takes 0.3 ms."""
+OPENED_AT_ONCE: Final = 1024
 LARGE_FRAME: Final = 4096
 """Bytes of data from which on a frame does not count: then bytes, not frames, are what it costs."""
-OPENING: Final = 32
-"""A new stream counts as so many frames: it starts a task and negotiates a protocol."""
 _REMEMBERED: Final = 4096
 """Peers without a connection whose frames are still counted, so that reconnecting gains nothing."""
 
@@ -58,6 +59,33 @@ class Unread(Protocol):
         """Resets the stream with the most unread bytes."""
 
 
+class TokenBucket:
+    """Lets `rate` things per second pass in the long run, and `most` at once."""
+
+    def __init__(self, rate: float, most: float) -> None:
+        self._rate = rate
+        self._most = most
+        self._tokens = most
+        self._at = trio.current_time()
+
+    def take(self) -> bool:
+        """Whether one more may pass. Looks at the clock only when no tokens are left."""
+        self._tokens -= 1
+        if self._tokens < 0:
+            self._refill()
+        return self._tokens >= 0
+
+    @property
+    def is_full(self) -> bool:
+        self._refill()
+        return self._tokens >= self._most
+
+    def _refill(self) -> None:
+        now = trio.current_time()
+        self._tokens = min(self._most, self._tokens + (now - self._at) * self._rate)
+        self._at = now
+
+
 class PeerUse:
     """What one peer takes of this node, on all of its connections.
 
@@ -65,6 +93,7 @@ class PeerUse:
         streams: how many it has opened.
         windows: bytes that it may send beyond the windows that every stream has.
         unread: bytes that came from it and were not read yet.
+        frames, opened: the small frames and the new streams that it may send.
     """
 
     def __init__(self) -> None:
@@ -72,25 +101,12 @@ class PeerUse:
         self.windows = 0
         self.unread = 0
         self.connections: list[Unread] = []
-        self._frames = float(FRAMES_AT_ONCE)
-        self._at = trio.current_time()
-
-    def take_frames(self, count: int) -> bool:
-        """Counts small frames by a token bucket; false if there were too many. Looks at the clock when it is empty."""
-        self._frames -= count
-        if self._frames < 0:
-            self._refill()
-        return self._frames >= 0
-
-    def _refill(self) -> None:
-        now = trio.current_time()
-        self._frames = min(FRAMES_AT_ONCE, self._frames + (now - self._at) * FRAMES_PER_SECOND)
-        self._at = now
+        self.frames = TokenBucket(FRAMES_PER_SECOND, FRAMES_AT_ONCE)
+        self.opened = TokenBucket(OPENED_PER_SECOND, OPENED_AT_ONCE)
 
     @property
     def may_be_forgotten(self) -> bool:
-        self._refill()
-        return not self.connections and self._frames >= FRAMES_AT_ONCE
+        return not self.connections and self.frames.is_full and self.opened.is_full
 
     def drop_fullest(self) -> None:
         """Resets the stream with the most unread bytes on the connection that has the most."""

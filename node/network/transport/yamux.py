@@ -20,7 +20,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from multiaddr import Multiaddr
 
 from .bandwidth import Throttle
-from .limits import LARGE_FRAME, MAX_STREAMS_OF_CONNECTION, MAX_WINDOWS_OF_PEER, OPENING, NodeLimits
+from .limits import LARGE_FRAME, MAX_STREAMS_OF_CONNECTION, MAX_WINDOWS_OF_PEER, NodeLimits, TokenBucket
 from .muxed_stream import (
     ACK,
     DATA,
@@ -251,7 +251,7 @@ class Muxer(IMuxedConn):
         if self.lost is None:
             with self._guard():
                 if len(sealed) < LARGE_FRAME:
-                    self._take_frames(1)
+                    self._spend(self._use.frames, "small frames")
                 for data in self.secured_conn.unseal(sealed):
                     self._feed(data)
                     while self._frames >= _FRAMES_AT_ONCE:  # the connection below is who takes turns
@@ -310,15 +310,15 @@ class Muxer(IMuxedConn):
 
         What comes through a circuit counts at its other end: a relay does not answer for what it carries."""
         if flags & SYN and kind != PING:
-            self._take_frames(OPENING)
+            self._spend(self._use.opened, "streams")
         elif kind != DATA or length < LARGE_FRAME:
             stream = self._streams.get(stream_id)
             if stream is None or not stream.is_diverted:
-                self._take_frames(1)
+                self._spend(self._use.frames, "small frames")
 
-    def _take_frames(self, count: int) -> None:
-        if not self._use.take_frames(count):
-            raise _Violation("the peer sent more small frames than any session needs")
+    def _spend(self, tokens: TokenBucket, what: str) -> None:
+        if not tokens.take():
+            raise _Violation(f"the peer sent more {what} than any session needs")
 
     def _without_answer(self, data: bytes) -> bytes:
         """What follows the peer's consent to speak Yamux, or the part of that which has come."""
