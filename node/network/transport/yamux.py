@@ -162,9 +162,9 @@ class Muxer(IMuxedConn):
         return True
 
     def drop_fullest(self) -> None:
-        fullest = max(self._streams.values(), key=lambda stream: stream.unread, default=None)
-        if fullest is not None and fullest.unread:
-            fullest.drop("too much came that nobody has read")
+        unread = [stream for stream in self._streams.values() if stream.unread]
+        if unread:
+            max(unread, key=lambda stream: stream.unread).drop("too much came that nobody has read")
 
     # --- writing
 
@@ -247,16 +247,14 @@ class Muxer(IMuxedConn):
             self._frames = 0
 
     def _take(self, sealed: bytes) -> None:
-        """What comes through a circuit, in the task that reads the connection below."""
+        """What comes through a circuit, in the task that reads the connection below, which takes turns."""
         if self.lost is None:
             with self._guard():
                 if len(sealed) < LARGE_FRAME:
                     self._spend(self._use.frames, "small frames")
                 for data in self.secured_conn.unseal(sealed):
+                    self._frames = -len(data)  # all of it is handled at once
                     self._feed(data)
-                    while self._frames >= _FRAMES_AT_ONCE:  # the connection below is who takes turns
-                        self._frames = 0
-                        self._feed(b"")
 
     def _feed(self, data: bytes) -> None:
         """Handles the frames in what came, and keeps the beginning of one that is cut off, and what is too much for one
