@@ -172,7 +172,10 @@ async def answer_manifests(
 
 
 async def answer_transfer(
-    stream: TransferStream, turn: Callable[[str], contextlib.AbstractAsyncContextManager[None]], *, timeout: float
+    stream: TransferStream,
+    turn: Callable[[str], contextlib.AbstractAsyncContextManager[None]] = lambda peer_id: contextlib.nullcontext(),
+    *,
+    timeout: float,
 ) -> None:
     """Sends as many bytes as asked for, `TRANSFER_ROUNDS` times at most. Raises PeerError if the peer is gone.
 
