@@ -1,4 +1,4 @@
-"""Clients that open sessions, leave, and do not come back: their caches are freed once, before others take the room."""
+"""Clients that leave their sessions: caches are freed once, before others take the room; only who left comes back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan
 from petalnode.protocols import wire_pb2 as wire
 from tests.attacks.one_server import one_server
-from tests.swarm.raw import values
+from tests.swarm.raw import RawSession, values
 
 ROWS, LENGTH = 60, 100
 """6,000 of the 10,000 cache tokens that there are."""
@@ -79,5 +79,53 @@ def test_an_evicted_session_is_over(blocks: BlockSpan) -> None:
                 await back.stream.send(wire.InferenceFrame(resume=resume), timeout=10)
                 frame, _ = await back.receive()
                 assert frame.error.code == wire.ERROR_NOT_FOUND
+
+    trio.run(main)
+
+
+def test_only_a_later_attempt_of_the_same_client_takes_a_session_up(blocks: BlockSpan) -> None:
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with one_server(blocks) as server:
+                client = Identity.generate()
+                first = server.session(client)
+                await first.open(keep_ms=600_000)
+                answers = [await first.step(number, number - 1, values(1, seed=number)) for number in (1, 2)]
+                await first.stream.reset()
+                usual = {"nonce": first.nonce, "session_epoch": first.granted.session_epoch, "attempt": 1}
+
+                async def resume(who: Identity = client, **changed: Any) -> tuple[RawSession, wire.InferenceFrame]:
+                    back = server.session(who)
+                    frame = wire.InferenceFrame(resume=wire.Resume(**usual | changed))
+                    await back.stream.send(frame, timeout=10)
+                    return back, (await back.receive())[0]
+
+                for who, changed in ((Identity.generate(), {}), (client, {"session_epoch": b"x" * 16})):
+                    _, frame = await resume(who, **changed)
+                    assert frame.error.code == wire.ERROR_NOT_FOUND
+                back, frame = await resume(answered=1)
+                assert frame.granted.sequence == 2 and frame.granted.position == 2
+                assert await back.receive() == answers[1]  # and not the one that the client has had
+                _, frame = await resume(answered=1)
+                assert frame.error.code == wire.ERROR_BAD_REQUEST
+                again, frame = await resume(attempt=2)
+                assert frame.HasField("granted")
+                frame, _ = await again.step(3, 2, values(1))  # nothing came in between
+                assert frame.reply.sequence == 3 and frame.reply.position == 3
+
+    trio.run(main)
+
+
+def test_a_session_that_is_not_to_be_kept_ends_with_its_stream(blocks: BlockSpan) -> None:
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with one_server(blocks) as server:
+                session = server.session(Identity.generate())
+                await session.open()
+                await session.step(1, 0, values(1))
+                await session.stream.reset()
+                while server.service.sessions:  # noqa: ASYNC110  (what it waits for tells nobody)
+                    await trio.sleep(0.01)
+                assert server.service.cache.free == server.service.cache.capacity
 
     trio.run(main)
