@@ -164,6 +164,10 @@ class ServerSearch:
         self._ask_again = ask_again
         self._fresh = False
 
+    def given_up(self, error: NoChainError) -> NoChainError:
+        """The error with who was tried."""
+        return with_refusals(error, self._tried, self._router.peer_id)
+
     def refuse(self, error: ServerFailed) -> None:
         """Leaves this server out."""
         self.refused[error.peer_id] = self._tried[error.peer_id] = error
@@ -183,10 +187,14 @@ class ServerSearch:
                 await self._router.refresh()
             return
         if not self._wait and (not self._lost or trio.current_time() >= self._until):
-            raise with_refusals(error, self._tried, self._router.peer_id) from None
+            raise self.given_up(error) from None
         await trio.sleep(RETRY_INTERVAL)
         self.reconsider()
         self._fresh = False
+
+    def is_over(self, more: float) -> bool:
+        """Whether nobody has been found for so long that `more` seconds are enough for those who were asked."""
+        return not self._wait and trio.current_time() >= self._until + more
 
     def reconsider(self) -> None:
         """Lets those be asked again that may have changed their mind."""

@@ -99,7 +99,8 @@ class ServerSelection:
         """The servers that answer soon, each with its round trip. Those that failed lately come with a penalty.
 
         If `adapter` cannot be brought to servers, only those that hold it. Where servers are `excluded`, something
-        waits for others in their place: those that were never measured have less time to answer.
+        waits for others in their place: those that were never measured have less time to answer, and are a last resort
+        as long as they have not.
         """
         servers = [server for server in self.servers() if server.peer_id not in excluded]
         if adapter is not None and adapter.content is None:
@@ -109,8 +110,11 @@ class ServerSelection:
         found = []
         for server in servers:
             rtt = self.round_trip(server.peer_id)
+            suspect = self._suspects.get(server.peer_id, 0.0) > now
+            if rtt is None and excluded and server.peer_id in self._measures:
+                # It may be well, and this machine busy: to ask it is better than to give up.
+                rtt, suspect = RTT_TIMEOUT, True
             if rtt is not None:
-                suspect = self._suspects.get(server.peer_id, 0.0) > now
                 found.append(
                     RouteCandidate(
                         server.peer_id,

@@ -147,6 +147,7 @@ class Chaos:
 
     def __init__(self, pool: ServerPool, rng: random.Random) -> None:
         self.events: Counter[str] = Counter()
+        self.clients: Sequence[Generating] = ()
         self._pool = pool
         self._random = rng
         self._thaw: dict[PooledServer, float] = {}
@@ -160,7 +161,13 @@ class Chaos:
         return list(self._servers)
 
     def _well(self) -> list[PooledServer]:
-        return [server for server in self._servers if server.is_ready and not server.frozen]
+        """Those that work, and that all clients have heard of: nobody can be served by others."""
+        heard_of = [{known.peer_id for known in client_of(client.model).servers()} for client in self.clients]
+        return [
+            server
+            for server in self._servers
+            if server.is_ready and not server.frozen and all(server.peer_id in known for known in heard_of)
+        ]
 
     def _spare(self) -> list[PooledServer]:
         """Those without which every block still has a server that is well."""
@@ -340,7 +347,7 @@ def run_chaos(pool: ServerPool, folder: Path, *, seconds: float, seed: int, clie
 def _under_chaos(
     chaos: Chaos, clients: Sequence[Generating], seconds: float, rng: random.Random, slowness: Slowness
 ) -> ChaosReport:
-    stop = clients[0].stop
+    stop, chaos.clients = clients[0].stop, clients
     threads = [threading.Thread(target=client.run, daemon=True) for client in clients]
     for client in clients:
         client.answer(clients[0].tasks[0])  # so that memory is measured when everything has been used once

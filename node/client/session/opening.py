@@ -108,6 +108,8 @@ class Opening:
                 with self._waits.timed("look"):
                     await search.found_nobody(nobody)
             elif nobody is not None:
+                if search.is_over(self._spec.cache_wait):
+                    raise search.given_up(nobody)
                 self._not_before = math.inf
                 nursery.start_soon(self._look, search)
             states = [run.state for run in self._runs]
