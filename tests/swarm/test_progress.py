@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from petalnode.node.client.core import SwarmClient
+from petalnode.node.errors import NoChainError
 from petalnode.node.testing.inspection import tasks_of
 from petalnode.protocols.ids import INFERENCE
 from tests.patience import eventually
@@ -211,6 +212,37 @@ def test_a_server_comes_while_all_others_are_silent(slow: float) -> None:
                 come = trio.current_time()
             assert looks >= 4
             assert trio.current_time() - come <= LONGEST
+
+    in_virtual_swarm(main)
+
+
+def test_a_server_that_answers_no_ping_is_a_last_resort() -> None:
+    """As one on a busy machine, or this machine being busy."""
+
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            swarm.mute.add(swarm.start("2:4").peer_id)
+            swarm.of(talking.session, 1).fall_silent()
+            assert await talking.step() <= LONGEST
+
+    in_virtual_swarm(main)
+
+
+def test_a_search_among_silent_servers_ends() -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            for _ in range(3):
+                swarm.start("2:4").fall_silent()
+            await measured(client, swarm)
+            lost = swarm.of(talking.session, 1)
+            lost.fall_silent()
+            swarm.network.remove(lost.node)
+            begun = trio.current_time()
+            with pytest.raises(NoChainError):
+                await talking.step()
+            assert 30 <= trio.current_time() - begun <= 45
 
     in_virtual_swarm(main)
 
