@@ -295,8 +295,9 @@ class ChaosReport:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """So many processes that want a core each."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    """So many processes that want a core each; they end with this one, however it ends."""
+    code = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
     try:
         yield
     finally:
