@@ -28,7 +28,7 @@ async def nothing(*_: Any, **__: Any) -> None:
 
 
 def directory(identity: Identity, peers: list[str], open_stream: Any) -> Directory:
-    host: Any = SimpleNamespace(connected=list)
+    host: Any = SimpleNamespace(connected=list, remember=lambda *_: None, learn=lambda *_: None)
     dht: Any = SimpleNamespace(add_peer=nothing)
     bootstrap = [(peer_id, "/ip4/192.0.2.1/tcp/1") for peer_id in peers]
     return Directory(identity=identity, ttl=45, host=host, dht=dht, open_stream=open_stream, bootstrap=bootstrap)
