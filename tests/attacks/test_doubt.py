@@ -17,15 +17,19 @@ from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.session.comparing import Agreement, SpanAnswer, settle
 from petalnode.node.client.session.history import Input, InputHistory
+from petalnode.node.errors import ServerCheated
 from petalnode.node.models.folder import ModelFolder, has_experts
 from petalnode.node.swarm.routing import Hop
 from petalnode.node.testing.inspection import call, client_of
 from petalnode.node.testing.memory_network import MemoryNode
 from petalnode.node.testing.memory_servers import memory_swarm
 from petalnode.node.trust.bundle import Bundle, session_bundle
+from petalnode.node.trust.receipt_log import ReceiptArchive
 from petalnode.node.validator import service as service_module
 from petalnode.node.validator.auditing import Audit
 from petalnode.node.validator.history import History
+from petalnode.node.validator.probe_plan import Probe
+from petalnode.node.validator.prober import Probed
 from petalnode.node.validator.service import Validator
 from petalnode.node.verification.evidence_check import check_evidence
 from petalnode.node.verification.tolerances import (
@@ -171,6 +175,47 @@ def test_what_the_accused_has_not_signed_says_nothing_of_it(
     unsigned = [altered(genuine, change) for change in (sign_it_oneself, say_another)]
     (verdict,) = audited(monkeypatch, tmp_path, folder, *unsigned, genuine)
     assert verdict.verdict == "ok" and verdict.peer_id == server.identity.peer_id
+
+
+def test_only_two_receipts_of_its_own_make_a_failed_server_faulty(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: SigningServer
+) -> None:
+    """Whatever else is wrong with its answers, its neighbours may have made it so."""
+    log = server.session([(0, hidden(3), ())])
+    first = log.entries[0].receipt
+    second = replace(first, reply_hash=bytes(32)).signed(server.identity)
+    liar, other = log.peer_id, Identity.generate().peer_id
+    failures = {
+        liar: ServerCheated("it signed two answers", liar, (first, second)),
+        other: ServerCheated("its receipt is for something else", other),
+    }
+
+    async def run_probe(config: object, model: object, probe: Probe) -> Probed:
+        return Probed(probe, ReceiptArchive(), {}, failures)
+
+    async def servers(self: Validator) -> Any:
+        return {peer: SimpleNamespace(peer_id=peer, span=Span(0, 3)) for peer in failures}
+
+    monkeypatch.setattr(service_module, "run_probe", run_probe)
+    monkeypatch.setattr(Validator, "servers", servers)
+    swarm = Listener()
+
+    async def main() -> list[Verdict]:
+        with History(tmp_path / "history.sqlite") as history:
+            options = service_module.ValidatorOptions(
+                config=None,  # type: ignore[arg-type]
+                model=SimpleNamespace(swarm_model=SimpleNamespace(version=VERSION, num_blocks=3)),  # type: ignore[arg-type]
+                judge=SimpleNamespace(device="cpu", compare=lambda seen: []),  # type: ignore[arg-type]
+                history=history,
+                on_verdict=lambda verdict: None,
+                accuser=ATTACKER,
+            )
+            return await Validator(swarm, options).once()  # type: ignore[arg-type]
+
+    found = {verdict.peer_id: verdict.verdict for verdict in trio.run(main)}
+    assert found == {liar: "faulty", other: "inconclusive"}
+    (published,) = swarm.published
+    assert published.accused == liar and check_evidence(published, None).proven
 
 
 def test_audits_do_not_delay_probes(tmp_path: Path) -> None:
