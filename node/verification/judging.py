@@ -197,11 +197,10 @@ def judge_answer(
 
 @dataclass(frozen=True)
 class Spread:
-    """How much noise changes the answer to one question, relative to it, float64 [tokens]: `most` in any of several
-    recomputations, `usual` by the root mean square of them."""
+    """How much noise changes the answer to one question at most, relative to it, float64 [tokens]. A tie is decided
+    otherwise in some of the recomputations only, so their mean says little."""
 
     most: torch.Tensor
-    usual: torch.Tensor
 
     def steady(self, tolerance: Tolerance) -> torch.Tensor:
         """bool [tokens]: those that noise does not change by as much as proves a fault."""
@@ -215,7 +214,7 @@ def spread_of(recomputed: torch.Tensor, perturbed: Sequence[torch.Tensor], codec
     most = seen.amax(0)
     if codec != "none":
         most = torch.maximum(most, token_errors(decode(*encode(recomputed, codec)), recomputed))
-    return Spread(most, seen.square().mean(0).sqrt())
+    return Spread(most)
 
 
 def judge_steady(
@@ -231,7 +230,7 @@ def judge_steady(
     if not bool(steady.any()):
         reason = f"{what} depends on roundings at every token, so its error proves nothing"
         return Judgement("inconclusive", reason, _overall(errors).mean, tolerance.faulty_mean)
-    allowed = max(tolerance.faulty_mean, float(spread.usual[steady].square().mean().sqrt()))
+    allowed = max(tolerance.faulty_mean, float(spread.most[steady].square().mean().sqrt()))
     judged = judge_distance(_overall(errors[steady]), replace(tolerance, faulty_mean=allowed), what)
     if judged.result == "faulty":
         return judged

@@ -41,6 +41,8 @@ PAIRS: Final = 6
 other's noise reversed in one of them at least, so that no tie between two is left as it is."""
 _PERTURBED_AT_ONCE: Final = 8
 """Questions: the activations of each are in memory as often as it is recomputed."""
+_ZERO: Final = 1e-30
+"""Values up to this may be zero on another processor: their products with scales of quantised weights are subnormal."""
 _TIE: Final = 4.0
 """Noise of the scores by which experts are chosen, as a multiple of that of all blocks together."""
 _PROBABILITY: Final = 3.0
@@ -152,7 +154,7 @@ class Noise(TorchFunctionMode):
         exact = tensor.to("cpu", torch.float64)
         values = exact.detach().abs()
         scale = torch.maximum(values, values.mean(-1, keepdim=True)) * self._size
-        scale = scale.clamp(min=torch.finfo(tensor.dtype).tiny)
+        scale = scale.clamp(min=max(_ZERO, torch.finfo(tensor.dtype).tiny))
         noise = torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64)
         return (exact + self._sign * scale * noise).to(tensor.device, tensor.dtype)
 

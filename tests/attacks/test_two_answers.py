@@ -16,6 +16,7 @@ import torch
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.receipts import Receipt
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.client.session.link import ServerLink
 from petalnode.node.client.session.recovery import Misled, Recover, Send, StepState, next_action
 from petalnode.node.server.requests import session as session_module
 from petalnode.node.server.requests.pushes import Pushes
@@ -82,8 +83,19 @@ def banned(model: Any) -> set[str]:
     return {ban.peer_id for ban in client_of(model).swarm.trust.bans()}
 
 
-def generated(swarm: MemorySwarm, folder: Path, lies: Lies) -> tuple[set[str], list[str], int]:
-    """Who is banned, the route in the end, and the recoveries; the answer has to be that of plain transformers."""
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, no server is left because it is slow."""
+    monkeypatch.setattr(ServerLink, "patience", lambda self, chunk: 1e6)
+
+
+def generated(
+    swarm: MemorySwarm, folder: Path, lies: Lies, done: Callable[[], bool] | None = None
+) -> tuple[set[str], list[str], int]:
+    """Who is banned, the route in the end, and the recoveries; the answer has to be that of plain transformers.
+
+    Generates until `done`: until all lies are told, if that is None. A push comes when its stream is open.
+    """
     liar = swarm.start(folder, "0:3", identity=LIAR)
     honest = swarm.start(folder, "3:6", identity=STRANGER)
     assert liar.ready and honest.ready
@@ -99,9 +111,13 @@ def generated(swarm: MemorySwarm, folder: Path, lies: Lies) -> tuple[set[str], l
         assert swarm.start(folder, "0:3").ready and swarm.start(folder, "3:6").ready
         lies.active = True
         more = TOKENS - 2
-        output = model.generate(first, session=session, max_new_tokens=more, min_new_tokens=more, **options)
-        assert lies.told == lies.most
-        assert torch.equal(output, expected)
+        while True:
+            output = model.generate(first, session=session, max_new_tokens=more, min_new_tokens=more, **options)
+            assert torch.equal(output, expected)
+            if lies.told == lies.most if done is None else done():
+                break
+            session.position = first.shape[1] - 1
+            session.tokens = first[:, : session.position].tolist()
         return banned(model), [hop.peer_id for hop in session_of(session).route], session.recoveries
 
 
@@ -164,7 +180,7 @@ def test_who_invents_a_push_does_not_blame_the_server_before(
         return await answer(self, changed, tensor, output, receipt_to_wire(said))
 
     monkeypatch.setattr(ServerSession, "_answer", invent)
-    bans, _, _ = generated(swarm, model_folder, lies)
+    bans, _, _ = generated(swarm, model_folder, lies, lambda: bool(told))
     assert told and bans == {STRANGER.peer_id}
 
 
@@ -182,7 +198,7 @@ def test_who_shows_no_receipt_is_left_and_not_blamed(
     older.Reply = without
     monkeypatch.setattr(session_module, "wire", older)
     bans, route, recoveries = generated(swarm, model_folder, Lies(signed_again))
-    assert bans == set() and recoveries == 1 and STRANGER.peer_id not in route
+    assert bans == set() and recoveries and STRANGER.peer_id not in route
 
 
 # --- the rules

@@ -193,7 +193,7 @@ def test_ordinary_answers_do_not_depend_on_roundings(folder: ModelFolder, dtype:
     (right,) = map(last_of, truth.answer([question]))
     spread = spread_of(right, [last_of(one) for one in truth.perturbed([question], noise_of(kind), seed=1)[0]])
     assert bool(spread.steady(tolerance).all())
-    assert float(spread.usual.square().mean().sqrt()) < 1.25 * tolerance.faulty_mean
+    assert float(spread.most.square().mean().sqrt()) < 1.5 * tolerance.faulty_mean
 
 
 # --- the rules
@@ -201,7 +201,7 @@ def test_ordinary_answers_do_not_depend_on_roundings(folder: ModelFolder, dtype:
 
 def spread(*most: float) -> Spread:
     changed = torch.tensor(most, dtype=torch.float64)
-    return Spread(changed, changed / 2)
+    return Spread(changed)
 
 
 def judged(errors: Sequence[float], changes: Sequence[float]) -> str:
@@ -221,7 +221,7 @@ def test_tokens_that_depend_on_roundings_do_not_count() -> None:
 def test_the_mean_is_compared_with_what_noise_makes() -> None:
     assert judged([0.024] * 3, [0.0] * 3) == "faulty"
     assert judged([0.012] * 3, [0.026] * 3) == "inconclusive"
-    assert judged([0.024] * 3, [0.026] * 3) == "faulty"  # half of which is usual: less than what proves a fault
+    assert judged([0.024] * 3, [0.022] * 3) == "faulty"
     assert judged([0.045] * 3, [0.026] * 3) == "faulty"  # whatever the mean may be
 
 
