@@ -15,6 +15,7 @@ from libp2p.security.secure_session import SecureSession
 from noise.connection import NoiseConnection
 
 from petalnode.node.network.transport.bandwidth import Throttle
+from petalnode.node.network.transport.limits import NodeLimits
 from petalnode.node.network.transport.muxed_stream import DATA, HEADER, SYN, WINDOW_UPDATE
 from petalnode.node.network.transport.noise import MAX_PLAINTEXT, NoiseSession
 from petalnode.node.network.transport.raw_connection import READ_SIZE, Path, PskConnection, RawConnection
@@ -163,7 +164,7 @@ async def muxer(
     """Our end of a connection, which runs, and the other one. What loses the connection is told once, at its end."""
     session, other = noise_session(raw or MemoryRaw(), initiator=initiator)
     lost: list[Muxer] = []
-    ours = Muxer(session, session.remote_peer, lost.append, answer=answer)
+    ours = Muxer(session, session.remote_peer, lost.append, NodeLimits(), answer=answer)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ours.start)
         await ours.event_started.wait()
