@@ -192,6 +192,16 @@ class Opening:
         trips = [router.round_trip(hop.peer_id) or 0.0 for hop in route]
         self._gets_on(run, {hop.peer_id for hop in route}, open_patience(max(trips, default=0.0)))
 
+        failures: list[ServerFailed] = []
+
+        async def open_or_fail(index: int, hop: Hop) -> None:
+            try:
+                await open_one(index, hop)
+            except ServerFailed as error:
+                # Not raised here: in a group with a cancellation nobody would know it for what it is.
+                failures.append(error)
+                nursery.cancel_scope.cancel()
+
         async def open_one(index: int, hop: Hop) -> None:
             payment = await router.payment(hop, spec) if run.pays else None
             async with router.adapter_at(hop, spec):
@@ -210,12 +220,13 @@ class Opening:
             run.waits_for.discard(hop.peer_id)
 
         try:
-            with unwrapped(ServerFailed):
-                async with trio.open_nursery() as nursery:
-                    for index, hop in enumerate(route):
-                        nursery.start_soon(open_one, index, hop)
+            async with trio.open_nursery() as nursery:
+                for index, hop in enumerate(route):
+                    nursery.start_soon(open_or_fail, index, hop)
         finally:
             run.links.extend(opened[hop] for hop in route if hop in opened)
+        if failures:
+            raise failures[0]
 
     async def _replay(self, run: _Run, epoch: int) -> None:
         """Runs the inputs through the new servers, one after the other, to build their caches.
