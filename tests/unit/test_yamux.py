@@ -11,8 +11,9 @@ import trio.testing
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
 
-from petalnode.node.network.transport import noise, yamux
+from petalnode.node.network.transport import limits, noise, yamux
 from petalnode.node.network.transport.bandwidth import Throttle
+from petalnode.node.network.transport.limits import NodeLimits
 from petalnode.node.network.transport.muxed_stream import (
     ACK,
     DATA,
@@ -75,7 +76,7 @@ def test_several_frames_at_once_go_to_their_streams() -> None:
             await settled()
             assert [stream.stream_id for stream in streams] == [1, 3, 5]
             assert await streams[0].read() == b"001" and await streams[2].read() == b"005"
-            assert await streams[1].read() == b"003" and await streams[1].read(2) == b"mo"
+            assert await read(streams[1], 3) == b"003" and await streams[1].read(2) == b"mo"
             assert streams[1].has_unread and not streams[0].has_unread
 
     run(main)
@@ -84,7 +85,7 @@ def test_several_frames_at_once_go_to_their_streams() -> None:
 @pytest.fixture
 def little_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 MiB may be unread on a connection, so that tests need not send what is usual."""
-    monkeypatch.setattr(yamux, "_MAX_BUFFERED", 8 * MIB)
+    monkeypatch.setattr(limits, "MAX_UNREAD_OF_PEER", 8 * MIB)
 
 
 @pytest.mark.usefixtures("little_unread")
@@ -137,13 +138,16 @@ def test_what_nobody_reads_is_given_back(how: str) -> None:
 
 @pytest.mark.usefixtures("little_unread")
 def test_what_nobody_reads_is_bounded() -> None:
+    """The stream with the most unread bytes is reset then."""
+
     async def main() -> None:
         async with muxer() as (ours, other):
             for number in range(33):
                 other.open(2 * number + 1)
                 other.send(2 * number + 1, bytes(INITIAL_WINDOW))
                 await settled()
-                assert (ours.lost is None) == (number < 32)
+                resets = [frame for frame in other.frames() if frame[1] & RST]
+                assert len(resets) == (number == 32) and ours.lost is None
 
     run(main)
 
@@ -323,23 +327,25 @@ def test_a_reset_ends_both_directions_and_tells_the_other_end() -> None:
     run(main)
 
 
-def test_too_many_streams_are_refused_one_by_one() -> None:
+def test_too_many_streams_are_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yamux, "MAX_STREAMS_OF_CONNECTION", 64)
+
     async def main() -> None:
         async with muxer() as (ours, other):
             streams = []
-            for number in range(2049):
+            for number in range(65):
                 other.open(2 * number + 1)
-                if number < 2048:
+                if number < 64:
                     streams.append(await ours.accept_stream())
             await settled()
-            assert ours.open_streams == 2048 and ours.lost is None
-            assert [frame[:3] for frame in other.frames() if frame[1] & RST] == [(WINDOW_UPDATE, RST, 4097)]
+            assert ours.open_streams == 64 and ours.lost is None
+            assert [frame[:3] for frame in other.frames() if frame[1] & RST] == [(WINDOW_UPDATE, RST, 129)]
             with pytest.raises(MuxedConnUnavailable):
                 await ours.open_stream()
             await streams[0].reset()
-            other.open(4099)
+            other.open(131)
             await settled()
-            assert ours.open_streams == 2048
+            assert ours.open_streams == 64
 
     run(main)
 
@@ -640,7 +646,7 @@ def test_frames_that_came_with_the_negotiation_are_handled() -> None:
         session, other = noise_session(MemoryRaw())
         other.say_bytes(b"agreed" + HEADER.pack(0, DATA, SYN, 1, 5) + b"early")
         assert await session.read(6) == b"agreed"
-        ours = Muxer(session, session.remote_peer, lambda lost: None)
+        ours = Muxer(session, session.remote_peer, lambda lost: None, NodeLimits())
         assert not ours.is_established
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ours.start)
