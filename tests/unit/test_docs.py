@@ -57,6 +57,11 @@ def test_paths_exist(page: Path) -> None:
             assert (ROOT / path.rstrip(".")).exists(), path
 
 
+def test_every_attack_is_in_the_threat_model_and_is_tested() -> None:
+    named = re.findall(r"`(?:tests/attacks/)?(test_\w+\.py)`", (ROOT / "docs/threat-model.md").read_text())
+    assert set(named) == {path.name for path in (ROOT / "tests/attacks").glob("test_*.py")}
+
+
 @cache
 def commands() -> dict[str, tuple[set[str], set[str]]]:
     """The options and the sub-commands of every command of `petalnode`."""
