@@ -386,7 +386,7 @@ async def joined(
     """
     data_dir = platformdirs.user_data_path("petalnode", appauthor=False)
     with ExitStack() as stack:
-        if join.identity is not None and not join.identity.exists():
+        if join.identity is not None and not join.identity.exists() and not join.json:
             folder = "" if join.identity.parent.exists() else f", in a new folder {join.identity.parent}"
             output.note(f"there is no key {join.identity} yet: making one{folder}")
         try:

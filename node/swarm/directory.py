@@ -55,10 +55,12 @@ _MAX_LOGGED: Final = 1000
 _PINGS: Final = 4  # of a measurement of a round trip
 _FAR: Final = 0.02  # seconds of a round trip in which the few milliseconds that opening a stream takes are lost
 _AGREE: Final = 1.5  # times one round trip that another one of the same way takes at most, if nothing held it up
-_BURST: Final = 300  # frames at once from one peer, and
+_BURST: Final = 300  # frames at once on one stream, and
 _FRAMES_PER_SECOND: Final = 20.0
 _PAGE_COST: Final = 10  # frames: a page of records costs far more than a ping to make and to send
-_MAX_COUNTED: Final = 1000  # peers whose frames are counted
+_PAGES_BURST: Final = 120  # pages at once for one peer, and
+_PAGES_PER_SECOND: Final = 12.0  # on however many streams; a client asks on a new one whenever it looks for servers
+_MAX_COUNTED: Final = 1000  # peers whose pages are counted
 _CHECKED_AT_ONCE: Final = 16  # announcements of a page
 
 OpenStream = Callable[[str, float], Awaitable[MessageStream[wire.DirectoryFrame]]]
@@ -91,7 +93,7 @@ class Directory:
                 self._bootstrap.setdefault(peer_id, []).append(addr)
                 host.remember(peer_id, [addr])
         self._met: dict[str, tuple[str, ...]] = {}
-        self._allowances: dict[str, tuple[float, float]] = {}  # frames that a peer may send, and when that was
+        self._allowances: dict[str, tuple[float, float]] = {}  # pages that a peer may have, and when that was
         self._logged: set[str] = set()  # whose bad announcements were logged
         self._changed = trio.Event()
         self.about: Callable[[], NodeInfo] = lambda: NodeInfo("client")  # what this node answers about itself
@@ -135,9 +137,13 @@ class Directory:
 
     async def serve(self, stream: MessageStream[wire.DirectoryFrame]) -> None:
         """Answers one peer's stream until it ends (raises PeerError then)."""
+        allowance, counted = float(_BURST), trio.current_time()
         while True:
             frame, _ = await stream.receive(timeout=_IDLE_STREAM)
-            if not self._allows(stream.peer_id, _PAGE_COST if frame.HasField("query") else 1):
+            page, now = frame.HasField("query"), trio.current_time()
+            allowance = min(allowance + (now - counted) * _FRAMES_PER_SECOND, _BURST) - (_PAGE_COST if page else 1)
+            counted = now
+            if allowance < 0 or (page and not self._allows_page(stream.peer_id)):
                 error = wire.Error(code=wire.ERROR_BUSY, message="too many questions; ask more slowly")
                 await stream.send(wire.DirectoryFrame(error=error), timeout=_PUSH_DEADLINE)
                 return
@@ -145,13 +151,13 @@ class Directory:
             if reply is not None:
                 await stream.send(reply, timeout=_PUSH_DEADLINE)
 
-    def _allows(self, peer_id: str, cost: int) -> bool:
-        """Whether one more frame of a peer is answered, on whichever stream; counts it."""
+    def _allows_page(self, peer_id: str) -> bool:
+        """Whether a peer gets one more page, on whichever stream; counts it."""
         now = trio.current_time()
-        allowance, counted = self._allowances.pop(peer_id, (float(_BURST), now))
-        allowance = min(allowance + (now - counted) * _FRAMES_PER_SECOND, _BURST)
-        allowed = allowance >= cost
-        self._allowances[peer_id] = (allowance - cost if allowed else allowance), now
+        allowance, counted = self._allowances.pop(peer_id, (float(_PAGES_BURST), now))
+        allowance = min(allowance + (now - counted) * _PAGES_PER_SECOND, _PAGES_BURST)
+        allowed = allowance >= 1
+        self._allowances[peer_id] = (allowance - 1 if allowed else allowance), now
         while len(self._allowances) > _MAX_COUNTED:
             del self._allowances[next(iter(self._allowances))]
         return allowed

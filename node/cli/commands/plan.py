@@ -52,11 +52,11 @@ def plan(
     join: JoinOptions,
 ) -> None:
     """Plan which machine should serve which blocks: for the lowest latency, and for the highest throughput."""
-    join.check()
     output = Output(join.json)
     if machines is None:
         if num_blocks is not None or block_mb is not None:
             raise BadInput("--num-blocks and --block-mb go with --machines FILE: a swarm announces its model")
+        join.check()
         trio.run(_plan_swarm, model, seconds, join, output)
         return
     file = read_machines(machines)
