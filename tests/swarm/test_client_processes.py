@@ -46,7 +46,7 @@ print("parent", session.position, flush=True)
 INTERRUPT = """
 from transformers.generation.streamers import BaseStreamer
 class Show(BaseStreamer):
-    def put(self, value): print("token", flush=True)
+    def put(self, value): os.write(1, b"token\\n")  # at once: print could be interrupted before the end of the line
     def end(self): print("end", flush=True)
 try:
     model.generate(ids, max_new_tokens=4000, do_sample=False, pad_token_id=0, streamer=Show())
