@@ -238,8 +238,10 @@ class MessageStream(Generic[F]):
     async def _receive(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:
         try:
             return await self._receive_message(admit)
-        except ProtocolError:
-            await self.reset()
+        except PeerError as error:
+            self._leave_room()  # nothing more comes, and what came of the message is of no use
+            if isinstance(error, ProtocolError):
+                await self.reset()
             raise
 
     async def _receive_message(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:

@@ -9,7 +9,7 @@ from trio.testing import wait_all_tasks_blocked
 from petalnode.node.swarm.streams import ReceivedBytes
 from petalnode.node.testing import message_streams, run_autojumping, stream_pair
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.framing import LEAST_RATE, PATIENCE, StreamClosed
+from petalnode.protocols.framing import LEAST_RATE, PATIENCE, MessageStream, StreamClosed
 from tests.attacks.one_server import header_of
 
 MIB = 1 << 20
@@ -140,5 +140,31 @@ def test_a_reader_that_pauses_does_not_blame_the_peer() -> None:
         await ends[0].write(bytes(MIB))
         _, payloads = await theirs.receive(timeout=1)
         assert payloads == [bytes(MIB)]
+
+    run_autojumping(main)
+
+
+@pytest.mark.parametrize("end", ["cut", "slow"])
+def test_a_message_that_is_never_whole_takes_no_memory_once_that_is_known(end: str) -> None:
+    """The peer begins a large message and leaves, or goes to sleep; the owner of the stream has not closed it yet."""
+
+    async def main() -> None:
+        room, ends = ReceivedBytes(), stream_pair()
+        sender, receiver = ends
+        stream = MessageStream(receiver, wire.InferenceFrame, "sender", room=room)
+        frame = wire.InferenceFrame(tensors=[wire.Tensor(shape=[MIB], dtype="int8", codec="none", nbytes=MIB)])
+        await sender.write(header_of(frame) + bytes(1000))
+
+        async def leave() -> None:
+            await wait_all_tasks_blocked()
+            assert room.taken == MIB
+            if end == "cut":
+                sender.cut()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(leave)
+            with pytest.raises(StreamClosed):
+                await stream.receive(timeout=None)
+        assert room.taken == 0
 
     run_autojumping(main)
