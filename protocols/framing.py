@@ -238,10 +238,8 @@ class MessageStream(Generic[F]):
     async def _receive(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:
         try:
             return await self._receive_message(admit)
-        except PeerError as error:
-            self._leave_room()  # nothing more comes, and what came of the message is of no use
-            if isinstance(error, ProtocolError):
-                await self.reset()
+        except ProtocolError:
+            await self.reset()
             raise
 
     async def _receive_message(self, admit: Callable[[F], None] | None) -> tuple[F, list[bytes]]:
@@ -353,12 +351,12 @@ class MessageStream(Generic[F]):
         return error
 
     def _closed(self, why: str) -> StreamClosed:
+        self._leave_room()  # what came of a message is of no use any more
         self._broken = error = StreamClosed(why, self.peer_id)
         return error
 
     async def close(self) -> None:
         """Says that we send nothing more. Never waits for the peer."""
-        self._leave_room()
         if self._broken is None:
             self._closed(f"the stream to {self.peer_id} was closed on this side")
             with contextlib.suppress(OSError):

@@ -23,12 +23,12 @@ from petalnode.node.network.nat.hole_punching import targets
 from petalnode.node.network.nat.reachability import LocalEndpoints
 from petalnode.node.network.transport import connections
 from petalnode.node.network.transport.address_book import AddressBook
-from petalnode.node.network.transport.dialing import DialBudget, Surroundings, is_permitted, may_dial
+from petalnode.node.network.transport.dialing import DialBudget, DialContext, is_permitted, may_dial
 from petalnode.node.network.transport.raw_connection import Path
 from tests.swarm.relays import host_here
 
-HOME = Surroundings([ip_network("192.168.1.0/24"), ip_network("127.0.0.0/8"), ip_network("fd00:1::/64")])
-HERE = Surroundings(HOME.networks, on_loopback=True)
+HOME = DialContext([ip_network("192.168.1.0/24"), ip_network("127.0.0.0/8"), ip_network("fd00:1::/64")])
+HERE = DialContext(HOME.networks, on_loopback=True)
 ATTACKER, RELAY = Identity.generate().peer_id, Identity.generate().peer_id
 
 

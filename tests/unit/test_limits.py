@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from petalnode.node.network.transport import limits
-from petalnode.node.network.transport.limits import NodeLimits, PeerUse, ShareCount, household, may_have_more
+from petalnode.node.network.transport.limits import NodeLimits, PeerUse, ShareCount, may_have_more, origin_of_ip
 
 
 @given(st.integers(1, 500), st.integers(0, 20), st.lists(st.integers(0, 9), max_size=600))
@@ -47,10 +47,10 @@ def test_what_is_given_back_may_be_had_again() -> None:
     assert count.total == 1 and count.add("one")
 
 
-def test_addresses_of_one_household_count_together() -> None:
-    assert household("2001:db8::1") == household("2001:db8::ffff:1%eth0") != household("2001:db8:0:1::1")
-    assert household("203.0.113.7") == household("::ffff:203.0.113.7") != household("203.0.113.8")
-    assert household("nowhere") == "nowhere"
+def test_addresses_of_one_origin_of_ip_count_together() -> None:
+    assert origin_of_ip("2001:db8::1") == origin_of_ip("2001:db8::ffff:1%eth0") != origin_of_ip("2001:db8:0:1::1")
+    assert origin_of_ip("203.0.113.7") == origin_of_ip("::ffff:203.0.113.7") != origin_of_ip("203.0.113.8")
+    assert origin_of_ip("nowhere") == "nowhere"
 
 
 def test_frames_flow_in_by_the_clock() -> None:

@@ -10,7 +10,6 @@ What it gives to others is set by the operator's options (`RelayLimits`); pure f
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import time
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from ....protocols.framing import PeerError
 from ..addresses import ip_of, is_circuit
 from ..host import Host
 from ..transport.bandwidth import Throttle
+from ..transport.limits import origin_of_ip
 from ..transport.stream_bytes import Connection, StreamBytes
 
 log = logging.getLogger(__name__)
@@ -110,11 +110,8 @@ def admit_circuit(load: RelayLoad, limits: RelayLimits) -> Status:
 
 
 def origin_of(addr: str) -> str:
-    """What counts as one address: the IPv4 address of a multiaddr, or the /56 of an IPv6 one, a household's."""
-    host = ip_of(Multiaddr(addr))
-    if host is None or host.version == 4:
-        return str(host)
-    return str(ipaddress.ip_network((host, 56), strict=False))
+    """What counts as one address: the IPv4 address of a multiaddr, or the /56 of an IPv6 one, as one line has it."""
+    return origin_of_ip(str(ip_of(Multiaddr(addr))), 56)
 
 
 @dataclass(frozen=True)
@@ -392,6 +389,6 @@ class RelayService:
 
 
 def _origin(raw: StreamBytes) -> str:
-    """Where a peer comes from, as far as one machine or household cannot easily come from elsewhere, too."""
+    """Where a peer comes from, as far as one machine or line cannot easily come from elsewhere, too."""
     addr = raw.path.remote_addr
     return "" if addr is None else origin_of(addr)

@@ -12,7 +12,7 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from ..addresses import Endpoint, circuit_of, host_of, ip_of, is_circuit, own_networks
-from .dialing import DialBudget, Networks, Surroundings, Trouble, is_permitted, kept, private_range
+from .dialing import DialBudget, DialContext, Networks, Trouble, is_permitted, kept, private_range
 from .raw_connection import Path
 
 _MAX_PEERS: Final = 10_000  # whose addresses we remember
@@ -57,7 +57,7 @@ class _Whereabouts:
             self._opened.add(found)
 
     @property
-    def here(self) -> Surroundings:
+    def here(self) -> DialContext:
         networks = own_networks()
         if set(networks) != set(self._interfaces):  # this machine is somewhere else now
             self._interfaces = networks
@@ -65,7 +65,7 @@ class _Whereabouts:
             for path in self._paths():
                 self.note(path)
         on_loopback = self._on_loopback or (self._dialed_loopback and not self._met_others)
-        return Surroundings((*networks, *self._opened), on_loopback)
+        return DialContext((*networks, *self._opened), on_loopback)
 
 
 class AddressBook:

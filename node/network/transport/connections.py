@@ -45,7 +45,7 @@ from .limits import (
     MAX_INBOUND,
     NodeLimits,
     ShareCount,
-    household,
+    origin_of_ip,
 )
 from .negotiation import OneRoundTrip, question
 from .noise import BufferedNoise
@@ -205,7 +205,7 @@ class Network(Libp2pSwarm):
         """
         assert isinstance(read_write_closer, TrioTCPStream)
         stream = read_write_closer.stream
-        host = household((read_write_closer.get_remote_address() or ("", 0))[0])
+        host = origin_of_ip((read_write_closer.get_remote_address() or ("", 0))[0])
         if not self._inbound.add(host):
             log.info("refused a connection: there are too many from %s", host)
             await trio.aclose_forcefully(stream)

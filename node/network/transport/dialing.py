@@ -68,7 +68,7 @@ def pause_ends(trouble: Trouble) -> float:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class DialContext:
     """The `networks` that this node is in, and whether it and all peers that it has met are `on_loopback`: in a swarm
     on one machine."""
 
@@ -81,7 +81,7 @@ def private_range(ip: IPAddress) -> IPv4Network | IPv6Network | None:
     return next((network for network in _PRIVATE if ip in network), None)
 
 
-def may_dial(ip: IPAddress, here: Surroundings) -> bool:
+def may_dial(ip: IPAddress, here: DialContext) -> bool:
     """Whether a stranger's address is dialed: no loopback, unless there is nothing else; nothing link-local, multicast,
     unspecified or reserved; private addresses of networks only that this node is in."""
     if isinstance(ip, IPv6Address):
@@ -94,7 +94,7 @@ def may_dial(ip: IPAddress, here: Surroundings) -> bool:
     return private_range(ip) is None or any(ip in network for network in here.networks)
 
 
-def is_permitted(addr: Multiaddr, here: Surroundings) -> bool:
+def is_permitted(addr: Multiaddr, here: DialContext) -> bool:
     """`may_dial` of an address of a peer. A name is judged when it has been resolved, a relay by its own addresses."""
     ip = ip_of(addr)
     return ip is None or is_circuit(addr) or may_dial(ip, here)

@@ -182,8 +182,9 @@ class ShareCount:
             del self._held[holder]
 
 
-def household(host: str) -> str:
-    """What the addresses of one holder have in common: an IPv4 address, or a network of 64 bits of IPv6."""
+def origin_of_ip(host: str, prefix: int = 64) -> str:
+    """What counts as one address: an IPv4 address, or the network of so many bits that an IPv6 one is in. Text that is
+    no address stands for itself."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -192,4 +193,4 @@ def household(host: str) -> str:
         return host
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(ipaddress.ip_network((address, prefix), strict=False))
