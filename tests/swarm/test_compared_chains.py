@@ -1,7 +1,7 @@
 """A request runs through chains that share no server, and one of the servers answers wrong numbers with good receipts.
 
 The chains are `one`, `two` and the pairs `left` and `right`, `first` and `second`; `right` does what its control file
-says.
+says. They are in memory, but for those that the command talks to.
 """
 
 from __future__ import annotations
@@ -18,61 +18,71 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from petalnode.crypto.identity import Identity
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.errors import BadInput, NoChainError, SwarmError
 from petalnode.node.testing.inspection import call, client_of, session_of
+from petalnode.node.testing.memory_servers import MemoryServer
+from tests.swarm.false_blocks import load_now
 from tests.swarm.faulty_server import order
 from tests.swarm.fleet import CACHE, Model, opened_for
+from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.swarm.processes import Nodes, petalnode
-from tests.swarm.server_pool import PooledServer, ServerPool, server_pool
+from tests.swarm.server_pool import server_pool
 from tests.tiny_models import VOCABULARY, load_whole
 
 PROMPT = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(3))
+PEER = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"
 
 
 @dataclass(frozen=True)
 class Chains:
     """`folder` holds the whole model, `part` one block of it. `coarse` make two more chains, in bfloat16."""
 
-    one: PooledServer
-    two: PooledServer
-    left: PooledServer
-    right: PooledServer
-    first: PooledServer
-    second: PooledServer
-    coarse: tuple[PooledServer, PooledServer, PooledServer]
+    one: MemoryServer
+    two: MemoryServer
+    left: MemoryServer
+    right: MemoryServer
+    first: MemoryServer
+    second: MemoryServer
+    coarse: tuple[MemoryServer, MemoryServer, MemoryServer]
+    pool: MemoryPool
     control: Path
-    peer: str
     folder: Path
     part: Path
 
     @property
-    def exact(self) -> tuple[PooledServer, ...]:
+    def exact(self) -> tuple[MemoryServer, ...]:
         return self.one, self.two, self.left, self.right
 
 
 @pytest.fixture(scope="module")
-def started(home: Path, models: Path, node_starter: Nodes) -> Iterator[tuple[ServerPool, Chains]]:
-    peer = node_starter.meeting_point().event("ready")["addrs"][0]
+def started(home: Path, models: Path) -> Iterator[Chains]:
     control = home / "compared.json"
     folder = models / "tiny-llama"
-    with server_pool(home / "compared", folder, peer) as pool:
-        spans = ("0:6", "0:6", "0:3", "0:3", "3:6")
-        one, two, left, first, second = (pool.start(blocks, *CACHE) for blocks in spans)
-        right = pool.start("3:6", *CACHE, fault=control)
-        bf16 = ("--dtype", "bfloat16", *CACHE)
-        coarse = (pool.start("0:6", *bf16), pool.start("0:2", *bf16), pool.start("2:6", *bf16))
-        for server in pool.servers:
-            server.ready  # noqa: B018  (waits)
+    with memory_pool(folder) as pool:
+
+        def start(blocks: str, **options: Any) -> MemoryServer:
+            server = pool.start(blocks, **options)
+            server.ready  # noqa: B018  (one after another: see `load_now`)
+            return server
+
+        one, two, left, first, second = (start(blocks) for blocks in ("0:6", "0:6", "0:3", "0:3", "3:6"))
+        right = start("3:6", fault=control)
+        coarse = (
+            start("0:6", dtype="bfloat16"),
+            start("0:2", dtype="bfloat16"),
+            start("2:6", dtype="bfloat16"),
+        )
         part = without_blocks(folder, home / "part" / "tiny-llama")
-        yield pool, Chains(one, two, left, right, first, second, coarse, control, peer, folder, part)
+        yield Chains(one, two, left, right, first, second, coarse, pool, control, folder, part)
 
 
 @pytest.fixture
-def chains(started: tuple[ServerPool, Chains]) -> Iterator[Chains]:
-    order(started[1].control)
-    yield started[1]
-    order(started[1].control)
+def chains(started: Chains) -> Iterator[Chains]:
+    order(started.control)
+    yield started
+    order(started.control)
 
 
 def without_blocks(folder: Path, to: Path) -> Path:
@@ -94,11 +104,11 @@ def answer(model: Any, count: int = 8) -> list[int]:
     return tokens
 
 
-def compared(chains: Chains, servers: Sequence[PooledServer], count: int, folder: Path | None = None) -> Any:
-    return opened_for(servers, folder or chains.folder, chains.peer, compare_chains=count)
+def compared(chains: Chains, servers: Sequence[MemoryServer], count: int, folder: Path | None = None) -> Any:
+    return opened_for(servers, folder or chains.folder, chains.pool, compare_chains=count)
 
 
-def set_back(model: Model, *servers: PooledServer) -> None:
+def set_back(model: Model, *servers: MemoryServer) -> None:
     """Makes others be preferred to these."""
 
     async def suspect() -> None:
@@ -162,6 +172,7 @@ def test_nobody_is_banned_where_one_of_two_servers_lied(chains: Chains) -> None:
 
 def test_own_weights_decide_between_two_chains_and_another_takes_the_liar_s_place(chains: Chains) -> None:
     order(chains.control, blocks="skipped")
+    load_now(chains.control, "skipped")
     with compared(chains, chains.exact, 2) as model:
         # So that the pair is one of the chains, and `two` is left for later.
         set_back(model, chains.two, chains.first, chains.second)
@@ -180,9 +191,9 @@ def test_a_lie_in_the_middle_of_an_answer(chains: Chains) -> None:
         assert "not compared" in str(told)
 
 
-def test_a_server_that_dies_is_replaced_by_one_of_no_other_chain(started: tuple[ServerPool, Chains]) -> None:
-    pool, chains = started
-    mortal = pool.start("0:6", *CACHE)
+def test_a_server_that_dies_is_replaced_by_one_of_no_other_chain(chains: Chains) -> None:
+    mortal = chains.pool.start("0:6")
+    mortal.ready  # noqa: B018
     with compared(chains, [chains.one, chains.two, mortal], 2) as model:
         set_back(model, chains.two)
         with model.inference_session(max_length=40) as session:
@@ -208,18 +219,24 @@ def test_too_few_chains(chains: Chains) -> None:
             answer(model)
         assert caught.value.missing == tuple(range(6))
     with pytest.raises(BadInput, match="compare_chains=0"):
-        AutoDistributedModelForCausalLM.from_pretrained(chains.folder, initial_peers=[chains.peer], compare_chains=0)
+        AutoDistributedModelForCausalLM.from_pretrained(chains.folder, initial_peers=[PEER], compare_chains=0)
 
 
-def test_chat_says_who_disagreed(chains: Chains, node_starter: Nodes) -> None:
-    order(chains.control, blocks="noise", amount=0.1)
-    chat = ("chat", str(chains.part), "--prompt", "hi", "--max-new-tokens", "4", "--json", "--peer", chains.peer)
-    allowed = [option for server in chains.exact for option in ("--allow", server.peer_id)]
-    outcome = petalnode(*chat, *allowed, "--compare-chains", "3", "--no-remember", env=node_starter.env)
-    assert outcome.code == 0, outcome
-    assert outcome.objects[0]["compared"]
-    (told,) = outcome.objects[0]["disagreements"]
-    assert told["suspects"] == sorted([chains.left.peer_id, chains.right.peer_id]) and told["settled"] == "majority"
-    assert "3 chains disagree" in outcome.err and chains.right.peer_id in outcome.err
-    outcome = petalnode(*chat, *allowed, "--compare-chains", "4", "--no-remember", env=node_starter.env)
-    assert outcome.code == 3 and "make 3" in outcome.err, outcome
+def test_chat_says_who_disagreed(home: Path, models: Path, node_starter: Nodes) -> None:
+    folder, control = models / "tiny-llama", home / "compared-by-command.json"
+    order(control, blocks="noise", amount=0.1)
+    part = without_blocks(folder, home / "part-for-command" / "tiny-llama")
+    peer = node_starter.meeting_point().event("ready")["addrs"][0]
+    with server_pool(home / "compared", folder, peer) as pool:
+        servers = [pool.start(blocks, *CACHE) for blocks in ("0:6", "0:6", "0:3")]
+        left, right = servers[-1], pool.start("3:6", *CACHE, fault=control)
+        chat = ("chat", str(part), "--prompt", "hi", "--max-new-tokens", "4", "--json", "--peer", peer)
+        allowed = [option for server in (*servers, right) for option in ("--allow", server.ready["peer_id"])]
+        outcome = petalnode(*chat, *allowed, "--compare-chains", "3", "--no-remember", env=node_starter.env)
+        assert outcome.code == 0, outcome
+        assert outcome.objects[0]["compared"]
+        (told,) = outcome.objects[0]["disagreements"]
+        assert told["suspects"] == sorted([left.peer_id, right.peer_id]) and told["settled"] == "majority"
+        assert "3 chains disagree" in outcome.err and right.peer_id in outcome.err
+        outcome = petalnode(*chat, *allowed, "--compare-chains", "4", "--no-remember", env=node_starter.env)
+        assert outcome.code == 3 and "make 3" in outcome.err, outcome
