@@ -51,24 +51,38 @@ _WIRE: Final = (
     "adapter_folder dialogue swarm_view remembered addresses priority admission memory_streams chains"
 )
 _JUDGED: Final = "judging recomputation verdict substitution compared_chains bundle evidence receipt_log trust rewards"
-_SERVED: Final = "pushes admission priority cache_budget compute_order training_protocol deferred_backward span_input"
+_SERVED: Final = (
+    "pushes admission priority cache_budget compute_order training_protocol deferred_backward span_input batching"
+)
+_KEPT: Final = "session_recovery answers_due history path_loss compared_chains receipt_log"
+_MOVED: Final = "yamux bandwidth negotiation limits received_bytes dialing addresses sockets relay_limits private"
 _ATTACKS: Final = ("attacks/test_*",)
-_MEMORY: Final = ("swarm/test_inference_wire", "swarm/test_training_wire", "swarm/test_cheating_server")
+_MEMORY: Final = (
+    *("swarm/test_inference_wire", "swarm/test_training_wire", "swarm/test_cheating_server", "swarm/test_resume"),
+    *("swarm/test_adapter_wire", "swarm/test_training_recovery"),
+)
 TESTS: Final[dict[str, tuple[str, ...]]] = {
     "crypto/*": (*_unit(_SIGNED), *_ATTACKS),
-    "protocols/*": (*_unit(_SIGNED), *_unit(_WIRE), *_ATTACKS, *_MEMORY),
+    "protocols/*": (*_unit(_SIGNED), *_unit(_WIRE), *_ATTACKS, *_MEMORY, "fuzz/test_findings"),
     "node/trust/*": (*_unit(_SIGNED), *_unit(_JUDGED), *_ATTACKS, "swarm/test_evidence_gossip"),
-    "node/verification/*": (*_unit(_JUDGED), *_ATTACKS),
-    "node/server/requests/*": (*_unit(_SERVED), *_ATTACKS, *_MEMORY),
-    "node/client/session/[rs]*[ym].py": (
-        *_unit("session_recovery answers_due history path_loss"),
+    "node/verification/*": (*_unit(_JUDGED), *_ATTACKS, "swarm/test_validate", "swarm/test_compared_chains"),
+    "node/server/requests/*": (*_unit(_SERVED), *_ATTACKS, *_MEMORY, "swarm/test_moving"),
+    "node/client/session/*": (
+        *_unit(_KEPT),
         *_ATTACKS,
         *_MEMORY,
-        "swarm/test_recovery",
+        *("swarm/test_recovery", "swarm/test_progress", "swarm/test_moving", "swarm/test_compared_chains"),
     ),
-    "node/network/transport/[mny][uoa][xim]*.py": _unit("yamux bandwidth negotiation"),
+    "node/network/transport/*": (
+        *_unit(_MOVED),
+        *_ATTACKS,
+        *("swarm/test_streams", "swarm/test_private_hosts", "swarm/test_moving"),
+    ),
 }
-"""Which tests concern a module: of these, those that call the mutated function are run."""
+"""Which tests concern a module: of these, those that call the mutated function are run, but for those that start
+processes of petalnode, in which the fault is not."""
+_PROCESSES: Final = "node_starter"
+"""The fixture that starts them."""
 _SLOWEST: Final = 12.0
 """Seconds of processor time for the tests of one mutant; who needs more leaves out the slowest."""
 _IDLE: Final = 10.0
@@ -166,7 +180,7 @@ class Driver:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Interrupted("the tests cannot be collected")
-        self._items = session.items
+        self._items = [item for item in session.items if _PROCESSES not in getattr(item, "fixturenames", ())]
         for found in gc.get_objects():
             if isinstance(found, FunctionType):
                 code = found.__code__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +12,15 @@ import trio
 
 from petalnode.node.models.adapter import Adapter
 from petalnode.node.swarm.swarm import Swarm
+from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import ADAPTER
 from petalnode.protocols.inference import receipt_from_wire
 from petalnode.protocols.tensors import encode
 from petalnode.protocols.training import BatchFrames, send_pieces
-from tests.swarm.conftest import SharedSwarm
-from tests.swarm.processes import Node
-from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, Run, raw_client, values
+from tests.swarm.memory_pool import MemoryPool, memory_pool, raw_runs
+from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, Run, values
 
 BAD, MODEL, SPAN = wire.ERROR_BAD_REQUEST, wire.ERROR_UNKNOWN_MODEL, wire.ERROR_SPAN_NOT_HOSTED
 LONG, UNSUPPORTED = wire.ERROR_TOO_LONG, wire.ERROR_UNSUPPORTED
@@ -27,13 +28,21 @@ NAME = "3.self_attn.o_proj"
 
 
 @pytest.fixture(scope="module")
-def server(shared_swarm: SharedSwarm) -> Node:
-    return shared_swarm.llama[1]
+def pool(models: Path) -> Iterator[MemoryPool]:
+    with memory_pool(models / "tiny-llama") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def run(server: Node) -> Iterator[Run]:
-    with raw_client(server.address) as runs:
+def server(pool: MemoryPool) -> MemoryServer:
+    started = pool.start("2:4")
+    started.ready  # noqa: B018  (waits)
+    return started
+
+
+@pytest.fixture(scope="module")
+def run(pool: MemoryPool) -> Iterator[Run]:
+    with raw_runs(pool) as runs:
         yield runs
 
 
@@ -111,7 +120,7 @@ OFFERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OFFERS)
-def test_an_adapter_that_cannot_be_is_refused(name: str, server: Node, run: Run) -> None:
+def test_an_adapter_that_cannot_be_is_refused(name: str, server: MemoryServer, run: Run) -> None:
     code, says, fields = OFFERS[name]
     fields = dict(fields)
     if fields.pop("size", None):
@@ -125,10 +134,10 @@ def test_an_adapter_that_cannot_be_is_refused(name: str, server: Node, run: Run)
             await answer(stream)
 
     run(main)
-    assert server.process.poll() is None
+    assert server.alive
 
 
-def test_other_tensors_than_those_of_the_hash_are_refused(server: Node, run: Run) -> None:
+def test_other_tensors_than_those_of_the_hash_are_refused(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         for content, says in ((adapter(2.0), "not those of its hash"), (adapter(float("nan")), "NaN")):
             mine = adapter()
@@ -139,7 +148,7 @@ def test_other_tensors_than_those_of_the_hash_are_refused(server: Node, run: Run
     run(main)
 
 
-def test_it_is_held_as_long_as_the_stream_and_its_sessions(server: Node, run: Run) -> None:
+def test_it_is_held_as_long_as_the_stream_and_its_sessions(server: MemoryServer, run: Run) -> None:
     mine = adapter()
 
     async def main(swarm: Swarm) -> None:
@@ -177,7 +186,7 @@ def test_it_is_held_as_long_as_the_stream_and_its_sessions(server: Node, run: Ru
     run(main)
 
 
-def test_it_is_nobody_else_s(server: Node, run: Run) -> None:
+def test_it_is_nobody_else_s(pool: MemoryPool, server: MemoryServer, run: Run) -> None:
     mine = adapter(3.0)
 
     async def main(swarm: Swarm) -> None:
@@ -185,7 +194,7 @@ def test_it_is_nobody_else_s(server: Node, run: Run) -> None:
         assert said.adapter_state.held
 
     run(main)
-    with raw_client(server.address) as other:
+    with raw_runs(pool) as other:
 
         async def try_it(swarm: Swarm) -> None:
             session = await RawSession.connect(swarm, server.ready)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,14 +17,14 @@ from petalnode.crypto.receipts import NO_RECEIPT, Receipt
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.server.compute_thread import ComputeThread
 from petalnode.node.swarm.swarm import Swarm
+from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import PUSH, Span
 from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
 from tests.attacks.one_server import OneServer, one_server
-from tests.swarm.conftest import SharedSwarm
-from tests.swarm.processes import Node
-from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, Run, raw_client, values
+from tests.swarm.memory_pool import MemoryPool, memory_pool, raw_runs
+from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, Run, values
 from tests.swarm.test_server_cache import TOKENS, announced_free
 from tests.tiny_models import NUM_BLOCKS, save_tiny
 
@@ -32,13 +33,21 @@ CLIENT = Identity.generate()
 
 
 @pytest.fixture(scope="module")
-def server(shared_swarm: SharedSwarm) -> Node:
-    return shared_swarm.llama[0]
+def pool(models: Path) -> Iterator[MemoryPool]:
+    with memory_pool(models / "tiny-llama") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def run(server: Node) -> Iterator[Run]:
-    with raw_client(server.address) as runs:
+def server(pool: MemoryPool) -> MemoryServer:
+    started = pool.start("0:2", cache_tokens=100_000)
+    started.ready  # noqa: B018  (waits)
+    return started
+
+
+@pytest.fixture(scope="module")
+def run(pool: MemoryPool) -> Iterator[Run]:
+    with raw_runs(pool) as runs:
         yield runs
 
 
@@ -60,12 +69,12 @@ async def resumed(
     return following, frame
 
 
-async def opened(swarm: Swarm, server: Node, **fields: Any) -> RawSession:
+async def opened(swarm: Swarm, server: MemoryServer, **fields: Any) -> RawSession:
     return await RawSession.opened(swarm, server.ready, **{"keep_ms": KEEP} | fields)
 
 
 @pytest.mark.parametrize("old", ["lost", "alive"])
-def test_a_session_goes_on_where_it_was(old: str, server: Node, run: Run) -> None:
+def test_a_session_goes_on_where_it_was(old: str, server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         whole = await opened(swarm, server)
         await whole.step(1, 0, values(3))
@@ -91,7 +100,7 @@ def test_a_session_goes_on_where_it_was(old: str, server: Node, run: Run) -> Non
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["done before", "under way"])
-def test_replies_that_were_lost_come_again_in_their_order(wait: bool, server: Node, run: Run) -> None:
+def test_replies_that_were_lost_come_again_in_their_order(wait: bool, server: MemoryServer, run: Run) -> None:
     """The steps are on their way, computing, or done when the Resume overtakes their replies."""
 
     async def main(swarm: Swarm) -> None:
@@ -122,7 +131,7 @@ def test_replies_that_were_lost_come_again_in_their_order(wait: bool, server: No
     run(main)
 
 
-def test_a_process_that_does_not_ask_for_old_replies_gets_none(server: Node, run: Run) -> None:
+def test_a_process_that_does_not_ask_for_old_replies_gets_none(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await opened(swarm, server)
         await session.step(1, 0, values(3))
@@ -134,7 +143,7 @@ def test_a_process_that_does_not_ask_for_old_replies_gets_none(server: Node, run
     run(main)
 
 
-def test_a_resume_that_comes_late_takes_nothing_over(server: Node, run: Run) -> None:
+def test_a_resume_that_comes_late_takes_nothing_over(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await opened(swarm, server)
         await session.step(1, 0, values(3))
@@ -149,7 +158,7 @@ def test_a_resume_that_comes_late_takes_nothing_over(server: Node, run: Run) -> 
     run(main)
 
 
-def test_many_streams_one_after_the_other(server: Node, run: Run) -> None:
+def test_many_streams_one_after_the_other(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         whole = await opened(swarm, server)
         expected = [(await whole.step(n, n - 1, values(1, seed=n)))[1] for n in range(1, 21)]
@@ -165,7 +174,7 @@ def test_many_streams_one_after_the_other(server: Node, run: Run) -> None:
     run(main)
 
 
-def test_what_the_old_stream_says_later_is_not_heard(server: Node, run: Run) -> None:
+def test_what_the_old_stream_says_later_is_not_heard(server: MemoryServer, run: Run) -> None:
     """Also not a goodbye: it is the new stream's session now."""
 
     async def main(swarm: Swarm) -> None:
@@ -183,7 +192,7 @@ def test_what_the_old_stream_says_later_is_not_heard(server: Node, run: Run) -> 
     run(main)
 
 
-def test_only_its_own_client_can_take_a_session_up(server: Node, run: Run) -> None:
+def test_only_its_own_client_can_take_a_session_up(pool: MemoryPool, server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await opened(swarm, server)
         for changed in ({"epoch": os.urandom(16)}, {}):
@@ -197,7 +206,7 @@ def test_only_its_own_client_can_take_a_session_up(server: Node, run: Run) -> No
         await session.close()
 
     run(main)
-    with raw_client(server.address) as other:
+    with raw_runs(pool) as other:
         sessions: list[RawSession] = []
 
         async def leave(swarm: Swarm) -> None:
@@ -211,7 +220,7 @@ def test_only_its_own_client_can_take_a_session_up(server: Node, run: Run) -> No
         other(steal)
 
 
-def test_an_error_ends_the_session_wherever_it_is(server: Node, run: Run) -> None:
+def test_an_error_ends_the_session_wherever_it_is(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await opened(swarm, server)
         await session.step(1, 0, values(3))
@@ -257,7 +266,9 @@ def pushed(swarm: Swarm, session: RawSession, sequence: int, position: int, payl
 
 
 @pytest.mark.parametrize("moment", ["while nobody listens", "beside the resume"])
-def test_a_push_that_comes_in_between_is_answered_on_the_next_stream(moment: str, server: Node, run: Run) -> None:
+def test_a_push_that_comes_in_between_is_answered_on_the_next_stream(
+    moment: str, server: MemoryServer, run: Run
+) -> None:
     async def main(swarm: Swarm) -> None:
         session = await opened(swarm, server)
         await session.step(1, 0, values(3))
@@ -335,59 +346,60 @@ def test_a_reply_that_is_ready_while_the_stream_changes_comes_once(blocks: Block
 
 
 @pytest.fixture(scope="module")
-def run_alone(lone_server: Node) -> Iterator[Run]:
-    with raw_client(lone_server.address) as runs:
-        yield runs
+def small_server(pool: MemoryPool) -> MemoryServer:
+    started = pool.start("0:6", cache_tokens=TOKENS)
+    started.ready  # noqa: B018
+    return started
 
 
-def test_the_cache_of_who_is_lost_goes_to_whoever_needs_it(lone_server: Node, run_alone: Run) -> None:
+def test_the_cache_of_who_is_lost_goes_to_whoever_needs_it(small_server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
-        kept = await opened(swarm, lone_server, max_length=150)
+        kept = await opened(swarm, small_server, max_length=150)
         await kept.step(1, 0, values(3))
-        await announced_free(swarm, lone_server, TOKENS - 150)
+        await announced_free(swarm, small_server, TOKENS - 150)
         await kept.stream.reset()
-        small = await opened(swarm, lone_server, max_length=50, wait_ms=30_000)
+        small = await opened(swarm, small_server, max_length=50, wait_ms=30_000)
         following, answer = await resumed(swarm, kept, answered=1, attempt=1)
         assert answer.granted.sequence == 1  # that there was room for: nothing was taken
         await following.stream.reset()
-        large = await opened(swarm, lone_server, max_length=100, wait_ms=30_000)
+        large = await opened(swarm, small_server, max_length=100, wait_ms=30_000)
         _, answer = await resumed(swarm, kept, answered=1, attempt=2)
         assert answer.error.code == wire.ERROR_NOT_FOUND
         frame, _ = await large.step(1, 0, values(3))
         assert frame.reply.position == 3
         await small.close()
         await large.close()
-        await announced_free(swarm, lone_server, TOKENS)
+        await announced_free(swarm, small_server, TOKENS)
 
-    run_alone(main)
+    run(main)
 
 
-def test_who_waits_for_cache_gets_it_when_a_client_is_lost(lone_server: Node, run_alone: Run) -> None:
+def test_who_waits_for_cache_gets_it_when_a_client_is_lost(small_server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
-        kept = await opened(swarm, lone_server, max_length=150)
-        waiting = await RawSession.connect(swarm, lone_server.ready)
+        kept = await opened(swarm, small_server, max_length=150)
+        waiting = await RawSession.connect(swarm, small_server.ready)
         await waiting.send_open(max_length=100, wait_ms=40_000)
         await kept.stream.reset()
         frame, _ = await waiting.receive()
         assert frame.granted.cache_tokens == 100
         await waiting.close()
 
-    run_alone(main)
+    run(main)
 
 
-def test_nobody_is_kept_for_ever(lone_server: Node, run_alone: Run) -> None:
+def test_nobody_is_kept_for_ever(small_server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
-        session = await opened(swarm, lone_server, max_length=150, keep_ms=200)
-        await announced_free(swarm, lone_server, TOKENS - 150)
+        session = await opened(swarm, small_server, max_length=150, keep_ms=200)
+        await announced_free(swarm, small_server, TOKENS - 150)
         await session.stream.reset()
-        await announced_free(swarm, lone_server, TOKENS)
+        await announced_free(swarm, small_server, TOKENS)
         _, answer = await resumed(swarm, session)
         assert answer.error.code == wire.ERROR_NOT_FOUND
 
-    run_alone(main)
+    run(main)
 
 
-def test_a_session_that_is_not_to_be_kept_can_still_be_moved(server: Node, run: Run) -> None:
+def test_a_session_that_is_not_to_be_kept_can_still_be_moved(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
         session = await opened(swarm, server, keep_ms=0)
         await session.step(1, 0, values(3))

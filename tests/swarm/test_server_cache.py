@@ -12,6 +12,7 @@ import trio
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.swarm import Swarm
+from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import StreamTimeout
 from tests.swarm.processes import Node, Nodes, Running, petalnode
@@ -45,7 +46,7 @@ def _all_free_before_and_after(run: Run, lone_server: Node) -> Iterator[None]:
     run(everything)
 
 
-async def announced_free(swarm: Swarm, server: Node, expected: int) -> None:
+async def announced_free(swarm: Swarm, server: Node | MemoryServer, expected: int) -> None:
     """Returns once the server announces so many free tokens."""
     with trio.fail_after(TIMEOUT):
         while True:
