@@ -81,8 +81,8 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Which tests concern a module: of these, those that call the mutated function are run, but for those that start
 processes of petalnode, in which the fault is not."""
-_PROCESSES: Final = "node_starter"
-"""The fixture that starts them."""
+_PROCESSES: Final = {"node_starter", "echo_node"}
+"""The fixtures that start them."""
 _SLOWEST: Final = 12.0
 """Seconds of processor time for the tests of one mutant; who needs more leaves out the slowest."""
 _IDLE: Final = 10.0
@@ -180,7 +180,7 @@ class Driver:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Interrupted("the tests cannot be collected")
-        self._items = [item for item in session.items if _PROCESSES not in getattr(item, "fixturenames", ())]
+        self._items = [item for item in session.items if _PROCESSES.isdisjoint(getattr(item, "fixturenames", ()))]
         for found in gc.get_objects():
             if isinstance(found, FunctionType):
                 code = found.__code__

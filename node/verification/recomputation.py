@@ -375,7 +375,6 @@ class _Session(_Run):
                 # In the chunks of a server: attention over more tokens at once rounds otherwise.
                 pieces = torch.split(entering, max(1, PREFILL_CHUNK // rows), dim=1)
                 self.hidden[index] = torch.cat([blocks.forward(piece, cache) for piece in pieces], dim=1)
-        cache.free()
 
     def answer(self) -> SessionAnswer:
         steps = zip(self.hidden, self.question.steps, strict=True)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.crypto.receipts import Receipt
-from petalnode.node.errors import BadInput
+from petalnode.node.errors import BadInput, PetalnodeError
 from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
 from petalnode.node.trust.bundle import (
@@ -28,10 +29,13 @@ from petalnode.node.trust.bundle import (
     session_bundle,
 )
 from petalnode.node.trust.receipt_log import SessionLog
-from petalnode.node.verification.evidence_check import check_evidence
+from petalnode.node.verification import evidence_check
+from petalnode.node.verification.evidence_check import check_evidence, wanted_blocks
+from petalnode.node.verification.observed import observed_session
+from petalnode.node.verification.recomputation import SessionQuestion
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
-from petalnode.protocols.inference import receipt_to_wire
+from petalnode.protocols.inference import receipt_to_wire, root_of
 from tests.signing_server import SigningServer, spoiled
 from tests.swarm.processes import environment, petalnode
 from tests.tiny_models import HIDDEN, save_tiny
@@ -232,6 +236,63 @@ def test_what_cannot_be_checked_is_said(server: SigningServer, folder: ModelFold
         session_bundle(ACCUSER, log, 3)
     with pytest.raises(ValueError, match="not all"):
         session_bundle(ACCUSER, SessionLog("x"), 0)
+    hollow = tmp_path / "hollow"
+    hollow.mkdir()
+    for file in folder.path.iterdir():
+        (hollow / file.name).write_bytes(file.read_bytes())
+    half = open_folder(hollow, "tiny")
+    assert compute_manifest(half).version == server.version
+    (weights,) = hollow.glob("*.safetensors")
+    with patch.object(evidence_check, "compute_manifest", lambda *_: compute_manifest(folder)):
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        with pytest.raises(PetalnodeError):  # and not a verdict of any kind
+            check_evidence(bundle, half)
+
+
+def test_evidence_of_a_session_with_an_adapter_decides_nothing(server: SigningServer, folder: ModelFolder) -> None:
+    def adapted(log: SessionLog) -> SessionLog:
+        log.entries[0] = replace(log.entries[0], receipt=signed)  # type: ignore[index]
+        return log
+
+    log = server.session(STEPS[:1], spoil=spoiled)
+    assert log.opening is not None and log.granted is not None
+    log.opening.adapter = b"a" * 32
+    root = root_of(log.opening, server.client.peer_id, log.granted.session_epoch, server.pledge.hash())
+    signed = replace(log.entries[0].receipt, adapter=b"a" * 32, previous_receipt=root).signed(server.identity)
+    outcome = check_evidence(session_bundle(ACCUSER, adapted(log), 0), folder)
+    assert outcome.inconclusive and not outcome.proven and "adapter" in outcome.reason
+
+
+def test_which_blocks_have_to_be_here_to_check_evidence(server: SigningServer) -> None:
+    log = server.session(STEPS)
+    assert wanted_blocks(session_bundle(ACCUSER, log, 3)) == server.span
+    receipt = log.entries[3].receipt
+    other = replace(receipt, reply_hash=b"x" * 32).signed(server.identity)
+    assert wanted_blocks(equivocation_bundle(ACCUSER, log.peer_id, receipt, other)) is None
+    assert wanted_blocks(equivocation_bundle(ACCUSER, log.peer_id, receipt, receipt)) is None
+
+
+def test_what_an_auditor_sees_of_a_session(server: SigningServer) -> None:
+    log = server.session(STEPS, left_padding=(0, 3), codec="bfloat16")
+    seen = observed_session(log, "cpu")
+    assert seen is not None and (seen.peer_id, seen.span, seen.dtype) == (log.peer_id, server.span, "float32")
+    assert isinstance(seen.question, SessionQuestion) and seen.question.left_padding == (0, 3)
+    assert [(step.position, step.reorder) for step in seen.question.steps] == [(p, tuple(r)) for p, _, r in STEPS]
+    assert [answer.shape[1] for answer in seen.claimed] == [step[1].shape[1] for step in STEPS]
+    assert (seen.device, seen.codec, seen.source, seen.direction) == ("cpu", "bfloat16", log, "forward")
+    for name in ("step", "asked", "input", "output"):  # of the third step, so that nothing after it counts
+        cut = server.session(STEPS)
+        cut.entries[2] = replace(cut.entries[2], **{name: None})  # type: ignore[index]
+        found = observed_session(cut)
+        assert found is not None and len(found.claimed) == 2
+        cut.entries[0] = replace(cut.entries[0], **{name: None})  # type: ignore[index]
+        assert observed_session(cut) is None
+    cut = server.session(STEPS)
+    cut.complete = False
+    assert observed_session(cut) is None
+    assert observed_session(SessionLog("x", keeps_tensors=True)) is None
+    adapted = server.session(STEPS, adapter=b"a" * 32)
+    assert observed_session(adapted) is None
 
 
 # --- files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,11 @@ from petalnode.node.verification.judging import (
     kept_distances,
     worst_judgement,
 )
+from petalnode.node.verification.observed import Observed
+from petalnode.node.verification.recomputation import SessionQuestion
 from petalnode.node.verification.tolerances import Calibration, Kind, Tolerance, find_tolerance, tolerance_of
+from petalnode.node.verification.verdicts import Compared, Judge, Verdict, worst_of
+from petalnode.protocols.ids import Span
 
 TOLERANCE = Tolerance(ok_worst=0.02, ok_mean=0.01, faulty_worst=0.04, faulty_mean=0.02)
 
@@ -157,3 +162,110 @@ def test_padding_says_nothing_of_a_server() -> None:
     assert judge_answer(Kind("float32", "none"), claimed, truth).result == "faulty"
     claimed[1, 3] = 7.0
     assert judge_answer(Kind("float32", "none"), claimed, truth, counts).result == "faulty"
+
+
+def test_an_answer_of_another_shape_is_wrong_whatever_is_padding() -> None:
+    truth = hidden(2, 6, 64)
+    counts = torch.arange(6) >= torch.tensor([[0], [3]])
+    judged = judge_answer(Kind("float32", "none"), truth[:, :5], truth, counts, lambda size: [truth])
+    assert judged.result == "faulty" and "shape (2, 5, 64)" in judged.reason
+
+
+def test_where_all_is_padding_all_of_it_is_judged() -> None:
+    truth = hidden(1, 3, 64)
+    counts = torch.zeros(1, 3, dtype=torch.bool)
+    assert judge_answer(Kind("float32", "none"), truth, truth, counts).result == "ok"
+    assert judge_answer(Kind("float32", "none"), 2 * truth, truth, counts).result == "faulty"
+
+
+# --- verdicts on servers
+
+
+JUDGE = Judge(Path("nowhere"))
+"""Of what is compared already: it needs no model."""
+
+
+def seen(*claimed: torch.Tensor, quantisation: str = "none", codec: str = "none") -> Observed:
+    question = SessionQuestion(Span(2, 4), ())
+    return Observed("peer", Span(2, 4), "float32", quantisation, question, claimed, "cpu", codec)
+
+
+def test_a_verdict_says_who_what_and_by_how_much() -> None:
+    truth = hidden(1, 20, 64)
+    observed = seen(noisy(truth, 0.5)[:, :15], noisy(truth, 0.5)[:, 15:])
+    found = JUDGE.verdict(Compared(observed, truth, tolerance=TOLERANCE))
+    assert (found.peer_id, found.blocks, found.verdict, found.kind) == ("peer", Span(2, 4), "faulty", "forward")
+    assert found.error == pytest.approx(0.5, rel=1e-2) and found.tolerance == TOLERANCE.faulty_mean
+    assert "its answer is off by 0.5" in found.reason and found.requests == 2
+    fields = replace(found, evidence=Path("file")).fields()
+    assert fields["blocks"] == [2, 4] and fields["evidence"] == "file" and found.fields()["evidence"] is None
+    assert JUDGE.verdict(Compared(seen(truth), truth, tolerance=TOLERANCE)).verdict == "ok"
+    assert JUDGE.verdict(Compared(seen(truth), truth)).verdict == "inconclusive"
+
+
+def test_an_answer_of_another_length_is_infinitely_far() -> None:
+    truth = hidden(1, 20, 64)
+    compared = Compared(seen(truth[:, :19]), truth, tolerance=TOLERANCE, perturbed=(truth,))
+    found = JUDGE.verdict(compared)
+    assert found.verdict == "faulty" and found.fields()["error"] == 1e30 and compared.steady is None
+
+
+def test_the_worst_verdict_on_a_server_is_kept() -> None:
+    def verdict(result: str, error: float, tolerance: float, requests: int = 1) -> Verdict:
+        return Verdict("peer", Span(2, 3), result, result, error, tolerance, requests=requests)  # type: ignore[arg-type]
+
+    ok, wrong = verdict("ok", 0.9, 1.0), verdict("faulty", 0.2, 0.1, 3)
+    little, none = verdict("faulty", 0.5, 0.4), replace(verdict("faulty", 0.0, 0.0), error=None, tolerance=None)
+    found = worst_of([none, ok, wrong, little], Span(0, 6))
+    assert found == replace(wrong, blocks=Span(0, 6), requests=6)
+    unsure = replace(verdict("inconclusive", 0.0, 0.0), error=None, tolerance=None)
+    assert worst_of([ok, unsure], Span(0, 6)).verdict == "inconclusive"
+    assert worst_of([verdict("ok", 0.1, 1.0), ok], Span(0, 6)).error == 0.9
+    assert worst_of([verdict("ok", 0.3, 0.0), verdict("ok", 0.2, 0.5)], Span(0, 6)).error == 0.2
+
+
+def coarser() -> tuple[torch.Tensor, torch.Tensor]:
+    """What is right, and what coarser weights make of it."""
+    truth = hidden(1, 20, 64)
+    return truth, noisy(truth, 0.015, seed=3)
+
+
+def test_coarser_weights_than_declared_are_named() -> None:
+    truth, other = coarser()
+    compared = Compared(seen(other), truth, {"int8": other}, tolerance=TOLERANCE)
+    found = JUDGE.verdict(compared)
+    assert found.verdict == "faulty" and found.error == compared.found.mean
+    assert "what int8 weights give (1.00 of the way), and it declared float32 weights" in found.reason
+    declared = seen(other, quantisation="int8")
+    reason = JUDGE.verdict(Compared(declared, truth, {"nf4": other}, tolerance=TOLERANCE)).reason
+    assert "what nf4 weights give" in reason and "declared int8 weights" in reason
+    assert JUDGE.verdict(Compared(seen(other), truth, {"int8": other})).verdict == "inconclusive"
+    assert JUDGE.verdict(Compared(seen(truth), truth, {"int8": other}, tolerance=TOLERANCE)).verdict == "ok"
+
+
+def test_what_noise_makes_as_well_is_no_substitution() -> None:
+    truth, other = coarser()
+    options = {"others": {"int8": other}, "tolerance": TOLERANCE}
+    assert JUDGE.verdict(Compared(seen(other), truth, perturbed=(truth, truth), **options)).verdict == "faulty"
+    assert JUDGE.verdict(Compared(seen(other), truth, perturbed=(truth, other), **options)).verdict != "faulty"
+    wild = hidden(1, 20, 64, seed=9)
+    nowhere = Compared(seen(other), truth, perturbed=(wild,), **options)
+    assert not bool(nowhere.steady.any()) and JUDGE.verdict(nowhere).verdict != "faulty"
+    # Of tokens that depend on roundings nothing is known: neither that they are coarser, nor that they are not.
+    partly = truth.clone()
+    partly[0, :8] = wild[0, :8]
+    claimed = other.clone()
+    claimed[0, :8] = hidden(8, 64, seed=10)
+    assert JUDGE.verdict(Compared(seen(claimed), truth, perturbed=(partly,), **options)).verdict == "faulty"
+
+
+def test_tokens_that_depend_on_roundings_count_as_right_in_each_answer() -> None:
+    truth = hidden(1, 20, 64)
+    claimed, unsteady = noisy(truth, 0.5), truth.clone()
+    unsteady[0, :8] = noisy(truth, 0.5, seed=1)[0, :8]
+    observed = seen(claimed[:, :8], claimed[:, 8:])
+    compared = Compared(observed, truth, tolerance=TOLERANCE, perturbed=(unsteady,))
+    first, second = compared.steps
+    assert (first.worst, first.tokens) == (0.0, 8) and second.mean == pytest.approx(0.5, rel=1e-2)
+    first, second = Compared(observed, truth, tolerance=TOLERANCE).steps
+    assert first.mean == pytest.approx(0.5, rel=1e-2)

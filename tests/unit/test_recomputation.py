@@ -9,7 +9,9 @@ import torch
 
 from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import load_span
+from petalnode.node.errors import BadInput
 from petalnode.node.verification.recomputation import (
+    Noise,
     PassAnswer,
     PassQuestion,
     Recomputation,
@@ -109,3 +111,51 @@ def test_steps_with_a_hole_between_them_are_refused(folder: Path) -> None:
         Recomputation(folder, "float32", "none").answer(
             [SessionQuestion(SPAN, (Step(0, hidden(1, 3)), Step(5, hidden(1, 1))))]
         )
+
+
+def test_no_more_weights_are_held_than_may_be(folder: Path) -> None:
+    question = SessionQuestion(SPAN, (Step(0, hidden(1, 2)),))
+    alone = Recomputation(folder, "float32", "none", group_bytes=0)
+    alone.answer([question])
+    pairs = Recomputation(folder, "float32", "none", group_bytes=2 * alone.largest)
+    pairs.answer([question])
+    assert pairs.largest == 2 * alone.largest and pairs.loads == len(SPAN)
+
+
+def test_blocks_that_nobody_asks_for_are_not_loaded(folder: Path) -> None:
+    truth = Recomputation(folder, "float32", "none")
+    steps = (Step(0, hidden(1, 2)),)
+    first, last, both = truth.answer([SessionQuestion(span, steps) for span in (Span(0, 1), Span(3, 4), Span(0, 1))])
+    assert truth.loads == 2
+    assert isinstance(first, SessionAnswer) and isinstance(last, SessionAnswer) and isinstance(both, SessionAnswer)
+    assert torch.equal(first.outputs[0], both.outputs[0]) and not torch.equal(first.outputs[0], last.outputs[0])
+    assert truth.answer([]) == [] and truth.loads == 2
+
+
+def test_a_dtype_that_is_none_is_an_error(folder: Path) -> None:
+    with pytest.raises(BadInput, match="nothing is computed in 'float8' here"):
+        Recomputation(folder, "float8", "none").answer([SessionQuestion(SPAN, (Step(0, hidden(1, 2)),))])
+
+
+@pytest.mark.parametrize("scores", [[1e-4, 0.9, 0.0], [1e-4, 1.0, 9e-5]])
+def test_the_noise_of_a_probability_is_relative_to_it(scores: list[float]) -> None:
+    """Whatever a mixture of experts has made unlikely stays so: its own size bounds what roundings do to it."""
+    for pair in range(3):
+        for sign in (1, -1):
+            with Noise(1e-3, 4, 5 + pair, pair, sign):
+                chosen = torch.topk(torch.tensor([scores]), 2, dim=-1).indices
+            assert chosen.tolist() == [[1, 0]]
+
+
+def test_noise_has_the_size_that_it_is_given() -> None:
+    exact = torch.ones(1, 1, 4096)
+    for sign in (1, -1):
+        noisy = Noise(1e-3, 4, 5, 0, sign).added(exact)
+        assert float((noisy - exact).std()) == pytest.approx(1e-3, rel=0.1)
+    one, other = (Noise(1e-3, 4, 5, 0, sign).added(exact) for sign in (1, -1))
+    assert torch.allclose(one - exact, exact - other, atol=1e-6)
+    small = torch.zeros(1, 1, 4)
+    small[..., 0] = 4.0  # of a token with one large value, the others get what it has on average
+    changed = torch.stack([Noise(1e-3, 4, seed, 0, 1).added(small) for seed in range(400)])
+    assert float(changed[..., 1].std()) == pytest.approx(1e-3, rel=0.2)
+    assert float(changed[..., 0].std()) == pytest.approx(4e-3, rel=0.2)
