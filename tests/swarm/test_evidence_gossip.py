@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
+from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.node.testing.node_inspection import held, known_evidence
+from petalnode.node.trust import evidence_gossip
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, session_bundle
-from petalnode.node.trust.evidence_gossip import MAX_PER_ACCUSED, EvidenceGossip
+from petalnode.node.trust.evidence_gossip import MAX_PER_ACCUSED, EvidenceGossip, fetch_bundle
 from petalnode.node.trust.evidence_message import (
     MAX_AGE,
     MAX_ENDORSEMENTS,
@@ -32,6 +35,8 @@ from petalnode.node.trust.evidence_message import (
 )
 from petalnode.node.trust.store import TrustStore
 from petalnode.node.validator.endorsing import Endorser
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.evidence import send_bundle
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import Span
 from petalnode.protocols.inference import Refusal
@@ -170,6 +175,154 @@ def test_rates_forget_and_are_bounded() -> None:
     for number in range(3000):
         rates.allows(f"{number}", 20)
     assert held(rates) <= 1000
+
+
+def test_a_message_counts_once_and_only_if_it_was_taken_lately() -> None:
+    gossip, _ = node()
+    heard: list[tuple[str, str]] = []
+    gossip.on_evidence.append(lambda message, author: heard.append((message.accused, author)))
+    gossip.deliver("author", numeric(0))
+    assert not heard  # it was not accepted
+    for number in range(9):
+        assert gossip.accept(f"author {number}", f"forwarder {number}", numeric(number))
+    gossip.deliver("author 0", numeric(0))
+    assert not heard  # of what is accepted and never delivered, the oldest is forgotten
+    for _ in range(2):
+        gossip.deliver("author 8", numeric(8))
+    assert heard == [(LIAR.peer_id, "author 8")]
+
+
+def test_a_node_does_not_ban_itself() -> None:
+    store = TrustStore(clock=lambda: NOW)
+    gossip = EvidenceGossip(LIAR, store, clock=lambda: NOW)
+    gossip.on_proven.append(lambda _: pytest.fail("it was told"))
+    assert receive(gossip, dated(EvidenceMessage.of(equivocation()), NOW))
+    assert not store.bans()
+
+
+def test_endorsements_of_validators_whose_evidence_was_refuted_do_not_count() -> None:
+    gossip, store = node(TrustedValidators({ANN.peer_id: "ann", BEN.peer_id: "ben"}, quorum=2))
+    store.ban(BEN.peer_id, "its evidence was refuted", "evidence")
+    assert receive(gossip, numeric(1, ANN, BEN, STRANGER))
+    assert not store.is_banned(LIAR.peer_id)
+    store.forgive(BEN.peer_id)
+    assert receive(gossip, numeric(1), "another author", "another neighbour")
+    ban = store.ban_of(LIAR.peer_id)
+    assert ban is not None and STRANGER.peer_id not in ban.reason
+
+
+def test_no_more_servers_and_pieces_of_evidence_are_remembered_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence_gossip, "MAX_KNOWN", 5)
+    gossip, _ = node()
+    servers = [Identity.generate() for _ in range(20)]
+    for number, server in enumerate(servers):
+        assert receive(gossip, numeric(number, accused=server), f"author {number}", f"forwarder {number}")
+    assert known_evidence(gossip, servers[-1].peer_id) == (5, 1)
+    with pytest.raises(KeyError):
+        known_evidence(gossip, servers[0].peer_id)
+    # Which of its pieces were heard of last decides, whatever their number says.
+    for number in (0, 1, 0, *range(2, 2 + MAX_PER_ACCUSED - 1)):
+        assert receive(gossip, numeric(number), f"maker {number}", f"neighbour {number}")
+    assert known_evidence(gossip, LIAR.peer_id)[1] == MAX_PER_ACCUSED
+
+
+def test_what_a_node_has_checked_itself_is_published_with_its_own_endorsement() -> None:
+    store = TrustStore(None, TrustedValidators({}), clock=lambda: NOW)
+    gossip = EvidenceGossip(BEN, store, clock=lambda: NOW)
+    proven: list[Bundle] = []
+    gossip.on_proven.append(proven.append)
+    bundle = equivocation()
+    earlier = Endorsement.made(ANN, bundle.id, LIAR.peer_id, round(NOW * 1000))
+    assert receive(gossip, EvidenceMessage(bundle.id, LIAR.peer_id, round(NOW * 1000), None, (earlier,)).to_bytes())
+    published = EvidenceMessage.from_bytes(gossip.record_proven(bundle, recomputed=True, addrs=["/ip4/1.2.3.4"]), NOW)
+    assert [signed.validator for signed in published.endorsements] == [BEN.peer_id, ANN.peer_id]
+    assert published.bundle == bundle and published.addrs == ("/ip4/1.2.3.4",)
+    assert abs(published.endorsements[0].time_ms / 1000 - NOW) < 1 and proven == [bundle]
+    ban = store.ban_of(LIAR.peer_id)
+    assert ban is not None and ban.source == "evidence" and bundle.id.hex()[:12] in ban.reason
+    other = equivocation(STRANGER)
+    assert EvidenceMessage.from_bytes(gossip.record_proven(other, recomputed=False), NOW).endorsements == ()
+
+
+# --- evidence that is fetched
+
+
+def fetched(gossip: EvidenceGossip, *ids: bytes) -> list[Bundle | str]:
+    """What a node answers to one who asks for these one after the other; the reason where it has not."""
+
+    async def main() -> list[Bundle | str]:
+        ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
+        answers: list[Bundle | str] = []
+
+        async def serve() -> None:
+            await gossip.serve(theirs)
+            await theirs.reset()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            for evidence_id in ids:
+                try:
+                    answers.append(await fetch_bundle(ours, evidence_id))
+                except (PeerError, Refusal) as error:
+                    answers.append(str(error))
+            nursery.cancel_scope.cancel()
+        return answers
+
+    return run_autojumping(main)
+
+
+def test_evidence_is_handed_out_by_its_id_and_so_often_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    gossip, _ = node()
+    bundle = equivocation()
+    gossip.record_proven(bundle, recomputed=False)
+    missing, found = fetched(gossip, b"x" * 32, bundle.id)
+    assert found == bundle and "not here" in str(missing)
+    monkeypatch.setattr(evidence_gossip, "_FETCHES_PER_STREAM", 2)
+    assert fetched(gossip, bundle.id, bundle.id, bundle.id)[2] != bundle
+
+
+def test_what_comes_with_a_message_is_handed_out_too() -> None:
+    gossip, _ = node()
+    bundle = equivocation()
+    assert receive(gossip, dated(EvidenceMessage.of(bundle), NOW))
+    assert fetched(gossip, bundle.id) == [bundle]
+
+
+def test_a_stream_for_evidence_that_asks_for_something_else_is_over() -> None:
+    async def main() -> None:
+        ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
+        await ours.send(wire.EvidenceFrame(close=wire.Close()), timeout=1)
+        await node()[0].serve(theirs)  # returns
+
+    run_autojumping(main)
+
+
+def test_other_evidence_than_was_asked_for_is_not_taken() -> None:
+    async def main() -> None:
+        ours, theirs = message_streams(wire.EvidenceFrame, "asking", "asked")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(send_bundle, theirs, equivocation().to_bytes(), timeout=10))
+            with pytest.raises(PeerError, match="other evidence"):
+                await fetch_bundle(ours, b"x" * 32)
+
+    run_autojumping(main)
+
+
+def test_what_a_node_hands_out_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundles = [equivocation(nonce=bytes([number]) * 16) for number in range(4)]
+    size = len(bundles[0].to_bytes())
+    monkeypatch.setattr(evidence_gossip, "MAX_HELD_BYTES", 2 * size)
+    gossip, _ = node()
+    for bundle in bundles[:3]:
+        gossip.record_proven(bundle, recomputed=False)
+    gossip.record_proven(bundles[1], recomputed=False)  # the last one now
+    gossip.record_proven(bundles[3], recomputed=False)
+    answers = fetched(gossip, *(bundle.id for bundle in bundles))
+    assert [answer in bundles for answer in answers] == [False, True, False, True]
+    monkeypatch.setattr(evidence_gossip, "MAX_SHARED", size - 1)
+    gossip, _ = node()
+    gossip.record_proven(bundles[0], recomputed=False)
+    assert "not here" in str(fetched(gossip, bundles[0].id)[0])
 
 
 # --- real nodes
