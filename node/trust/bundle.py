@@ -151,7 +151,8 @@ def _metadata(data: bytes) -> bytes:
     if not 2 <= size <= min(len(data) - 8, 2 * MAX_STATEMENT + 200 * _MAX_TENSORS):
         raise ValueError("it is no safetensors file")
     header = json.loads(data[8 : 8 + size])
-    text = header.get("__metadata__", {}).get(_METADATA) if isinstance(header, dict) else None
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    text = metadata.get(_METADATA) if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise ValueError("it is a safetensors file without evidence in it")  # noqa: TRY004
     try:

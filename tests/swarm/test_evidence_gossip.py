@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,15 +24,24 @@ from petalnode.node.trust import evidence_gossip
 from petalnode.node.trust.bundle import Bundle, equivocation_bundle, session_bundle
 from petalnode.node.trust.evidence_gossip import MAX_PER_ACCUSED, EvidenceGossip, fetch_bundle
 from petalnode.node.trust.evidence_message import (
+    FORWARDED,
+    KEY_AGE,
+    MAX_ADDR,
+    MAX_ADDRS,
     MAX_AGE,
     MAX_ENDORSEMENTS,
     MAX_MESSAGE,
+    MAX_SENDERS,
     RATE,
+    RATE_SECONDS,
     BadEvidenceMessage,
     Endorsement,
     EvidenceMessage,
+    ForwardingShares,
+    KnownMakers,
     RateLimiter,
     TrustedValidators,
+    is_answer_recent,
 )
 from petalnode.node.trust.store import TrustStore
 from petalnode.node.validator.endorsing import Endorser
@@ -147,7 +157,10 @@ def test_forged_endorsements_and_nonsense_are_dropped() -> None:
     ):
         with pytest.raises(BadEvidenceMessage):
             EvidenceMessage.from_bytes(bad.to_bytes(), NOW)
-    for data in (b"", b"\xff" * 100, bytes(MAX_MESSAGE + 1)):
+    header = json.dumps({"__metadata__": []}).encode()  # of a safetensors file
+    junk = wire.EvidenceNotice.FromString(good.to_bytes())
+    junk.bundle = len(header).to_bytes(8, "little") + header
+    for data in (b"", b"\xff" * 100, bytes(MAX_MESSAGE + 1), junk.SerializeToString()):
         with pytest.raises(BadEvidenceMessage):
             EvidenceMessage.from_bytes(data, NOW)
 
@@ -242,6 +255,55 @@ def test_what_a_node_has_checked_itself_is_published_with_its_own_endorsement() 
     assert ban is not None and ban.source == "evidence" and bundle.id.hex()[:12] in ban.reason
     other = equivocation(STRANGER)
     assert EvidenceMessage.from_bytes(gossip.record_proven(other, recomputed=False), NOW).endorsements == ()
+
+
+def test_a_message_has_few_and_short_addresses_and_small_evidence_only() -> None:
+    good = EvidenceMessage.from_bytes(numeric(1, ANN), NOW)
+    most = replace(good, addrs=("x" * MAX_ADDR,) * MAX_ADDRS)
+    assert EvidenceMessage.from_bytes(most.to_bytes(), NOW) == most
+    for addrs in (("x",) * (MAX_ADDRS + 1), ("x", "x" * (MAX_ADDR + 1))):
+        with pytest.raises(BadEvidenceMessage, match="addresses"):
+            EvidenceMessage.from_bytes(replace(good, addrs=addrs).to_bytes(), NOW)
+    bundle = equivocation()
+    made = EvidenceMessage.of(bundle, good.endorsements * 40, ["x"] * 9)
+    assert len(made.endorsements) == MAX_ENDORSEMENTS and len(made.addrs) == MAX_ADDRS and made.bundle is bundle
+    assert made.is_self_proving and not good.is_self_proving
+    large = replace(bundle, payloads={"input": bytes(MAX_MESSAGE)})
+    assert EvidenceMessage.of(large).bundle is None and not EvidenceMessage.of(large).is_self_proving
+
+
+def test_equivocation_is_as_old_as_the_receipt_that_completed_it() -> None:
+    first = replace(RECEIPT, time_ms=round((NOW - MAX_AGE - 60) * 1000)).signed(LIAR)
+    second = replace(first, reply_hash=b"x" * 32, time_ms=round(NOW * 1000)).signed(LIAR)
+    for pair in ((first, second), (second, first)):
+        assert is_answer_recent(equivocation_bundle(ACCUSER, LIAR.peer_id, *pair), NOW)
+        assert not is_answer_recent(equivocation_bundle(ACCUSER, LIAR.peer_id, *pair), NOW + 61 + MAX_AGE)
+    forged = replace(second, reply_hash=b"y" * 32).signed(STRANGER)
+    assert not is_answer_recent(equivocation_bundle(ACCUSER, LIAR.peer_id, first, forged), NOW)
+
+
+def test_what_is_passed_on_leaves_room_for_known_makers_and_for_each_neighbour() -> None:
+    shares, now = ForwardingShares(), 0.0
+    assert [shares.allows("new", "a", now, known=False) for _ in range(6)] == [True] * 5 + [False]  # 1 + 4 of anybody's
+    assert [shares.allows("old", "a", now, known=True) for _ in range(3)] == [True, True, False]  # of one known maker
+    known = [shares.allows(f"old {number}", "a", now, known=True) for number in range(10)]
+    assert known == [True] * 6 + [False] * 4  # of all of them
+    others = [shares.allows("new", f"neighbour {number}", now, known=False) for number in range(20)]
+    assert others == [True] * 11 + [False] * 9
+    assert sum([5, 2, *known, *others]) == FORWARDED
+    assert shares.allows("new", "a", now + RATE_SECONDS, known=False) and held(shares) == 1
+
+
+def test_a_maker_of_whom_nothing_was_heard_for_a_day_gives_its_place_to_others() -> None:
+    makers = KnownMakers()
+    for number in range(MAX_SENDERS):
+        makers.note(f"{number}", 0.0)
+    makers.note("0", 50_000.0)
+    makers.note("new", 90_000.0)
+    assert held(makers) == 2 and makers.is_known("0", 90_000.0)
+    assert not makers.is_known("new", 90_000.0 + KEY_AGE - 1) and makers.is_known("new", 90_000.0 + KEY_AGE)
+    makers.note("new", 90_000.0 + KEY_AGE)  # its first message counts, not its last
+    assert makers.is_known("new", 90_000.0 + KEY_AGE)
 
 
 # --- evidence that is fetched

@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.crypto.receipts import Receipt
+from petalnode.crypto.statement import now_ms
 from petalnode.node.errors import BadInput, PetalnodeError
 from petalnode.node.models import compute_manifest
 from petalnode.node.models.folder import ModelFolder, open_folder
+from petalnode.node.trust import bundle as bundles
 from petalnode.node.trust.bundle import (
     BadBundle,
     Bundle,
+    Measurement,
     batch_bundle,
     equivocation_bundle,
     needed,
@@ -35,7 +38,7 @@ from petalnode.node.verification.observed import observed_session
 from petalnode.node.verification.recomputation import SessionQuestion
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import Span
-from petalnode.protocols.inference import receipt_to_wire, root_of
+from petalnode.protocols.inference import pledge_to_wire, receipt_from_wire, receipt_to_wire, root_of
 from tests.signing_server import SigningServer, spoiled
 from tests.swarm.processes import environment, petalnode
 from tests.tiny_models import HIDDEN, save_tiny
@@ -319,6 +322,115 @@ def test_a_file_survives_and_a_damaged_one_is_told(server: SigningServer, tmp_pa
     assert other.accuser == server.client.peer_id and other.accused == bundle.accused and other.id != bundle.id
     with pytest.raises(BadBundle, match="not known"):
         reread(altered(bundle, lambda evidence, payloads: setattr(evidence, "kind", "rumour")))
+
+
+def test_no_more_is_read_than_evidence_may_have(
+    server: SigningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = session_bundle(ACCUSER, server.session(STEPS), 3)
+    data, path = bundle.to_bytes(), tmp_path / "long.evidence"
+    path.write_bytes(data)
+    for name, most, why in (
+        ("MAX_BUNDLE", len(data), "MiB"),
+        ("MAX_STATEMENT", len(bundle.statement), "too long"),
+        ("_MAX_TENSORS", len(bundle.payloads), "too long"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(bundles, name, most)
+            assert Bundle.from_bytes(data) == Bundle.load(path) == bundle
+            patched.setattr(bundles, name, most - 1)
+            with pytest.raises(BadBundle, match=why):
+                Bundle.from_bytes(data)
+            with pytest.raises(BadBundle, match=f"long.evidence.*{why}"):
+                Bundle.load(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(bundles, "MAX_STATEMENT", len(bundle.statement) - 1)
+        with pytest.raises(ValueError, match="more than evidence may have"):
+            resigned(bundle, ACCUSER)
+    room = sum(map(len, bundle.payloads.values()))
+    monkeypatch.setattr(bundles, "MAX_BUNDLE", 2 * bundles.MAX_STATEMENT + room)
+    assert resigned(bundle, ACCUSER).payloads == bundle.payloads
+    monkeypatch.setattr(bundles, "MAX_BUNDLE", 2 * bundles.MAX_STATEMENT + room - 1)
+    with pytest.raises(ValueError, match="more than evidence may have"):
+        resigned(bundle, ACCUSER)
+
+
+def described(header: object) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"\1" + bytes(7) + b"{}", "no safetensors"),
+        (b"\3" + bytes(7) + b"{}", "no safetensors"),
+        (described([]), "without evidence"),
+        (described({}), "without evidence"),
+        (described({"__metadata__": {"petalnode_evidence": 3}}), "without evidence"),
+        (described({"__metadata__": []}), "without evidence"),
+        (described({"__metadata__": {"petalnode_evidence": "*"}}), "no evidence"),
+        (described(b"[" * 100_000), "no evidence"),
+    ],
+)
+def test_other_files_are_no_evidence(data: bytes, why: str) -> None:
+    with pytest.raises(BadBundle, match=why):
+        Bundle.from_bytes(data)
+
+
+def test_evidence_of_another_version_is_not_known(server: SigningServer) -> None:
+    bundle = session_bundle(ACCUSER, server.session(STEPS), 3)
+    with pytest.raises(BadBundle, match="version 2, is not known"):
+        reread(altered(bundle, lambda evidence, payloads: setattr(evidence, "version", 2)))
+
+
+def test_what_was_measured_goes_with_evidence(server: SigningServer) -> None:
+    measured = Measurement(0.5, 0.1, "cuda")
+    log = server.session(STEPS)
+    for bundle in (
+        session_bundle(ACCUSER, log, 3, measured),
+        batch_bundle(ACCUSER, server.work(hidden(5)), measured),
+        resigned(session_bundle(ACCUSER, log, 3), server.client, measured),
+    ):
+        said = bundle.evidence
+        assert (said.error, said.tolerance, said.server_device) == (0.5, pytest.approx(0.1), "cuda")
+        assert abs(said.time_ms - now_ms()) < 600_000
+    again = resigned(session_bundle(ACCUSER, log, 3, measured), server.client)
+    assert (again.evidence.error, again.evidence.tolerance, again.evidence.server_device) == (0, 0, "")
+    old = altered(again, lambda evidence, payloads: setattr(evidence, "time_ms", 1))
+    assert resigned(old, ACCUSER).evidence.time_ms > 1
+
+
+def test_the_receipt_that_completed_the_fault(server: SigningServer) -> None:
+    log, work = server.session(STEPS), server.work(hidden(5))
+    last = session_bundle(ACCUSER, log, 2).last_receipt
+    assert last is not None and receipt_from_wire(last) == log.entries[2].receipt
+    last = batch_bundle(ACCUSER, work).last_receipt
+    assert last is not None and receipt_from_wire(last) == work.receipt
+    nothing = altered(session_bundle(ACCUSER, log, 2), lambda evidence, payloads: evidence.ClearField("steps"))
+    assert nothing.last_receipt is None
+    empty = altered(nothing, lambda evidence, payloads: setattr(evidence, "kind", "pledge"))
+    assert empty.last_receipt is None
+
+
+def test_a_batch_s_pledge_goes_with_it_and_a_session_s_only_if_there_is_one(server: SigningServer) -> None:
+    pledge, log = pledge_to_wire(server.pledge), server.session(STEPS)
+    work = server.work(hidden(5))
+    assert not batch_bundle(ACCUSER, work).evidence.HasField("pledge")
+    assert batch_bundle(ACCUSER, replace(work, pledge=pledge)).evidence.pledge == pledge
+    assert session_bundle(ACCUSER, log, 3).evidence.pledge == pledge
+    assert log.granted is not None
+    log.granted.ClearField("pledge")
+    assert not session_bundle(ACCUSER, log, 3).evidence.HasField("pledge")
+    for name in ("opening", "granted"):
+        lost = server.session(STEPS)
+        setattr(lost, name, None)
+        with pytest.raises(ValueError, match="how the session was opened"):
+            session_bundle(ACCUSER, lost, 3)
+    lost = server.session(STEPS)
+    lost.complete = False
+    with pytest.raises(ValueError, match="not all of the session's receipts"):
+        session_bundle(ACCUSER, lost, 3)
 
 
 def test_the_command_says_proven_refuted_or_unreadable(
