@@ -78,6 +78,74 @@ def test_the_archive_is_bounded() -> None:
     assert all(batch.nbytes == 200 for batch in archive.batches)
 
 
+def test_a_log_is_found_in_by_number_among_the_last_few() -> None:
+    log = filled(20)
+    assert log.find(20) == receipt(20) and log.find(5) == receipt(5)
+    assert log.find(4) is None and log.find(21) is None
+    assert filled(0).complete and not filled(0).entries
+    assert not SessionLog("server").complete and SessionLog("server").opening is None
+
+
+def test_an_answer_belongs_to_its_own_step() -> None:
+    log = SessionLog("server", keeps_tensors=True)
+    log.begin(wire.Open(max_length=7), wire.Granted(codec="none"))
+    assert log.opening == wire.Open(max_length=7) and log.granted == wire.Granted(codec="none")
+    for sequence in (1, 2, 3):
+        log.asked(wire.Step(sequence=sequence), TENSOR, bytes([sequence]) * 16)
+    log.answered(2, receipt(2), b"out")
+    (entry,) = log.entries
+    assert entry.step == wire.Step(sequence=2) and entry.input == bytes([2]) * 16 and entry.output == b"out"
+    assert entry.asked == TENSOR and log.nbytes == 19 and log.complete
+    log.answered(1, receipt(1), None)  # that was forgotten when a later one was answered
+    assert log.entries[1].step is None and not log.complete
+    log.answered(3, receipt(3), None)
+    assert log.entries[2].input == bytes([3]) * 16 and log.nbytes == 35 and not log.complete
+
+
+def test_what_is_forgotten_of_tensors_comes_back_with_no_later_step() -> None:
+    log = filled(1, keeps_tensors=True)
+    log.asked(wire.Step(sequence=2), TENSOR, bytes(16))
+    log.forget_tensors()
+    log.answered(2, receipt(2), bytes(16))
+    log.asked(wire.Step(sequence=3), TENSOR, bytes(16))
+    log.answered(3, receipt(3), bytes(16))
+    assert [(entry.input, entry.output) for entry in log.entries] == [(None, None)] * 3
+    assert log.nbytes == 0 and log.complete and [entry.asked for entry in log.entries] == [TENSOR] * 3
+
+
+def batch(size: int) -> LoggedBatch:
+    parts = (bytes(size),), None, (bytes(size),), (bytes(size),)
+    return LoggedBatch("server", "/x", RECEIPT, wire.BatchRequest(), *parts)
+
+
+def test_who_does_not_share_keeps_no_batches() -> None:
+    archive = ReceiptArchive()
+    archive.add_batch(batch(0))
+    assert not archive.shares and not archive.batches
+    assert batch(5).nbytes == 15
+
+
+def test_batches_make_room_before_sessions_and_the_oldest_before_newer_ones() -> None:
+    archive = ReceiptArchive(shared_bytes=1000)
+    assert archive.shares
+    archive.add_batch(batch(84))  # 252 bytes: more than a quarter
+    assert not archive.batches
+    logs = [archive.session("server") for _ in range(2)]
+    for log in logs:
+        log.begin(wire.Open(), wire.Granted())
+        log.asked(wire.Step(sequence=1), TENSOR, bytes(200))
+        log.answered(1, receipt(1), bytes(200))
+    first, second = replace(batch(60), peer_id="first"), replace(batch(60), peer_id="second")
+    archive.add_batch(first)
+    archive.add_batch(second)
+    assert list(archive.batches) == [second] and [log.nbytes for log in logs] == [400, 400]
+    logs[1].asked(wire.Step(sequence=2), TENSOR, bytes(300))
+    logs[1].answered(2, receipt(2), bytes(1))
+    archive.session("server")
+    assert not archive.batches and [log.nbytes for log in logs] == [0, 701]
+    assert list(archive.sessions)[:2] == logs and len(archive.sessions) == 3
+
+
 @pytest.mark.parametrize(
     ("seconds", "fine"), [(0, True), (8, True), (-8, True), (12, False), (-12, False), (1e6, False), (-1e6, False)]
 )

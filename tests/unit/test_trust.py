@@ -8,10 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.errors import MachineError
+from petalnode.node.testing import run_autojumping
+from petalnode.node.trust import store as store_module
+from petalnode.node.trust.database import Database
 from petalnode.node.trust.evidence_message import Endorsement, TrustedValidators, parse_trusted
 from petalnode.node.trust.reputation import (
     CHEATED_SECONDS,
@@ -27,7 +32,7 @@ from petalnode.node.trust.reputation import (
     penalty_seconds,
     reputation,
 )
-from petalnode.node.trust.store import TrustStore, trust_file
+from petalnode.node.trust.store import SAVE_INTERVAL, TrustStore, trust_file
 from tests.swarm.processes import environment, petalnode
 
 NOW = 1_700_000_000.0
@@ -209,6 +214,128 @@ def test_a_damaged_book_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert store.is_banned("bad") and "cannot keep" in caplog.text
     with pytest.raises(sqlite3.Error):
         sqlite3.connect(file).execute("SELECT * FROM bans")
+
+
+def test_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bans those that end first give way, of reputations those of which nothing was heard for longest."""
+    monkeypatch.setattr(store_module, "MAX_BANS", 3)
+    monkeypatch.setattr(store_module, "MAX_STANDINGS", 20)
+    clock = Clock()
+    store = TrustStore(clock=clock)
+    store.ban("long", "proven", "evidence")
+    for number in range(4):
+        clock.now += 1
+        store.ban(f"{number}", "lied", "own")
+    assert [ban.peer_id for ban in store.bans()] == ["long", "3", "2"]
+    store = TrustStore(clock=clock)
+    for number in range(21):
+        clock.now += 1
+        store.note_tokens(f"{number}", 10_000, recomputed=True)
+    known = [number for number in range(21) if store.reputation(f"{number}")]
+    assert known == list(range(2, 21))
+
+
+def test_what_another_process_knows_is_read_when_this_one_writes(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "trust.sqlite"
+    one, other = TrustStore(file, clock=clock), TrustStore(file, clock=clock)
+    one.note_tokens("both", 100, recomputed=True)
+    one.note_tokens("its own", 5000, recomputed=True)
+    other.note_tokens("both", 10_000, recomputed=True)
+    one.save()
+    other.load()
+    assert other.reputation("both") == pytest.approx(0.5)  # its own, which is not written yet
+    assert other.reputation("its own") == pytest.approx(1 / 3)
+    other.save()
+    one.save()
+    assert one.reputation("both") == pytest.approx(0.5)
+    other.ban("bad", "first", "own")
+    other.ban("bad", "second", "own")
+    other.save()
+    one.ban("bad", "once", "own")
+    one.save()
+    third = TrustStore(file, clock=clock)
+    third.load()
+    ban = third.ban_of("bad")
+    assert ban is not None and ban.count == 2 and ban.until == NOW + 2 * CHEATED_SECONDS
+    clock.now += 3 * CHEATED_SECONDS
+    one.save()
+    rows = sqlite3.connect(file).execute("SELECT count(*) FROM bans").fetchall()
+    assert rows == [(0,)]  # those that are over are deleted
+
+
+def test_what_was_forgiven_is_not_written_again(tmp_path: Path) -> None:
+    file = tmp_path / "trust.sqlite"
+    store = TrustStore(file)
+    store.ban("bad", "it lied", "own")
+    assert store.forgive("bad")
+    store.save()
+    again = TrustStore(file)
+    again.load()
+    assert again.bans() == [] and again.penalty_seconds("bad") == NEWCOMER_SECONDS
+    store.save()  # nothing
+
+
+def test_a_store_is_read_at_once_and_written_now_and_then_and_at_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "trust.sqlite"
+    earlier = TrustStore(file)
+    earlier.ban("known", "it lied", "own")
+    earlier.save()
+
+    def written() -> set[str]:
+        store = TrustStore(file)
+        store.load()
+        return {ban.peer_id for ban in store.bans()}
+
+    async def main() -> None:
+        store = TrustStore(file)
+        async with store.kept():
+            assert store.is_banned("known")
+            store.ban("first", "it lied", "own")
+            assert written() == {"known"}
+            await trio.sleep(SAVE_INTERVAL + 1)
+            assert written() == {"known", "first"}
+            store.ban("second", "it lied", "own")
+        assert written() == {"known", "first", "second"}
+
+    run_autojumping(main)
+
+
+def test_the_reason_of_a_ban_is_cut_and_the_longer_one_keeps_its_own() -> None:
+    long = extended(None, "peer", "x" * 1000, "evidence", NOW)
+    assert long.reason == "x" * 500
+    assert extended(long, "peer", "lied", "own", NOW) == replace(long, count=2)
+
+
+def test_a_standing_never_grows_younger() -> None:
+    standing = newcomer(NOW).after_tokens(100, NOW, recomputed=True)
+    assert standing.at(NOW - 1000) == standing and standing.first_seen == NOW
+    later = standing.after_fault(NOW + HALF_LIFE)
+    assert (later.tokens, later.faults, later.updated) == (0.0, 1.0, NOW + HALF_LIFE)
+    assert later.after_tokens(200, NOW + 2 * HALF_LIFE, recomputed=False).tokens == 2.0
+    assert later.at(NOW + 2 * HALF_LIFE).faults == 0.5
+    assert penalty_seconds(later, NOW + HALF_LIFE) == pytest.approx(60 + NEWCOMER_SECONDS)
+    many = replace(later, faults=50.0)
+    assert penalty_seconds(many, NOW + HALF_LIFE) == pytest.approx(600 + NEWCOMER_SECONDS)
+    assert penalty_seconds(replace(later, faults=0.05), NOW + HALF_LIFE) == NEWCOMER_SECONDS
+
+
+def test_a_database_that_cannot_be_used_is_told_with_what_to_do(tmp_path: Path) -> None:
+    class Notes(Database):
+        NAME = "notes"
+
+        def version(self) -> int:
+            return int(self._database.execute("PRAGMA user_version").fetchone()[0])
+
+    file = tmp_path / "notes.sqlite"
+    with Notes(file, "CREATE TABLE t (x INTEGER)", ["user_version = 7"]) as notes:
+        assert notes.version() == 7
+    with pytest.raises(sqlite3.ProgrammingError):
+        notes.version()  # it is closed
+    file.write_bytes(b"no database" * 100)
+    with pytest.raises(MachineError, match=r"the validator's notes .*notes.sqlite cannot be used .*move the file away"):
+        Notes(file, "CREATE TABLE t (x INTEGER)")
+    with pytest.raises(MachineError, match="cannot be used"):
+        Notes(file / "below", "")
 
 
 def test_a_ban_says_why() -> None:
