@@ -159,12 +159,16 @@ def noise_session(raw: MemoryRaw, *, initiator: bool = False) -> tuple[NoiseSess
 
 @asynccontextmanager
 async def muxer(
-    raw: MemoryRaw | None = None, *, initiator: bool = False, answer: bytes = b""
+    raw: MemoryRaw | None = None,
+    *,
+    initiator: bool = False,
+    answer: bytes = b"",
+    limits: NodeLimits | None = None,
 ) -> AsyncIterator[tuple[Muxer, OtherEnd]]:
     """Our end of a connection, which runs, and the other one. What loses the connection is told once, at its end."""
     session, other = noise_session(raw or MemoryRaw(), initiator=initiator)
     lost: list[Muxer] = []
-    ours = Muxer(session, session.remote_peer, lost.append, NodeLimits(), answer=answer)
+    ours = Muxer(session, session.remote_peer, lost.append, limits or NodeLimits(), answer=answer)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ours.start)
         await ours.event_started.wait()

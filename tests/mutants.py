@@ -55,7 +55,7 @@ _SERVED: Final = (
     "pushes admission priority cache_budget compute_order training_protocol deferred_backward span_input batching"
 )
 _KEPT: Final = "session_recovery session_stream answers_due history path_loss compared_chains receipt_log"
-_MOVED: Final = "yamux bandwidth negotiation limits received_bytes dialing addresses sockets relay_limits private"
+_MOVED: Final = "yamux bandwidth negotiation limits received_bytes private"
 _ATTACKS: Final = ("attacks/test_*",)
 _MEMORY: Final = (
     *("swarm/test_inference_wire", "swarm/test_training_wire", "swarm/test_cheating_server", "swarm/test_resume"),
@@ -73,10 +73,9 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *_MEMORY,
         *("swarm/test_recovery", "swarm/test_progress", "swarm/test_moving", "swarm/test_compared_chains"),
     ),
-    "node/network/transport/*": (
+    "node/network/transport/[lmnsy]*.py": (
         *_unit(_MOVED),
-        *_ATTACKS,
-        *("swarm/test_streams", "swarm/test_private_hosts", "swarm/test_moving"),
+        *("attacks/test_frame_floods", "attacks/test_memory_of_a_node", "swarm/test_private_hosts", "swarm/test_relay"),
     ),
 }
 """Which tests concern a module: of these, those that call the mutated function are run, but for those that start

@@ -123,3 +123,65 @@ def test_who_holds_the_most_loses_its_fullest_stream() -> None:
         assert honest.dropped == 0 and honest.use.unread == 8 << 20
 
     trio.run(main)
+
+
+def test_who_is_connected_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(limits, "_REMEMBERED", 4)
+        node = NodeLimits()
+        full = Full(node, "connected", 1)
+        opener, talker = node.of("opener"), node.of("talker")
+        assert opener.opened.take() and talker.frames.take()
+        for number in range(4):
+            node.of(f"peer {number}")
+        assert node.of("opener") is opener and node.of("talker") is talker
+        await trio.sleep(3600)
+        node.of("one more")
+        assert node.of("connected") is full.use and node.of("opener") is not opener
+        assert not full.use.may_be_forgotten
+        full.use.connections.clear()
+        assert full.use.may_be_forgotten
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def test_one_peer_leaves_streams_for_others_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(limits, "MAX_STREAMS", 100)
+        monkeypatch.setattr(limits, "LEAST_STREAMS", 3)
+        node = NodeLimits()
+        one, other = node.of("one"), node.of("other")
+        assert sum(node.open_stream(one) for _ in range(100)) == 50 == one.streams == node.streams
+        assert sum(node.open_stream(other) for _ in range(100)) == 25
+        node.close_stream(one)
+        assert (one.streams, node.streams) == (49, 74)
+
+    trio.run(main)
+
+
+def test_bytes_that_no_stream_can_give_back_hold_up_nothing() -> None:
+    async def main() -> None:
+        node = NodeLimits()
+        use = node.of("gone")
+        node.hold(use, limits.MAX_UNREAD + 1)  # its connection has ended: there is nothing to drop
+        assert node.unread == use.unread == limits.MAX_UNREAD + 1
+        full = Full(node, "here", 1 << 20)
+        full.fill(1)  # and what it holds itself is not the most
+        assert full.dropped == 0
+        node.hold(use, -limits.MAX_UNREAD - 1)
+        assert node.unread == 1 << 20
+
+    trio.run(main)
+
+
+def test_the_connection_with_the_most_unread_bytes_loses_a_stream() -> None:
+    async def main() -> None:
+        node = NodeLimits()
+        first, second = (Full(node, "peer", size) for size in (10, 20))
+        first.fill(3)
+        second.fill(2)
+        first.use.drop_fullest()
+        assert (first.dropped, second.dropped) == (0, 1)
+        node.of("nobody").drop_fullest()
+
+    trio.run(main)

@@ -593,6 +593,179 @@ def test_what_does_not_speak_yamux_is_cut_off(said: bytes, agreed: bool) -> None
     run(main)
 
 
+def test_a_node_s_share_of_a_stream_ends_with_the_stream() -> None:
+    """Whoever ends it, and also with the connection."""
+
+    async def main() -> None:
+        node = NodeLimits()
+        async with muxer(limits=node) as (ours, other):
+            use = node.of(str(ours.peer_id))
+            for number in range(6):
+                other.send(2 * number + 1, bytes(1000), SYN)
+            streams = [await ours.accept_stream() for _ in range(6)]
+            own = await ours.open_stream()
+            await settled()
+            assert (node.streams, use.streams, node.unread, use.unread, ours.buffered) == (6, 6, 6000, 6000, 6000)
+            assert use.windows == WINDOW - INITIAL_WINDOW and use.connections == [ours]
+            streams[1].widen()
+            assert use.windows == 2 * (WINDOW - INITIAL_WINDOW)
+            await streams[0].read(600)
+            assert (node.unread, use.unread, ours.buffered) == (5400, 5400, 5400)
+            other.say(WINDOW_UPDATE, RST, 1)
+            await streams[1].reset()
+            await own.reset()
+            await streams[2].close()
+            other.say(WINDOW_UPDATE, FIN, 5)
+            await settled()
+            assert (node.streams, use.streams, use.windows) == (3, 3, 0)
+            assert (node.unread, use.unread) == (4400, 4400)  # of the first and third, what came before can be read
+            streams[3].widen()
+            other.say(GO_AWAY)
+            await settled()
+            assert (node.streams, use.streams, use.windows, node.unread, use.unread) == (0, 0, 0, 0, 0)
+            assert use.connections == []
+            await streams[2].read()  # counts no more
+            assert (node.unread, use.unread) == (0, 0)
+
+    run(main)
+
+
+def test_one_peer_may_send_so_much_beyond_the_usual_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yamux, "MAX_WINDOWS_OF_PEER", 2 * (WINDOW - INITIAL_WINDOW))
+
+    async def main() -> None:
+        async with muxer(initiator=True) as (ours, other):
+            streams = [await ours.open_stream() for _ in range(3)]
+            await streams[0].write(b"x")
+            assert [frame[3] for frame in other.frames() if frame[1] & SYN] == [WINDOW - INITIAL_WINDOW] * 2 + [0]
+            streams[2].widen()
+            assert other.frames() == []
+            await streams[0].reset()
+            assert other.frames() == [(WINDOW_UPDATE, RST, 1, 0, b"")]
+            streams[2].widen()
+            streams[2].widen()
+            assert other.frames() == [(WINDOW_UPDATE, 0, 5, WINDOW - INITIAL_WINDOW, b"")]
+            other.send(5, bytes(WINDOW))
+            await settled()
+            assert ours.lost is None
+
+    run(main)
+
+
+def test_streams_that_ended_before_they_were_accepted_take_no_more_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yamux, "MAX_STREAMS_OF_CONNECTION", 4)
+
+    async def main() -> None:
+        node = NodeLimits()
+        async with muxer(limits=node) as (ours, other):
+            for number in range(5):
+                other.open(2 * number + 1)
+                other.say(WINDOW_UPDATE, RST, 2 * number + 1)
+            await settled()
+            assert ours.open_streams == 0 and node.streams == 0 and ours.lost is None
+            assert [frame[:3] for frame in other.frames() if frame[1] & RST] == [(WINDOW_UPDATE, RST, 9)]
+
+    run(main)
+
+
+def test_frames_that_wait_for_others_are_few() -> None:
+    """A peer opens streams and never has an answer on them."""
+
+    async def main() -> None:
+        async with muxer() as (_, other):
+            for number in range(85):
+                other.open(2 * number + 1)
+            await settled()
+            assert other.frames() == []
+            for number in range(85, 87):
+                other.open(2 * number + 1)
+            await settled()
+            assert len(other.frames()) == 87
+
+    run(main)
+
+
+def test_the_fullest_stream_is_dropped_and_its_reader_told_why() -> None:
+    async def main() -> None:
+        async with muxer() as (ours, other):
+            ours.drop_fullest()  # nothing is unread
+            for number, size in ((1, 10), (3, 30), (5, 20)):
+                other.send(number, bytes(size), SYN)
+            streams = [await ours.accept_stream() for _ in range(3)]
+            other.open(7)
+            ours.drop_fullest()
+            assert [stream.lost is None for stream in streams] == [True, False, True]
+            with pytest.raises(MuxedStreamReset, match="too much came"):
+                await streams[1].read()
+            assert ours.buffered == 30 and (WINDOW_UPDATE, RST, 3, 0, b"") in other.frames()
+
+    run(main)
+
+
+def test_who_breaks_the_protocol_is_told_so_and_who_leaves_is_not() -> None:
+    async def main() -> None:
+        for frame, told in (
+            (HEADER.pack(1, DATA, 0, 0, 0), [(GO_AWAY, 0, 0, 1, b"")]),
+            (HEADER.pack(0, GO_AWAY, 0, 0, 0), []),
+        ):
+            async with muxer() as (ours, other):
+                other.say_bytes(frame)
+                await settled()
+                assert ours.lost is not None and other.frames() == told
+
+    run(main)
+
+
+def test_our_own_failure_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with muxer() as (ours, other):
+            other.open(1)
+            (await ours.accept_stream()).divert(lambda data: bool(1 // 0))
+            other.send(1, b"x")
+            await settled()
+            assert ours.lost == "internal error"
+
+    run(main)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_an_end_that_is_known_gets_no_window() -> None:
+    async def main() -> None:
+        async with muxer() as (ours, other):
+            other.send(1, bytes(INITIAL_WINDOW), SYN | FIN)
+            other.send(3, bytes(INITIAL_WINDOW), SYN)
+            closed, reset = await ours.accept_stream(), await ours.accept_stream()
+            other.say(WINDOW_UPDATE, RST, 3)
+            await settled()
+            for stream in (closed, reset):
+                await read(stream, INITIAL_WINDOW)
+                stream.widen()
+            assert [frame for frame in other.frames() if not frame[1]] == []
+
+    run(main)
+
+
+def test_small_pieces_are_kept_together() -> None:
+    """Each alone would take 20 times what is counted."""
+
+    async def main() -> None:
+        async with muxer() as (ours, other):
+            other.send(1, b"first", SYN)
+            for _ in range(20):
+                other.send(1, bytes(4095))
+            other.send(1, bytes(4096))
+            other.send(1, b"last")
+            stream = await ours.accept_stream()
+            await settled()
+            sizes = []
+            while stream.unread:
+                sizes.append(len(await stream.read()))
+            assert sum(sizes) == 5 + 20 * 4095 + 4096 + 4
+            assert sizes == [5 + 17 * 4095, 3 * 4095, 4100]
+
+    run(main)
+
+
 # --- Noise
 
 
