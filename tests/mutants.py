@@ -71,7 +71,8 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         *_unit(_KEPT),
         *_ATTACKS,
         *_MEMORY,
-        *("swarm/test_recovery", "swarm/test_progress", "swarm/test_moving", "swarm/test_compared_chains"),
+        *("swarm/test_client_session", "swarm/test_recovery", "swarm/test_progress", "swarm/test_moving"),
+        "swarm/test_compared_chains",
     ),
     "node/network/transport/[lmnsy]*.py": (
         *_unit(_MOVED),

@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from petalnode.node.client.core import SwarmClient
+from petalnode.node.client.session.chain import HistoryLost
 from petalnode.node.errors import NoChainError
 from petalnode.node.testing.inspection import tasks_of
 from petalnode.protocols.ids import INFERENCE
@@ -345,6 +346,21 @@ def test_nothing_is_left_of_those_that_were_asked(slow: float) -> None:
             links = [swarm.network.link(client.peer_id, server.peer_id) for server in swarm.servers]
             assert not [stream for link in links for stream in link.live(INFERENCE) if not stream.is_closed]
             await eventually(lambda: not any(s.sessions for s in swarm.servers if s.answers), "caches are free")
+
+    in_virtual_swarm(main)
+
+
+def test_what_came_before_this_process_cannot_be_given_to_another_server() -> None:
+    """Of a session that was taken up, not all inputs are known."""
+
+    async def main(swarm: VirtualSwarm) -> None:
+        chain_of_three(swarm)
+        async with swarm.client() as client, talk(client) as talking:
+            swarm.start("2:4", announced=USUAL)
+            talking.session.links[1].history.start = 3
+            swarm.of(talking.session, 1).node.end()
+            with pytest.raises(HistoryLost, match="what it held before this process started is not known here"):
+                await talking.step()
 
     in_virtual_swarm(main)
 

@@ -1,0 +1,201 @@
+"""A client's session through two servers in memory: what it holds after each step, and how it is taken up."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.blocks.span import load_span
+from petalnode.node.client.chunks import from_chunks, to_chunks
+from petalnode.node.client.core import SwarmClient, open_client
+from petalnode.node.client.session.session import ClientSession, SavedSession
+from petalnode.node.client.session.stream import SessionSpec
+from petalnode.node.client.swarm_model import identify_model
+from petalnode.node.errors import BadInput, SwarmError
+from petalnode.node.models import resolve
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.testing.memory_servers import MemoryServer
+from petalnode.protocols.ids import Span
+from petalnode.protocols.inference import STEP_TOKENS
+from tests.swarm.memory_pool import MemoryPool, memory_pool
+from tests.tiny_models import HIDDEN, NUM_BLOCKS
+
+SPEC = SessionSpec(b"", Span(0, NUM_BLOCKS), batch=1, max_length=64)
+Main = Callable[[SwarmClient], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def pool(models: Path) -> Iterator[MemoryPool]:
+    torch.set_num_threads(1)
+    with memory_pool(models / "tiny-llama") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def servers(pool: MemoryPool) -> tuple[MemoryServer, MemoryServer]:
+    first, second = pool.start("0:3"), pool.start("3:6")
+    for server in (first, second):
+        server.ready  # noqa: B018  (waits)
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def expected(models: Path) -> Callable[..., torch.Tensor]:
+    """What all blocks make of hidden states, as steps of (hidden, position, reorder)."""
+    blocks = load_span(models / "tiny-llama", Span(0, NUM_BLOCKS))
+
+    def compute(*steps: tuple[torch.Tensor, int, tuple[int, ...]]) -> torch.Tensor:
+        cache = blocks.make_cache(steps[0][0].shape[0], 128, None)
+        for hidden, position, reorder in steps:
+            if position < cache.length:
+                cache.rollback(position)
+            if reorder:
+                cache.reorder(reorder)
+            out = blocks.forward(hidden, cache)
+        return out
+
+    return compute
+
+
+def run(pool: MemoryPool, models: Path, main: Main, identity: Identity | None = None) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(100):
+            async with a_client(pool, models, identity) as client:
+                await main(client)
+
+    pool.swarm.call(bounded)
+
+
+@asynccontextmanager
+async def a_client(pool: MemoryPool, models: Path, identity: Identity | None) -> Any:
+    folder = resolve(str(models / "tiny-llama"))
+    async with pool.swarm.network.open_swarm(SwarmConfig(identity or Identity.generate())) as node:
+        model = await identify_model(node, folder)
+        async with open_client(node, model) as client:
+            yield client
+
+
+def hidden(tokens: int, seed: int = 0, rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+async def step(session: ClientSession, states: torch.Tensor, reorder: tuple[int, ...] = (), size: int = 64) -> Any:
+    return from_chunks(await session.step(to_chunks(states, "none", size), reorder))
+
+
+def close_to(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.usefixtures("servers")
+def test_what_a_session_holds_and_what_it_may_be_set_to(
+    pool: MemoryPool, models: Path, expected: Callable[..., torch.Tensor]
+) -> None:
+    a, b, c = hidden(5), hidden(1, 1), hidden(2, 2)
+
+    async def main(client: SwarmClient) -> None:
+        async with client.session(SPEC) as session:
+            assert isinstance(session, ClientSession)
+            assert session.position == 0 and [str(hop.span) for hop in session.route] == ["0:3", "3:6"]
+            assert session.max_step_tokens == STEP_TOKENS
+            assert close_to(await step(session, a), expected((a, 0, ())))
+            assert close_to(await step(session, b), expected((a, 0, ()), (b, 5, ())))
+            assert session.position == 6 and session.recoveries == 0 and session.trouble is None
+            for wrong in (-1, 7):
+                with pytest.raises(BadInput, match="that holds 6 tokens cannot go to position"):
+                    session.position = wrong
+            session.position = 4
+            assert close_to(await step(session, c), expected((a, 0, ()), (c, 4, ())))
+            assert session.position == 6
+            sent = [bytes_sent for bytes_sent, _ in session.traffic]
+            received = [bytes_received for _, bytes_received in session.traffic]
+            assert sent[0] == received[1] == 8 * 4 * HIDDEN  # all that went in and came out
+            assert {timing.peer_id for timing in session.timings} == {hop.peer_id for hop in session.route}
+            with pytest.raises(BadInput, match="6 tokens and 59 more pass the session's max_length of 64"):
+                await step(session, hidden(59))
+            assert (await step(session, hidden(58), size=20)).shape == (1, 58, HIDDEN)  # several chunks, pipelined
+            assert session.position == 64 and session.waits.fields()["step"]["count"] >= 6
+        with pytest.raises(SwarmError, match="closed"):
+            await step(session, b)
+
+    run(pool, models, main)
+
+
+@pytest.mark.usefixtures("servers")
+def test_chunks_of_a_prompt_that_changes_rows_change_them_once(
+    pool: MemoryPool, models: Path, expected: Callable[..., torch.Tensor]
+) -> None:
+    a, b = hidden(4, rows=2), hidden(6, 1, rows=2)
+
+    async def main(client: SwarmClient) -> None:
+        async with client.session(replace(SPEC, batch=2)) as session:
+            assert isinstance(session, ClientSession)
+            await step(session, a)
+            out = await step(session, b, (1, 0), size=2)
+            assert close_to(out, expected((a, 0, ()), (b, 4, (1, 0))))
+            assert session.position == 10 and session.max_step_tokens == STEP_TOKENS // 2
+
+    run(pool, models, main)
+
+
+def test_a_session_is_taken_up_where_it_was(
+    pool: MemoryPool,
+    models: Path,
+    servers: tuple[MemoryServer, MemoryServer],
+    expected: Callable[..., torch.Tensor],
+) -> None:
+    a, b, c, d = hidden(5), hidden(1, 1), hidden(2, 2), hidden(1, 3)
+    identity, spec = Identity.generate(), replace(SPEC, keep=100.0)
+    saved: list[SavedSession] = []
+
+    async def leave(client: SwarmClient) -> None:
+        assert ClientSession(client, spec, wait=False).saved() is None
+        async with client.session(spec) as session:
+            await step(session, a)
+            await step(session, b)
+            kept = session.saved()
+            assert kept is not None
+            saved.append(kept)
+        assert [(link.peer_id, link.start, link.end) for link in kept.links] == [
+            (servers[0].peer_id, 0, 3),
+            (servers[1].peer_id, 3, 6),
+        ]
+        assert (kept.max_length, kept.position) == (64, 6) and kept.route_epoch >= 1
+
+    async def take_up(client: SwarmClient) -> None:
+        (kept,) = saved
+        async with client.session(replace(spec, keep=0.0), saved=replace(kept, max_length=63)) as session:
+            assert session.position == 0  # a new one
+        backwards = replace(kept, links=kept.links[::-1])
+        async with client.session(spec, saved=backwards) as session:
+            assert isinstance(session, ClientSession)
+            assert session.position == 6 and [hop.peer_id for hop in session.route] == [s.peer_id for s in servers]
+            assert close_to(await step(session, c), expected((a, 0, ()), (b, 5, ()), (c, 6, ())))
+            kept = session.saved()
+            assert kept is not None and kept.position == 8 and kept.route_epoch > saved[0].route_epoch
+            saved[0] = kept
+
+    async def go_back(client: SwarmClient) -> None:
+        (kept,) = saved
+        async with client.session(spec, saved=replace(kept, position=6)) as session:  # what a person has undone
+            assert session.position == 6
+            assert close_to(await step(session, d), expected((a, 0, ()), (b, 5, ()), (d, 6, ())))
+
+    async def lose(client: SwarmClient) -> None:
+        (kept,) = saved
+        lost = replace(kept.links[0], epoch=b"x" * 16)
+        for links in ((lost, kept.links[1]), kept.links):  # where one has lost it, the others need it no more
+            async with client.session(replace(spec, keep=0.0), saved=replace(kept, links=links)) as session:
+                assert session.position == 0
+                assert close_to(await step(session, a), expected((a, 0, ())))
+
+    for main in (leave, take_up, go_back, lose):
+        run(pool, models, main, identity)
