@@ -1,5 +1,5 @@
-# Set-up and the main commands. Needs Python 3.11 or newer, make and a C compiler; everything else is installed
-# into .venv. Choose another Python with `make PYTHON=python3.12 ...`.
+# Set-up and the main commands. Needs Python 3.11 or newer and make; everything else is installed into
+# .venv. Choose another Python with `make PYTHON=python3.12 ...`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,11 +22,11 @@ ONLY ?=
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
 
-.PHONY: setup links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz
+.PHONY: setup links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels
 
 setup: $(VENV)/.ready links
 
-$(VENV)/.ready: pyproject.toml packaging/constraints.txt
+$(VENV)/.ready: pyproject.toml packaging/constraints.txt packaging/bundled.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "petalnode needs Python 3.11 or newer; run make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint packaging/constraints.txt --editable '.[dev]'
@@ -81,6 +81,10 @@ links: $(VENV)/.ready
 	@mkdir -p build/types/petalnode
 	@ln -sfn $(filter-out %/__pycache__,$(wildcard $(CURDIR)/petalnode/*)) $(addprefix $(CURDIR)/,node protocols crypto) build/types/petalnode/
 	@ln -sfn $$($(BIN)/python -c 'import importlib.util as u; print(*u.find_spec("trio").submodule_search_locations)') build/types/trio
+
+# Whether all that is installed comes as wheels, on Linux, Windows and macOS; asks the package registry.
+check-wheels: setup
+	$(BIN)/python packaging/check_wheels.py
 
 check: lint types test
 
