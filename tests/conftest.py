@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell that starts us in the background has Ctrl-C ignored, by us and by every process that we start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """The workers of xdist are copies as well: what takes seconds to import is imported once."""
+    if sys.platform == "linux":
+        for spec in specs:
+            spec.python = warm_python.worker_command()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -113,3 +114,21 @@ def test_the_settings_of_the_hub_are_its_own(tmp_path: Path) -> None:
 def test_a_command_has_its_output_and_no_other(tmp_path: Path) -> None:
     outcome = petalnode("--version", env=environment(tmp_path))
     assert (outcome.code, outcome.out, outcome.err) == (0, f"{petalnode_package.__version__}\n", "")
+
+
+def test_a_worker_of_xdist_is_a_copy_with_the_pipes_and_the_end_of_its_stand_in() -> None:
+    code = "import sys; print('torch' in sys.modules, sys.stdin.read()); sys.exit(3)"
+    command = [*shlex.split(warm_python.worker_command()), "-u", "-c", code]
+    done = subprocess.run(command, input="said", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "True said\n", "")
+
+
+def test_it_does_not_outlive_its_stand_in() -> None:
+    code = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
+    command = [*shlex.split(warm_python.worker_command()), "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stand_in:
+        assert stand_in.stdout is not None
+        copy = int(stand_in.stdout.readline())
+        assert copy != stand_in.pid
+        stand_in.kill()
+        assert stand_in.stdout.read() == ""  # it has gone, and with it the last that could write

@@ -3,6 +3,7 @@
 Each is a process of its own: its own pipes, environment, folder, signals and exit code. It is a copy (fork) of one that
 has imported everything and done nothing yet, in which the program runs as Python itself would run it. A command that
 `ip netns exec` begins runs in that network namespace. Servers of test_demo.py have the usual start, with its imports.
+The workers of xdist are such copies too (warm_worker.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import atexit
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -103,6 +105,16 @@ def environment() -> dict[str, str]:
     """That of this process, changed so that programs start warm in it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", *_READ_AT_IMPORT))}
     return kept | {"HF_HUB_OFFLINE": "1"} | _ENVIRONMENT
+
+
+def python_environment() -> dict[str, str]:
+    """That of this process, with which Python starts warm."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_READ_AT_IMPORT)} | _ENVIRONMENT
+
+
+def worker_command() -> str:
+    """What xdist has to call instead of Python, as one line for a shell."""
+    return shlex.join([sys.executable, str(Path(__file__).with_name("warm_worker.py")), str(_address())])
 
 
 def start(
@@ -244,6 +256,10 @@ def template() -> Path:
     return _template[0].address
 
 
+def _address() -> Path:
+    return _shared[0] if _shared else template()
+
+
 def share(address: Path) -> None:
     """From now on processes are copied from that of another process, which has told its address."""
     _shared.append(address)
@@ -257,7 +273,7 @@ def elsewhere() -> list[WarmProcess]:
 def _warm() -> _WarmPython:
     with _starting:
         if not _started:
-            _started.append(_WarmPython(_shared[0] if _shared else template()))
+            _started.append(_WarmPython(_address()))
         return _started[0]
 
 
@@ -374,6 +390,7 @@ def _import_everything() -> None:
     from importlib import import_module
     from pkgutil import walk_packages
 
+    import hypothesis
     import transformers
     import zeroconf
 
@@ -386,7 +403,7 @@ def _import_everything() -> None:
     for model in _MODELS:
         import_module(f"transformers.models.{model}.modeling_{model}")
     _parse_a_command_line()
-    assert transformers.AutoTokenizer and transformers.AutoModelForCausalLM and zeroconf.Zeroconf
+    assert transformers.AutoTokenizer and transformers.AutoModelForCausalLM and zeroconf.Zeroconf and hypothesis.given
 
 
 def _parse_a_command_line() -> None:

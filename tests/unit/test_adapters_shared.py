@@ -21,7 +21,7 @@ from petalnode.node.tuning.adapter_files import FILES, SharedAdapter, check_adap
 from petalnode.node.tuning.adapter_folder import card_of, tags_of
 from petalnode.node.tuning.repository import FolderRepository, GitRepository, HubRepository, of_tags, repository_of
 from tests.model_hub import serve_hub
-from tests.swarm.processes import environment
+from tests.swarm.processes import environment, run_to_end
 
 NOTE = AdapterNote("lora", "org/m", "0123456789ab" + "cd" * 26, "language", tags=("poems",))
 
@@ -155,8 +155,9 @@ def test_the_hub(tmp_path: Path) -> None:
         env = environment(tmp_path / "home", **{"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", **settings})
         given = [json.dumps([*command.split(), "--json"]) for command in commands]
         command = [sys.executable, "-c", SCRIPT, *given]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        done = run_to_end(command, env, tmp_path)
+        assert done.code == 0, done
+        return done.objects
 
     with serve_hub(tmp_path) as hub:
         hub.token = "secret"

@@ -38,7 +38,7 @@ spans = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(spans, st.integers(1, 4))
 def test_there_are_as_many_chains_as_servers_of_the_rarest_block(held: list[tuple[int, int]], count: int) -> None:
     servers = [server(f"s{number}", *span) for number, span in enumerate(held)]

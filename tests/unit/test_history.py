@@ -97,13 +97,13 @@ def replayed(made: Made, position: int, max_tokens: int = 512) -> Cache:
     return Cache([row[:position] for row in fresh.rows])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(sessions(), st.sampled_from([1, 2, 7, 512]))
 def test_replay_rebuilds_the_whole_cache(made: Made, max_tokens: int) -> None:
     assert replayed(made, made.cache.length, max_tokens).rows == made.cache.rows
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(sessions(), st.integers(0, MAX_LENGTH), st.sampled_from([1, 3, 512]))
 def test_replay_rebuilds_a_cache_that_is_about_to_be_rolled_back(made: Made, position: int, max_tokens: int) -> None:
     position = min(position, made.cache.length)
@@ -111,7 +111,7 @@ def test_replay_rebuilds_a_cache_that_is_about_to_be_rolled_back(made: Made, pos
     assert replayed(made, position, max_tokens).rows == kept
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(sessions(), sessions(), st.integers(0, MAX_LENGTH))
 def test_what_was_replayed_can_be_replayed_again(made: Made, more: Made, position: int) -> None:
     """The replacement's own history is what was replayed into it; it may die as well, and after more steps."""
@@ -139,7 +139,7 @@ def test_halved_values_are_merged_row_by_row(made: Made) -> None:
     assert all(step.chunk.tensor.codec == made.codec for step in made.history.replay(MAX_LENGTH, 512))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(sessions(codecs=("none", "float16")))
 def test_memory_is_that_of_the_tokens_held(made: Made) -> None:
     """What was rolled back is forgotten, also where a step was cut in the middle."""

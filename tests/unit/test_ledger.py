@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +29,8 @@ from petalnode.node.credits.ledger import (
 )
 from petalnode.node.errors import MachineError
 from petalnode.protocols.credits import SKEW_MS
+from tests.import_graph import ROOT
+from tests.swarm import warm_python
 
 ISSUER = Identity.from_seed(b"i" * 32)
 PEERS = tuple(Identity.from_seed(bytes([number]) * 32) for number in range(4))
@@ -297,17 +296,13 @@ def test_a_killed_ledger_has_cleared_once_or_not_at_all(tmp_path: Path) -> None:
     chance = random.Random(7)
     said = 0
     for _ in range(4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _SPEND, str(file)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
+        command = [sys.executable, "-c", _SPEND, str(file)]
+        process = warm_python.start(command, warm_python.python_environment(), ROOT)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         for _ in range(chance.randrange(1, 40)):
             said = int(process.stdout.readline())
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         said = max([said, *(int(line) for line in process.stdout.read().split("\n")[:-1])])
         process.wait()
         process.stdout.close()

@@ -188,7 +188,7 @@ def simulated(count: int, late: Callable[[], float], chance: random.Random) -> l
     return Simulation(count, late, chance).run()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0.05, 0.5, 3.0, 10.0]))
 def test_ten_newcomers_spread_evenly_however_late_the_news_are(seed: int, most: float) -> None:
     chance = random.Random(seed)
@@ -197,7 +197,7 @@ def test_ten_newcomers_spread_evenly_however_late_the_news_are(seed: int, most: 
     assert sorted(held) == [3, 3, 3, 3, 4, 4]
 
 
-@pytest.mark.parametrize("count", [1, 2, 33])
+@pytest.mark.parametrize("count", [1, 2, 21])
 def test_few_and_many_newcomers_agree(count: int) -> None:
     chance = random.Random(count)
     spans = simulated(count, lambda: chance.uniform(0, 0.5), chance)
