@@ -99,11 +99,11 @@ class Chatter:
                     line = await reader.read("\n> ")
                     if line is None or line.strip() in ("/quit", "/exit"):
                         return
-                    await self._obey(text_given(line).strip())
+                    await self.obey(text_given(line).strip())
                 except PetalnodeError as error:
                     self.output.error(str(error))
 
-    async def _obey(self, line: str) -> None:
+    async def obey(self, line: str) -> None:
         """Does what one line says."""
         if line == "/new":
             self.dialogue, self.unfinished = opening(self.system), False

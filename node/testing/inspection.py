@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
+from ...crypto.identity import Identity
 from ...protocols import wire_pb2 as wire
 from ..client.api.inference_session import InferenceSession
 from ..client.api.model import DistributedModel
 from ..client.core import SwarmClient
 from ..client.session.stream import SessionStream
+from ..server.budget import MemoryBudget
+from ..server.requests.adapters import Adapters
 from ..server.requests.pushes import PushStream
 from ..server.requests.service import RequestService
 from ..server.requests.session import ServerSession
+from ..server.steps import StepOutput
+from ..validator.auditing import ReceiptAuditService
 
 
 def client_of(model: DistributedModel) -> SwarmClient:
@@ -58,6 +64,64 @@ def sessions_of(service: RequestService) -> list[ServerSession]:
     return list(service._by_key.values())
 
 
+def identity_of(session: ServerSession) -> Identity:
+    """Whose session it is."""
+    return session._context.identity
+
+
 def push_streams(session: ServerSession) -> list[PushStream | None]:
     """A server's streams to those that it hands outputs of this session on to; None where there is none right now."""
     return [] if session._pushes is None else [target.stream for target in session._pushes._known.values()]
+
+
+def budgets_of(service: RequestService, adapters: Adapters) -> dict[str, MemoryBudget]:
+    """What requests without a session may take of a server's memory."""
+    memory = service._memory
+    return {"batches": memory.requests, "kept": memory.kept, "adapters": adapters._budget}
+
+
+def open_batches(service: RequestService) -> int:
+    """Requests without a session, and the streams that they come on, which a server has open."""
+    return service._batches.count + service._streams.count
+
+
+def adapters_coming(adapters: Adapters) -> int:
+    """Adapters that clients are sending."""
+    return adapters._streams.count
+
+
+Said: TypeAlias = tuple[wire.Step, wire.Receipt | None]
+"""The step that a server says it answers, and the receipt that it says came with the push."""
+
+
+@contextmanager
+def alter_answers(change: Callable[[ServerSession, wire.Step, wire.Receipt | None], Said]) -> Iterator[None]:
+    """Every session of every server answers what `change` makes of the step and of the receipt that it was pushed."""
+    answer = ServerSession._answer
+
+    async def altered(
+        self: ServerSession, step: wire.Step, tensor: wire.Tensor, output: StepOutput, upstream: wire.Receipt | None
+    ) -> None:
+        step, upstream = change(self, step, upstream)
+        await answer(self, step, tensor, output, upstream)
+
+    ServerSession._answer = altered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ServerSession._answer = answer  # type: ignore[method-assign]
+
+
+# --- validators
+
+
+def audits_of(service: ReceiptAuditService) -> dict[str, int]:
+    """What a validator holds of the calls of its clients: open ones, bytes, and clients that it remembers."""
+    return {"open": service._open, "bytes": service._bytes, "calls": len(service._calls)}
+
+
+async def forget_audits(service: ReceiptAuditService) -> None:
+    """As if a minute had passed, and everything been judged that came."""
+    service._calls.clear()
+    while service._receive.statistics().current_buffer_used:
+        await service.next()

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 import trio
 from google.protobuf.message import Message
 
-from ...protocols.framing import MAX_HEADER, MAX_PAYLOAD, MessageStream
+from ...protocols.framing import MAX_HEADER, MAX_PAYLOAD, MessageStream, PayloadRoom
 
 WINDOW: Final = 1 << 20
 """Bytes that the other end may leave unread before `write` waits."""
@@ -157,8 +157,11 @@ def message_streams(
     max_header: int = MAX_HEADER,
     max_payload: int = MAX_PAYLOAD,
     ends: tuple[MemoryStream, MemoryStream] | None = None,
+    room: PayloadRoom | None = None,
+    keeps_room: bool = False,
 ) -> tuple[MessageStream[F], MessageStream[F]]:
-    """The ends of a message stream between two peers: that of peer `one_id`, then that of `other_id`."""
+    """The ends of a message stream between two peers: that of peer `one_id`, then that of `other_id`, who has `room`
+    for what comes."""
     one, other = stream_pair() if ends is None else ends
     made = partial(MessageStream[F], frame_type=frame_type, max_header=max_header, max_payload=max_payload)
-    return made(one, peer_id=other_id), made(other, peer_id=one_id)
+    return made(one, peer_id=other_id), made(other, peer_id=one_id, room=room, keeps_room=keeps_room)

@@ -6,20 +6,27 @@ Without torch; `inspection` has models, sessions and servers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from multiaddr import Multiaddr
 
 from ...protocols.delimited import DelimitedStream
 from ...protocols.framing import MessageStream, RawStream
+from ..credits.issuer import CreditsService
 from ..network.dht import Dht
 from ..network.gossip import Gossip
 from ..network.host import Host
+from ..network.nat.autonat import DialBackService
+from ..network.nat.circuits import Circuits
 from ..network.nat.hole_punching import HolePuncher
 from ..network.nat.relay import RelayService
+from ..network.transport.connections import Network
 from ..network.transport.limits import NodeLimits
 from ..network.transport.yamux import Muxer
+from ..swarm.directory import Directory
+from ..swarm.streams import MessageStreams
 from ..swarm.swarm import Swarm
 from ..swarm.view import SwarmView
 from ..trust.evidence_gossip import EvidenceGossip
@@ -48,6 +55,46 @@ def muxer_of(host: Host, peer_id: str) -> Muxer:
     return muxer  # type: ignore[no-any-return]
 
 
+def network_of(host: Host) -> Network:
+    """The connections of a host, where raw ones can be handed in without a socket."""
+    return host._network
+
+
+def open_ends(host: Host) -> int:
+    """Connections whose end the host waits for."""
+    return len(host._network._ends)
+
+
+def refuse_dials(host: Host) -> None:
+    """From now on the host can open no raw connection."""
+
+    async def refused(*_: object) -> Any:
+        raise OSError("nobody is dialed here")
+
+    host._network._open_raw = refused  # type: ignore[assignment, method-assign]
+
+
+def held_back(muxer: Muxer) -> int:
+    """Bytes of frames that wait for the next one to go with it."""
+    return len(muxer._held)
+
+
+@contextmanager
+def frames_taken(note: Callable[[], None]) -> Iterator[None]:
+    """Calls `note` for each frame that any connection of this process takes."""
+    take = Muxer._take_header
+
+    def noted(muxer: Muxer, *header: int) -> None:
+        note()
+        take(muxer, *header)
+
+    Muxer._take_header = noted  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Muxer._take_header = take  # type: ignore[method-assign]
+
+
 def limits_of(host: Host) -> NodeLimits:
     """What peers take of a host."""
     return host._network.limits
@@ -74,6 +121,24 @@ def hold_punching(wait: Callable[[], Awaitable[None]]) -> None:
     HolePuncher._upgrade = held_upgrade  # type: ignore[method-assign]
 
 
+def in_progress(service: DialBackService | Circuits | HolePuncher | CreditsService) -> int:
+    """Requests of others that a service is at work on."""
+    match service:
+        case DialBackService():
+            return service._budget._running
+        case Circuits():
+            return service._pending
+        case HolePuncher():
+            return service._limit.borrowed_tokens + len(service._starting)
+        case CreditsService():
+            return service._streams + service._pending
+
+
+def logged(part: MessageStreams | Directory) -> set[Any]:
+    """What this part of a node has logged and will not log again."""
+    return part._logged
+
+
 def pubsub_of(gossip: Gossip) -> Any:
     """libp2p's part of the gossip of a node."""
     return gossip._pubsub
@@ -92,6 +157,11 @@ def forget_servers(swarm: Swarm) -> None:
 def known_evidence(gossip: EvidenceGossip, accused: str) -> tuple[int, int]:
     """How many pieces of evidence a node remembers: of all servers, and of this one."""
     return len(gossip._endorsements), len(gossip._accused[accused])
+
+
+def kept_evidence(gossip: EvidenceGossip, evidence_id: bytes) -> bytes | None:
+    """Evidence that a node hands out to others."""
+    return gossip._held.get(evidence_id)
 
 
 def held(holder: object) -> int:

@@ -11,6 +11,7 @@ import trio.testing
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.models.folder import ModelFolder
+from petalnode.node.testing.node_inspection import kept_evidence
 from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.evidence_gossip import EvidenceGossip
 from petalnode.node.trust.evidence_message import Endorsement, EvidenceMessage, TrustedValidators
@@ -88,7 +89,7 @@ def test_who_hands_out_evidence_hands_out_what_it_has_checked(genuine: Bundle) -
     spread()
     gossip.record_proven(genuine, recomputed=True)
     spread()
-    assert gossip._held[genuine.id] == genuine.to_bytes()
+    assert kept_evidence(gossip, genuine.id) == genuine.to_bytes()
 
 
 def test_endorsements_count_against_the_server_that_they_name(genuine: Bundle) -> None:

@@ -20,8 +20,9 @@ from petalnode.node.client.session.link import ServerLink
 from petalnode.node.client.session.recovery import Misled, Recover, Send, StepState, next_action
 from petalnode.node.server.requests import session as session_module
 from petalnode.node.server.requests.pushes import Pushes
+from petalnode.node.server.requests.session import ServerSession
 from petalnode.node.server.steps import StepOutput
-from petalnode.node.testing.inspection import client_of, session_of
+from petalnode.node.testing.inspection import Said, alter_answers, client_of, identity_of, session_of
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
@@ -159,28 +160,24 @@ def test_who_invents_a_push_does_not_blame_the_server_before(
     swarm: MemorySwarm, model_folder: Path, monkeypatch: pytest.MonkeyPatch, by: Identity | str | None
 ) -> None:
     """Here the second server lies: it says that it was pushed what nobody pushed."""
-    from petalnode.node.server.requests.session import ServerSession
-
-    answer, told, lies = ServerSession._answer, [], Lies(signed_again, most=0)
+    told, lies = [], Lies(signed_again, most=0)
     earlier: list[Receipt] = []
 
-    async def invent(
-        self: ServerSession, step: wire.Step, tensor: wire.Tensor, output: StepOutput, upstream: wire.Receipt | None
-    ) -> None:
+    def invent(session: ServerSession, step: wire.Step, upstream: wire.Receipt | None) -> Said:
         if upstream is not None and lies.active:
             earlier.append(receipt_from_wire(upstream))
-        if upstream is None or len(earlier) < 3 or told or self._context.identity is not STRANGER:
-            return await answer(self, step, tensor, output, upstream)
+        if upstream is None or len(earlier) < 3 or told or identity_of(session) is not STRANGER:
+            return step, upstream
         told.append(step.sequence)
         said = replace(receipt_from_wire(upstream), reply_hash=bytes(32))
         said = said.signed(by) if isinstance(by, Identity) else said if by is None else earlier[-3]
         changed = wire.Step()
         changed.CopyFrom(step)
         changed.previous_receipt = said.hash()
-        return await answer(self, changed, tensor, output, receipt_to_wire(said))
+        return changed, receipt_to_wire(said)
 
-    monkeypatch.setattr(ServerSession, "_answer", invent)
-    bans, _, _ = generated(swarm, model_folder, lies, lambda: bool(told))
+    with alter_answers(invent):
+        bans, _, _ = generated(swarm, model_folder, lies, lambda: bool(told))
     assert told and bans == {STRANGER.peer_id}
 
 

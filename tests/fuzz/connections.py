@@ -33,6 +33,14 @@ from petalnode.node.network.transport.muxed_stream import ACK, DATA, FIN, HEADER
 from petalnode.node.network.transport.negotiation import question
 from petalnode.node.network.transport.raw_connection import Path
 from petalnode.node.network.transport.yamux import Muxer
+from petalnode.node.testing.node_inspection import (
+    held_back,
+    in_progress,
+    network_of,
+    open_ends,
+    refuse_dials,
+    use_swarm_key,
+)
 from petalnode.protocols import nat_traversal
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols.circuit import HOP, STOP
@@ -90,11 +98,11 @@ class _Yamux:
                 self._say(other, data)
                 await trio.testing.wait_all_tasks_blocked()
                 other.raw.sent.clear()
-            held_back = len(ours._held) > 16_384
+            too_much = held_back(ours) > 16_384
             await other.raw.close()
             await ours.close()
             self._left = {"unread": ours.buffered * (ours.lost is None), "streams": ours.open_streams}
-            self._left["held back"] = int(held_back)
+            self._left["held back"] = int(too_much)
             nursery.cancel_scope.cancel()
 
     def _say(self, other: OtherEnd, data: bytes) -> None:
@@ -192,25 +200,25 @@ class Handshakes:
         self._hosts = dialing, listening
 
     def held(self) -> Mapping[str, int]:
-        return {str(number): len(host._network.get_connections()) for number, host in enumerate(self._hosts)}
+        return {str(number): len(network_of(host).get_connections()) for number, host in enumerate(self._hosts)}
 
     async def feed(self, given: Tampered) -> None:
         dialer, listener = _Wire(Path(True, None, _FROM, inbound=False)), _Wire(_DIRECT)
         dialer.other, listener.other = listener, dialer
         dialer.changes, dialer.last = given.changes, given.last
         for host, psk in zip(self._hosts, given.psks, strict=True):
-            host._network._key = psk
+            use_swarm_key(host, psk)
         conns: list[Any] = []
 
         async def secure(host: Host, raw: _Wire, peer_id: Any) -> None:
             try:
                 with trio.fail_after(10):  # as those who listen and dial have it
-                    conns.append(await host._network.secure(raw, peer_id))
+                    conns.append(await network_of(host).secure(raw, peer_id))
             except Exception as error:
                 reason_of(error)
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(secure, self._hosts[0], dialer, self._hosts[1]._network.self_id)
+            nursery.start_soon(secure, self._hosts[0], dialer, network_of(self._hosts[1]).self_id)
             nursery.start_soon(secure, self._hosts[1], listener, None)
         for conn in conns:
             await conn.close()
@@ -246,18 +254,18 @@ class Streams:
     streams.
     """
 
-    def __init__(self, host: Host, table: Callable[[], Mapping[str, int]], closes: bool) -> None:
+    def __init__(self, host: Host, closes: bool) -> None:
         self._host = host
-        self._table = table
+        self.table: Callable[[], Mapping[str, int]] = dict
         self._closes = closes
         self.failures: list[Exception] = []
 
     def held(self) -> Mapping[str, int]:
-        network = self._host._network
-        return {"connections": len(network.get_connections()), "ends": len(network._ends), **self._table()}
+        connections = len(network_of(self._host).get_connections())
+        return {"connections": connections, "ends": open_ends(self._host), **self.table()}
 
     async def feed(self, given: Opened) -> None:
-        network = self._host._network
+        network = network_of(self._host)
         raw = MemoryRaw(path=given.path)
         session, other = noise_session(raw)
         other.say_bytes(question(YAMUX))
@@ -295,12 +303,8 @@ class Streams:
                 other.say(WINDOW_UPDATE, 0, stream, length)
 
 
-def _refuse_to_dial(*_: Any) -> Any:
+async def _refuse_to_dial(*_: Any) -> Any:
     raise OSError("nobody is dialed here")
-
-
-async def _refuse_to_dial_later(*_: Any) -> Any:
-    _refuse_to_dial()
 
 
 @asynccontextmanager
@@ -309,14 +313,12 @@ async def node_host(kind: str) -> AsyncIterator[Streams]:
         open_host(SERVER, listen=(), announce=(Multiaddr(_FROM),), psk=None) as host,
         trio.open_nursery() as nursery,
     ):
-        with (
-            patch.object(host._network, "_open_raw", _refuse_to_dial_later),
-            patch.object(hole_punching, "dial_from", _refuse_to_dial_later),
-        ):
-            subject = Streams(host, dict, closes=kind == "gossip")
+        refuse_dials(host)
+        with patch.object(hole_punching, "dial_from", _refuse_to_dial):
+            subject = Streams(host, closes=kind == "gossip")
             with _caught(host, subject):
                 async with _services(kind, host, nursery) as table:
-                    subject._table = table
+                    subject.table = table
                     yield subject
         nursery.cancel_scope.cancel()
 
@@ -360,9 +362,9 @@ async def _services(kind: str, host: Host, nursery: trio.Nursery) -> AsyncIterat
         return {
             "reservations": relay.stats.reservations,
             "circuits": relay.stats.circuits,
-            "dial-backs": dial_back._budget._running,
-            "pending circuits": circuits._pending,
-            "punches": puncher._limit.borrowed_tokens + len(puncher._starting),
+            "dial-backs": in_progress(dial_back),
+            "pending circuits": in_progress(circuits),
+            "punches": in_progress(puncher),
         }
 
     yield held

@@ -22,7 +22,8 @@ from petalnode.node.network.host import Host
 from petalnode.node.server.lifecycle.other_servers import serve_transfers
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.swarm import Swarm
-from petalnode.node.testing.node_inspection import held
+from petalnode.node.testing.inspection import audits_of, forget_audits
+from petalnode.node.testing.node_inspection import in_progress, logged
 from petalnode.node.trust.bundle import BadBundle
 from petalnode.node.trust.evidence_gossip import EvidenceGossip, fetch_bundle
 from petalnode.node.trust.store import TrustStore
@@ -102,8 +103,8 @@ async def _node() -> AsyncIterator[Talk]:
     )
     serve_transfers(cast(Swarm, handlers.streams))
     # One peer may leave one announcement and one line in the log behind, not more.
-    state = lambda: {"records": len(directory.view.records) > 1, "logged": len(directory._logged) > 1}  # noqa: E731
-    yield Talk(lambda protocol: handlers.by_protocol[protocol], state, handlers.streams._logged)
+    state = lambda: {"records": len(directory.view.records) > 1, "logged": len(logged(directory)) > 1}  # noqa: E731
+    yield Talk(lambda protocol: handlers.by_protocol[protocol], state, logged(handlers.streams))
 
 
 def _signed(message: wire.Announcement) -> wire.SignedAnnouncement:
@@ -159,8 +160,8 @@ async def _issuer() -> AsyncIterator[Talk]:
         ledger = Ledger(Path(folder) / "ledger.sqlite", VALIDATOR)
         ledger.issue(ATTACKER.peer_id, 1_000_000)
         service = CreditsService(cast(Swarm, handlers.streams), ledger)
-        state = lambda: {"streams": service._streams, "pending": service._pending}  # noqa: E731
-        yield Talk(lambda protocol: handlers.by_protocol[protocol], state, handlers.streams._logged)
+        state = lambda: {"in progress": in_progress(service)}  # noqa: E731
+        yield Talk(lambda protocol: handlers.by_protocol[protocol], state, logged(handlers.streams))
 
 
 @cache
@@ -198,17 +199,15 @@ def _orders(mutator: Mutator) -> Conversation:
 async def _auditor() -> AsyncIterator[Talk]:
     handlers = Handlers()
     service = ReceiptAuditService(cast(Swarm, handlers.streams), lambda receipt: receipt.model_version == VERSION)
-    talk = Talk(lambda protocol: handlers.by_protocol[protocol], dict, handlers.streams._logged, OTHER.peer_id)
+    talk = Talk(lambda protocol: handlers.by_protocol[protocol], dict, logged(handlers.streams), OTHER.peer_id)
 
     class Auditor:
         async def feed(self, given: Conversation) -> None:
             await talk.feed(given)
-            service._calls.clear()  # a client may not call so often
-            while service._receive.statistics().current_buffer_used:
-                await service.next()
+            await forget_audits(service)  # a client may not call so often
 
         def held(self) -> Mapping[str, int]:
-            return {"open": service._open, "bytes": service._bytes, "calls": held(service)}
+            return audits_of(service)
 
     yield cast(Talk, Auditor())
 

@@ -27,7 +27,8 @@ from petalnode.node.server.requests.admission import Hosted
 from petalnode.node.server.requests.pushes import PushStream
 from petalnode.node.server.requests.request import RequestContext
 from petalnode.node.server.requests.service import RequestService
-from petalnode.node.testing.node_inspection import held
+from petalnode.node.testing.inspection import adapters_coming, budgets_of, open_batches
+from petalnode.node.testing.node_inspection import held, logged
 from petalnode.protocols import ids
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
@@ -137,9 +138,7 @@ async def opened() -> AsyncIterator[Talk]:
         # Nothing waits in what the service cannot see: requests that count, and what budgets have lent.
         budgets = {
             "cache": cache_budget,
-            "batches": service._memory.requests,
-            "kept": service._memory.kept,
-            "adapters": adapters._budget,
+            **budgets_of(service, adapters),
         }
 
         def state() -> Mapping[str, int]:
@@ -147,13 +146,13 @@ async def opened() -> AsyncIterator[Talk]:
             used = {name: budget.capacity - budget.free + held(budget) for name, budget in budgets.items()}
             counts = {
                 "sessions": service.sessions + held(service),
-                "batches": service._batches.count + service._streams.count,
-                "adapters on their way": adapters._streams.count + held(adapters),
+                "batches": open_batches(service),
+                "adapters on their way": adapters_coming(adapters) + held(adapters),
                 "depth": compute.depth + held(compute) + held(compute.steps),
             }
             return {f"{name} used": amount for name, amount in used.items()} | counts
 
-        yield Talk(lambda protocol: handlers.by_protocol[protocol], state, handlers.streams._logged)
+        yield Talk(lambda protocol: handlers.by_protocol[protocol], state, logged(handlers.streams))
 
 
 # --- valid conversations

@@ -25,6 +25,7 @@ from petalnode.node.network.transport.muxed_stream import HEADER, RST, SYN, WIND
 from petalnode.node.network.transport.negotiation import question
 from petalnode.node.placement.planning.machines_file import read_machines
 from petalnode.node.testing import run_autojumping, stream_pair
+from petalnode.node.testing.node_inspection import held_back
 from petalnode.node.tuning.adapter_files import check_adapter
 from petalnode.node.tuning.dataset import read_dataset
 from petalnode.protocols import standard_pb2 as standard
@@ -197,7 +198,7 @@ def test_who_opens_streams_and_resets_them_fills_no_memory() -> None:
                 if ours.lost is None:  # it may be cut off
                     other.say_bytes(HEADER.pack(0, WINDOW_UPDATE, SYN | RST, 1, 0) * 100)
                     await settled()
-            assert len(ours._held) < 2048
+            assert held_back(ours) < 2048
 
     virtually(main)
 

@@ -145,7 +145,7 @@ def test_question_and_partial_answer_are_kept_when_the_only_server_dies(tmp_path
     assert (saved["turns"], saved["unfinished"], saved["session"]) == (turns, True, None)
 
     again, conversation = chatter(file, [ord("y")], [ord("z")])
-    trio.run(again._obey, "/retry")  # the same question, without what came of its answer
+    trio.run(again.obey, "/retry")  # the same question, without what came of its answer
     assert conversation.asked[0] == Letters().tokenize([ChatMessage(*turn) for turn in turns[:3]])
     saved = json.loads(file.read_text())
     assert (saved["turns"][2:], saved["unfinished"]) == ([["user", "second"], ["assistant", "y"]], False)
@@ -156,10 +156,10 @@ def test_a_question_that_nobody_answered_is_kept_and_no_part_of_the_next_prompt(
 ) -> None:
     file = tmp_path / "chat.json"
     talk, conversation = chatter(file, [LOST], [ord("y")])
-    trio.run(talk._obey, "lost question")
+    trio.run(talk.obey, "lost question")
     assert "…abc is gone" in capsys.readouterr().err
     assert json.loads(file.read_text())["turns"] == [["user", "lost question"]]
-    trio.run(talk._obey, "next")
+    trio.run(talk.obey, "next")
     assert conversation.asked[-1] == Letters().tokenize([ChatMessage("user", "next")])
     assert json.loads(file.read_text())["turns"] == [["user", "next"], ["assistant", "y"]]
 
@@ -172,7 +172,7 @@ def test_a_disk_that_becomes_full_ends_no_conversation(
 
     talk, _ = chatter(tmp_path / "chat.json", [ord("y")])
     monkeypatch.setattr("petalnode.node.client.chat.write_private", full)
-    trio.run(talk._obey, "hi")
+    trio.run(talk.obey, "hi")
     shown = capsys.readouterr()
     assert shown.out == "y\n" and "No space left on device" in shown.err
     once, _ = chatter(tmp_path / "chat.json", [ord("y")], prompt="hi")

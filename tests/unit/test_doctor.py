@@ -105,10 +105,10 @@ def test_little_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyPatch) -
 def test_nodes_of_this_machine_cannot_tell_how_others_reach_it() -> None:
     peer = "p2p/12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrcDMWFXQV"
     here, there = f"/ip4/127.0.0.1/tcp/1/{peer}", f"/ip4/203.0.113.7/tcp/1/{peer}"
-    assert checks._are_here([here, f"/ip6/::1/tcp/1/{peer}"])
-    assert not checks._are_here([here, there]) and not checks._are_here([])
-    assert not checks._are_here([f"/dns4/localhost/tcp/1/{peer}"])  # a name may be any machine's
-    finding = trio.run(checks._reachability, None, True)  # type: ignore[arg-type]
+    assert checks.are_here([here, f"/ip6/::1/tcp/1/{peer}"])
+    assert not checks.are_here([here, there]) and not checks.are_here([])
+    assert not checks.are_here([f"/dns4/localhost/tcp/1/{peer}"])  # a name may be any machine's
+    finding = trio.run(checks.check_reachability, None, True)  # type: ignore[arg-type]
     assert finding.verdict == "warning" and "cannot be told" in finding.text and finding.advice
 
 
@@ -121,7 +121,7 @@ def test_a_fault_of_this_machine_is_not_blamed_on_the_addresses(monkeypatch: pyt
             yield
 
         monkeypatch.setattr(checks, "joined", joined)
-        [finding] = trio.run(checks._network, JoinOptions(), Output(False))
+        [finding] = trio.run(checks.check_network, JoinOptions(), Output(False))
         assert finding.verdict == "problem" and str(error) in finding.text and advice in finding.advice
 
 
@@ -136,7 +136,7 @@ def test_tables_can_be_read_on_a_narrow_terminal(width: int) -> None:
         reason="the answer is further off than usual, and not as far as to be certain",
     )  # fmt: skip
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(status._table("tiny-llama", bytes(32), 22, [server], narrow=width < 80))
+    console.print(status.server_table("tiny-llama", bytes(32), 22, [server], narrow=width < 80))
     console.print(findings_table({"12D3KooWBhrhHZJG": (0.0, verdict)}, {"12D3KooWBhrhHZJG": 3}, narrow=True))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width

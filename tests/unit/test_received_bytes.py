@@ -80,8 +80,7 @@ def test_a_stream_counts_what_it_holds(keeps: bool) -> None:
 
     async def main() -> None:
         room, ends = ReceivedBytes(), stream_pair(4 * MIB)
-        ours, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends)
-        theirs._room, theirs._keeps_room = room, keeps
+        ours, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends, room=room, keeps_room=keeps)
         frame = wire.PushFrame(tensors=[wire.Tensor()])
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: ours.send(frame, [bytes(MIB)], timeout=5))

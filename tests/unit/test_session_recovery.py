@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import pytest
-import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.client.deadlines import RECOVERY_TIMEOUT, open_patience
-from petalnode.node.client.request import MAX_FAILURES, WireTensor
-from petalnode.node.client.session.history import Input
+from petalnode.node.client.request import MAX_FAILURES
+from petalnode.node.client.session.chain import Trouble
 from petalnode.node.client.session.recovery import (
     LEAST_ATTEMPT,
     MOST_ATTEMPTS,
@@ -49,10 +46,9 @@ from petalnode.node.client.session.recovery import (
     next_path_action,
     next_search_action,
 )
-from petalnode.node.client.session.step import StepRun
+from petalnode.node.client.session.step import next_trouble
 from petalnode.node.errors import ServerFailed
 from petalnode.node.swarm.routing import Hop
-from petalnode.node.testing import run_autojumping
 from petalnode.protocols.ids import Span
 
 
@@ -374,24 +370,19 @@ def test_the_last_of_many_silent_ones_is_found_in_a_time_that_grows_slowly() -> 
 
 
 def test_what_holds_a_step_up_is_kept_until_it_goes_on() -> None:
-    run_autojumping(_held_up)
+    hop, failure = Hop("12D3KooWlost", Span(0, 6)), ServerFailed("it is gone", "12D3KooWlost")
 
+    def after(
+        before: Trouble | None, action: StepAction, failure: ServerFailed | None, now: float = 0
+    ) -> Trouble | None:
+        return next_trouble(before, action, hop, failure, now, step_timeout=60.0)
 
-async def _held_up() -> None:
-    hop = Hop("12D3KooWlost", Span(0, 6))
-    chain: Any = SimpleNamespace(trouble=None, spec=SimpleNamespace(step_timeout=60.0))
-    link: Any = SimpleNamespace(server=SimpleNamespace(hop=hop))
-    run = StepRun(chain, [link], Input(0, (), WireTensor.__new__(WireTensor)), push=False)
-    run._note_trouble(Receive("sent"))
-    assert chain.trouble is None
-    run._note_trouble(Receive("late"))
-    assert chain.trouble.hop == hop and not chain.trouble.lost
-    run._failures.append(ServerFailed("it is gone", hop.peer_id))
-    run._note_trouble(Reconnect(0.5))
-    lost = chain.trouble
-    assert lost.lost and lost.reason == "it is gone" and lost.waits == RECOVERY_TIMEOUT
-    await trio.sleep(1)
-    run._note_trouble(Recover.RACE)
-    assert chain.trouble is lost  # it is told once, from when it was noticed
-    run._note_trouble(Send(anew=True))
-    assert chain.trouble is None
+    assert after(None, Receive("sent"), None) is None
+    silent = after(None, Receive("late"), None, now=7)
+    assert silent == Trouble(hop, False, "", since=7, waits=60.0)
+    lost = after(silent, Reconnect(0.5), failure, now=8)
+    assert lost == Trouble(hop, True, "it is gone", since=8, waits=RECOVERY_TIMEOUT)
+    assert after(lost, Recover.RACE, failure, now=9) is lost  # it is told once, from when it was noticed
+    other = replace(hop, peer_id="12D3KooWnext")
+    assert next_trouble(lost, Recover.RACE, other, failure, 9, 60.0) == replace(lost, hop=other, since=9)
+    assert after(lost, Send(anew=True), failure) is None

@@ -771,16 +771,17 @@ def test_small_pieces_are_kept_together() -> None:
 
 def test_messages_may_be_cut_anywhere() -> None:
     async def main() -> None:
-        session, other = noise_session(MemoryRaw())
+        raw = MemoryRaw()
+        session, other = noise_session(raw)
         other.say_bytes(b"one")
         other.say_bytes(b"two")
-        data = b"".join([await session._raw.receive() for _ in range(2)])
+        data = b"".join([await raw.receive() for _ in range(2)])
         for byte in data:
             other.raw.say.send_nowait(bytes([byte]))
         assert [await session.receive() for _ in range(2)] == [[b"one"], [b"two"]]
         other.say_bytes(b"three")
         other.say_bytes(b"four")
-        other.raw.say.send_nowait(b"".join([await session._raw.receive() for _ in range(2)]))
+        other.raw.say.send_nowait(b"".join([await raw.receive() for _ in range(2)]))
         assert await session.receive() == [b"three", b"four"]
         await other.raw.close()
         with pytest.raises(ConnectionResetError):
@@ -899,7 +900,7 @@ def test_what_the_other_end_never_reads_is_bounded() -> None:
 
     async def main() -> None:
         session, _ = noise_session(MemoryRaw(room=0))
-        for _ in range(noise._OUT_HARD_LIMIT // MIB):
+        for _ in range(noise.OUT_HARD_LIMIT // MIB):
             session.put(bytes(MIB))
         with pytest.raises(ConnectionAbortedError):
             session.put(b"x")
@@ -915,7 +916,7 @@ def test_a_socket_that_takes_nothing_ends_the_connection() -> None:
         begun = trio.current_time()
         with pytest.raises(ConnectionAbortedError):
             await session.pump()
-        assert trio.current_time() - begun == pytest.approx(noise._STALL_LIMIT)
+        assert trio.current_time() - begun == pytest.approx(noise.STALL_LIMIT)
         await session.close()
         with pytest.raises(ConnectionResetError):
             session.put(b"x")

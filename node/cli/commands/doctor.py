@@ -78,7 +78,7 @@ async def _doctor(join: JoinOptions) -> None:
 
     for finding in await trio.to_thread.run_sync(lambda: list(_machine())):
         report(finding)
-    for finding in await _network(join, output):
+    for finding in await check_network(join, output):
         report(finding)
     problems = sum(finding.verdict == "problem" for finding in findings)
     warnings = sum(finding.verdict == "warning" for finding in findings)
@@ -109,7 +109,7 @@ def _machine() -> Iterator[Finding]:
         yield Finding("identity", "problem", str(error))
 
 
-async def _network(join: JoinOptions, output: Output) -> list[Finding]:
+async def check_network(join: JoinOptions, output: Output) -> list[Finding]:
     """Joins the swarm as a server would, and has other nodes dial back."""
     output.say("  ..  joining the swarm, and asking others to dial back ...", style="dim")
     try:
@@ -117,7 +117,7 @@ async def _network(join: JoinOptions, output: Output) -> list[Finding]:
             if not join.peers and swarm.joined is None:
                 text = "no other node is known, so nobody can be asked to dial back"
                 return [Finding("swarm", "warning", text, "give --peer MULTIADDR (every node prints its own)")]
-            return [await _swarm(swarm), await _clock(swarm), await _reachability(swarm, _are_here(join.peers))]
+            return [await _swarm(swarm), await _clock(swarm), await check_reachability(swarm, are_here(join.peers))]
     except SwarmError as error:
         return [Finding("swarm", "problem", str(error), "check the addresses, the network, and that these nodes run")]
     except PetalnodeError as error:  # of this machine, not of the network
@@ -147,13 +147,13 @@ async def _clock(swarm: Swarm) -> Finding:
     return judge_clock(offsets)
 
 
-def _are_here(peers: Sequence[str]) -> bool:
+def are_here(peers: Sequence[str]) -> bool:
     """Whether all of these addresses are of this machine, so that they say nothing of how others reach it."""
     hosts = [ip_of(Multiaddr(parse_peer(peer)[1])) for peer in peers]
     return bool(hosts) and all(host is not None and host.is_loopback for host in hosts)
 
 
-async def _reachability(swarm: Swarm, asked_here: bool) -> Finding:
+async def check_reachability(swarm: Swarm, asked_here: bool) -> Finding:
     if asked_here:
         return Finding(
             "reachability",

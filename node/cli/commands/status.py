@@ -61,7 +61,7 @@ async def _status(model: str | None, join: JoinOptions) -> None:
             output.emit(**_as_json(name, version, num_blocks, servers, coverage), relays=list(map(asdict, relays)))
             if not join.json:
                 narrow = output.console.width < _WIDE
-                output.table(_table(name, version, num_blocks, servers, narrow=narrow))
+                output.table(server_table(name, version, num_blocks, servers, narrow=narrow))
                 for line in adapter_lines(servers):
                     output.say(line)
                 missing = [block for block, count in enumerate(coverage) if not count]
@@ -138,7 +138,7 @@ def _throughput(server: Announcement) -> float:
     return round(1 / server.step_seconds, 2) if server.step_seconds else 0.0
 
 
-def _table(
+def server_table(
     name: str, version: bytes, num_blocks: int, servers: Sequence[Announcement], *, narrow: bool = False
 ) -> Table:
     """The servers of a model, drawn over its blocks; a `narrow` table has neither drawing nor version."""

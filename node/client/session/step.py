@@ -14,6 +14,7 @@ from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.inference import pushed_step
 from ...errors import BadInput, ServerCheated, ServerFailed, SwarmError, unwrapped
+from ...swarm.routing import Hop
 from ..deadlines import PUSH_RETRY, RECOVERY_TIMEOUT, STANDBY_POLL, WaitCause, push_patience
 from ..request import PushedOther, StreamLost, WireTensor, blames_request
 from .chain import Chain, Trouble
@@ -101,16 +102,9 @@ class StepRun:
 
     def _note_trouble(self, action: StepAction) -> None:
         """Keeps what holds the step up, before it is waited for: a person may want to know."""
-        before, hop, now = self._chain.trouble, self._link.server.hop, trio.current_time()
-        match action:
-            case Reconnect() | Recover.RACE | Recover.REPLACE if self._failures:
-                if before is None or before.hop != hop or not before.lost:
-                    reason = str(self._failures[-1])
-                    self._chain.trouble = Trouble(hop, True, reason, now, RECOVERY_TIMEOUT)
-            case Receive("late") if before is None:
-                self._chain.trouble = Trouble(hop, False, "", now, self._chain.spec.step_timeout)
-            case Send(anew=True):
-                self._chain.trouble = None
+        failure = self._failures[-1] if self._failures else None
+        now, patience = trio.current_time(), self._chain.spec.step_timeout
+        self._chain.trouble = next_trouble(self._chain.trouble, action, self._link.server.hop, failure, now, patience)
 
     @property
     def _link(self) -> ServerLink:
@@ -351,6 +345,24 @@ class StepRun:
         except (SwarmError, BadInput) as error:
             self._impossible = error
             return Signal.NOBODY_ELSE
+
+
+def next_trouble(
+    before: Trouble | None, action: StepAction, hop: Hop, failure: ServerFailed | None, now: float, step_timeout: float
+) -> Trouble | None:
+    """What holds a step up at `hop` from `now` on, told once for each server that is gone; None where nothing does.
+
+    `failure` is the newest at this step, `step_timeout` for how long a silent server is waited for, in seconds.
+    """
+    match action:
+        case Reconnect() | Recover.RACE | Recover.REPLACE if failure is not None:
+            if before is None or before.hop != hop or not before.lost:
+                return Trouble(hop, True, str(failure), now, RECOVERY_TIMEOUT)
+        case Receive("late") if before is None:
+            return Trouble(hop, False, "", now, step_timeout)
+        case Send(anew=True):
+            return None
+    return before
 
 
 def wait_cause(action: StepAction) -> WaitCause:

@@ -28,9 +28,9 @@ MAX_PLAINTEXT: Final = 65535 - 16
 # What may wait for the socket before writers have to. Small, so that a decode step behind a prefill waits little.
 _OUT_LIMIT: Final = 256 * 1024
 # Answers to pings and the like do not wait; a peer that has so many of them unread is no peer.
-_OUT_HARD_LIMIT: Final = 16 * 1024 * 1024
+OUT_HARD_LIMIT: Final = 16 * 1024 * 1024
 # A peer whose system takes no 64 KiB within this time is as good as gone.
-_STALL_LIMIT: Final = 10.0  # seconds
+STALL_LIMIT: Final = 10.0  # seconds
 
 
 class BufferedNoise(Transport):
@@ -149,7 +149,7 @@ class NoiseSession(BaseSession):
         """
         if self._closed:
             raise ConnectionResetError("the connection is closed")
-        if self._outgoing_bytes > _OUT_HARD_LIMIT:
+        if self._outgoing_bytes > OUT_HARD_LIMIT:
             raise ConnectionAbortedError("the peer asks for more than it reads")
         if self.upload is not None:
             self.upload.spend(len(data))
@@ -203,10 +203,10 @@ class NoiseSession(BaseSession):
                 self._sent.unpark_all()
 
     async def _send_raw(self, message: bytes) -> None:
-        with trio.move_on_after(_STALL_LIMIT):
+        with trio.move_on_after(STALL_LIMIT):
             await self._raw.send(message)
             return
-        raise ConnectionAbortedError(f"the peer took nothing for {_STALL_LIMIT:g} s")
+        raise ConnectionAbortedError(f"the peer took nothing for {STALL_LIMIT:g} s")
 
     async def write(self, data: bytes) -> None:
         """Sends all of it, for libp2p's negotiation of the muxer (no `pump` yet)."""
