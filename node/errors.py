@@ -82,11 +82,17 @@ class MachineError(PetalnodeError):
 
 @contextmanager
 def unwrapped(kind: type[Exception]) -> Iterator[None]:
-    """Raises the first error of `kind` instead of a nursery's group that holds nothing else."""
+    """Raises the first error of `kind` instead of a nursery's group that holds nothing else.
+
+    If the block was cancelled from outside at the same moment, the cancellation goes on alone: whoever cancelled waits
+    for no error, and would get a group.
+    """
     try:
         yield
     except BaseExceptionGroup as group:
         matching, others = group.split(kind)
+        if matching is not None and others is not None and others.split(Exception)[0] is None:
+            raise others from None
         if matching is None or others is not None:
             raise
         error: BaseException = matching

@@ -281,6 +281,9 @@ class MessageStream(Generic[F]):
             if not self._room.take_nowait(self.peer_id, total):
                 await self._room.take(self.peer_id, total)
             self._room_taken = total
+            if self._broken is not None:  # by another task, while this one waited: nobody would give it back
+                self._leave_room()
+                raise self._broken
         begun = trio.current_time()
         try:
             with trio.move_on_after(max(0.0, self._patience)):

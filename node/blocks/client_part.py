@@ -23,7 +23,7 @@ from ..models.checkpoint import Checkpoint
 from .cache import RAGGED
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
-from .skeleton import BlockList, Skeleton, build, fill
+from .skeleton import BUILDING, BlockList, Skeleton, build, fill
 from .span_adapter import linear_shapes
 
 
@@ -422,7 +422,7 @@ def sequence_classifier(client: ClientModel, num_labels: int, problem_type: str 
     config.num_labels = num_labels
     config.problem_type = problem_type
     try:
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=client.dtype)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]

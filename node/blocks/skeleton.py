@@ -7,10 +7,11 @@ afterwards: a configuration with fewer layers gives other layers in many archite
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -137,6 +138,11 @@ def _strip(root: nn.Module, path: str, keep: str) -> None:
         module = getattr(module, step)
 
 
+BUILDING: Final = threading.Lock()
+"""Held while transformers builds a model: for so long it sets torch's default dtype, which is that of all threads. Of
+two that build at once, one would make its weights in the dtype of the other, and leave that behind as the default."""
+
+
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
     """The whole model of `config` without memory.
 
@@ -146,7 +152,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> Skeleton:
     _refuse_outside_inputs(config)
     name = config.model_type
     try:
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]

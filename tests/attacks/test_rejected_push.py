@@ -60,6 +60,8 @@ PUSHES: dict[str, Callable[[RawSession], tuple[Identity, wire.PushFrame]]] = {
         UPSTREAM,
         pushed(session, CLIENT, UPSTREAM, 2, 0, GARBAGE, reply_hash=b""),
     ),
+    "of the step behind the next": lambda session: (UPSTREAM, pushed(session, CLIENT, UPSTREAM, 3, 0, GARBAGE)),
+    "of a step far ahead": lambda session: (UPSTREAM, pushed(session, CLIENT, UPSTREAM, 1 << 40, 0, GARBAGE)),
     "of a stranger who knows the nonce": lambda session: (STRANGER, pushed(session, CLIENT, STRANGER, 2, 0, GARBAGE)),
     "of a stranger with another's receipt": lambda session: (
         STRANGER,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ import pytest
 import torch
 
 from petalnode.node.blocks.client_part import RemoteCache
+from petalnode.node.blocks.config import read_config
+from petalnode.node.blocks.skeleton import build
 from petalnode.node.errors import BadInput
 from petalnode.protocols.ids import Span
 from tests.parity.local_swarm import open_client
 from tests.parity.whole import whole_of
-from tests.tiny_models import ARCHITECTURES, VOCABULARY
+from tests.tiny_models import ARCHITECTURES, VOCABULARY, save_tiny
 
 Tiny = Callable[[str], Path]
 
@@ -136,3 +140,19 @@ def test_a_mask_with_holes_is_refused(tiny: Tiny) -> None:
     client, _ = open_client(tiny("llama"), TWO)
     with pytest.raises(BadInput, match="left"):
         client.model(prompt(1, 4), attention_mask=torch.tensor([[1, 0, 1, 1]]))
+
+
+def test_models_that_load_at_once_have_a_dtype_each_and_leave_none_behind(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    begin = threading.Barrier(len(dtypes))
+
+    def load(dtype: torch.dtype) -> None:
+        begin.wait()
+        for _ in range(10):
+            model = build(read_config(folder), dtype).model
+            assert {weight.dtype for weight in model.parameters()} == {dtype}
+
+    with ThreadPoolExecutor(len(dtypes)) as threads:
+        list(threads.map(load, dtypes))
+    assert torch.get_default_dtype() == torch.float32

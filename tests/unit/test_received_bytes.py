@@ -99,6 +99,29 @@ def test_a_stream_counts_what_it_holds(keeps: bool) -> None:
     run_autojumping(main)
 
 
+@pytest.mark.parametrize("payload", [b"", bytes(MIB)])
+def test_a_stream_that_ends_while_its_reader_waits_for_room_keeps_none(payload: bytes) -> None:
+    async def main() -> None:
+        room, ends = ReceivedBytes(most=MIB), stream_pair(4 * MIB)
+        _, theirs = message_streams(wire.PushFrame, "one", "other", ends=ends, room=room, keeps_room=True)
+        assert room.take_nowait("another", MIB)
+        await ends[0].write(header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=MIB)])) + payload)
+
+        async def receive() -> None:
+            with pytest.raises(StreamClosed, match="closed on this side"):
+                await theirs.receive(timeout=None)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(receive)
+            await wait_all_tasks_blocked()
+            await theirs.close()
+            room.give_back("another", MIB)
+        await theirs.close()  # as who serves the stream does at the end
+        assert room.taken == 0
+
+    trio.run(main)
+
+
 @pytest.mark.parametrize("begun", [header_of(wire.PushFrame(tensors=[wire.Tensor(nbytes=64 * MIB)])), b"\xff", b"\x20"])
 def test_a_message_that_trickles_ends_its_stream(begun: bytes) -> None:
     async def main() -> None:

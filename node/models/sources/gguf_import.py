@@ -147,8 +147,8 @@ class _Names:
         self._file = file
         architecture = header.metadata["general.architecture"]
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        with torch.device("meta"):  # without a dtype, which transformers would make the default of all threads
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=None)
         try:
             self._names: dict[str, str] = get_gguf_hf_weights_map(_Outer(model, depth=1), self._processor)
         except NotImplementedError as error:

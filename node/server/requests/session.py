@@ -297,6 +297,8 @@ class ServerSession:
             if upstream is None:
                 await self._repeat(step, tensor, payload)
             return
+        if upstream is not None and step.sequence != self._sequence + 1:
+            raise bad_request(f"step {step.sequence} was pushed, and {self._sequence + 1} comes next")
         check_step(
             step,
             [tensor],

@@ -1,0 +1,50 @@
+"""What comes of errors that a nursery has put into a group."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from petalnode.node.errors import ServerFailed, SwarmError, unwrapped
+
+FAILURE = ServerFailed("it is gone", "a")
+
+
+def test_an_error_among_tasks_is_raised_as_it_is() -> None:
+    async def main() -> None:
+        with unwrapped(ServerFailed):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.sleep_forever)
+                raise FAILURE
+
+    with pytest.raises(ServerFailed) as caught:
+        trio.run(main)
+    assert caught.value is FAILURE
+
+
+def test_two_kinds_of_errors_stay_a_group() -> None:
+    async def main() -> None:
+        async def fail() -> None:
+            raise SwarmError("another")
+
+        with unwrapped(ServerFailed):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fail)
+                raise FAILURE
+
+    with pytest.raises(ExceptionGroup):
+        trio.run(main)
+
+
+def test_who_cancels_in_the_moment_of_an_error_gets_no_group() -> None:
+    """As a person who presses Ctrl-C, or another chain that has won, just when a server fails."""
+
+    async def main() -> None:
+        with trio.CancelScope() as scope, unwrapped(ServerFailed):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.sleep_forever)
+                scope.cancel()
+                raise FAILURE
+        assert scope.cancelled_caught
+
+    trio.run(main)
