@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import logging
 import os
@@ -99,6 +100,8 @@ def main() -> NoReturn:
         if arguments[:1] in (["chat"], ["tune"]) and "--help" not in arguments:
             start.stage("starting")
         _register(arguments or ["--help"])
+        gc.freeze()
+        gc.enable()  # `petalnode.__main__` has disabled it
         code = run(arguments)
         sys.stdout.flush()
     except BaseException as error:
