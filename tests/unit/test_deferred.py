@@ -15,7 +15,7 @@ from petalnode.node.cli import deferred
 
 _FILES = {
     "latepkg/__init__.py": "from .heavy import Heavy, LIMIT\nname = 'package'",
-    "latepkg/light.py": "from latepkg.heavy import Heavy, Base, make\nclass Child(Base): pass\nclass Bare(Heavy): pass\n"
+    "latepkg/light.py": "from latepkg.heavy import Heavy, Base\nclass Child(Base): pass\nclass Bare(Heavy): pass\n"
     "def accepts(value: Heavy | None) -> bool: return isinstance(value, Heavy)",
     "latepkg/heavy.py": "import latepkg.ran\nLIMIT = 3\nclass Base:\n size = 7\nclass Heavy:\n"
     " def __init__(self, value=0): self.value = value\n @classmethod\n def of(cls, value): return cls(value)\n"
