@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Final, NoReturn
 
 import typer
+import typer.main
 
 from ..errors import ExitCode
 from .process import exit_code, interrupted, leaves, start
@@ -126,13 +127,16 @@ def _leave(code: int) -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Runs one command line; returns its exit code. A person's mistake is one line on standard error."""
     try:
-        result = app(arguments, prog_name="petalnode", standalone_mode=False)
+        # Not `app(arguments)`, which makes a silent exit code of Ctrl-C.
+        command = typer.main.get_command(app)
+        with command.make_context("petalnode", list(arguments)) as context:
+            result = command.invoke(context)
         return result if isinstance(result, int) else int(ExitCode.DONE)
     except BaseException as raised:
         for error in leaves(raised):
             if isinstance(error, typer.Exit):
                 return error.exit_code
-            if isinstance(error, typer.Abort):
+            if isinstance(error, typer.Abort | EOFError):
                 return interrupted()
             if isinstance(error, _UsageError):
                 error.show()  # type: ignore[attr-defined]

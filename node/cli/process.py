@@ -5,6 +5,7 @@ Imports the standard library and `errors` only, so that it is in place before an
 
 from __future__ import annotations
 
+import _thread
 import codecs
 import errno
 import os
@@ -23,6 +24,7 @@ _PLAIN: Final = {"…": "...", "→": "->", "█": "#", "·": ".", "─": "-", "
 _RED: Final = ("\x1b[31m", "\x1b[0m")
 _BROKEN: Final = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN)
 _QUIET: Final = 0.5
+_AGAIN: Final = 0.05
 SIGNALLED: Final = 128
 """An exit code above it is that of a signal, as shells have it."""
 
@@ -46,6 +48,17 @@ def prepare() -> None:
         # `nohup` ignores SIGHUP, and then a closed terminal is no reason to end.
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _interrupt)
+    sys.unraisablehook = _again
+
+
+def _again(ignored: sys.UnraisableHookArgs) -> None:
+    """Sends a signal again whose exception came where none can be raised, such as while an object is freed."""
+    if not issubclass(ignored.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(ignored)
+        return
+    timer = threading.Timer(_AGAIN, _thread.interrupt_main, _came[:1])
+    timer.daemon = True
+    timer.start()
 
 
 def _open_streams() -> None:

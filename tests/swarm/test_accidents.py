@@ -5,13 +5,17 @@ An accident is made in the command's own process before it begins, so that nothi
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +26,15 @@ import typer.main
 from rich.table import Table
 from safetensors.numpy import save_file
 
+from petalnode.crypto.identity import Identity
 from petalnode.crypto.swarm_key import make_swarm_key
 from petalnode.node.cli import app as command_line
+from petalnode.node.cli import process
 from petalnode.node.cli.join import JoinOptions
 from petalnode.node.cli.output import Output
 from petalnode.node.errors import BadInput
 from petalnode.node.tuning.repository import FolderRepository, HubRepository, repository_of
+from tests.patience import Patience
 from tests.swarm import warm_python
 from tests.swarm.processes import STOP_TIMEOUT, Outcome, environment, wait_ended
 
@@ -109,18 +116,18 @@ def outcomes(home: Path, models: Path, tmp_path_factory: pytest.TempPathFactory)
         machines = [{"name": name, "blocks": 6, "ms_per_block": 10} for name in ("one", "two")]
         (scratch / "machines.json").write_text(json.dumps(machines))
         arguments = COMMANDS[command].format(models=models, nobody=NOBODY, scratch=scratch).split()
-        process = warm_python.start(
+        started = warm_python.start(
             [sys.executable, "-c", ACCIDENTS[accident].before + _RUN, *arguments], environment(home), scratch
         )
         try:
-            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-            process.stdin.close()
-            code = wait_ended(process, STOP_TIMEOUT)
+            assert started.stdin is not None and started.stdout is not None and started.stderr is not None
+            started.stdin.close()
+            code = wait_ended(started, STOP_TIMEOUT)
             # Pipes hold all that a command says here; a file would be under the limits of some accidents.
-            with process.stdout, process.stderr:
-                return Outcome(code, process.stdout.read(), process.stderr.read())
+            with started.stdout, started.stderr:
+                return Outcome(code, started.stdout.read(), started.stderr.read())
         finally:
-            process.kill()
+            started.kill()
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         waiting: dict[tuple[str, str], Future[Outcome]] = {case: pool.submit(run, *case) for case in CASES}
@@ -161,6 +168,51 @@ def test_the_help_says_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) ->
     commands = typer.main.get_command(command_line.app).commands  # type: ignore[attr-defined]
     texts = {name: " ".join((command.help or "").split("\n\n")[0].split()) for name, command in commands.items()}
     assert texts == command_line.COMMANDS
+
+
+class _Freed:
+    def __del__(self) -> None:
+        raise KeyboardInterrupt
+
+
+def _free_and_wait() -> None:
+    _Freed()
+    patience = Patience(60, os.getpid())
+    while not patience.is_over:
+        time.sleep(0.01)
+
+
+def test_a_signal_that_comes_where_nothing_can_be_raised_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, code, said in ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")):
+        monkeypatch.setattr(sys, "unraisablehook", process._again)
+        monkeypatch.setattr(process, "_came", [] if number == signal.SIGINT else [number])
+        before = signal.signal(number, process._interrupt) if number != signal.SIGINT else None
+        try:
+            with pytest.raises(KeyboardInterrupt) as raised:
+                _free_and_wait()
+        finally:
+            if before is not None:
+                signal.signal(number, before)
+        with redirect_stderr(io.StringIO()) as errors:
+            assert process.exit_code(raised.value) == code
+        assert errors.getvalue() == f"petalnode: {said}\n"
+
+
+@pytest.mark.parametrize("name", ["chat", "status", "bootstrap", "serve", "validate", "doctor", "credits"])
+def test_an_interrupt_at_work_is_told(
+    name: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    Identity.generate().save(tmp_path / "node.key")
+    monkeypatch.setattr(trio, "run", interrupted)
+    monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    arguments = COMMANDS[name].format(models=models, nobody=NOBODY, scratch=tmp_path).split()
+    command_line._register(arguments)
+    assert command_line.run(arguments) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "petalnode: interrupted"
 
 
 MISTAKES = {

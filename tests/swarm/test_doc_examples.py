@@ -160,7 +160,7 @@ class Place:
         if before == "--num-blocks" and word.isdecimal() and int(word) < 80:
             return "3"  # the examples' models have more
         if word == "FILE":
-            return {"--data": "poems.jsonl", "--machines": "machines.json", "--identity": "my.key"}.get(before, "evidence.pb")
+            return {"--data": "poems.jsonl", "--machines": "machines.json"}.get(before, "file")
         return {"POINTS": "500", "...": "hi", **STANDS_FOR}.get(word, word)
 
     def code(self, text: str) -> str:
@@ -177,7 +177,6 @@ def server(node_starter: Nodes, models: Path) -> Node:
 def place(server: Node, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     (tmp_path / MODEL).symlink_to(models / MODEL)
     (tmp_path / "poems.jsonl").write_text('{"text": "one two three"}\n{"text": "two one"}\n' * 6)
-    (tmp_path / "evidence.pb").write_bytes(b"none")
     (tmp_path / "adapters").mkdir()
     subprocess.run(["git", "init", "--quiet", "--bare", "adapters.git"], cwd=tmp_path, check=True)
     save_lora(models / MODEL, tmp_path / "my-adapter", ["q_proj", "v_proj"])
