@@ -51,6 +51,7 @@ COMMANDS: Final = {
     "demo": "Start a swarm of the default model on this machine, separate from all others, and chat with it.",
     "serve": "Host blocks of a model for the swarm.",
     "chat": "Chat with the model that a swarm serves.",
+    "api": "Serve an OpenAI-compatible HTTP API, which answers over the servers of a swarm.",
     "status": "Show the models of a swarm, its servers and the blocks that they hold, and its relays.",
     "bootstrap": "Run a DHT node and relay without a model: other nodes join and reach each other through it.",
     "doctor": "Check this machine and its connection to the swarm: versions, device, memory, disk, port, clock, "
@@ -98,7 +99,7 @@ def main() -> NoReturn:
     # Which of the options are explained is settled when a command is imported (`join.ALL_IN_HELP`).
     arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]
     try:
-        if arguments[:1] in (["chat"], ["tune"]) and "--help" not in arguments:
+        if arguments[:1] in (["chat"], ["tune"], ["api"]) and "--help" not in arguments:
             start.stage("starting")
         _register(arguments or ["--help"])
         gc.freeze()

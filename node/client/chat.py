@@ -104,14 +104,56 @@ class Text:
             self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         )
 
+    @property
+    def tokenizer(self) -> Any:
+        """The one of transformers."""
+        return self._tokenizer
+
+    @property
+    def template(self) -> str:
+        """The chat template, a text of Jinja; empty if the model has none."""
+        found = self._tokenizer.chat_template
+        return str(found.get("default", "") if isinstance(found, dict) else found or "")
+
+    def chat_prompt(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """The prompt for the next answer to messages as the chat template takes them, with tools where it takes some.
+
+        Raises:
+            BadInput: the template will not have these messages, or the model has none.
+        """
+        from jinja2.exceptions import TemplateError
+
+        if not self.template:
+            raise BadInput("this model has no chat template: use completions, with a prompt of your own")
+        try:
+            return list(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) or None, add_generation_prompt=True, return_dict=True
+                )["input_ids"]
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise BadInput(f"the model's chat template does not take these messages: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with those that the tokenizer puts before every text."""
+        return list(self._tokenizer(text)["input_ids"])
+
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def stream(self, write: Callable[[str], object]) -> Callable[[int], None]:
-        """A function that takes tokens one by one and writes text as soon as it is whole characters."""
+    def token_text(self, token: int) -> str:
+        """One token as text, special ones by their names; with U+FFFD where it is a part of a character."""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+    def stream(self, write: Callable[[str], object], before: Sequence[int] = ()) -> Callable[[int], None]:
+        """A function that takes tokens one by one and writes text as soon as it is whole characters.
+
+        `before` are the tokens that the text goes on from: some tokenizers write the first word without its space.
+        """
         from tokenizers.decoders import DecodeStream
 
-        decoder = DecodeStream(skip_special_tokens=True)
+        decoder = DecodeStream(ids=list(before), skip_special_tokens=True) if before else None
+        decoder = decoder or DecodeStream(skip_special_tokens=True)
 
         def on_token(token: int) -> None:
             piece = decoder.step(self._tokenizer.backend_tokenizer, token)

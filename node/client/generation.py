@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 import trio
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from ...protocols.ids import Span
 from ...protocols.tensors import dtype_name
@@ -24,55 +18,21 @@ from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
 from .deadlines import Waits
 from .request import WireTensor
+from .sampling import Sampler, Sampling
 from .session.chain import HistoryLost, Trouble
 from .session.compared_session import Session
 from .session.session import ClientSession, SavedSession
-from .session.stream import SessionSpec
+from .session.stream import HopTiming, SessionSpec
+from .session_adapter import SessionAdapter
+
+__all__ = ["KEEP_SECONDS", "Conversation", "Sampler", "Sampling"]
 
 KEEP_SECONDS: Final = 60.0
 """How long servers keep the session of a kept conversation after its process is gone."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy; `seed` makes sampling repeatable."""
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise BadInput(f"{self.max_new_tokens} new tokens are none: ask for 1 or more")
-        if not 0 <= self.temperature < 100:
-            raise BadInput(f"a temperature of {self.temperature} is out of range: 0 is greedy, 0.7 is usual")
-        if not 0 < self.top_p <= 1:
-            raise BadInput(f"a top-p of {self.top_p} is out of range: above 0, at most 1")
-
-
-class Sampler:
-    """Chooses tokens from logits with transformers' own processors."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self._greedy = sampling.temperature == 0
-        self._processors = LogitsProcessorList()
-        if not self._greedy:
-            self._processors.append(TemperatureLogitsWarper(sampling.temperature))
-            if sampling.top_p < 1:
-                self._processors.append(TopPLogitsWarper(sampling.top_p))
-        self._generator = torch.Generator()
-        if sampling.seed is not None:
-            self._generator.manual_seed(sampling.seed)
-        else:
-            self._generator.seed()
-
-    def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
-        """The token after `tokens`, from logits [vocabulary]."""
-        if self._greedy:
-            return int(logits.argmax())
-        scores = self._processors(torch.tensor([tokens]), logits.float().cpu().unsqueeze(0))
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+_PIECE: Final = 64
+"""Tokens whose logits are made at once: 12 MB for a vocabulary of 49,152."""
 
 
 class Conversation:
@@ -84,6 +44,7 @@ class Conversation:
         max_length: tokens that the conversation may reach; servers reserve as many.
         stop_tokens: ids that end an answer.
         soft_prompt: [virtual tokens, embedding size], which stands before all of it and counts beyond max_length.
+        adapter: changes the blocks; by default the client's.
 
     Attributes:
         reused: tokens of the last prompt that the servers held already.
@@ -97,8 +58,10 @@ class Conversation:
         max_length: int,
         stop_tokens: Sequence[int],
         soft_prompt: torch.Tensor | None = None,
+        adapter: SessionAdapter | None = None,
     ) -> None:
         self.max_length = max_length
+        self._adapter = adapter
         self._soft_prompt = soft_prompt
         self._virtual = [] if soft_prompt is None else [model.any_token] * len(soft_prompt)
         self._client = client
@@ -143,6 +106,20 @@ class Conversation:
         return Waits.of(self._waited, *([] if self._session is None else [self._session.waits]))
 
     @property
+    def hops(self) -> tuple[tuple[HopTiming, int, int], ...]:
+        """Of each server of the present chain: the time of its last step, and the tensor bytes that this client has
+        sent to it and received from it so far."""
+        if not isinstance(self._session, ClientSession):
+            return ()
+        pairs = zip(self._session.timings, self._session.traffic, strict=True)
+        return tuple((timing, sent, received) for timing, (sent, received) in pairs)
+
+    def shared_with(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """How many tokens the servers hold, and how many of them `prompt` begins with."""
+        held = self._held[len(self._virtual) :]
+        return len(held), _common_prefix(held, prompt)
+
+    @property
     def compared_routes(self) -> tuple[tuple[Hop, ...], ...]:
         """The chains whose outputs are compared; empty if there is only one."""
         return () if self._session is None or isinstance(self._session, ClientSession) else self._session.routes
@@ -171,21 +148,20 @@ class Conversation:
         sampling: Sampling,
         on_token: Callable[[int], object],
         stop: trio.Event | None = None,
+        sampler: Sampler | None = None,
     ) -> list[int]:
         """Continues `prompt` (the whole conversation so far) and returns the new tokens, the stop token left out.
 
         `on_token` is called with each as it comes; `stop`, once set, ends the answer after the token that is being
-        made. What the session holds of the prompt already is not sent again.
+        made. What the session holds of the prompt already is not sent again. `sampler` chooses in the place of the
+        one that `sampling` says.
 
         Raises:
             BadInput: the prompt is empty or does not fit into max_length.
             SwarmError: no chain of servers can serve.
         """
-        if not prompt:
-            raise BadInput("there is nothing to answer: the prompt is empty")
-        if len(prompt) + 1 > self.max_length:
-            raise BadInput(f"the prompt has {len(prompt)} tokens, and {self.max_length} is the most with an answer")
-        sampler = Sampler(sampling)
+        self._check(prompt)
+        sampler = sampler or Sampler(sampling)
         tokens = [*self._virtual, *prompt]
         begin = len(tokens)
         session = await self._open()
@@ -200,27 +176,58 @@ class Conversation:
             on_token(token)
         return tokens[begin:]
 
-    async def _advance(self, tokens: list[int]) -> list[WireTensor]:
-        """Brings the session to hold all of `tokens`; returns the last output."""
+    async def score(
+        self, prompt: Sequence[int], on_logits: Callable[[int, torch.Tensor], object], *, hidden: bool = False
+    ) -> None:
+        """Runs all of `prompt` anew, and calls `on_logits(first, logits)` for pieces of it, in a worker thread.
+
+        `logits` [tokens, vocabulary] are those behind the tokens from `first` on, 0 being that of the prompt; with
+        `hidden` it is what enters the head, [tokens, hidden size]. The session holds the prompt afterwards.
+
+        Raises:
+            BadInput: the prompt is empty or does not fit into max_length.
+            SwarmError: no chain of servers can serve.
+        """
+        self._check(prompt)
+        out = from_chunks(await self._advance([*self._virtual, *prompt], whole=True))[:, len(self._virtual) :]
+        for first in range(0, len(prompt), _PIECE):
+            piece = out[:, first : first + _PIECE]
+            await trio.to_thread.run_sync(self._hand_on, first, piece, on_logits, hidden)
+
+    def _hand_on(
+        self, first: int, piece: torch.Tensor, on_logits: Callable[[int, torch.Tensor], object], hidden: bool
+    ) -> None:
+        with self._model.last_hidden_state() as last:
+            logits = self._model.head(piece)
+        on_logits(first, last[0][0] if hidden else logits[0])
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise BadInput("there is nothing to answer: the prompt is empty")
+        if len(prompt) + 1 > self.max_length:
+            raise BadInput(f"the prompt has {len(prompt)} tokens, and {self.max_length} is the most with an answer")
+
+    async def _advance(self, tokens: list[int], *, whole: bool = False) -> list[WireTensor]:
+        """Brings the session to hold all of `tokens`; returns the last output, with `whole` those of all tokens."""
         try:
-            return await self._send(tokens)
+            return await self._send(tokens, whole)
         except HistoryLost:
             # Taken up from an earlier process, whose inputs are gone: the tokens make them again.
             await self.aclose()
             self._recovered += 1
-            return await self._send(tokens)
+            return await self._send(tokens, whole)
 
-    async def _send(self, tokens: list[int]) -> list[WireTensor]:
+    async def _send(self, tokens: list[int], whole: bool) -> list[WireTensor]:
         session = await self._open()
         # At least one token is sent, because its output is what the next one is chosen from.
-        start = min(_common_prefix(self._held, tokens), len(tokens) - 1, session.position)
+        start = 0 if whole else min(_common_prefix(self._held, tokens), len(tokens) - 1, session.position)
         start = start if start >= len(self._virtual) else 0
         session.position = start
         del self._held[start:]
         chunks = await trio.to_thread.run_sync(self._embed, tokens[start:], start, session)
         out = await session.step(chunks)
         self._held = list(tokens)
-        return out[-1:]
+        return out if whole else out[-1:]
 
     async def _open(self) -> Session:
         if self._session is None:
@@ -231,6 +238,7 @@ class Conversation:
                 max_length=self.max_length + len(self._virtual),
                 dtype=dtype_name(self._model.dtype),
                 keep=self._keep,
+                adapter=self._adapter,
             )
             saved, self._saved = self._saved, None
             opened = self._client.session(spec, saved=saved)

@@ -175,18 +175,22 @@ class MemorySwarm:
         """Runs `function(network)` where the nodes live: to cut, freeze or slow down the way between two of them."""
         return in_loop(self._token, lambda: function(self.network))
 
+    def hold(self, resource: Callable[[], AbstractAsyncContextManager[Any]]) -> HeldResource:
+        """Opens `resource` where the nodes live, until it is closed."""
+        return HeldResource(self._thread, resource)
+
     def open_model(self, kind: Any, folder: Path, **options: Any) -> Any:
         """`kind.from_pretrained` of a model that uses this network."""
         peer = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"  # well-formed; nobody is dialed
         with (
             _PATCHING,
             patch.object(model_module, "open_swarm", self.network.open_swarm),
-            patch.object(model_module, "TrioThread", partial(_Resource, self._thread)),
+            patch.object(model_module, "TrioThread", partial(HeldResource, self._thread)),
         ):
             return kind.from_pretrained(folder, initial_peers=[peer], **options)
 
 
-class _Resource:
+class HeldResource:
     """A resource that is held open in a trio thread that there is; used in place of a `TrioThread` of its own."""
 
     def __init__(

@@ -1,0 +1,438 @@
+"""Answers, whatever endpoint asks: each choice in a session of its own, token by token, as events on a channel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import trio
+
+from ..blocks.client_part import ClientModel
+from ..client.chat import Text
+from ..client.core import SwarmClient
+from ..client.generation import Conversation
+from ..client.sampling import Sampler, Sampling
+from ..client.session_adapter import SessionAdapter, named
+from ..errors import BadInput, NoChainError
+from ..models.adapter import Adapter
+from .conversations import Conversations, Lane
+from .errors import ApiError, api_error
+from .grammar import GrammarConstraint, Grammars
+from .stops import StopStrings
+
+log = logging.getLogger(__name__)
+
+_BEFORE: Final = 6
+"""Tokens of a prompt by which the first word of a completion is spaced."""
+
+
+@dataclass(frozen=True)
+class ApiLimits:
+    """What the server grants.
+
+    Attributes:
+        context: tokens of a prompt and its answer; the model may allow fewer.
+        answer_tokens: of an answer for which no limit is asked.
+        answers: that are made at once; others wait.
+        body_bytes: of a request.
+        kept, kept_seconds: conversations that keep their caches between two requests, and for how long.
+    """
+
+    context: int = 4096
+    answer_tokens: int = 1024
+    answers: int = 64
+    body_bytes: int = 8 << 20
+    kept: int = 16
+    kept_seconds: float = 120.0
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model id of the API: the base model alone, or with an adapter, or with one that servers hold by this name."""
+
+    name: str
+    adapter: Adapter | str | None = None
+
+
+@dataclass(frozen=True)
+class ChosenToken:
+    """A token of a prompt or an answer. `logprob` is None for the first of a prompt, before which there is nothing.
+
+    Attributes:
+        top: the likeliest tokens in its place, (id, log-probability), likeliest first.
+    """
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What came of one choice: text, and the tokens it is made of (the last ones may still be held back as text)."""
+
+    choice: int
+    text: str
+    tokens: tuple[ChosenToken, ...] = ()
+
+
+@dataclass(frozen=True)
+class HopReport:
+    """One server of the chain in the end: milliseconds of its last step, tensor bytes of this answer."""
+
+    peer_id: str
+    blocks: tuple[int, int]
+    milliseconds: float
+    bytes_sent: int
+    bytes_received: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of one choice. `reason` is "stop" or "length"."""
+
+    choice: int
+    reason: str
+    prompt_tokens: int
+    tokens: int
+    cached: int
+    recoveries: int
+    hops: tuple[HopReport, ...]
+    stopped_by: str | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The end of all choices."""
+
+    error: ApiError
+
+
+Event = Piece | Finished | Failed
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is asked of the core.
+
+    Attributes:
+        prompts: the tokens of each choice's prompt.
+        max_tokens: None for the default; 0 only with `echo`.
+        top_logprobs: None without log-probabilities; else how many likeliest tokens beside the chosen one.
+        grammar: as `Grammars.compiled` makes it.
+        echo: the tokens of the prompt come first, as pieces, with their log-probabilities.
+        continues: the text goes on from that of the prompt.
+    """
+
+    owner: str
+    model: ServedModel
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    grammar: str | None = None
+    echo: bool = False
+    continues: bool = False
+
+
+class Core:
+    """Answers with one model and its adapters. Made by `open_core`.
+
+    Attributes:
+        text: tokenizer and chat template.
+        grammars: of the forms that answers can be bound to.
+        models: by their ids; the first is the base model.
+    """
+
+    def __init__(
+        self, client: SwarmClient, local: ClientModel, text: Text, models: Sequence[ServedModel], limits: ApiLimits
+    ) -> None:
+        self.client = client
+        self.text = text
+        self.models = {model.name: model for model in models}
+        self.limits = limits
+        self.vocabulary = int(local.model.get_output_embeddings().weight.shape[0])
+        self.grammars = Grammars(text.tokenizer, self.vocabulary, text.stop_tokens)
+        self._local = local
+        self._answers = trio.CapacityLimiter(limits.answers)
+        self._adapters: dict[str, SessionAdapter | None] = {}
+        self.conversations = Conversations(self._conversation, limits.kept, limits.kept_seconds)
+
+    @property
+    def base(self) -> ServedModel:
+        return next(iter(self.models.values()))
+
+    def model(self, name: str) -> ServedModel:
+        """The model of this id; the base model for an empty one. Raises ApiError."""
+        found = self.models.get(name) if name else self.base
+        if found is None:
+            known = ", ".join(self.models)
+            raise ApiError(
+                404, f"there is no model {name[:200]!r} here; there are: {known}", param="model", code="model_not_found"
+            )
+        return found
+
+    def context(self, model: ServedModel) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        soft = model.adapter.soft_prompt if isinstance(model.adapter, Adapter) else None
+        most = self._local.max_positions or self.limits.context
+        return min(self.limits.context, most - (0 if soft is None else len(soft)))
+
+    async def check(self, order: Order) -> None:
+        """What can be refused before anything is asked of the swarm.
+
+        Raises:
+            ApiError: tokens that the model does not know, or more than its context.
+            NoChainError: no server holds the adapter.
+        """
+        context = self.context(order.model)
+        for prompt in order.prompts:
+            if not prompt:
+                raise ApiError(400, "the prompt is empty", code="invalid_value")
+            if max(prompt) >= self.vocabulary:
+                raise ApiError(
+                    400, f"the model has no token {max(prompt)}: its ids end at {self.vocabulary - 1}", param="prompt"
+                )
+            wanted = 1 if order.max_tokens is None else max(1, order.max_tokens)
+            if len(prompt) + wanted > context:
+                raise ApiError(
+                    400,
+                    f"the context has {context} tokens, but {len(prompt)} in the prompt and {wanted} in the answer are "
+                    "asked for: shorten the prompt, or ask for fewer",
+                    code="context_length_exceeded",
+                )
+        await self._session_adapter(order.model)
+
+    async def _session_adapter(self, model: ServedModel) -> SessionAdapter | None:
+        """What changes the blocks of sessions of this model. Raises NoChainError."""
+        if isinstance(model.adapter, Adapter):
+            if model.name not in self._adapters:
+                self._adapters[model.name] = SessionAdapter.of(model.adapter) if model.adapter.hash else None
+        elif model.adapter is not None:
+            found = named(model.adapter, self.client.servers())
+            if found is None:
+                await self.client.refresh()
+                found = named(model.adapter, self.client.servers())
+            if found is None:
+                raise NoChainError(
+                    f"no server holds the adapter {model.adapter}", tuple(range(self.client.model.num_blocks))
+                )
+            self._adapters[model.name] = found
+        return self._adapters.get(model.name)
+
+    def _conversation(self, name: str, length: int) -> Conversation:
+        model = self.models[name]
+        return Conversation(
+            self.client,
+            self._local,
+            max_length=length,
+            stop_tokens=self.text.stop_tokens,
+            soft_prompt=model.adapter.soft_prompt if isinstance(model.adapter, Adapter) else None,
+            adapter=self._adapters.get(name),
+        )
+
+    @asynccontextmanager
+    async def answering(self, order: Order) -> AsyncIterator[trio.MemoryReceiveChannel[Event]]:
+        """Answers in the background of the block; the channel ends after every choice has, or the first has failed.
+
+        Leaving the block ends what is left, and gives the servers their caches back.
+        """
+        await self.check(order)
+        room = sum(len(prompt) for prompt in order.prompts) if order.echo else 0
+        most = order.max_tokens if order.max_tokens is not None else self.limits.answer_tokens
+        # Bounded by what the answers can have, so no choice waits for who reads.
+        send, receive = trio.open_memory_channel[Event](room + len(order.prompts) * (most + 3))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._answer_all, order, send)
+            yield receive
+            nursery.cancel_scope.cancel()
+
+    async def _answer_all(self, order: Order, send: trio.MemorySendChannel[Event]) -> None:
+        async def answer(index: int) -> None:
+            try:
+                async with self._answers:
+                    await _Choice(self, order, index, send).run()
+            except Exception as error:
+                failed = api_error(error)
+                if failed.code == "internal_error":
+                    log.exception("an answer has failed in a way that nobody expected")
+                send.send_nowait(Failed(failed))
+                nursery.cancel_scope.cancel()
+
+        with send:
+            async with trio.open_nursery() as nursery:
+                for index in range(len(order.prompts)):
+                    nursery.start_soon(answer, index)
+
+    async def hidden_states(self, owner: str, model: ServedModel, prompt: Sequence[int]) -> torch.Tensor:
+        """What enters the head, float32 [tokens, hidden size]."""
+        found: list[torch.Tensor] = []
+        needed = len(prompt) + 1
+        async with (
+            self._answers,
+            self.conversations.lent(Lane(owner, model.name), prompt, needed, needed) as conversation,
+        ):
+            await conversation.score(prompt, lambda _, hidden: found.append(hidden.float().cpu()), hidden=True)
+        return torch.cat(found)
+
+
+class _Recorder(Sampler):
+    """A sampler that notes how likely the model found what was chosen, before anything changed its logits."""
+
+    def __init__(self, sampling: Sampling, constraint: GrammarConstraint | None, top: int | None) -> None:
+        super().__init__(sampling, constraint)
+        self._top = top
+        self.last: ChosenToken | None = None
+
+    def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
+        token = super().next(tokens, logits)
+        self.last = ChosenToken(token, None) if self._top is None else _likelihoods(logits[None], [token], self._top)[0]
+        return token
+
+
+def _likelihoods(logits: torch.Tensor, chosen: Sequence[int], top: int) -> list[ChosenToken]:
+    """For each row of logits [tokens, vocabulary], how likely the chosen token is, and the likeliest ones."""
+    scores = logits.float().log_softmax(-1)
+    own = scores.gather(-1, torch.tensor(chosen, device=scores.device)[:, None])[:, 0].tolist()
+    if not top:
+        return [ChosenToken(token, value) for token, value in zip(chosen, own, strict=True)]
+    best = scores.topk(min(top, scores.shape[-1]), dim=-1)
+    rows = zip(chosen, own, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [ChosenToken(token, value, tuple(zip(ids, values, strict=True))) for token, value, ids, values in rows]
+
+
+class _Choice:
+    """One choice of an order."""
+
+    def __init__(self, core: Core, order: Order, index: int, send: trio.MemorySendChannel[Event]) -> None:
+        self._core = core
+        self._order = order
+        self._index = index
+        self._prompt = order.prompts[index]
+        self._send = send
+        self._stop = trio.Event()
+        self._stops = StopStrings(order.stop)
+        self._made = 0
+
+    async def run(self) -> None:
+        order, core = self._order, self._core
+        context = core.context(order.model)
+        asked = order.max_tokens if order.max_tokens is not None else core.limits.answer_tokens
+        needed = min(context, len(self._prompt) + max(1, asked))
+        lane = Lane(order.owner, order.model.name)
+        async with core.conversations.lent(lane, self._prompt, needed, context) as conversation:
+            try:
+                await self._answer(conversation, asked)
+            except NoChainError:
+                if self._made or not (core.conversations.idle or conversation.max_length > needed):
+                    raise
+                # Servers may have too little room: ours that nobody uses goes first, then what is only in reserve.
+                await core.conversations.drop_idle()
+                await conversation.aclose()
+                conversation.max_length = needed
+                await self._answer(conversation, asked)
+
+    async def _answer(self, conversation: Conversation, asked: int) -> None:
+        order, prompt = self._order, self._prompt
+        before = conversation.recoveries
+        traffic = {timing.peer_id: (sent, received) for timing, sent, received in conversation.hops}
+        if order.echo:
+            await self._echo(conversation)
+        length = 0
+        cached = 0
+        if asked:
+            seed = order.sampling.seed
+            sampling = replace(
+                order.sampling,
+                max_new_tokens=min(asked, conversation.max_length - len(prompt)),
+                seed=None if seed is None else seed + self._index,
+            )
+            constraint = None if order.grammar is None else await self._constraint(order.grammar)
+            recorder = _Recorder(sampling, constraint, order.top_logprobs)
+            taking = self._taking(recorder, constraint)
+            length = len(await conversation.answer(prompt, sampling, taking, self._stop, recorder))
+            cached = 0 if order.echo else conversation.reused
+            if held_back := self._stops.end():
+                self._send.send_nowait(Piece(self._index, held_back))
+            full = length >= sampling.max_new_tokens
+        reason = "length" if not asked or (full and not self._stop.is_set()) else "stop"
+        self._send.send_nowait(
+            Finished(
+                self._index,
+                reason,
+                len(prompt),
+                length,
+                cached,
+                conversation.recoveries - before,
+                _hops(conversation, traffic),
+                self._stops.found,
+            )
+        )
+
+    async def _constraint(self, grammar: str) -> GrammarConstraint:
+        return await trio.to_thread.run_sync(self._core.grammars.constraint, grammar)
+
+    def _taking(self, recorder: _Recorder, constraint: GrammarConstraint | None) -> Any:
+        pieces: list[str] = []
+        before = self._prompt[-_BEFORE:] if self._order.continues else ()
+        decode = self._core.text.stream(pieces.append, before)
+
+        def take(token: int) -> None:
+            self._made += 1
+            decode(token)
+            text = self._stops.feed("".join(pieces))
+            pieces.clear()
+            assert recorder.last is not None
+            self._send.send_nowait(Piece(self._index, text, (recorder.last,)))
+            if self._stops.found is not None or (constraint is not None and constraint.done):
+                self._stop.set()
+
+        return take
+
+    async def _echo(self, conversation: Conversation) -> None:
+        """Sends the prompt, with log-probabilities if they are asked for."""
+        prompt, top = self._prompt, self._order.top_logprobs
+        chosen = [ChosenToken(prompt[0], None)]
+
+        def note(first: int, logits: torch.Tensor) -> None:
+            following = prompt[first + 1 : first + 1 + len(logits)]
+            chosen.extend(_likelihoods(logits[: len(following)], following, top or 0))
+
+        if top is not None:
+            await conversation.score(prompt, note)
+        else:
+            chosen = [ChosenToken(token, None) for token in prompt]
+        self._made += 1
+        text = await trio.to_thread.run_sync(self._core.text.decode, prompt)
+        self._send.send_nowait(Piece(self._index, text, tuple(chosen)))
+
+
+def _hops(conversation: Conversation, before: dict[str, tuple[int, int]]) -> tuple[HopReport, ...]:
+    reports = []
+    for hop, (timing, sent, received) in zip(conversation.route, conversation.hops, strict=False):
+        old_sent, old_received = before.get(timing.peer_id, (0, 0))
+        reports.append(
+            HopReport(
+                hop.peer_id,
+                (hop.span.start, hop.span.end),
+                round(timing.total * 1000, 3),
+                max(0, sent - old_sent),
+                max(0, received - old_received),
+            )
+        )
+    return tuple(reports)
+
+
+def check_adapters(models: Sequence[ServedModel]) -> None:
+    """
+    Raises:
+        BadInput: two models of one name.
+    """
+    names = [model.name for model in models]
+    if len(set(names)) < len(names):
+        raise BadInput(f"two models of the API would have one name: {', '.join(names)}")

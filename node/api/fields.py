@@ -1,0 +1,149 @@
+"""Reading the JSON object of a request: each field with its type and its range, or an error that names it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, Final, cast
+
+from .errors import ApiError
+
+_MAX_DEPTH: Final = 64
+
+
+def parse_object(body: bytes) -> Fields:
+    """
+    Raises:
+        ApiError: the body is no JSON object, or one that nests too deep.
+    """
+    try:
+        data = json.loads(body, parse_constant=_refuse_constant)
+        nested = _walked(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {str(error)[:200]}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, "the body has to be a JSON object", code="invalid_json")
+    if nested > _MAX_DEPTH:
+        raise ApiError(400, f"the body nests deeper than {_MAX_DEPTH} levels", code="invalid_json")
+    return Fields(cast("dict[str, Any]", data))
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _walked(data: Any) -> int:
+    """How deep it nests. Raises ValueError if a text of it is none: half of a pair of surrogates."""
+    deepest, waiting = 0, [(data, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        deepest = max(deepest, depth)
+        if isinstance(value, str) and not value.isascii():
+            value.encode()
+        if depth <= _MAX_DEPTH and isinstance(value, dict | list):
+            inner = value.values() if isinstance(value, dict) else value
+            waiting.extend((item, depth + 1) for item in inner)
+    return deepest
+
+
+def wrong(name: str, message: str, code: str = "invalid_value") -> ApiError:
+    """The error of a field whose value cannot be used."""
+    return ApiError(400, message, param=name, code=code)
+
+
+class Fields:
+    """The fields of a JSON object; null is as good as absent. `path` stands before the names in errors."""
+
+    def __init__(self, data: Mapping[str, Any], path: str = "") -> None:
+        self.data = data
+        self._path = path
+
+    def path(self, name: str) -> str:
+        return f"{self._path}{name}"
+
+    def get(self, name: str) -> Any:
+        return self.data.get(name)
+
+    def wrong(self, name: str, message: str, code: str = "invalid_value") -> ApiError:
+        return wrong(self.path(name), f"{self.path(name)}: {message}", code)
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        value = self.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.wrong(name, "a number is expected")
+        if not low <= value <= high:
+            raise self.wrong(name, f"{value} is out of range: from {low:g} to {high:g}")
+        return float(value)
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(name, "an integer is expected")
+        if not low <= value <= high:
+            raise self.wrong(name, f"{value} is out of range: from {low} to {high}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(name, "true or false is expected")
+        return bool(value)
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """
+        Raises:
+            ApiError: it is no text, or absent without a default.
+        """
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise self.wrong(name, "a text is expected" if value is not None else "it is missing", "missing_field")
+        return value
+
+    def one_of(self, name: str, values: Collection[str], default: str) -> str:
+        value = self.text(name, default)
+        if value not in values:
+            raise self.wrong(name, f"{value[:100]!r} is not one of {', '.join(values)}")
+        return value
+
+    def texts(self, name: str, most: int) -> tuple[str, ...]:
+        """A text, or a list of up to `most` texts."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
+            raise self.wrong(name, "a text or a list of texts is expected")
+        if len(values) > most:
+            raise self.wrong(name, f"{len(values)} are too many: {most} at most")
+        return tuple(values)
+
+    def object(self, name: str) -> Fields | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object is expected")
+        return Fields(value, f"{self.path(name)}.")
+
+    def objects(self, name: str, most: int) -> list[Fields]:
+        value = self.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise self.wrong(name, "a list of objects is expected")
+        if len(value) > most:
+            raise self.wrong(name, f"{len(value)} are too many: {most} at most")
+        return [Fields(item, f"{self.path(name)}[{index}].") for index, item in enumerate(value)]
+
+    def refuse(self, **unsupported: str) -> None:
+        """Refuses fields that would change the answer and are not done here, with the reason."""
+        for name, reason in unsupported.items():
+            if self.get(name) not in (None, False, [], {}):
+                raise self.wrong(name, reason, "unsupported_parameter")

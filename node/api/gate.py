@@ -1,0 +1,147 @@
+"""Who is let in: keys, web pages, hosts, and how many requests at once. Before anything of a request's body is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError
+from .keys import ApiKeys
+
+LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_BUSY_SECONDS: Final = "2"
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Who may use the API.
+
+    Attributes:
+        keys: that are accepted; None lets in everybody who reaches the port.
+        origins: of web pages (`https://chat.example.org`) that may use it from a browser; "*" is all of them.
+        hosts: names by which requests may reach it; empty for any. Without keys, a web page whose name is made to
+            mean 127.0.0.1 would else be let in (DNS rebinding).
+        requests: that are answered at once.
+    """
+
+    keys: ApiKeys | None = None
+    origins: tuple[str, ...] = ()
+    hosts: Collection[str] = field(default=LOOPBACK)
+    requests: int = 64
+
+
+class Gate:
+    """An ASGI application before another one, which finds the owner of the key in `scope["state"]["owner"]`.
+
+    Attributes:
+        running: requests that are being answered, those that only read left out.
+    """
+
+    def __init__(self, application: ASGIApp, admission: Admission) -> None:
+        self._application = application
+        self._admission = admission
+        self.running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        allowed = origin is not None and self._is_asked_for(origin)
+        try:
+            self._check_host(headers.get("host", ""))
+            if origin is not None and not allowed and not _is_own(origin, headers.get("host", "")):
+                raise ApiError(
+                    403, f"web pages of {origin[:200]} may not use this API: --cors-origin lets them", code="origin"
+                )
+            if scope["method"] == "OPTIONS" and allowed:
+                await _preflight(headers)(scope, receive, _with_cors(send, origin or ""))
+                return
+            owner = self._owner(scope["path"], headers)
+        except ApiError as error:
+            refusal = send if not allowed else _with_cors(send, origin or "")
+            await JSONResponse(error.fields(), error.status, error.headers)(scope, receive, refusal)
+            return
+        scope.setdefault("state", {})["owner"] = owner
+        await self._counted(scope, receive, _with_cors(send, origin or "") if allowed else send)
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST":
+            await self._application(scope, receive, send)
+            return
+        if self.running >= self._admission.requests:
+            error = ApiError(
+                429,
+                f"{self.running} requests are being answered, and no more are allowed at once: ask again later",
+                code="too_many_requests",
+            )
+            await JSONResponse(error.fields(), 429, {"Retry-After": _BUSY_SECONDS})(scope, receive, send)
+            return
+        self.running += 1
+        try:
+            await self._application(scope, receive, send)
+        finally:
+            self.running -= 1
+
+    def _check_host(self, host: str) -> None:
+        hosts = self._admission.hosts
+        if hosts and _host_name(host) not in hosts:
+            raise ApiError(403, f"this server does not answer for the host {host[:200]!r}", code="host")
+
+    def _is_asked_for(self, origin: str) -> bool:
+        return "*" in self._admission.origins or origin in self._admission.origins
+
+    def _owner(self, path: str, headers: Headers) -> str:
+        keys = self._admission.keys
+        if keys is None or not path.startswith("/v1/"):
+            return ""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        owner = keys.owner(key.strip()) if scheme.lower() == "bearer" else None
+        if owner is None:
+            raise ApiError(
+                401,
+                "this API needs a key that it knows: send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return owner
+
+
+def _host_name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_own(origin: str, host: str) -> bool:
+    """Whether a page of this server itself asks."""
+    return origin == f"http://{host}"
+
+
+def _preflight(headers: Headers) -> Response:
+    asked = headers.get("access-control-request-headers", "")
+    return Response(
+        status_code=204,
+        headers={
+            "Access-Control-Allow-Methods": "GET, POST, DELETE",
+            "Access-Control-Allow-Headers": asked[:1000] or "authorization, content-type",
+            "Access-Control-Max-Age": "600",
+        },
+    )
+
+
+def _with_cors(send: Send, origin: str) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message.setdefault("headers", [])
+            headers = MutableHeaders(scope=message)
+            headers["Access-Control-Allow-Origin"] = origin
+            headers.add_vary_header("Origin")
+        await send(message)
+
+    return sending

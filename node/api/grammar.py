@@ -1,0 +1,149 @@
+"""Answers that have to look like something: masks over the vocabulary, by llguidance, where the head is."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from ..errors import BadInput
+from .errors import ApiError
+
+if TYPE_CHECKING:
+    from .requests import Grammar
+
+JSON_FORM: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As Python writes JSON. Blanks wherever JSON allows them let a weak model write nothing else."""
+
+_LOCK: Final = threading.Lock()
+_PROBE_ERRORS: Final = 300
+"""Characters of llguidance's explanation that a client is shown."""
+
+
+class Grammars:
+    """Makes constraints for one tokenizer. What it does takes up to a second, and belongs into a worker thread.
+
+    Args:
+        tokenizer: of transformers.
+        vocabulary: entries of the logits; may be more than the tokenizer has tokens.
+        stop_tokens: ids that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, stop_tokens: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._stop_tokens = stop_tokens
+        self._made: Any = None
+
+    def constraint(self, grammar: str) -> GrammarConstraint:
+        """A new constraint by a grammar as `compiled` makes it."""
+        from llguidance import LLMatcher
+
+        return GrammarConstraint(LLMatcher(self._vocabulary_of_grammars(), grammar), self._vocabulary)
+
+    def compiled(self, wanted: Grammar) -> str:
+        """What `constraint` takes.
+
+        Raises:
+            ApiError: llguidance cannot enforce it, or it is none.
+        """
+        from llguidance import LLMatcher
+
+        try:
+            if wanted.kind == "regex":
+                grammar = LLMatcher.grammar_from_regex(wanted.text)
+            elif wanted.kind == "choice":
+                choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(wanted.text))
+                grammar = LLMatcher.grammar_from_lark(f"start: {choices}")
+            else:
+                grammar = LLMatcher.grammar_from_json_schema(wanted.text, defaults=JSON_FORM)
+        except ValueError as error:
+            raise _refused(str(error)) from None
+        return self.checked(grammar)
+
+    def checked(self, grammar: str) -> str:
+        """`grammar`, which has to be one that can be enforced. Raises ApiError."""
+        from llguidance import LLMatcher
+
+        if problem := LLMatcher.validate_grammar(grammar, self._vocabulary_of_grammars()):
+            raise _refused(problem)
+        return grammar
+
+    def _vocabulary_of_grammars(self) -> Any:
+        with _LOCK:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def _make(self) -> Any:
+        from llguidance import LLTokenizer, TokenizerWrapper
+        from llguidance.hf import from_tokenizer
+
+        if not self._stop_tokens:
+            raise BadInput("this model has no token that ends an answer, so none can be bound to a form")
+        try:
+            return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=list(self._stop_tokens))
+        except ValueError:  # a tokenizer that is neither by bytes nor with a fallback to them
+            return LLTokenizer(TokenizerWrapper(_Words(self._tokenizer, self._vocabulary, self._stop_tokens[0])))
+
+
+class _Words:
+    """A tokenizer whose tokens are texts, as llguidance reads one that it does not know."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, stop_token: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = stop_token
+        self.bos_token_id = tokenizer.bos_token_id
+        self.special_token_ids = sorted({*tokenizer.all_special_ids, stop_token})
+        known = len(tokenizer)
+        self.tokens = [
+            tokenizer.decode([token]).encode() if token < known else f"<unused {token}>".encode()
+            for token in range(vocabulary)
+        ]
+        self.special_token_ids += range(known, vocabulary)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        given = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return list(self._tokenizer(given, add_special_tokens=False)["input_ids"])
+
+
+class GrammarConstraint:
+    """Of one answer.
+
+    Attributes:
+        done: nothing may follow.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._mask = np.zeros((vocabulary + 31) // 32, dtype=np.int32)
+
+    def apply(self, scores: torch.Tensor) -> None:
+        """As `Constraint` says. Raises ApiError if llguidance gives up."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._check()
+        allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: len(scores)]
+        scores[: len(allowed)].masked_fill_(torch.from_numpy(allowed == 0), float("-inf"))
+        scores[len(allowed) :] = float("-inf")
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def done(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ApiError(
+                500, f"the form of the answer could not be enforced: {self._matcher.get_error()[:_PROBE_ERRORS]}"
+            )
+
+
+def _refused(problem: str) -> ApiError:
+    text = " ".join(problem.split())[:_PROBE_ERRORS]
+    return ApiError(400, f"this form cannot be enforced: {text}", param="response_format", code="invalid_schema")

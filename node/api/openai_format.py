@@ -1,0 +1,180 @@
+"""Answers in the words of OpenAI's /v1/chat/completions and /v1/completions. Pure."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .core import ChosenToken, Finished, Piece
+from .tools import ToolCall
+
+TokenText = Callable[[int], str]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What all chunks of one response have in common."""
+
+    model: str
+    prefix: str
+    id: str = field(default="")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            object.__setattr__(self, "id", f"{self.prefix}-{secrets.token_hex(12)}")
+
+    def fields(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+            "choices": list(choices),
+        }
+
+
+def usage(ends: Sequence[Finished], per_prompt: int) -> dict[str, Any]:
+    """Tokens of all choices; the `per_prompt` choices of one prompt count it once. `cached_tokens`: not sent again."""
+    prompt = sum(end.prompt_tokens for end in ends[::per_prompt])
+    answer = sum(end.tokens for end in ends)
+    cached = sum(end.cached for end in ends[::per_prompt])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def way(ends: Sequence[Finished]) -> dict[str, Any]:
+    """`x_petalnode`: for each choice, how the answer came about."""
+    return {
+        "choices": [
+            {
+                "index": end.choice,
+                "recoveries": end.recoveries,
+                "route": [{"peer_id": hop.peer_id, "blocks": list(hop.blocks)} for hop in end.hops],
+                "hops": [
+                    {
+                        "peer_id": hop.peer_id,
+                        "blocks": list(hop.blocks),
+                        "last_step_ms": hop.milliseconds,
+                        "bytes_sent": hop.bytes_sent,
+                        "bytes_received": hop.bytes_received,
+                    }
+                    for hop in end.hops
+                ],
+            }
+            for end in ends
+        ]
+    }
+
+
+# --- chat
+
+
+def chat_choice(
+    choice: int, text: str, calls: Sequence[ToolCall], tokens: Sequence[ChosenToken] | None, reason: str, of: TokenText
+) -> dict[str, Any]:
+    """A whole choice of a chat; `tokens` None without log-probabilities."""
+    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+    if calls:
+        message["tool_calls"] = [call.fields() for call in calls]
+    return {
+        "index": choice,
+        "message": message,
+        "logprobs": None if tokens is None else chat_logprobs(tokens, of),
+        "finish_reason": "tool_calls" if calls else reason,
+    }
+
+
+def chat_delta(
+    choice: int, delta: dict[str, Any], tokens: Sequence[ChosenToken] | None, reason: str | None, of: TokenText
+) -> dict[str, Any]:
+    """A choice of a chunk."""
+    logprobs = None if not tokens else chat_logprobs(tokens, of)
+    return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def chat_logprobs(tokens: Sequence[ChosenToken], of: TokenText) -> dict[str, Any]:
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        text = of(token)
+        # A part of a character is no text, and which bytes it is the tokenizer does not say.
+        known = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": known}
+
+    content = [
+        {**entry(chosen.token, chosen.logprob), "top_logprobs": [entry(*likely) for likely in chosen.top]}
+        for chosen in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+# --- completions
+
+
+def text_choice(
+    choice: int, text: str, tokens: Sequence[ChosenToken] | None, reason: str | None, of: TokenText, offset: int = 0
+) -> dict[str, Any]:
+    """A choice of a completion, or of a chunk of one; `offset` is the length of the text before."""
+    logprobs = None if tokens is None else text_logprobs(tokens, of, offset)
+    return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def text_logprobs(tokens: Sequence[ChosenToken], of: TokenText, offset: int) -> dict[str, Any]:
+    texts = [of(chosen.token) for chosen in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [_finite(chosen.logprob) for chosen in tokens],
+        "top_logprobs": [
+            None
+            if chosen.logprob is None
+            else {
+                of(token): _finite(value) for token, value in reversed(chosen.top or ((chosen.token, chosen.logprob),))
+            }
+            for chosen in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _likeliest(chosen: ChosenToken) -> list[tuple[int, float | None]]:
+    """The likeliest last: where two have the same text, it is the one that counts."""
+    return [*reversed(chosen.top)] or [(chosen.token, chosen.logprob)]
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity: what cannot be is very unlikely."""
+    return None if value is None else max(value, -9999.0)
+
+
+# --- chunks
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces of the same choice as one, in the order in which their choices first came."""
+    found: dict[int, Piece] = {}
+    for piece in pieces:
+        before = found.get(piece.choice)
+        found[piece.choice] = (
+            piece if before is None else Piece(piece.choice, before.text + piece.text, (*before.tokens, *piece.tokens))
+        )
+    return list(found.values())

@@ -1,0 +1,338 @@
+"""What OpenAI's endpoints for text take, read and checked. Pure: no model, no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from ..client.sampling import Sampling
+from .fields import Fields
+
+MAX_CHOICES: Final = 16
+MAX_STOPS: Final = 16
+MAX_STOP_CHARACTERS: Final = 256
+MAX_TOP_LOGPROBS: Final = 20
+MAX_MESSAGES: Final = 4096
+MAX_GRAMMAR_CHARACTERS: Final = 100_000
+LARGEST: Final = 1 << 31
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer has to look like: `text` is a JSON schema, a regular expression, or a JSON list of choices."""
+
+    kind: GrammarKind
+    text: str
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """What answers to texts have in common.
+
+    Attributes:
+        choices: answers to each prompt.
+        max_tokens: None for as many as there is room for, up to the server's default.
+        logprobs: whether the log-probability of each token is asked for; `top_logprobs` likeliest tokens beside it.
+    """
+
+    model: str
+    sampling: Sampling
+    choices: int
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    logprobs: bool
+    top_logprobs: int
+    stream: bool
+    include_usage: bool
+    grammar: Grammar | None
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """Of /v1/chat/completions. `messages` and `tools` are as chat templates take them.
+
+    Attributes:
+        tool: "auto", "none" or "required", or the name of the function that has to be called.
+    """
+
+    text: TextRequest
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    tool: str = "auto"
+    named: bool = False
+    parallel: bool = True
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """Of /v1/completions: prompts as texts or as token ids."""
+
+    text: TextRequest
+    prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool = False
+
+
+def parse_chat(fields: Fields) -> ChatRequest:
+    """
+    Raises:
+        ApiError: a field is missing, of a wrong type, out of range, or asks for what is not done here.
+    """
+    fields.refuse(
+        functions="this is the old form: use tools",
+        function_call="this is the old form: use tool_choice",
+        audio="there is only text here",
+        prediction="predicted outputs are not supported",
+        web_search_options="there is no search here",
+    )
+    if fields.get("modalities") not in (None, ["text"]):
+        raise fields.wrong("modalities", "there is only text here", "unsupported_parameter")
+    text = _text_request(
+        fields,
+        max_tokens=_limit(fields, "max_completion_tokens", _limit(fields, "max_tokens", None)),
+        logprobs=fields.flag("logprobs"),
+        top_logprobs=fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0,
+    )
+    if text.top_logprobs and not text.logprobs:
+        raise fields.wrong("top_logprobs", "it needs logprobs: true")
+    messages = tuple(_message(message) for message in fields.objects("messages", MAX_MESSAGES))
+    if not messages:
+        raise fields.wrong("messages", "at least one message is needed")
+    tools = tuple(_tool(tool) for tool in fields.objects("tools", 128))
+    tool, named = _tool_choice(fields, tools)
+    parallel = fields.get("parallel_tool_calls") is not False
+    return ChatRequest(text, messages, tools, tool, named, parallel)
+
+
+def parse_completion(fields: Fields) -> CompletionRequest:
+    """
+    Raises:
+        ApiError: as `parse_chat`.
+    """
+    fields.refuse(suffix="text cannot be put between two texts here")
+    top = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
+    text = _text_request(
+        fields,
+        max_tokens=_limit(fields, "max_tokens", 16, least=0),
+        logprobs=top is not None,
+        top_logprobs=top or 0,
+    )
+    best_of = fields.integer("best_of", 1, MAX_CHOICES)
+    if best_of not in (None, text.choices):
+        raise fields.wrong(
+            "best_of",
+            "answers are not ranked here: leave it out, or give as many as n",
+            "unsupported_parameter",
+        )
+    prompts = _prompts(fields)
+    if len(prompts) * text.choices > MAX_CHOICES:
+        raise fields.wrong("prompt", f"with n {text.choices} these are too many: {MAX_CHOICES} answers at most")
+    echo = fields.flag("echo")
+    if text.max_tokens == 0 and not echo:
+        raise fields.wrong("max_tokens", "no tokens are asked for: 0 is for echo")
+    if echo and text.stream:
+        raise fields.wrong("echo", "it does not go with stream", "unsupported_parameter")
+    return CompletionRequest(text, prompts, echo)
+
+
+def _limit(fields: Fields, name: str, default: int | None, least: int = 1) -> int | None:
+    found = fields.integer(name, least, LARGEST)
+    return default if found is None else found
+
+
+def _text_request(fields: Fields, *, max_tokens: int | None, logprobs: bool, top_logprobs: int) -> TextRequest:
+    stop = fields.texts("stop", MAX_STOPS)
+    if any(not 0 < len(text) <= MAX_STOP_CHARACTERS for text in stop):
+        raise fields.wrong("stop", f"each has to have 1 to {MAX_STOP_CHARACTERS} characters")
+    options = fields.object("stream_options")
+    stream = fields.flag("stream")
+    if options is not None and not stream:
+        raise fields.wrong("stream_options", "it needs stream: true")
+    return TextRequest(
+        model=fields.text("model", ""),
+        sampling=_sampling(fields),
+        choices=fields.integer("n", 1, MAX_CHOICES) or 1,
+        max_tokens=max_tokens,
+        stop=stop,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        stream=stream,
+        include_usage=options is not None and options.flag("include_usage"),
+        grammar=_grammar(fields),
+    )
+
+
+def _sampling(fields: Fields) -> Sampling:
+    return Sampling(
+        temperature=fields.number("temperature", 1.0, 0, 99),
+        top_p=_positive(fields, "top_p"),
+        seed=fields.integer("seed", -(1 << 63), (1 << 63) - 1),
+        top_k=max(0, fields.integer("top_k", -1, LARGEST) or 0),
+        min_p=fields.number("min_p", 0.0, 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
+        logit_bias=_biases(fields),
+    )
+
+
+def _positive(fields: Fields, name: str) -> float:
+    value = fields.number(name, 1.0, 0, 1)
+    if value == 0:
+        raise fields.wrong(name, "0 leaves no token: for greedy decoding set temperature to 0")
+    return value
+
+
+def _biases(fields: Fields) -> dict[int, float]:
+    given = fields.object("logit_bias")
+    if given is None:
+        return {}
+    if len(given.data) > 1024:
+        raise fields.wrong("logit_bias", "1024 tokens at most")
+    if not all(name.isdecimal() and len(name) < 10 for name in given.data):
+        raise fields.wrong("logit_bias", "its keys have to be token ids")
+    return {int(name): given.number(name, 0.0, -100, 100) for name in given.data}
+
+
+def _grammar(fields: Fields) -> Grammar | None:
+    found: list[Grammar] = []
+    wanted = fields.object("response_format")
+    if wanted is not None:
+        kind = wanted.one_of("type", ("text", "json_object", "json_schema"), "text")
+        if kind == "json_object":
+            found.append(Grammar("json_object", json.dumps({"type": "object"})))
+        elif kind == "json_schema":
+            given = wanted.object("json_schema")
+            schema = given.object("schema") if given is not None else None
+            if schema is None:
+                raise wanted.wrong("json_schema", "it is missing, or has no schema")
+            found.append(Grammar("json_schema", json.dumps(schema.data)))
+    if fields.get("guided_json") is not None:
+        schema = fields.object("guided_json")
+        found.append(Grammar("json_schema", json.dumps(schema.data if schema is not None else {})))
+    if fields.get("guided_regex") is not None:
+        found.append(Grammar("regex", fields.text("guided_regex")))
+    if fields.get("guided_choice") is not None:
+        found.append(_choice(fields))
+    if len(found) > 1:
+        raise fields.wrong("response_format", "an answer can be bound to one form only")
+    if found and len(found[0].text) > MAX_GRAMMAR_CHARACTERS:
+        raise fields.wrong("response_format", f"it has more than {MAX_GRAMMAR_CHARACTERS} characters")
+    return found[0] if found else None
+
+
+def _choice(fields: Fields) -> Grammar:
+    choices = fields.texts("guided_choice", 1024)
+    if not choices or not all(choices):
+        raise fields.wrong("guided_choice", "it needs texts that are not empty")
+    return Grammar("choice", json.dumps(choices))
+
+
+def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
+    given = fields.get("prompt")
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, list) and given:
+        if _are_tokens(given):
+            return (tuple(given),)
+        if len(given) > MAX_CHOICES:
+            raise fields.wrong("prompt", f"{len(given)} prompts are too many: {MAX_CHOICES} at most")
+        if all(isinstance(prompt, str) for prompt in given):
+            return tuple(given)
+        if all(isinstance(prompt, list) and prompt and _are_tokens(prompt) for prompt in given):
+            return tuple(tuple(prompt) for prompt in given)
+    raise fields.wrong("prompt", "a text, token ids, or a list of either is expected", "missing_field")
+
+
+def _are_tokens(values: list[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST for value in values)
+
+
+def _message(message: Fields) -> dict[str, Any]:
+    role = message.one_of("role", ("system", "developer", "user", "assistant", "tool"), "")
+    parsed: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _content(message)}
+    if role == "assistant":
+        calls = [_call(call) for call in message.objects("tool_calls", 128)]
+        if calls:
+            parsed["tool_calls"] = calls
+    elif parsed["content"] is None:
+        raise message.wrong("content", "it is missing", "missing_field")
+    if role == "tool":
+        parsed["tool_call_id"] = message.text("tool_call_id", "")
+    if message.get("name") is not None:
+        parsed["name"] = message.text("name")
+    return parsed
+
+
+def _content(message: Fields) -> str | None:
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for part in message.objects("content", MAX_MESSAGES):
+        if part.text("type") not in ("text", "refusal"):
+            raise part.wrong("type", "there is only text here", "unsupported_content")
+        texts.append(part.text("text" if part.get("type") == "text" else "refusal"))
+    return "".join(texts)
+
+
+def _call(call: Fields) -> dict[str, Any]:
+    function = call.object("function")
+    if function is None:
+        raise call.wrong("function", "it is missing", "missing_field")
+    try:
+        arguments = json.loads(function.text("arguments", "{}") or "{}")
+    except (ValueError, RecursionError):
+        raise function.wrong("arguments", "they are no JSON") from None
+    return {
+        "id": call.text("id", ""),
+        "type": "function",
+        "function": {"name": function.text("name"), "arguments": arguments},
+    }
+
+
+def _tool(tool: Fields) -> dict[str, Any]:
+    tool.one_of("type", ("function",), "function")
+    function = tool.object("function")
+    if function is None:
+        raise tool.wrong("function", "it is missing", "missing_field")
+    name = function.text("name")
+    if not 0 < len(name) <= 64 or not all(letter.isalnum() or letter in "_-." for letter in name):
+        raise function.wrong("name", "1 to 64 letters, digits, dots, dashes and underscores are expected")
+    parameters = function.object("parameters")
+    parsed: dict[str, Any] = {
+        "name": name,
+        "description": function.text("description", ""),
+        "parameters": dict(parameters.data) if parameters is not None else {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": parsed}
+
+
+def _tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[str, bool]:
+    choice = fields.get("tool_choice")
+    if choice is None:
+        return ("auto" if tools else "none"), False
+    if isinstance(choice, str):
+        mode = fields.one_of("tool_choice", ("auto", "none", "required"), "auto")
+        if mode != "none" and not tools:
+            raise fields.wrong("tool_choice", "it needs tools")
+        return mode, False
+    given = fields.object("tool_choice")
+    function = given.object("function") if given is not None else None
+    name = function.text("name") if function is not None else ""
+    if name not in {tool["function"]["name"] for tool in tools}:
+        raise fields.wrong("tool_choice", f"there is no tool {name[:100]!r}")
+    return name, True
+
+
+def usage(prompt: int, completion: int, cached: int) -> Mapping[str, Any]:
+    """Tokens as OpenAI counts them; `cached` is what the servers held already."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

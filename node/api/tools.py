@@ -1,0 +1,149 @@
+"""Calls of tools, in the form that the model's own chat template teaches it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from .grammar import JSON_FORM
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """How a family of models writes a call: `begin`, a JSON object with the name and `arguments`, `end`."""
+
+    begin: str
+    end: str
+    arguments: str = "arguments"
+    listed: bool = False
+
+
+_HERMES: Final = ToolForm("<tool_call>\n", "\n</tool_call>")
+_MISTRAL: Final = ToolForm("[TOOL_CALLS]", "", listed=True)
+_LLAMA: Final = ToolForm("", "", "parameters")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What the model calls. `arguments` are JSON."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+    def fields(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+def tool_form(template: str) -> ToolForm | None:
+    """The form that a chat template (Jinja) teaches; None if it takes no tools, or teaches one that is not known."""
+    if "tools" not in template:
+        return None
+    if "<tool_call>" in template:
+        return _HERMES
+    if "[TOOL_CALLS]" in template:
+        return _MISTRAL
+    return _LLAMA if '"parameters"' in template else None
+
+
+def call_grammar(form: ToolForm, tools: Sequence[dict[str, Any]], *, only: str | None, many: bool) -> str:
+    """A grammar (Lark, as llguidance has it) of one call, or of one and more.
+
+    Args:
+        only: the one function that may be called.
+        many: whether several calls may follow each other.
+    """
+    schemas = [_call_schema(form, tool["function"]) for tool in tools if only in (None, tool["function"]["name"])]
+    schema: dict[str, Any] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    if form.listed:
+        schema = {"type": "array", "items": schema, "minItems": 1, **({} if many else {"maxItems": 1})}
+    body = " ".join(part for part in (_literal(form.begin), "call", _literal(form.end)) if part)
+    again = ' ("\\n" one)*' if many and form.begin and not form.listed else ""
+    text = json.dumps({"x-guidance": JSON_FORM, **schema})
+    return f"start: one{again}\none: {body}\ncall: %json {text}"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _call_schema(form: ToolForm, function: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, form.arguments: function["parameters"]},
+        "required": ["name", form.arguments],
+        "additionalProperties": False,
+    }
+
+
+class ToolText:
+    """An answer as it comes, in which calls may stand: text before the first call passes, the rest is kept.
+
+    Args:
+        form: None lets everything pass.
+    """
+
+    def __init__(self, form: ToolForm | None, names: Sequence[str]) -> None:
+        self._form = form
+        self._names = frozenset(names)
+        # Without a mark, only the whole answer tells whether it is a call: one begins with a brace.
+        self._mark = (form.begin.strip() or "{") if form is not None else ""
+        self._at_start = form is not None and not form.begin
+        self._kept = ""
+        self._calls = False
+
+    def feed(self, text: str) -> str:
+        """What can be shown of it."""
+        if not self._mark:
+            return text
+        self._kept += text
+        if self._calls:
+            return ""
+        place = self._kept.find(self._mark)
+        if place >= 0 and not (self._at_start and self._kept[:place].strip()):
+            self._calls = True
+            shown, self._kept = self._kept[:place], self._kept[place:]
+            return shown.rstrip() if shown.strip() else ""
+        if self._at_start and self._kept.strip():
+            self._mark = ""  # it has begun with something else
+        keep = 0 if not self._mark else self._overlap()
+        shown, self._kept = self._kept[: len(self._kept) - keep], self._kept[len(self._kept) - keep :]
+        return shown
+
+    def end(self) -> tuple[str, list[ToolCall]]:
+        """What is left to be shown, and the calls."""
+        kept, self._kept = self._kept, ""
+        if not self._calls or self._form is None:
+            return kept, []
+        calls = _parsed(self._form, kept, self._names)
+        return ("", calls) if calls else (kept, [])
+
+    def _overlap(self) -> int:
+        mark, text = self._mark, self._kept
+        sizes = range(min(len(text), len(mark) - 1), 0, -1)
+        marked = next((size for size in sizes if text.endswith(mark[:size])), 0)
+        blank = len(text) - len(text.rstrip())  # blank lines before a call are not shown
+        return marked or blank
+
+
+def _parsed(form: ToolForm, text: str, names: frozenset[str]) -> list[ToolCall]:
+    """The calls in a text; empty if any of it is none."""
+    calls, begin = [], form.begin.strip()
+    decoder = json.JSONDecoder()
+    rest = text.strip()
+    while rest:
+        rest = rest.removeprefix(begin).strip()
+        try:
+            found, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return []
+        for item in found if isinstance(found, list) else [found]:
+            if not isinstance(item, dict) or item.get("name") not in names:
+                return []
+            arguments = item.get(form.arguments, item.get("arguments", {}))
+            calls.append(ToolCall(item["name"], json.dumps(arguments, ensure_ascii=False)))
+        rest = rest[end:].strip().removeprefix(form.end.strip()).lstrip("; \n")
+    return calls

@@ -1,0 +1,164 @@
+"""The answers of one request, written as OpenAI's objects: whole, or chunk by chunk. No network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from .core import ChosenToken, Finished, Piece
+from .openai_format import Head, TokenText, chat_choice, chat_delta, text_choice, usage, way
+from .requests import TextRequest
+from .tools import ToolCall, ToolForm, ToolText
+
+
+class Writer(Protocol):
+    """Takes the events of the core in order."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The chunks before the first piece."""
+
+    def take(self, piece: Piece) -> list[dict[str, Any]]:
+        """The chunks of a piece."""
+
+    def close(self, end: Finished) -> list[dict[str, Any]]:
+        """The chunks at the end of a choice."""
+
+    def usage(self) -> dict[str, Any]:
+        """The chunk behind all choices that counts the tokens."""
+
+    def whole(self) -> dict[str, Any]:
+        """The response of a request without `stream`."""
+
+
+class _Writer:
+    """What chats and completions have in common."""
+
+    kind = ""
+    chunk_kind = ""
+
+    def __init__(self, request: TextRequest, head: Head, choices: int, of: TokenText) -> None:
+        self._request = request
+        self._head = head
+        self._of = of
+        self._texts = [""] * choices
+        self._tokens: list[list[ChosenToken]] = [[] for _ in range(choices)]
+        self._ends: dict[int, Finished] = {}
+
+    def _keep(self, choice: int, text: str, tokens: Sequence[ChosenToken]) -> None:
+        if not self._request.stream:
+            self._texts[choice] += text
+            if self._request.logprobs:
+                self._tokens[choice].extend(tokens)
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        chunk = self._head.fields(self.chunk_kind, choices)
+        return {**chunk, "usage": None} if self._request.include_usage else chunk
+
+    @property
+    def _done(self) -> list[Finished]:
+        return [self._ends[choice] for choice in sorted(self._ends)]
+
+    def _last(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """The chunk, which also says how the answers came about if it is the last one."""
+        ended = len(self._ends) == len(self._texts) and not self._request.include_usage
+        return {**chunk, "x_petalnode": way(self._done)} if ended else chunk
+
+    def usage(self) -> dict[str, Any]:
+        chunk = self._head.fields(self.chunk_kind, ())
+        return {**chunk, "usage": usage(self._done, self._request.choices), "x_petalnode": way(self._done)}
+
+    def _whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            **self._head.fields(self.kind, choices),
+            "usage": usage(self._done, self._request.choices),
+            "x_petalnode": way(self._done),
+        }
+
+
+class ChatWriter(_Writer):
+    """Of /v1/chat/completions. `form` is how calls of the tools `names` stand in the text."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        request: TextRequest,
+        head: Head,
+        choices: int,
+        of: TokenText,
+        form: ToolForm | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        super().__init__(request, head, choices, of)
+        self._tools = [ToolText(form, names) for _ in range(choices)]
+        self._calls: list[list[ToolCall]] = [[] for _ in range(choices)]
+
+    def opening(self) -> list[dict[str, Any]]:
+        role = {"role": "assistant", "content": "", "refusal": None}
+        return [self._chunk(chat_delta(choice, role, None, None, self._of)) for choice in range(len(self._texts))]
+
+    def take(self, piece: Piece) -> list[dict[str, Any]]:
+        text = self._tools[piece.choice].feed(piece.text)
+        self._keep(piece.choice, text, piece.tokens)
+        if not self._request.stream or not (text or self._request.logprobs):
+            return []
+        tokens = piece.tokens if self._request.logprobs else None
+        return [self._chunk(chat_delta(piece.choice, {"content": text}, tokens, None, self._of))]
+
+    def close(self, end: Finished) -> list[dict[str, Any]]:
+        text, calls = self._tools[end.choice].end()
+        self._keep(end.choice, text, ())
+        self._calls[end.choice] = calls
+        self._ends[end.choice] = end
+        chunks = []
+        if text:
+            chunks.append(self._chunk(chat_delta(end.choice, {"content": text}, None, None, self._of)))
+        if calls:
+            listed = [{"index": index, **call.fields()} for index, call in enumerate(calls)]
+            chunks.append(self._chunk(chat_delta(end.choice, {"tool_calls": listed}, None, None, self._of)))
+        reason = "tool_calls" if calls else end.reason
+        chunks.append(self._last(self._chunk(chat_delta(end.choice, {}, None, reason, self._of))))
+        return chunks
+
+    def whole(self) -> dict[str, Any]:
+        logprobs = self._tokens if self._request.logprobs else [None] * len(self._texts)
+        choices = zip(self._texts, self._calls, logprobs, self._done, strict=True)
+        return self._whole(
+            [chat_choice(end.choice, text, calls, tokens, end.reason, self._of) for text, calls, tokens, end in choices]
+        )
+
+
+class TextWriter(_Writer):
+    """Of /v1/completions."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, request: TextRequest, head: Head, choices: int, of: TokenText) -> None:
+        super().__init__(request, head, choices, of)
+        self._offsets = [0] * choices
+
+    def opening(self) -> list[dict[str, Any]]:
+        return []
+
+    def take(self, piece: Piece) -> list[dict[str, Any]]:
+        self._keep(piece.choice, piece.text, piece.tokens)
+        if not self._request.stream or not (piece.text or self._request.logprobs):
+            return []
+        tokens = piece.tokens if self._request.logprobs else None
+        offset = self._offsets[piece.choice]
+        self._offsets[piece.choice] += len(piece.text)
+        return [self._chunk(text_choice(piece.choice, piece.text, tokens, None, self._of, offset))]
+
+    def close(self, end: Finished) -> list[dict[str, Any]]:
+        self._ends[end.choice] = end
+        return [self._last(self._chunk(text_choice(end.choice, "", None, end.reason, self._of)))]
+
+    def whole(self) -> dict[str, Any]:
+        logprobs = self._tokens if self._request.logprobs else [None] * len(self._texts)
+        return self._whole(
+            [
+                text_choice(end.choice, text, tokens, end.reason, self._of)
+                for text, tokens, end in zip(self._texts, logprobs, self._done, strict=True)
+            ]
+        )

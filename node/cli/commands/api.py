@@ -1,0 +1,206 @@
+"""`petalnode api`: an OpenAI-compatible HTTP API over the servers of a swarm."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import trio
+import typer
+
+from ...client.chat import Text
+from ...client.core import open_client
+from ...client.deadlines import REFRESH_TIMEOUT
+from ...client.session_adapter import is_adapter_name
+from ...client.swarm_model import identify_model
+from ...errors import BadInput, MachineError, SwarmError
+from ...models import ModelFolder
+from ...models.adapter import check_adapter_files
+from ..join import JoinOptions, check_peer_id, joined, joins_swarm
+from ..model_choice import SwarmModelArgument, check_model, model_folder, served_model
+from ..output import Output
+from ..process import start
+
+if TYPE_CHECKING:
+    from ...api.core import ServedModel
+    from ...api.gate import Admission
+    from ...blocks.client_part import ClientModel
+
+
+@dataclass(frozen=True)
+class ApiOptions:
+    """The options of `petalnode api`."""
+
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Others than this machine's own need --api-key-file.")
+    ] = "127.0.0.1"
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Answer only requests with a key of this file, which has their hashes."),
+    ] = None
+    new_api_key: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Make a key for NAME, add its hash to --api-key-file, print it and exit."),
+    ] = None
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH|NAME",
+            help="Also serve the model with this adapter: a folder in peft's format, or the name of one that servers "
+            "hold; repeatable.",
+        ),
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Let web pages of this origin use the API; * is all; repeatable."),
+    ] = None
+    context: Annotated[
+        int, typer.Option(min=16, help="Maximum tokens of a prompt and its answer, if the model allows as many.")
+    ] = 4096
+    max_requests: Annotated[int, typer.Option(min=1, max=4096, help="Requests that are answered at once.")] = 64
+    keep_sessions: Annotated[
+        int,
+        typer.Option(min=0, max=1024, help="Conversations whose caches servers keep for two minutes after an answer."),
+    ] = 16
+    allow: Annotated[
+        list[str] | None, typer.Option(metavar="PEER", help="Use only this server (a peer id); repeatable.")
+    ] = None
+    deny: Annotated[
+        list[str] | None, typer.Option(metavar="PEER", help="Never use this server (a peer id); repeatable.")
+    ] = None
+
+
+@joins_swarm
+def api(model: SwarmModelArgument = None, *, options: ApiOptions, join: JoinOptions) -> None:
+    """Serve an OpenAI-compatible HTTP API, which answers over the servers of a swarm."""
+    output = Output(join.json)
+    if options.new_api_key is not None:
+        _make_key(options, output)
+        return
+    join.check()
+    for name, peers in (("allow", options.allow), ("deny", options.deny)):
+        for peer in peers or ():
+            check_peer_id(peer, f"--{name}")
+    check_model(model)
+    for adapter in options.adapter or ():
+        if not is_adapter_name(adapter):
+            check_adapter_files(Path(adapter))
+    trio.run(_api, model, options, join, output, _admission(options))
+
+
+def _make_key(options: ApiOptions, output: Output) -> None:
+    from ...api.keys import add_key
+
+    if options.api_key_file is None:
+        raise BadInput("--new-api-key needs the file that its hash is added to: give --api-key-file FILE")
+    key = add_key(options.api_key_file, options.new_api_key or "")
+    output.note("this is shown once; the file has a hash of it only")
+    output.say(key)
+    output.emit(event="api-key", name=options.new_api_key, key=key)
+
+
+def _admission(options: ApiOptions) -> Admission:
+    """
+    Raises:
+        BadInput: a key file or an origin that cannot be used, or a port that others reach without keys.
+    """
+    from ...api.gate import LOOPBACK, Admission
+    from ...api.keys import ApiKeys
+
+    for origin in options.cors_origin or ():
+        scheme, _, host = origin.partition("://")
+        if origin != "*" and (scheme not in ("http", "https") or not host or "/" in host):
+            raise BadInput(f"--cors-origin {origin}: give scheme and host, such as https://chat.example.org")
+    keys = None if options.api_key_file is None else ApiKeys.read(options.api_key_file)
+    if keys is None and options.host not in LOOPBACK:
+        raise BadInput(
+            f"--host {options.host} lets in everybody who reaches this machine: give --api-key-file FILE too "
+            "(`petalnode api --new-api-key NAME --api-key-file FILE` makes a key)"
+        )
+    return Admission(
+        keys,
+        tuple(options.cors_origin or ()),
+        LOOPBACK if keys is None else (),
+        options.max_requests,
+    )
+
+
+async def _api(model: str | None, options: ApiOptions, join: JoinOptions, output: Output, admission: Admission) -> None:
+    listeners = await _listeners(options)
+    start.stage("joining the swarm")
+    async with joined(join, output, role="chat", listens=False) as (swarm, _):
+        start.stage("looking for the model")
+        with suppress(SwarmError):
+            await swarm.refresh(timeout=REFRESH_TIMEOUT)
+        folder = await model_folder(model or await served_model(swarm), output, need="client")
+        start.stage(f"loading embeddings and head of {folder.name}")
+        local, text, models = await trio.to_thread.run_sync(
+            _load, folder, options.adapter or (), abandon_on_cancel=True
+        )
+        identified = await identify_model(swarm, folder)
+        # torch, transformers and starlette, which the thread has imported.
+        from ...api.app import create_app
+        from ...api.core import ApiLimits, Core
+        from ...api.http_server import serve_http
+
+        limits = ApiLimits(context=options.context, kept=options.keep_sessions)
+        async with (
+            open_client(swarm, identified, allowed=options.allow or (), blocked=options.deny or ()) as client,
+            trio.open_nursery() as nursery,
+        ):
+            core = Core(client, local, text, models, limits)
+            nursery.start_soon(core.conversations.run)
+            nursery.start_soon(serve_http, create_app(core, admission), listeners)
+            start.done()
+            url = _url(options.host, listeners)
+            output.say(f"ready: {', '.join(core.models)} at {url}/v1")
+            output.emit(event="ready", url=url, models=list(core.models))
+
+
+def _load(folder: ModelFolder, adapters: Sequence[str]) -> tuple[ClientModel, Text, list[ServedModel]]:
+    """
+    Raises:
+        ModelError, BadInput: the model or an adapter cannot be used.
+    """
+    from ...blocks import collector_paused
+
+    with collector_paused():
+        from ...api import app  # noqa: F401
+        from ...api.core import ServedModel, check_adapters
+        from ...blocks.client_part import load_client
+        from ...client.session_adapter import choose_adapter, fit_adapter
+        from ...models.adapter import Adapter
+
+    local = load_client(folder.path)
+    models = [ServedModel(folder.name)]
+    for given in adapters:
+        adapter = choose_adapter(given)
+        if isinstance(adapter, Adapter):
+            fit_adapter(adapter, local)
+        models.append(ServedModel(adapter.name if isinstance(adapter, Adapter) else adapter, adapter))
+    check_adapters(models)
+    return local, Text(folder), models
+
+
+async def _listeners(options: ApiOptions) -> list[trio.SocketListener]:
+    """
+    Raises:
+        MachineError: the port is taken, or this machine has no such address.
+    """
+    try:
+        return list(await trio.open_tcp_listeners(options.http_port, host=options.host))
+    except OSError as error:
+        what = f"--http-port {options.http_port} at {options.host}"
+        if error.errno == errno.EADDRINUSE:
+            raise MachineError(f"{what} is in use by another program: give another port, or 0 for any") from None
+        raise MachineError(f"{what} cannot be used: {error.strerror or error}") from None
+
+
+def _url(host: str, listeners: Sequence[trio.SocketListener]) -> str:
+    port = listeners[0].socket.getsockname()[1]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,148 @@
+"""How the next token is chosen from logits."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ..errors import BadInput
+
+MAX_BIASES: Final = 1024
+"""Tokens that may have a bias of their own."""
+
+
+class Constraint(Protocol):
+    """What an answer has to look like, such as a grammar."""
+
+    def apply(self, scores: torch.Tensor) -> None:
+        """Sets to -inf, in place, what may not follow the tokens so far; `scores` is float [vocabulary]."""
+
+    def accept(self, token: int) -> None:
+        """`token` was chosen."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 is greedy; `seed` makes sampling repeatable.
+
+    Attributes:
+        top_k: of so many likeliest tokens only; 0 is all.
+        min_p: only tokens at least so likely, as a part of the likeliest one's probability.
+        repetition_penalty: divides the logits of tokens of prompt and answer (CTRL, arXiv 1909.05858, section 4.1).
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens of the answer, once and per
+            occurrence, as OpenAI's API has them.
+        logit_bias: is added to the logits of these tokens.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise BadInput(f"{self.max_new_tokens} new tokens are none: ask for 1 or more")
+        if not 0 <= self.temperature < 100:
+            raise BadInput(f"a temperature of {self.temperature} is out of range: 0 is greedy, 0.7 is usual")
+        if not 0 < self.top_p <= 1:
+            raise BadInput(f"a top-p of {self.top_p} is out of range: above 0, at most 1")
+        if self.top_k < 0:
+            raise BadInput(f"a top-k of {self.top_k} is out of range: 1 or more, or 0 for all")
+        if not 0 <= self.min_p <= 1:
+            raise BadInput(f"a min-p of {self.min_p} is out of range: from 0 to 1")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise BadInput(f"a repetition penalty of {self.repetition_penalty} is out of range: 1 changes nothing")
+        for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            if not -2 <= penalty <= 2:
+                raise BadInput(f"a {name} penalty of {penalty} is out of range: from -2 to 2")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise BadInput(f"{len(self.logit_bias)} logit biases are too many: {MAX_BIASES} at most")
+        for token, bias in self.logit_bias.items():
+            if token < 0 or not -100 <= bias <= 100 or math.isnan(bias):
+                raise BadInput(f"a logit bias of {bias} for token {token} is out of range: from -100 to 100")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether greedy decoding is changed by it, too."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or bool(self.logit_bias)
+
+
+class Sampler:
+    """Chooses the tokens of one answer from logits, with transformers' own processors.
+
+    Biases and penalties come first, then the constraint, then temperature, top-k, top-p and min-p.
+    """
+
+    def __init__(self, sampling: Sampling, constraint: Constraint | None = None) -> None:
+        self._sampling = sampling
+        self._constraint = constraint
+        self._greedy = sampling.temperature == 0
+        self._plain = self._greedy and constraint is None and not sampling.changes_logits
+        self._warpers = LogitsProcessorList()
+        if not self._greedy:
+            self._warpers.append(TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_k:
+                self._warpers.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1:
+                self._warpers.append(TopPLogitsWarper(sampling.top_p))
+            if sampling.min_p:
+                self._warpers.append(MinPLogitsWarper(sampling.min_p))
+        self._repetition = (
+            RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty) if sampling.repetition_penalty != 1 else None
+        )
+        self._prompt: int | None = None
+        self._generator = torch.Generator()
+        if sampling.seed is not None:
+            self._generator.manual_seed(sampling.seed)
+        else:
+            self._generator.seed()
+
+    def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
+        """The token after `tokens`, from logits [vocabulary]. The tokens of the first call are the prompt."""
+        if self._prompt is None:
+            self._prompt = len(tokens)
+        if self._plain:
+            return int(logits.argmax())
+        scores = logits.float().cpu().clone()
+        self._penalise(tokens, scores)
+        if self._constraint is not None:
+            self._constraint.apply(scores)
+        if self._greedy:
+            token = int(scores.argmax())
+        else:
+            scores = self._warpers(torch.tensor([tokens[-1:]]), scores.unsqueeze(0))
+            token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        return token
+
+    def _penalise(self, tokens: Sequence[int], scores: torch.Tensor) -> None:
+        asked = self._sampling
+        for token, bias in asked.logit_bias.items():
+            if token < len(scores):
+                scores[token] += bias
+        if self._repetition is not None:
+            scores.copy_(self._repetition(torch.tensor([tokens]), scores.unsqueeze(0))[0])
+        if asked.presence_penalty or asked.frequency_penalty:
+            for token, count in Counter(tokens[self._prompt :]).items():
+                scores[token] -= asked.presence_penalty + asked.frequency_penalty * count

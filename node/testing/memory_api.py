@@ -1,0 +1,95 @@
+"""`petalnode api` over the servers of a network in memory, on a loopback socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import trio
+from starlette.routing import BaseRoute
+
+from ...crypto.identity import Identity
+from ..api.app import create_app
+from ..api.core import ApiLimits, Core, ServedModel
+from ..api.gate import Admission, Gate
+from ..api.http_server import HttpLimits, serve_http
+from ..blocks.client_part import load_client
+from ..client.chat import Text
+from ..client.core import open_client
+from ..client.swarm_model import identify_model
+from ..models import resolve
+from ..swarm.config import SwarmConfig
+from .memory_servers import MemorySwarm, in_loop
+
+
+class MemoryApi:
+    """A running API.
+
+    Attributes:
+        url: with the port, without a path.
+        core: which belongs to the swarm's trio thread.
+    """
+
+    def __init__(self, swarm: MemorySwarm, url: str, core: Core, gate: Gate, token: trio.lowlevel.TrioToken) -> None:
+        self.swarm = swarm
+        self.url = url
+        self.core = core
+        self._gate = gate
+        self._token = token
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def open_sessions(self) -> int:
+        """Sessions of it that servers hold, idle conversations included."""
+        return in_loop(self._token, lambda: self.core.conversations.open_count)
+
+    @property
+    def running(self) -> int:
+        """Requests that are being answered."""
+        return in_loop(self._token, lambda: self._gate.running)
+
+    @property
+    def idle(self) -> int:
+        """Conversations that are kept between two requests."""
+        return in_loop(self._token, lambda: self.core.conversations.idle)
+
+
+@contextmanager
+def memory_api(
+    swarm: MemorySwarm,
+    folder: Path,
+    *,
+    models: Sequence[ServedModel] = (),
+    limits: ApiLimits | None = None,
+    admission: Admission | None = None,
+    http_limits: HttpLimits | None = None,
+    pages: Sequence[BaseRoute] = (),
+) -> Iterator[MemoryApi]:
+    """The API of the model in `folder`, and of its `models` with adapters, for the length of the block."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[MemoryApi]:
+        given = resolve(str(folder), need="client", offline=True)
+        config = SwarmConfig(identity=Identity.generate(), listen=(), peers=(), serve_dht=False)
+        async with swarm.network.open_swarm(config) as node:
+            identified = await identify_model(node, given)
+            local, text = await trio.to_thread.run_sync(lambda: (load_client(folder), Text(given)))
+            listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+            async with open_client(node, identified) as client, trio.open_nursery() as nursery:
+                core = Core(client, local, text, [ServedModel(given.name), *models], limits or ApiLimits())
+                application = create_app(core, admission or Admission(), pages)
+                nursery.start_soon(core.conversations.run)
+                nursery.start_soon(serve_http, application, listeners, http_limits)
+                yield MemoryApi(swarm, url, core, application, trio.lowlevel.current_trio_token())
+                nursery.cancel_scope.cancel()
+
+    held = swarm.hold(opened)
+    try:
+        yield held.value
+    finally:
+        held.close()
