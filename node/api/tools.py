@@ -125,8 +125,8 @@ class ToolText:
         mark, text = self._mark, self._kept
         sizes = range(min(len(text), len(mark) - 1), 0, -1)
         marked = next((size for size in sizes if text.endswith(mark[:size])), 0)
-        blank = len(text) - len(text.rstrip())  # blank lines before a call are not shown
-        return marked or blank
+        before = text[: len(text) - marked]
+        return marked + len(before) - len(before.rstrip())  # blank lines before a call are not shown
 
 
 def _parsed(form: ToolForm, text: str, names: frozenset[str]) -> list[ToolCall]:
