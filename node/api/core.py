@@ -177,6 +177,12 @@ class Core:
             )
         return found
 
+    @property
+    def is_covered(self) -> bool:
+        """Whether the servers that are known hold every block together."""
+        held = {block for server in self.client.servers() for block in range(server.span.start, server.span.end)}
+        return len(held) >= self.client.model.num_blocks
+
     def context(self, model: ServedModel) -> int:
         """Tokens that a prompt and its answer may have together."""
         soft = model.adapter.soft_prompt if isinstance(model.adapter, Adapter) else None
@@ -329,7 +335,8 @@ class _Choice:
             try:
                 await self._answer(conversation, asked)
             except NoChainError:
-                if self._made or not (core.conversations.idle or conversation.max_length > needed):
+                reserve = core.conversations.idle or conversation.max_length > needed
+                if self._made or not reserve or not core.is_covered:
                     raise
                 # Servers may have too little room: ours that nobody uses goes first, then what is only in reserve.
                 await core.conversations.drop_idle()
