@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import trio
 from petalnode.node.testing.memory_api import MemoryApi
 from tests.api.conftest import CONTEXT, Served
 from tests.api.tokenizer import EOS
+from tests.import_graph import ROOT
 from tests.tiny_models import load_whole
 
 MODEL = "tiny-llama"
@@ -77,6 +79,14 @@ def test_a_stream_is_the_same_answer_in_pieces(client: Any, api: MemoryApi) -> N
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].model_extra["x_petalnode"]["choices"][0]["route"]
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_the_example_of_the_page(api: MemoryApi, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    (program,) = re.findall(r"^```\n(from openai.*?)^```", page, re.DOTALL | re.MULTILINE)
+    program = program.replace("http://127.0.0.1:8000", api.url).replace('"smollm2"', repr(MODEL))
+    exec(compile(program, "docs/api.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 10
 
 
 def test_the_async_client(api: MemoryApi, client: Any) -> None:

@@ -45,6 +45,7 @@ COMMANDS = {
     "demo": "demo --servers 1 --prompt hi",
     "serve": "serve {models}/tiny-llama --peer {nobody} --listen /ip4/127.0.0.1/tcp/0 --blocks 0:1",
     "chat": "chat {models}/tiny-llama --peer {nobody}",
+    "api": "api {models}/tiny-llama --peer {nobody} --http-port 0",
     "status": "status --peer {nobody}",
     "bootstrap": "bootstrap --peer {nobody} --listen /ip4/127.0.0.1/tcp/0",
     "doctor": "doctor --peer {nobody}",
@@ -198,7 +199,7 @@ def test_a_signal_that_comes_where_nothing_can_be_raised_is_not_lost(monkeypatch
         assert errors.getvalue() == f"petalnode: {said}\n"
 
 
-@pytest.mark.parametrize("name", ["chat", "status", "bootstrap", "serve", "validate", "doctor", "credits"])
+@pytest.mark.parametrize("name", ["chat", "api", "status", "bootstrap", "serve", "validate", "doctor", "credits"])
 def test_an_interrupt_at_work_is_told(
     name: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

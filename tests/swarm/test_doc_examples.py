@@ -45,6 +45,7 @@ STANDS_FOR: Final = {
 UNTIL_NETWORK, PARSED = "checked until it asks the network", "parsed"
 NOT_RUN: Final = (
     (r"petalnode serve\b", UNTIL_NETWORK, "it runs until it is stopped; test_placement.py and others start servers"),
+    (r"petalnode api (?!--new)", UNTIL_NETWORK, "it runs until it is stopped; test_api_process.py runs it"),
     (r"petalnode validate (?!.*--once)", UNTIL_NETWORK, "it runs until it is stopped"),
     (r"petalnode bootstrap\b", UNTIL_NETWORK, "it runs until it is stopped"),
     (r"--compare-chains", UNTIL_NETWORK, "three servers; test_compared_chains.py runs it"),
@@ -64,6 +65,7 @@ TOOLS: Final = {
     "pipx": "installs packages",
     "uv": "installs packages",
     ".": "activates the environment that runs this",
+    "curl": "asks a server that is not here; tests/api asks all of it",
     "export": "needs the reader's token",
     "ufw": "changes a firewall",
     "git": "counts lines",
@@ -74,6 +76,7 @@ TOOLS: Final = {
 """Programs that are none of this project, and what they do."""
 
 SHOWN: Final = {
+    "docs/api.md": ("from openai import",),
     "docs/fine-tuning.md": ('{"event":"step"', "prompt: 40 steps", "model = PeftModel"),
     "docs/nat.md": ("reachability: public",),
     "docs/placement.md": ("blocks = (free", "the whole model:", "taking blocks", '{"event":"moving"'),
@@ -83,7 +86,7 @@ SHOWN: Final = {
     "docs/validation.md": ('{"event":"verdict"',),
     "docs/troubleshooting.md": (),
 }
-"""Blocks that are output, formulas, or files; those of docs/planning.md are run below."""
+"""Blocks that are output, formulas, or files; those of docs/planning.md are run below, that of docs/api.md by test_openai_client.py."""
 
 
 @dataclass(frozen=True)
