@@ -86,7 +86,9 @@ SHOWN: Final = {
     "docs/validation.md": ('{"event":"verdict"',),
     "docs/troubleshooting.md": (),
 }
-"""Blocks that are output, formulas, or files; those of docs/planning.md are run below, that of docs/api.md by test_openai_client.py."""
+"""Blocks that are output, formulas, or files; those of docs/planning.md are run below.
+
+The program of docs/api.md needs its server: tests/api/test_openai_client.py runs it."""
 
 
 @dataclass(frozen=True)
