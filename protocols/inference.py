@@ -111,8 +111,8 @@ class SessionTerms:
         return self.batch * self.max_length
 
 
-def terms_of(message: wire.Open) -> SessionTerms:
-    """Checks the fields of an Open that need no knowledge of the server.
+def opened_span(message: wire.Open | wire.BatchOpen) -> Span:
+    """The span that is asked for, once version, model and nonce are right.
 
     Raises:
         Refusal: ERROR_BAD_REQUEST or ERROR_UNSUPPORTED, naming the field.
@@ -122,9 +122,18 @@ def terms_of(message: wire.Open) -> SessionTerms:
     if len(message.model_version) != HASH_BYTES or len(message.nonce) != NONCE_BYTES:
         raise bad_request("model_version takes 32 bytes and nonce 16")
     try:
-        span = Span(message.span.start, message.span.end)
+        return Span(message.span.start, message.span.end)
     except ValueError as error:
         raise bad_request(str(error)) from None
+
+
+def terms_of(message: wire.Open) -> SessionTerms:
+    """Checks the fields of an Open that need no knowledge of the server.
+
+    Raises:
+        Refusal: ERROR_BAD_REQUEST or ERROR_UNSUPPORTED, naming the field.
+    """
+    span = opened_span(message)
     if not 1 <= message.batch <= MAX_BATCH:
         raise bad_request(f"batch {message.batch} is not within 1 .. {MAX_BATCH}")
     if not 1 <= message.max_length <= MAX_LENGTH:

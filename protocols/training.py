@@ -48,7 +48,7 @@ from ..crypto.canonical import digest
 from . import wire_pb2 as wire
 from .framing import ITEM_BYTES, MAX_TENSORS, MessageStream
 from .ids import Span
-from .inference import HASH_BYTES, MAX_BATCH, NONCE_BYTES, Refusal, bad_request
+from .inference import HASH_BYTES, MAX_BATCH, Refusal, bad_request, opened_span
 
 MICRO_BATCH_TOKENS: Final = 1024
 """Rows times positions of one batch request (Petals, NeurIPS 2023, section 4.2, footnote 9)."""
@@ -106,17 +106,9 @@ def batch_terms_of(message: wire.BatchOpen) -> BatchTerms:
     Raises:
         Refusal: ERROR_BAD_REQUEST or ERROR_UNSUPPORTED, naming the field.
     """
-    if message.protocol_version != 1:
-        raise Refusal(wire.ERROR_UNSUPPORTED, f"protocol version {message.protocol_version}; this node speaks 1")
-    if len(message.model_version) != HASH_BYTES or len(message.nonce) != NONCE_BYTES:
-        raise bad_request("model_version takes 32 bytes and nonce 16")
-    try:
-        span = Span(message.span.start, message.span.end)
-    except ValueError as error:
-        raise bad_request(str(error)) from None
     return BatchTerms(
         model_version=message.model_version,
-        span=span,
+        span=opened_span(message),
         codec=message.codec,
         dtype=message.activation_dtype,
         nonce=message.nonce,

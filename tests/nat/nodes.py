@@ -16,14 +16,14 @@ from typing import Any
 
 from tests.nat.lab import Host
 from tests.patience import Patience
-from tests.swarm.processes import STOP_TIMEOUT, Node, Outcome, Running, environment, petalnode
+from tests.swarm.processes import STOP_TIMEOUT, Node, Outcome, ReadyNode, Running, environment, petalnode
 
 _ROOT = Path(__file__).parents[2]
 LISTEN = "/ip4/0.0.0.0/tcp/31330"
 LISTEN6 = "/ip6/::/tcp/31330"
 
 
-class LightNode(Running):
+class LightNode(ReadyNode):
     """A node of the swarm that computes nothing and does what it is told: see light_node.py for the commands."""
 
     def __init__(self, host: Host, home: Path, options: dict[str, Any]) -> None:
@@ -31,22 +31,10 @@ class LightNode(Running):
         super().__init__(command, environment(home), _ROOT)
         self._numbers = itertools.count(1)
         self._passed: list[dict[str, Any]] = []
-        self._ready: dict[str, Any] | None = None
 
-    @property
-    def ready(self) -> dict[str, Any]:
-        """Its ready event; waits for it the first time."""
-        if self._ready is None:
-            self._ready = self.wait_event("ready")
-        return self._ready
-
-    @property
-    def peer_id(self) -> str:
-        return str(self.ready["peer_id"])
-
-    @property
-    def address(self) -> str:
-        return str(self.ready["addrs"][0])
+    def event(self, name: str, timeout: float = 60) -> dict[str, Any]:
+        """As `wait_event`."""
+        return self.wait_event(name, timeout)
 
     def ask(self, do: str, *, patience: float = 60, **arguments: Any) -> Any:
         """Has a command done; returns its result. Raises NodeRefused with the error's text if it failed."""

@@ -11,6 +11,8 @@ from tests.swarm.processes import Node, Nodes, nodes
 
 if TYPE_CHECKING:
     from petalnode.node.testing.memory_servers import MemorySwarm
+    from tests.swarm.memory_pool import MemoryPool
+    from tests.swarm.raw import Run
 
 CONTEXT = 4096
 """Positions of the tiny Llama: long enough that an answer can be interrupted."""
@@ -107,6 +109,24 @@ def served_in_memory(models: Path) -> Iterator[ServedInMemory]:
         for name in ("tiny-gpt2", "tiny-gemma3"):
             served.serve(models / name, "0:6")
         yield served
+
+
+@pytest.fixture(scope="module")
+def pool(models: Path) -> Iterator[MemoryPool]:
+    """Servers of tiny-llama in this process; none yet."""
+    from tests.swarm.memory_pool import memory_pool
+
+    with memory_pool(models / "tiny-llama") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def run(pool: MemoryPool) -> Iterator[Run]:
+    """Runs what talks to the servers of `pool` as no client would."""
+    from tests.swarm.memory_pool import raw_runs
+
+    with raw_runs(pool) as runs:
+        yield runs
 
 
 @pytest.fixture(scope="session")

@@ -218,18 +218,14 @@ class Running:
                 self._errors.append(line)
 
 
-class Node(Running):
-    """A `petalnode` command that runs until it is told to stop; `ready` is its ready event."""
+class ReadyNode(Running):
+    """A node that says when it is ready, and by which event."""
 
-    def __init__(
-        self, *arguments: str, env: Mapping[str, str], cwd: Path | None = None, prefix: Sequence[str] = ()
-    ) -> None:
-        super().__init__([*prefix, sys.executable, "-m", "petalnode", *arguments], env, cwd)
-        self._ready: dict[str, Any] | None = None
+    _ready: dict[str, Any] | None = None
 
     @property
     def ready(self) -> dict[str, Any]:
-        """Waits for it the first time."""
+        """The ready event; waits for it the first time."""
         if self._ready is None:
             self._ready = self.event("ready")
         return self._ready
@@ -241,6 +237,15 @@ class Node(Running):
     @property
     def address(self) -> str:
         return str(self.ready["addrs"][0])
+
+
+class Node(ReadyNode):
+    """A `petalnode` command that runs until it is told to stop; `ready` is its ready event."""
+
+    def __init__(
+        self, *arguments: str, env: Mapping[str, str], cwd: Path | None = None, prefix: Sequence[str] = ()
+    ) -> None:
+        super().__init__([*prefix, sys.executable, "-m", "petalnode", *arguments], env, cwd)
 
 
 class Nodes:

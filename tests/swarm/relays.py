@@ -19,31 +19,20 @@ from petalnode.node.network.nat.relay import RelayLimits, RelayService
 from petalnode.node.network.transport.stream_bytes import StreamBytes
 from tests.patience import eventually
 from tests.swarm import warm_python
-from tests.swarm.processes import LOOPBACK, Running
+from tests.swarm.processes import LOOPBACK, ReadyNode
 from tests.swarm.relay_node import ECHO, STATS, echo
 
 _ROOT = Path(__file__).parents[2]
 until = eventually
 
 
-class RelayNode(Running):
-    """`relay_node.py`, or another module like it, as a process. `ready` waits for it the first time."""
+class RelayNode(ReadyNode):
+    """`relay_node.py`, or another module like it, as a process."""
 
     def __init__(self, module: str = "relay_node", **options: Any) -> None:
         super().__init__(
             [sys.executable, "-m", f"tests.swarm.{module}", json.dumps(options)], warm_python.environment(), _ROOT
         )
-        self._ready: dict[str, Any] | None = None
-
-    @property
-    def ready(self) -> dict[str, Any]:
-        if self._ready is None:
-            self._ready = self.event("ready")
-        return self._ready
-
-    @property
-    def peer_id(self) -> str:
-        return str(self.ready["peer_id"])
 
     @property
     def addrs(self) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from petalnode.protocols.ids import ADAPTER
 from petalnode.protocols.inference import receipt_from_wire
 from petalnode.protocols.tensors import encode
 from petalnode.protocols.training import BatchFrames, send_pieces
-from tests.swarm.memory_pool import MemoryPool, memory_pool, raw_runs
+from tests.swarm.memory_pool import MemoryPool, raw_runs
 from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, Run, values
 
 BAD, MODEL, SPAN = wire.ERROR_BAD_REQUEST, wire.ERROR_UNKNOWN_MODEL, wire.ERROR_SPAN_NOT_HOSTED
@@ -28,22 +26,10 @@ NAME = "3.self_attn.o_proj"
 
 
 @pytest.fixture(scope="module")
-def pool(models: Path) -> Iterator[MemoryPool]:
-    with memory_pool(models / "tiny-llama") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def server(pool: MemoryPool) -> MemoryServer:
     started = pool.start("2:4")
     started.ready  # noqa: B018  (waits)
     return started
-
-
-@pytest.fixture(scope="module")
-def run(pool: MemoryPool) -> Iterator[Run]:
-    with raw_runs(pool) as runs:
-        yield runs
 
 
 def adapter(scale: float = 1.0, rank: int = 2) -> Adapter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.inference import hash_of_step, pledge_from_wire, receipt_from_wire, root_of
-from tests.swarm.memory_pool import MemoryPool, memory_pool, raw_runs
+from tests.swarm.memory_pool import MemoryPool
 from tests.swarm.raw import HIDDEN, RawSession, Run, values
 
 BAD, MODEL, SPAN = wire.ERROR_BAD_REQUEST, wire.ERROR_UNKNOWN_MODEL, wire.ERROR_SPAN_NOT_HOSTED
@@ -25,22 +24,10 @@ _right_answers: list[bytes] = []
 
 
 @pytest.fixture(scope="module")
-def pool(models: Path) -> Iterator[MemoryPool]:
-    with memory_pool(models / "tiny-llama") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def server(pool: MemoryPool) -> MemoryServer:
     started = pool.start("0:2", cache_tokens=100_000)
     started.ready  # noqa: B018  (waits)
     return started
-
-
-@pytest.fixture(scope="module")
-def run(pool: MemoryPool) -> Iterator[Run]:
-    with raw_runs(pool) as runs:
-        yield runs
 
 
 @pytest.fixture(autouse=True)

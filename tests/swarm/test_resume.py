@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import trio
 
-from petalnode.crypto.identity import Identity, peer_id_to_bytes
-from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.server.compute_thread import ComputeThread
 from petalnode.node.swarm.swarm import Swarm
@@ -21,10 +17,10 @@ from petalnode.node.testing.memory_servers import MemoryServer
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import PeerError
 from petalnode.protocols.ids import PUSH, Span
-from petalnode.protocols.inference import receipt_from_wire, receipt_to_wire, sha256
-from tests.attacks.one_server import OneServer, one_server
-from tests.swarm.memory_pool import MemoryPool, memory_pool, raw_runs
-from tests.swarm.raw import HIDDEN, TIMEOUT, RawSession, Run, values
+from petalnode.protocols.inference import receipt_from_wire
+from tests.attacks.one_server import OneServer, one_server, pushed
+from tests.swarm.memory_pool import MemoryPool, raw_runs
+from tests.swarm.raw import TIMEOUT, RawSession, Run, values
 from tests.swarm.test_server_cache import TOKENS, announced_free
 from tests.tiny_models import NUM_BLOCKS, save_tiny
 
@@ -33,22 +29,10 @@ CLIENT = Identity.generate()
 
 
 @pytest.fixture(scope="module")
-def pool(models: Path) -> Iterator[MemoryPool]:
-    with memory_pool(models / "tiny-llama") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def server(pool: MemoryPool) -> MemoryServer:
     started = pool.start("0:2", cache_tokens=100_000)
     started.ready  # noqa: B018  (waits)
     return started
-
-
-@pytest.fixture(scope="module")
-def run(pool: MemoryPool) -> Iterator[Run]:
-    with raw_runs(pool) as runs:
-        yield runs
 
 
 async def resumed(
@@ -235,34 +219,10 @@ def test_an_error_ends_the_session_wherever_it_is(server: MemoryServer, run: Run
 # --- pushes
 
 
-def pushed(swarm: Swarm, session: RawSession, sequence: int, position: int, payload: bytes) -> wire.PushFrame:
+def pushed_step(swarm: Swarm, session: RawSession, sequence: int, position: int, payload: bytes) -> wire.PushFrame:
     """A step as the server before would hand it on. `swarm` plays both that server and the client."""
-    identity = swarm.identity
-    receipt = Receipt(
-        protocol_version=1,
-        model_version=session.terms.model_version,
-        span=(0, 1),
-        dtype="float32",
-        quantisation="none",
-        client=swarm.peer_id,
-        nonce=os.urandom(16),
-        session_epoch=os.urandom(16),
-        sequence=sequence,
-        request_hash=os.urandom(32),
-        reply_hash=sha256(payload),
-        previous_receipt=NO_RECEIPT,
-        upstream_receipt=b"",
-        time_ms=1,
-    )
-    receipt = replace(receipt).signed(identity)
-    step = wire.Step(sequence=sequence, position=position, route_epoch=1, previous_receipt=receipt.hash())
-    tensor = wire.Tensor(
-        shape=[1, len(payload) // (4 * HIDDEN), HIDDEN], dtype="float32", codec="none", nbytes=len(payload)
-    )
-    push = wire.Push(
-        client=peer_id_to_bytes(swarm.peer_id), nonce=session.nonce, step=step, receipt=receipt_to_wire(receipt)
-    )
-    return wire.PushFrame(push=push, tensors=[tensor])
+    version = session.terms.model_version
+    return pushed(session, swarm.identity, swarm.identity, sequence, position, payload, model_version=version)
 
 
 @pytest.mark.parametrize("moment", ["while nobody listens", "beside the resume"])
@@ -278,7 +238,7 @@ def test_a_push_that_comes_in_between_is_answered_on_the_next_stream(
         payload = values(1, seed=5)
         if moment == "while nobody listens":
             await session.stream.reset()
-        await pusher.send(pushed(swarm, session, 2, 3, payload), [payload], timeout=TIMEOUT)
+        await pusher.send(pushed_step(swarm, session, 2, 3, payload), [payload], timeout=TIMEOUT)
         following, _ = await resumed(swarm, session, answered=1, attempt=1)
         frame, _ = await following.receive()
         assert frame.reply.sequence == 2 and frame.reply.pushed and frame.reply.position == 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from petalnode.protocols.training import (
     receive_pieces,
     send_in_pieces,
 )
-from tests.swarm.memory_pool import MemoryPool, memory_pool, raw_runs
+from tests.swarm.memory_pool import MemoryPool
 from tests.swarm.raw import HIDDEN, TIMEOUT, Run, values
 
 BAD, LONG, UNSUPPORTED = wire.ERROR_BAD_REQUEST, wire.ERROR_TOO_LONG, wire.ERROR_UNSUPPORTED
@@ -35,22 +34,10 @@ _right_answers: list[list[bytearray]] = []
 
 
 @pytest.fixture(scope="module")
-def pool(models: Path) -> Iterator[MemoryPool]:
-    with memory_pool(models / "tiny-llama") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def server(pool: MemoryPool) -> MemoryServer:
     started = pool.start("2:4", cache_tokens=100_000)
     started.ready  # noqa: B018  (waits)
     return started
-
-
-@pytest.fixture(scope="module")
-def run(pool: MemoryPool) -> Iterator[Run]:
-    with raw_runs(pool) as runs:
-        yield runs
 
 
 class RawWorks:

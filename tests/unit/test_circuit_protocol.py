@@ -6,10 +6,9 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from trio.testing import memory_stream_pair
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.testing import run_autojumping
+from petalnode.node.testing import run_autojumping, stream_pair
 from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import standard_pb2 as pb
 from petalnode.protocols.circuit import (
@@ -34,29 +33,9 @@ from petalnode.protocols.framing import PeerError, ProtocolError
 PEER, RELAY = Identity.generate().peer_id, Identity.generate().peer_id
 
 
-class Memory:
-    def __init__(self, stream: trio.StapledStream) -> None:
-        self.stream = stream
-
-    async def read(self, n: int) -> bytes:
-        try:
-            return bytes(await self.stream.receive_some(n))
-        except trio.ClosedResourceError as error:
-            raise ConnectionResetError from error
-
-    async def write(self, data: bytes) -> None:
-        await self.stream.send_all(data)
-
-    async def close(self) -> None:
-        await self.stream.send_eof()
-
-    async def reset(self) -> None:
-        await self.stream.aclose()
-
-
 def ends() -> tuple[DelimitedStream, DelimitedStream]:
-    left, right = memory_stream_pair()
-    return DelimitedStream(Memory(left), RELAY), DelimitedStream(Memory(right), PEER)
+    left, right = stream_pair()
+    return DelimitedStream(left, RELAY), DelimitedStream(right, PEER)
 
 
 def converse(asking, answering):
@@ -175,12 +154,12 @@ def test_an_answer_that_is_none_is_not_taken_for_one(said):
 @given(st.binary(max_size=200), st.sampled_from([receive_hop, receive_stop]))
 def test_nonsense_is_the_peers_error_and_never_more(said, receive):
     async def main() -> None:
-        left, right = memory_stream_pair()
-        await left.send_all(said)
-        await left.send_eof()
+        left, right = stream_pair()
+        await left.write(said)
+        await left.close()
         with trio.fail_after(5):
             try:
-                await receive(DelimitedStream(Memory(right), PEER), timeout=3)
+                await receive(DelimitedStream(right, PEER), timeout=3)
             except PeerError:
                 pass
 
@@ -189,10 +168,10 @@ def test_nonsense_is_the_peers_error_and_never_more(said, receive):
 
 def test_a_message_that_is_too_long_is_refused_before_it_is_read():
     async def main() -> None:
-        left, right = memory_stream_pair()
-        await left.send_all(b"\xff\x7f")
+        left, right = stream_pair()
+        await left.write(b"\xff\x7f")
         with trio.fail_after(5), pytest.raises(ProtocolError, match=str(MAX_MESSAGE)):
-            await receive_hop(DelimitedStream(Memory(right), PEER), timeout=3)
+            await receive_hop(DelimitedStream(right, PEER), timeout=3)
 
     run_autojumping(main)
 

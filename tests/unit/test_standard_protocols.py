@@ -16,6 +16,7 @@ from libp2p.relay.circuit_v2.pb import dcutr_pb2
 from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.testing import stream_pair
 from petalnode.node.testing.node_inspection import raw_of
 from petalnode.protocols import standard_pb2 as standard
 from petalnode.protocols.delimited import DelimitedStream
@@ -35,37 +36,17 @@ US, THEM = Identity.generate().peer_id, Identity.generate().peer_id
 ADDRS = ("/ip4/203.0.113.5/tcp/31330", "/ip6/2a00:77::1/tcp/1")
 
 
-class MemoryEnd:
-    def __init__(self, stream: trio.StapledStream) -> None:
-        self.stream = stream
-
-    async def read(self, n: int) -> bytes:
-        try:
-            return bytes(await self.stream.receive_some(n))
-        except trio.ClosedResourceError as error:
-            raise ConnectionResetError from error
-
-    async def write(self, data: bytes) -> None:
-        await self.stream.send_all(data)
-
-    async def close(self) -> None:
-        await self.stream.send_eof()
-
-    async def reset(self) -> None:
-        await self.stream.aclose()
-
-
 def converse(
     one: Callable[[DelimitedStream], Awaitable[Any]], other: Callable[[DelimitedStream], Awaitable[Any]]
 ) -> Any:
     """What `one` returns of its talk with `other`."""
 
     async def main() -> Any:
-        ends = trio.testing.memory_stream_pair()
+        ends = stream_pair()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(other, DelimitedStream(MemoryEnd(ends[1]), US))
+            nursery.start_soon(other, DelimitedStream(ends[1], US))
             try:
-                return await one(DelimitedStream(MemoryEnd(ends[0]), THEM)), None
+                return await one(DelimitedStream(ends[0], THEM)), None
             except PeerError as error:
                 return None, error
             finally:
