@@ -4,7 +4,8 @@
 
 Real processes on loopback, one thread each: four servers hold the random Llama of 27.8M parameters twice, and one of
 those in use is ended in the middle of 120 tokens. The client moves to a standby (told to stop), recovers by replay
-(killed), or both races (frozen). The tokens are compared with plain transformers'.
+(killed), or both races (frozen). The tokens are compared with plain transformers'. Each round starts its servers anew, nine
+times in all: minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -87,7 +89,10 @@ def main() -> None:
         prompt = torch.randint(5, 2000, (1, 64))
         expected = plain.generate(prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
         for how in SIGNALS:
-            rounds = [run(folder, how, expected, prompt) for _ in range(options.rounds)]
+            rounds = []
+            for number in range(options.rounds):
+                print(f"{how}, round {number + 1} of {options.rounds} ...", file=sys.stderr)
+                rounds.append(run(folder, how, expected, prompt))
             results[how] = {name: statistics.median(times[name] for times in rounds) for name in rounds[0]}
     if options.json:
         print(json.dumps({"drain": results}))

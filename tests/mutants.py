@@ -55,7 +55,7 @@ _SERVED: Final = (
     "pushes admission priority cache_budget compute_order training_protocol deferred_backward span_input batching"
 )
 _KEPT: Final = "session_recovery session_stream answers_due history path_loss compared_chains receipt_log"
-_MOVED: Final = "yamux bandwidth negotiation limits received_bytes private"
+_MOVED: Final = "yamux muxed_stream noise bandwidth negotiation limits received_bytes private"
 _ATTACKS: Final = ("attacks/test_*",)
 _MEMORY: Final = (
     *("swarm/test_inference_wire", "swarm/test_training_wire", "swarm/test_cheating_server", "swarm/test_resume"),
