@@ -4,8 +4,8 @@
 
 Real processes on loopback, one thread each: four servers hold the random Llama of 27.8M parameters twice, and one of
 those in use is ended in the middle of 120 tokens. The client moves to a standby (told to stop), recovers by replay
-(killed), or both races (frozen). The tokens are compared with plain transformers'. Each round starts its servers anew, nine
-times in all: minutes.
+(killed), or both races (frozen). The tokens are compared with plain transformers'. Each round starts its servers anew,
+nine times in all: minutes.
 """
 
 from __future__ import annotations
