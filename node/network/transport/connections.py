@@ -21,7 +21,7 @@ from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm as Libp2pSwarm
 from libp2p.peer.id import ID
-from libp2p.peer.peerstore import PeerStore, PeerStoreError
+from libp2p.peer.peerstore import PeerStoreError
 from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
@@ -49,6 +49,7 @@ from .limits import (
 )
 from .negotiation import OneRoundTrip, question
 from .noise import BufferedNoise
+from .peerstore import BoundedPeerStore
 from .raw_connection import OtherSwarm, Path, PskConnection, RawConnection, SocketConnection, remote_multiaddr
 from .stream_bytes import CircuitConnection, StreamBytes
 from .yamux import Muxer
@@ -117,13 +118,10 @@ class Network(Libp2pSwarm):
         self._handshakes = ShareCount(MAX_HANDSHAKES, LEAST_OF_ADDRESS)
         upgrader.muxer_multistream = _MuxerNegotiation(self._muxer_lost, self.limits)
         upgrader.security_multistream._selector.multiselect_client = OneRoundTrip()
-        peerstore = PeerStore()
-        self_id = ID.from_pubkey(key_pair.public_key)
-        peerstore.add_key_pair(self_id, key_pair)
         self._tcp = TCP()
         super().__init__(
-            self_id,
-            peerstore,
+            ID.from_pubkey(key_pair.public_key),
+            BoundedPeerStore(key_pair),
             upgrader,
             transports=[self._tcp],
             retry_config=RetryConfig(max_retries=0),
