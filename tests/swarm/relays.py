@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -17,7 +18,7 @@ from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.nat.circuits import Circuits
 from petalnode.node.network.nat.relay import RelayLimits, RelayService
 from petalnode.node.network.transport.stream_bytes import StreamBytes
-from tests.patience import eventually
+from tests.patience import Patience, eventually
 from tests.swarm import warm_python
 from tests.swarm.processes import LOOPBACK, ReadyNode
 from tests.swarm.relay_node import ECHO, STATS, echo
@@ -82,11 +83,25 @@ async def reserve(host: Host, relay: Host) -> list[str]:
 
 
 async def echoed(stream: StreamBytes, payload: bytes) -> None:
-    """Sends `payload` to an echo and checks what comes back."""
-    with trio.fail_after(30):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(stream.write, payload)
-            assert await received(stream, len(payload)) == payload
+    """Sends `payload` to an echo and checks what comes back, for as long as more of it comes."""
+    parts = bytearray()
+
+    async def watch() -> None:
+        patience = Patience(30, os.getpid(), lambda: len(parts), working=0.5)
+        while True:
+            await trio.sleep(0.5)
+            if patience.is_over:
+                raise AssertionError(f"{len(parts)} of {len(payload)} bytes came back, and then none for 30 s")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        nursery.start_soon(stream.write, payload)
+        while len(parts) < len(payload):
+            part = await stream.read(len(payload) - len(parts))
+            assert part, f"the stream ended after {len(parts)} bytes"
+            parts += part
+        nursery.cancel_scope.cancel()
+    assert parts == payload
 
 
 async def received(stream: StreamBytes, size: int) -> bytes:
