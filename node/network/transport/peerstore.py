@@ -9,7 +9,8 @@ from typing import Final, TypeVar
 from libp2p.crypto.keys import KeyPair, PrivateKey, PublicKey
 from libp2p.peer.envelope import Envelope
 from libp2p.peer.id import ID
-from libp2p.peer.peerstore import PeerStore
+from libp2p.peer.peerdata import PeerData
+from libp2p.peer.peerstore import PeerRecordState, PeerStore
 from multiaddr import Multiaddr
 
 MAX_PEERS: Final = 8192
@@ -33,7 +34,7 @@ class _LastUsed(OrderedDict[ID, _Value]):
         while len(self) > self._limit:
             self.popitem(last=False)
 
-    def setdefault(self, peer_id: ID, default: _Value) -> _Value:  # type: ignore[override]
+    def setdefault(self, peer_id: ID, default: _Value) -> _Value:
         if peer_id not in self:
             self[peer_id] = default
         self.move_to_end(peer_id)
@@ -51,8 +52,8 @@ class BoundedPeerStore(PeerStore):
     def __init__(self, own: KeyPair, limit: int | None = None) -> None:
         limit = MAX_PEERS if limit is None else limit
         super().__init__(max_records=limit, max_peers=limit)
-        self.peer_data_map = _LastUsed(limit)
-        self.peer_record_map = _LastUsed(limit)
+        self.peer_data_map = _LastUsed[PeerData](limit)
+        self.peer_record_map = _LastUsed[PeerRecordState](limit)
         self._own = own
         self._own_id = ID.from_pubkey(own.public_key)
         self.add_key_pair(self._own_id, own)
