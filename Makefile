@@ -22,9 +22,9 @@ ONLY ?=
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
 
-.PHONY: setup links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels
+.PHONY: setup kernels links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels
 
-setup: $(VENV)/.ready links
+setup: $(VENV)/.ready links kernels
 
 $(VENV)/.ready: pyproject.toml packaging/constraints.txt packaging/bundled.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "petalnode needs Python 3.11 or newer; run make PYTHON=...")'
@@ -74,6 +74,10 @@ lint: setup
 
 types: setup
 	MYPYPATH=build/types $(BIN)/mypy -p petalnode
+
+# The compiled kernels, where there is a C compiler; without them torch computes (docs/decisions/own-kernels.md).
+kernels: $(VENV)/.ready
+	@$(BIN)/python -m petalnode.node.blocks.kernels.library
 
 # mypy and editors want the package as one folder: links to the rooms give it that. The link to trio puts its own types
 # before the outdated stubs that libp2p brings along.

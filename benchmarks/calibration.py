@@ -3,10 +3,11 @@
     python benchmarks/calibration.py [--json] [--write node/validator/tolerances.json] [--samples 6] [--device cpu]
         [--models smollm2 ...] [--add]
 
-Each kind of server (dtype and quantisation) answers the same requests in every way that an honest one may: with one and
-two threads, step by step and all at once, its decode steps in one batch with those of others, rows together and alone,
-with other attention kernels, with other products of quantised weights, and on older kinds of processors (no AVX-512, no
-vector instructions beyond SSE), which are this one with its newer instructions switched off, in a process of its own.
+Each kind of server (dtype and quantisation) answers the same requests in every way that an honest one may: with one
+and two threads, step by step and all at once, its decode steps in one batch with those of others, rows together and
+alone, with other attention kernels, with other products of quantised weights, by the compiled kernels, and on older
+kinds of processors (no AVX-512, no vector instructions beyond SSE), which are this one with its newer instructions
+switched off, in a process of its own.
 The truth is what a validator computes: block by block, one thread, the steps as they were sent. `worst` is the worst
 token of any sample, `mean` the largest root mean square over the tokens of a sample.
 
@@ -38,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from petalnode.node.blocks.batch_job import gradient_of
 from petalnode.node.blocks.client_part import ClientModel, load_client
+from petalnode.node.blocks.kernels.library import library
 from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
 from petalnode.node.blocks.quantisation.matrix import QuantisedMatrix
 from petalnode.node.blocks.span import BlockSpan, load_span
@@ -231,6 +233,12 @@ def answers(folder: Path, dtype: str, quantisation: str, device: str, every: Seq
                 if isinstance(value, QuantisedMatrix):
                     value.product = value.product_in_pieces  # type: ignore[method-assign]
         yield "forward", "other products", [tensor.float().cpu() for tensor in as_sent(blocks, every)]
+    if device == "cpu" and dtype == "float32" and library() is not None:
+        native = load_span(folder, span, device=device, dtype=dtype, quantisation=quantisation, kernels="native")
+        for way, answer in FORWARD.items():
+            yield "forward", f"compiled kernels, {way}", [tensor.float().cpu() for tensor in answer(native, every)]
+        given = gradients(native, every)
+        yield "backward", "compiled kernels", [tensor.float().cpu() for tensor in given]
     config = blocks.stack._decoder.config
     if config._attn_implementation == "sdpa":
         config._attn_implementation = blocks.stack._implementation = "eager"

@@ -58,6 +58,7 @@ class SpanCache:
         length: tokens that every row holds now.
         left_padding: per row, how many of its first tokens are padding that nothing attends to.
         nbytes: size of the buffers, 0 once freed.
+        memory: all buffers behind one another: for each block keys, then values, [batch, heads, max_length, dim] each.
         specs: of the blocks that the session runs through, one each.
         first: number of the first of them within the hosted span; `write` and `window` count from the span's start.
     """
@@ -86,7 +87,7 @@ class SpanCache:
         self.first = first
         # One allocation for all blocks: big enough that the allocator maps it lazily and gives it back when freed.
         size = batch * max_length * sum(spec.values_per_token for spec in specs)
-        memory = torch.empty(size, dtype=dtype, device=device)
+        self.memory = memory = torch.empty(size, dtype=dtype, device=device)
         self.nbytes = memory.numel() * memory.element_size()
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
@@ -161,6 +162,7 @@ class SpanCache:
 
     def free(self) -> None:
         """Gives the memory back at once; the cache holds nothing afterwards and takes nothing more."""
+        self.memory = self.memory.new_empty(0)
         self._keys = [buffer.new_empty(0) for buffer in self._keys]
         self._values = [buffer.new_empty(0) for buffer in self._values]
         self.length = 0

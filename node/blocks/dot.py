@@ -80,8 +80,13 @@ def _fits(weight: torch.Tensor) -> bool:
         and weight.dtype == torch.float32
         and weight.is_contiguous()
         and weight.numel() >= _SMALL
-        and hasattr(np, "vecdot")  # numpy 2
+        and has_dots()
     )
+
+
+def has_dots() -> bool:
+    """Whether this numpy can do it: 2 and later."""
+    return hasattr(np, "vecdot")
 
 
 @torch.no_grad()
@@ -92,14 +97,14 @@ def _quicker_up_to(weights: list[torch.Tensor]) -> int:
     matrices = [weight.numpy() for weight in sample]
     for rows in _ROWS:
         values = torch.ones(rows, weights[0].shape[1])
-        dots = _best_time(lambda v=values: [dot_rows(matrix, v) for matrix in matrices])  # type: ignore[misc]
-        product = _best_time(lambda v=values: [linear(v, weight) for weight in sample])  # type: ignore[misc]
+        dots = best_time(lambda v=values: [dot_rows(matrix, v) for matrix in matrices])  # type: ignore[misc]
+        product = best_time(lambda v=values: [linear(v, weight) for weight in sample])  # type: ignore[misc]
         if dots < _WORTH * product:
             return rows
     return 0
 
 
-def _best_time(work: Callable[[], object], repeats: int = 3) -> float:
+def best_time(work: Callable[[], object], repeats: int = 3) -> float:
     """Seconds of the quickest of a few runs: what else goes on can only make it slower."""
     best = float("inf")
     for _ in range(repeats):

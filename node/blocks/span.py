@@ -12,18 +12,23 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...protocols.ids import Span
-from ..errors import BadInput, MachineError, ModelError
+from ..errors import BadInput, MachineError
 from ..models.checkpoint import Checkpoint
 from ..models.progress import Progress, no_progress
-from ..models.quantisation import Quantisation, choose_quantisation
+from ..models.quantisation import Kernels, Quantisation, choose_quantisation
 from .cache import BlockCacheSpec, RaggedView, SessionView, SpanCache
+from .cache_specs import cache_specs, windows_of
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
-from .skeleton import Skeleton, build, fill
+from .kernels.choice import find_step, native_kernels
+from .kernels.packing import Packer, tiled_kinds
+from .kernels.step import SpanStep
+from .kernels.tiles import TiledMatrix
+from .quantisation.matrix import QuantisedLinear
+from .skeleton import build, fill
 from .span_adapter import (
     AdapterRows,
     NotByRow,
@@ -60,6 +65,7 @@ class BlockSpan:
         supports_ragged: whether `decode` runs the sessions as one batch.
         quantisation: how coarsely the weights are held.
         stack: the blocks themselves, for passes without a cache.
+        step: decode steps by the compiled kernels, where these know such blocks and are quicker.
         linears: (values in, values out) of the linear layers that adapters may change, by block and path.
     """
 
@@ -76,6 +82,7 @@ class BlockSpan:
         self.cache_bytes_per_token = sum(spec.values_per_token for spec in specs) * dtype.itemsize
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED_POSITIONS)
         self.supports_ragged = False
+        self.step: SpanStep | None = None
         self.stack = stack
         self.linears = {span.start + index: linear_shapes(block) for index, block in enumerate(stack.blocks)}
         self._specs = tuple(specs)
@@ -84,8 +91,21 @@ class BlockSpan:
     @property
     def weight_bytes(self) -> int:
         """Of the weights in memory, or of the files that are mapped there."""
-        modules = self.stack.blocks
-        return sum(parameter.nbytes for module in modules for parameter in (*module.parameters(), *module.buffers()))
+        total = 0
+        for block in self.stack.blocks:
+            total += sum(parameter.nbytes for parameter in (*block.parameters(), *block.buffers()))
+            quantised = (module.matrix for module in block.modules() if isinstance(module, QuantisedLinear))
+            total += sum(tensor.nbytes for matrix in quantised for tensor in matrix.tensors().values())
+        return total
+
+    @property
+    def kernels(self) -> str:
+        """What computes a few rows: native (for some matrices at least) or torch."""
+        modules = (module for block in self.stack.blocks for module in block.modules())
+        tiled = any(
+            isinstance(module, QuantisedLinear) and isinstance(module.matrix, TiledMatrix) for module in modules
+        )
+        return "native" if tiled or self.step is not None else "torch"
 
     def make_cache(
         self, batch: int, max_length: int, left_padding: Sequence[int] | None = None, part: Span | None = None
@@ -200,16 +220,9 @@ class BlockSpan:
         if any(member.adapter is not None for member in batch):
             batch = sorted(batch, key=lambda member: id(member.adapter))  # each adapter's rows stand together
         caches = [member.cache for member in batch]
-        hidden = [member.hidden.to(self.device, self.dtype) for member in batch]
-        positions = [max(cache.length - padding, 0) for cache in caches for padding in cache.left_padding]
-        with with_adapters(_adapter_rows(batch)):
-            output = self.stack.run(
-                hidden[0] if len(hidden) == 1 else torch.cat(hidden),
-                RaggedView(caches),
-                torch.tensor(positions, device=self.device).unsqueeze(1),
-                ragged=True,
-                part=self._part(caches[0]),
-            )
+        given = [member.hidden.to(self.device, self.dtype) for member in batch]
+        hidden = given[0] if len(given) == 1 else torch.cat(given)
+        output = self._run_together(batch, caches, hidden)
         for cache in caches:
             cache.advance(1)
         parts = torch.split(output, [cache.batch for cache in caches])
@@ -217,6 +230,22 @@ class BlockSpan:
             member.index: part.to(member.hidden.device, member.hidden.dtype)
             for part, member in zip(parts, batch, strict=True)
         }
+
+    def _run_together(
+        self, batch: Sequence[_Member], caches: Sequence[SpanCache], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        adapted = any(member.adapter is not None for member in batch)
+        if self.step is not None and not adapted and self.step.takes(caches):
+            return self.step.run(hidden, caches)
+        positions = [max(cache.length - padding, 0) for cache in caches for padding in cache.left_padding]
+        with with_adapters(_adapter_rows(batch)):
+            return self.stack.run(
+                hidden,
+                RaggedView(caches),
+                torch.tensor(positions, device=self.device).unsqueeze(1),
+                ragged=True,
+                part=self._part(caches[0]),
+            )
 
     def _among_prompts(self, cache: SpanCache, adapter: SpanAdapter | None) -> bool:
         """Whether deep prompts are added to some of the next tokens."""
@@ -280,6 +309,7 @@ def load_span(
     device: str = "auto",
     dtype: str = "auto",
     quantisation: str = "none",
+    kernels: Kernels = "torch",
     progress: Progress = no_progress,
 ) -> BlockSpan:
     """Loads blocks `span` of the model in `folder`, and nothing else of it.
@@ -291,11 +321,12 @@ def load_span(
         device: auto, cpu, cuda, cuda:N or mps.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16. Also what quantised blocks compute in.
         quantisation: none, int8 or nf4, of the linear layers; norms, biases and routers stay as they are.
+        kernels: what computes a few rows on a CPU: torch, the compiled kernels (native), or the quicker one (auto).
 
     Raises:
         ModelError: the folder is no model, is damaged or incomplete, or its architecture cannot be cut.
         BadInput: the span lies outside the model; an unknown device, dtype or quantisation.
-        MachineError: the device is not there, or holds no quantised blocks.
+        MachineError: the device is not there, or holds no quantised blocks; kernels that are not here.
     """
     quant = choose_quantisation(quantisation)
     config = read_config(folder)
@@ -303,28 +334,34 @@ def load_span(
     if quant != "none" and target.type not in ("cpu", "cuda"):
         raise MachineError(f"--quant {quant} needs a CPU or a CUDA device, not {target.type}: add --device cpu")
     skeleton = build(config, choose_dtype(dtype, config))
+    native = native_kernels(kernels, target, skeleton.dtype)
     num_blocks = skeleton.num_blocks
     if span.end > num_blocks:
         raise BadInput(f"{folder} has blocks 0:{num_blocks}, so {span} cannot be served")
     with Checkpoint(folder, num_blocks) as weights:
-        windows = _windows(skeleton, span)
+        windows = windows_of(skeleton, span)
         blocks = skeleton.keep_only(span)
         _renumber(blocks, span.start)
         there: set[str] = set()
+        numbered = dict(zip(range(span.start, span.end), blocks, strict=True))
         if quant != "none":
             from .quantisation.quantiser import Quantiser
 
-            quantiser = Quantiser(folder, weights, skeleton, target, quant, progress)
-            there = quantiser.replace(span, dict(zip(range(span.start, span.end), blocks, strict=True)))
+            tiled = {} if native is None else tiled_kinds(quant, blocks[0], always=kernels == "native")
+            there = Quantiser(folder, weights, skeleton, target, quant, progress, tiled).replace(span, numbered)
+        elif native is not None:
+            there = Packer(folder, weights, skeleton, kernels == "native", progress).replace(span, numbered)
         fill(skeleton, weights, lambda block: block is not None and block in span, target, there)
     use_dots(blocks)
     _cut_config(skeleton.config, span, num_blocks)
     stack = BlockStack(skeleton.decoder, blocks)
-    specs = _cache_specs(stack, skeleton, windows, target)
+    specs = cache_specs(stack, skeleton, windows, target)
     loaded = BlockSpan(span, num_blocks, stack, specs, skeleton.config, skeleton.dtype, target, quant)
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.
     chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
     loaded.supports_ragged = not chunked and not stack.depends_on_length and _agrees_with_single_steps(loaded)
+    if native is not None and loaded.supports_ragged:
+        loaded.step = find_step(loaded, specs, skeleton.config, native, always=kernels == "native")
     return loaded
 
 
@@ -337,71 +374,12 @@ def _renumber(blocks: Sequence[nn.Module], start: int) -> None:
                 module.layer_idx -= start
 
 
-def _windows(skeleton: Skeleton, span: Span) -> list[int | None]:
-    """Per block of the span, how far back it looks."""
-    layers = DynamicCache(config=skeleton.config).layers
-    if len(layers) != skeleton.num_blocks:
-        layers = [DynamicLayer() for _ in range(skeleton.num_blocks)]
-    windows: list[int | None] = []
-    for layer in layers[span.start : span.end]:
-        if type(layer) is DynamicSlidingWindowLayer:
-            windows.append(int(layer.sliding_window))
-        elif type(layer) is DynamicLayer:
-            windows.append(None)
-        else:
-            raise ModelError(
-                f"{skeleton.config.model_type!r} keeps more than attention keys and values between tokens "
-                f"({type(layer).__name__}): petalnode cannot serve it yet"
-            )
-    return windows
-
-
 def _cut_config(config: PreTrainedConfig, span: Span, num_blocks: int) -> None:
     """Lets the decoder's own loop over its blocks see the span as if it were a whole model."""
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == num_blocks and ("layer" in name or "block" in name):
             setattr(config, name, value[span.start : span.end])
     config.num_hidden_layers = len(span)
-
-
-class _Recorder(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Sees which keys and values the blocks want to keep."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(layers=[])
-        self.seen: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * count
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.seen[layer_idx] = (key_states, value_states)
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
-
-
-@torch.inference_mode()
-def _cache_specs(
-    stack: BlockStack, skeleton: Skeleton, windows: Sequence[int | None], device: torch.device
-) -> list[BlockCacheSpec]:
-    """What each block keeps per token, found by running one token: no configuration says it for all."""
-    recorder = _Recorder(len(windows))
-    hidden = torch.zeros(1, 1, int(skeleton.config.hidden_size), dtype=skeleton.dtype, device=device)
-    stack.run(hidden, recorder, torch.zeros(1, 1, dtype=torch.long, device=device))
-    specs = []
-    for seen, window in zip(recorder.seen, windows, strict=True):
-        if seen is None:
-            raise ModelError(
-                f"some blocks of {skeleton.config.model_type!r} use the attention cache of others: "
-                "petalnode cannot serve it yet"
-            )
-        keys, values = seen
-        specs.append(BlockCacheSpec(keys.shape[1], keys.shape[3], values.shape[3], window))
-    return specs
 
 
 def _agrees_with_single_steps(span: BlockSpan) -> bool:

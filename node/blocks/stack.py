@@ -47,6 +47,13 @@ class BlockStack:
         """
         return any(kind in ("dynamic", "longrope") for kind in _rotary_kinds(self._decoder.config))
 
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, [1, n, head dim] each, of int64 `positions` [1, n]; a decoder without them raises
+        `AttributeError`."""
+        rotary: Any = self._decoder.get_submodule("rotary_emb")
+        cosines, sines = rotary(torch.zeros(1), positions)
+        return cosines, sines
+
     def weight_storages(self) -> set[int]:
         """Where the memory of the weights begins: what autograd keeps of them it does not copy."""
         return {weight.untyped_storage().data_ptr() for block in self.blocks for weight in block.parameters()}

@@ -10,6 +10,10 @@ from ..errors import BadInput
 Quantisation: TypeAlias = Literal["none", "int8", "nf4"]
 QUANTISATIONS: Final[tuple[Quantisation, ...]] = get_args(Quantisation)
 
+Kernels: TypeAlias = Literal["auto", "native", "torch"]
+"""What computes a few rows on a CPU: the compiled kernels of `blocks/kernels`, torch, or the quicker one."""
+KERNELS: Final[tuple[Kernels, ...]] = get_args(Kernels)
+
 NF4_BLOCK: Final = 64
 """Weights that share a scale (QLoRA, Dettmers et al. 2023, section 3)."""
 _BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / NF4_BLOCK}
@@ -26,6 +30,17 @@ def choose_quantisation(text: str) -> Quantisation:
             "seventh, answers differ somewhat)"
         )
     return text
+
+
+def choose_kernels(text: str) -> Kernels:
+    """
+    Raises:
+        BadInput: it is none of the names.
+    """
+    for name in KERNELS:
+        if text == name:
+            return name
+    raise BadInput(f"--kernels {text}: give auto (the quickest on this machine), native or torch")
 
 
 def held_bytes(quantisation: Quantisation, shape: tuple[int, ...], nbytes: int) -> int:

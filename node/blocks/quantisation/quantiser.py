@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -163,6 +163,8 @@ class Quantiser:
     Attributes:
         skeleton: of the whole model, to see what its blocks are made of.
         progress: told while blocks are quantised; it counts the bytes that they have in the checkpoint.
+        tiled: by the name of the quantisation, the kind of matrix that the compiled kernels take, where they are used.
+            The files on the disk are made in that form.
     """
 
     folder: Path
@@ -171,6 +173,7 @@ class Quantiser:
     device: torch.device
     quantisation: Quantisation
     progress: Progress
+    tiled: Mapping[str, type[QuantisedMatrix]] = field(default_factory=dict)
 
     def replace(self, span: Span, blocks: Mapping[int, nn.Module]) -> set[str]:
         """Puts quantised modules into `blocks`, which have no weights yet, and returns the parameters they stand for.
@@ -218,6 +221,8 @@ class Quantiser:
 
     def _form(self) -> str:
         layout = nf4_layout(self.device) if self.quantisation == "nf4" else self.quantisation
+        if self.quantisation in self.tiled:
+            layout = f"{self.quantisation}tiled"
         dtype = str(self.skeleton.dtype).removeprefix("torch.")
         return f"{layout}-{dtype}-{self.device.type}-bitsandbytes{bitsandbytes().__version__}"
 
@@ -255,6 +260,8 @@ class Quantiser:
         return matrices
 
     def _kind(self, shape: tuple[int, int]) -> type[QuantisedMatrix]:
+        if self.quantisation in self.tiled:
+            return self.tiled[self.quantisation]
         return Int8Matrix if self.quantisation == "int8" else nf4_kind(shape, self.device)
 
 

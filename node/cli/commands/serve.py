@@ -19,7 +19,7 @@ from ...credits.wallet import Wallet
 from ...errors import BadInput
 from ...models.adapter import check_adapter_files
 from ...models.disk_limit import parse_size
-from ...models.quantisation import choose_quantisation
+from ...models.quantisation import choose_kernels, choose_quantisation
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...network.addresses import parse_peer
 from ...network.nat.relay import RelayLimits
@@ -53,6 +53,13 @@ def serve(
     quant: Annotated[
         str, typer.Option(metavar="none|int8|nf4", help="Quantisation of the weights, to save memory.")
     ] = "none",
+    kernels: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|native|torch",
+            help="What multiplies a few rows on a CPU in float32: torch, the compiled kernels, or the quicker one.",
+        ),
+    ] = "auto",
     cache_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Size of the attention cache, in tokens through all blocks held here."),
@@ -119,6 +126,7 @@ def serve(
         device=device,
         dtype=dtype,
         quant=choose_quantisation(quant),
+        kernels=choose_kernels(kernels),
         cache_tokens=cache_tokens,
         throughput=_throughput(throughput),
         name=name,

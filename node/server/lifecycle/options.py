@@ -12,7 +12,7 @@ from ....protocols.ids import Span
 from ...errors import BadInput
 from ...models import ModelFolder
 from ...models.adapter import Adapter, read_adapter
-from ...models.quantisation import Quantisation
+from ...models.quantisation import Kernels, Quantisation
 from ...swarm.swarm import Swarm
 from ..requests.admission import PriorityPayments
 from .placement_state import PlacementState
@@ -43,6 +43,7 @@ class ServerOptions:
     device: str = "auto"
     dtype: str = "auto"
     quant: Quantisation = "none"
+    kernels: Kernels = "torch"
     cache_tokens: int | None = None
     throughput: float | None = None
     name: str = ""

@@ -19,6 +19,7 @@ import trio
 from ....crypto.identity import Identity
 from ....protocols.announcement import Announcement, ServerState
 from ....protocols.ids import Span
+from ...blocks.kernels.library import library
 from ...errors import ModelError, PetalnodeError, SwarmError
 from ...models import Manifest, ModelFolder, compute_manifest, resolve, verify_part
 from ...models.cache_dir import cache_dir
@@ -267,7 +268,13 @@ class Server:
 
         options = self._context.options
         return load_span(
-            path, span, device=options.device, dtype=options.dtype, quantisation=options.quant, progress=self._progress
+            path,
+            span,
+            device=options.device,
+            dtype=options.dtype,
+            quantisation=options.quant,
+            kernels=options.kernels,
+            progress=self._progress,
         )
 
     def _keep_disk(self, path: Path, span: Span) -> None:
@@ -342,6 +349,8 @@ def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:
         if device.type != "cpu":
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else hardware
             hardware = f"{device.type} {name}"
+    if options.kernels != "torch" and (found := library()) is not None:
+        hardware = f"{hardware}, kernels {options.kernels} {found.isa}"
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return SpeedKey(
         source.manifest.version,

@@ -263,6 +263,7 @@ class SpanServer:
             "dtype": self._hosted.dtype,
             "quantisation": self._hosted.quantisation,
             "device": str(self._compute.blocks.device),
+            "kernels": self._compute.blocks.kernels,
             "cache_tokens": self._service.cache.capacity,
             "throughput": round(1 / self._speed.live.step_seconds, 2),
             "adapters": [adapter.name for adapter in self._context.adapters],

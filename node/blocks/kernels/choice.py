@@ -1,0 +1,111 @@
+"""Whether the compiled kernels compute: only where they are here, agree with torch, and are quicker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import torch
+
+from ...errors import MachineError
+from ...models.quantisation import Kernels
+from ..cache import BlockCacheSpec, SpanCache
+from ..dot import best_time
+from ..stack import BlockStack
+from .library import Library, library
+from .step import SpanStep, Unsuitable
+
+_log = logging.getLogger(__name__)
+
+_TOLERANCE: Final = 1e-4
+"""Largest relative rms difference between the kernels' decode step and torch's with the same weights; 1e-6 is usual."""
+_WORTH: Final = 0.95  # of the time that torch needs: less is noise
+
+
+def native_kernels(wanted: Kernels, device: torch.device, dtype: torch.dtype) -> Library | None:
+    """The compiled kernels, if they are wanted, are here, and compute what this device and dtype would.
+
+    Raises:
+        MachineError: they are asked for by name and are not here, or are not for this device or dtype.
+    """
+    found = library() if wanted != "torch" and device.type == "cpu" and dtype == torch.float32 else None
+    if wanted == "native" and found is None:
+        if device.type != "cpu" or dtype != torch.float32:
+            kind = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+            raise MachineError(
+                f"--kernels native computes in float32 on a CPU, not in {kind}: add --device cpu --dtype float32, or "
+                "take --kernels auto"
+            )
+        raise MachineError(
+            "--kernels native: the compiled kernels are not here; `make setup` builds them in a checkout where there "
+            "is a C compiler, or take --kernels auto"
+        )
+    return found
+
+
+class Decoder(Protocol):
+    """What a `BlockSpan` is here."""
+
+    stack: BlockStack
+    step: SpanStep | None
+    hidden_size: int
+
+    def make_cache(self, batch: int, max_length: int, left_padding: Sequence[int] | None = None) -> SpanCache: ...
+
+    def forward(self, hidden: torch.Tensor, cache: SpanCache) -> torch.Tensor: ...
+
+    def decode(self, steps: Sequence[tuple[torch.Tensor, SpanCache]]) -> list[torch.Tensor]: ...
+
+
+def find_step(
+    span: Decoder, specs: Sequence[BlockCacheSpec], config: Any, found: Library, *, always: bool
+) -> SpanStep | None:
+    """The kernels' decode step for `span`, which may run ragged batches and has no such step yet; None if it is not to
+    be used: the kernels do not know such blocks, compute something else, or are not quicker.
+
+    `always`: where it agrees, it need not be quicker.
+    """
+    try:
+        step = SpanStep(span.stack.blocks, specs, config, span.stack.rotary, found)
+    except (Unsuitable, AttributeError) as error:
+        _log.debug("the compiled kernels do not compute such blocks: %s", error)
+        return None
+    sessions = _sessions(span)
+    expected = span.decode(sessions)
+    try:
+        span.step = step
+        given = span.decode([(hidden, _back(cache)) for hidden, cache in sessions])
+        for one, other in zip(given, expected, strict=True):
+            difference = float((one - other).norm() / other.norm())
+            if not difference <= _TOLERANCE:
+                _log.warning("torch computes decode steps: the compiled kernels differ by %.1g", difference)
+                return None
+        if always:
+            return step
+        alone = sessions[:1]
+        own = best_time(lambda: span.decode([(hidden, _back(cache)) for hidden, cache in alone]))
+        span.step = None
+        torchs = best_time(lambda: span.decode([(hidden, _back(cache)) for hidden, cache in alone]))
+        _log.debug("a decode step takes %.2g s by the compiled kernels, %.2g s by torch", own, torchs)
+        return step if own <= _WORTH * torchs else None
+    finally:
+        span.step = None
+
+
+def _sessions(span: Decoder) -> list[tuple[torch.Tensor, SpanCache]]:
+    """The next steps of two tiny sessions, one of them with two rows and left padding."""
+    generator = torch.Generator().manual_seed(1)
+    sessions = []
+    for batch, length, padding in ((1, 5, None), (2, 3, [2, 0])):
+        cache = span.make_cache(batch, length + 1, padding)
+        hidden = torch.randn(batch, length + 1, span.hidden_size, generator=generator)
+        span.forward(hidden[:, :length], cache)
+        sessions.append((hidden[:, length:], cache))
+    return sessions
+
+
+def _back(cache: SpanCache) -> SpanCache:
+    """The cache before its last step."""
+    cache.rollback(cache.max_length - 1)
+    return cache

@@ -1,0 +1,197 @@
+"""The compiled kernels (`kernels.c`): finding them, building them, and calling them by ctypes.
+
+They are never required: without them, or on a processor for which they were not built, torch computes. A wheel for a
+platform may bring them beside this file; in a checkout `make setup` compiles them into build/kernels, if there is a
+compiler. Nothing is compiled when a program starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+_log = logging.getLogger(__name__)
+
+SOURCE: Final = Path(__file__).with_name("kernels.c")
+INTERFACE: Final = 1
+"""As in kernels.c: goes up whenever a function or structure there changes."""
+ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
+"""plain, avx2, avx512 or neon, in place of the best that the processor has: for comparisons."""
+_FLAGS: Final = ("-std=c11", "-O2", "-ftree-vectorize", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")
+_MOST_SECONDS: Final = 600
+_SUFFIX: Final = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+SHIPPED: Final = Path(__file__).with_name(f"petalnode_kernels{_SUFFIX}")
+"""Where a wheel has the library."""
+
+
+class Matrix(ctypes.Structure):
+    """`struct matrix`: a weight matrix in one of its forms. Whoever makes it keeps the memory alive."""
+
+    _fields_ = (
+        ("form", ctypes.c_int32), ("out", ctypes.c_int32), ("in_", ctypes.c_int32), ("block", ctypes.c_int32),
+        ("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("offsets", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class Row(ctypes.Structure):
+    """`struct row`: one row of a batch of decode steps, and its session's cache."""
+
+    _fields_ = (
+        ("memory", ctypes.c_void_p), ("batch", ctypes.c_int64), ("row", ctypes.c_int64),
+        ("max_length", ctypes.c_int64), ("length", ctypes.c_int64), ("padding", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class Block(ctypes.Structure):
+    """`struct block`: the weights of one transformer block."""
+
+    _fields_ = (
+        ("input_norm", ctypes.c_void_p), ("output_norm", ctypes.c_void_p),
+        ("query_norm", ctypes.c_void_p), ("key_norm", ctypes.c_void_p), ("window", ctypes.c_int64),
+        ("query", Matrix), ("key", Matrix), ("value", Matrix), ("output", Matrix),
+        ("gate", Matrix), ("up", Matrix), ("down", Matrix),
+    )  # fmt: skip
+
+
+class Shape(ctypes.Structure):
+    """`struct shape`: what the blocks of a model have in common."""
+
+    _fields_ = (
+        ("hidden", ctypes.c_int32), ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32), ("inner", ctypes.c_int32), ("unused", ctypes.c_int32),
+        ("eps", ctypes.c_float), ("scale", ctypes.c_float),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Library:
+    """The loaded library. Its functions let other threads of Python run while they compute.
+
+    Attributes:
+        isa: the instruction set that it uses.
+        functions: of kernels.c, without their prefix `petalnode_`.
+    """
+
+    isa: str
+    functions: ctypes.CDLL
+
+    def select(self, isa: str) -> bool:
+        """Uses the kernels for this instruction set from now on; false if there are none here. For tests."""
+        return self.functions.petalnode_select(isa.encode()) is not None
+
+
+@cache
+def library() -> Library | None:
+    """The compiled kernels; None where there are none that fit this software and this machine."""
+    for file in (SHIPPED, built_file()):
+        if file is not None and file.is_file() and (loaded := _load(file)) is not None:
+            return loaded
+    return None
+
+
+def built_file() -> Path | None:
+    """Where `python -m petalnode.node.blocks.kernels.library` puts the library; None outside of a checkout.
+
+    The name tells the source, so that what was built of another one is never loaded.
+    """
+    root = SOURCE.resolve().parents[3]
+    if not (root / "pyproject.toml").is_file():
+        return None
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:12]
+    return root / "build" / "kernels" / f"{platform.machine() or 'any'}-{key}{_SUFFIX}"
+
+
+def compiler() -> str | None:
+    """The compiler that the environment names (CC), or cc, gcc or clang; None if there is none."""
+    named = os.environ.get("CC")
+    return shutil.which(named) if named else next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
+def build(target: Path) -> str | None:
+    """Compiles the library into the file `target`, as a whole or not at all; None, or why it cannot be done."""
+    if not hasattr(ctypes, "c_void_p") or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return "this machine has no addresses of 64 bits"
+    command = compiler()
+    if command is None:
+        return "there is no C compiler (cc, gcc, clang, or what CC names)"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        flags = [flag for flag in _FLAGS if not (sys.platform == "win32" and flag == "-fPIC")]
+        try:
+            run = subprocess.run(
+                [command, *flags, str(SOURCE), "-o", str(made)], capture_output=True, text=True, timeout=_MOST_SECONDS
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{command} cannot be run ({error})"
+        if run.returncode or not made.is_file():
+            last = (run.stderr.strip() or f"it ended with {run.returncode}").splitlines()[-1]
+            return f"{command} does not compile them ({last})"
+        made.replace(target)
+    return None
+
+
+def _load(file: Path) -> Library | None:
+    try:
+        functions = ctypes.CDLL(str(file))
+        functions.petalnode_interface.restype = ctypes.c_int32
+        if functions.petalnode_interface() != INTERFACE:
+            _log.warning("%s is of another version of this software and is not used", file)
+            return None
+    except (OSError, AttributeError) as error:
+        _log.warning("%s cannot be used: %s", file, error)
+        return None
+    _declare(functions)
+    wanted = os.environ.get(ISA_VARIABLE)
+    isa = functions.petalnode_select(wanted.encode() if wanted else None)
+    if isa is None:
+        _log.warning("%s=%s: this machine has no such instructions; torch computes", ISA_VARIABLE, wanted)
+        return None
+    return Library(isa.decode(), functions)
+
+
+def _declare(functions: ctypes.CDLL) -> None:
+    number, pointer = ctypes.c_int64, ctypes.c_void_p
+    signatures: dict[str, tuple[object, tuple[object, ...]]] = {
+        "select": (ctypes.c_char_p, (ctypes.c_char_p,)),
+        "multiply": (None, (ctypes.POINTER(Matrix), pointer, number, pointer, pointer)),
+        "unpack": (None, (ctypes.POINTER(Matrix), number, number, pointer)),
+        "pack": (ctypes.c_int32, (ctypes.c_int32, pointer, number, number, pointer, pointer, pointer)),
+        "tile_nf4": (None, (pointer, number, number, pointer)),
+        "step": (
+            None,
+            (ctypes.POINTER(Shape), pointer, number, pointer, number, pointer, pointer, pointer, pointer),
+        ),
+        "step_scratch": (number, (ctypes.POINTER(Shape), number, number)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(functions, f"petalnode_{name}")
+        function.restype, function.argtypes = result, arguments
+
+
+def main() -> None:
+    """Builds the library for this checkout where that is possible; it is no error where it is not."""
+    target = built_file()
+    if target is None:
+        print("kernels: no checkout, nothing is built")
+    elif target.is_file():
+        print(f"kernels: {target} is there")
+    else:
+        problem = build(target)
+        print(f"kernels: built {target}" if problem is None else f"kernels: not built, torch computes: {problem}")
+
+
+if __name__ == "__main__":
+    main()

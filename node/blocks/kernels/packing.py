@@ -1,0 +1,190 @@
+"""The weights of a span in their own form: those that a GGUF file had before it was dequantised.
+
+A model folder has float32 values, of which the model version is the hash. Where a matrix is found to be made of few
+numbers (`TiledMatrix.pack`), it is held in these and computes the same to rounding; the float32 values are not read
+again. What is found is kept on the disk, block by block, as quantised blocks are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ....protocols.ids import Span
+from ...models.checkpoint import Checkpoint
+from ...models.digests import part_digests
+from ...models.folder import read_config as read_raw_config
+from ...models.manifest import canonical_architecture
+from ...models.progress import Progress
+from ...models.quantisation import Quantisation
+from ..config import read_config
+from ..dot import best_time, dot_rows, has_dots
+from ..quantisation.matrix import Int8Matrix, QuantisedMatrix, nf4_kind
+from ..quantisation.quantiser import QuantisedCache
+from ..quantisation.slots import MatrixSlot, matrix_slots, put_matrices
+from ..skeleton import Skeleton, build, fill
+from .tiles import FORMS, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix
+
+_log = logging.getLogger(__name__)
+
+_FORM: Final = "packed1-float32-cpu"
+"""Part of the names in the cache: goes up whenever packing would give other tensors."""
+_MEASURED_ROWS: Final = (1, 8)
+_SAMPLE_BYTES: Final = 32 << 20  # of float32 weights: more than the processor's cache holds
+_WORTH: Final = 0.95  # of the time that torch needs: less is noise
+
+Packed = Mapping[MatrixSlot, TiledMatrix]
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Finds the weights of blocks in their own form, or has found them before.
+
+    Attributes:
+        skeleton: of the whole model, which computes in float32 on a CPU.
+        always: also where torch is quicker with the float32 values.
+    """
+
+    folder: Path
+    weights: Checkpoint
+    skeleton: Skeleton
+    always: bool
+    progress: Progress
+
+    def replace(self, span: Span, blocks: Mapping[int, nn.Module]) -> set[str]:
+        """Puts packed modules into `blocks`, which have no weights yet, and returns the parameters they stand for."""
+        cache = QuantisedCache(_FORM, canonical_architecture(read_raw_config(self.folder)))
+        digests = part_digests(self.weights, blocks, self.progress)
+        kept = {number: _restored(cache.read(digests[number]), block) for number, block in blocks.items()}
+        missing = {number: blocks[number] for number, packed in kept.items() if packed is None}
+        if missing:
+            for number, packed in self._pack(span, missing).items():
+                if packed and cache.write(digests[number], _tensors(packed)):
+                    # Mapped from the file, they are shared with other servers of this machine.
+                    kept[number] = _restored(cache.read(digests[number]), blocks[number]) or packed
+                else:
+                    kept[number] = packed
+        chosen = self._worth([packed for packed in kept.values() if packed])
+        gone: set[str] = set()
+        for number, block in blocks.items():
+            own: dict[MatrixSlot, QuantisedMatrix] = {
+                slot: matrix for slot, matrix in (kept[number] or {}).items() if (matrix.form, matrix.shape) in chosen
+            }
+            put_matrices(block, own, self.skeleton.dtype)
+            gone.update(self.skeleton.parameter(number, slot.parameter) for slot in own)
+        return gone
+
+    def _pack(self, span: Span, missing: Mapping[int, nn.Module]) -> dict[int, Packed]:
+        alone = build(read_config(self.folder), self.skeleton.dtype)
+        loaded = dict(zip(range(span.start, span.end), alone.keep_only(span), strict=True))
+        fill(alone, self.weights, lambda block: block is not None and block in span, torch.device("cpu"))
+        found: dict[int, Packed] = {}
+        for number in missing:
+            packed: dict[MatrixSlot, TiledMatrix] = {}
+            for slot in _slots(loaded[number]):
+                matrix = TiledMatrix.pack(slot.weight(loaded[number]))
+                if matrix is not None:
+                    packed[slot] = matrix
+            found[number] = packed
+            self.progress("Packing the weights", len(found), len(missing))
+        del alone, loaded
+        self.weights.release()
+        return found
+
+    def _worth(self, blocks: Sequence[Packed]) -> set[tuple[str, tuple[int, int]]]:
+        """The forms and shapes whose products are to be taken from the kernels."""
+        together: dict[tuple[str, tuple[int, int]], list[TiledMatrix]] = defaultdict(list)
+        for packed in blocks:
+            for matrix in packed.values():
+                together[matrix.form, matrix.shape].append(matrix)
+        return {kind for kind, matrices in together.items() if self.always or quicker(matrices)}
+
+
+@torch.inference_mode()
+def quicker(matrices: Sequence[TiledMatrix]) -> bool:
+    """Whether the kernels are quicker on this machine than torch (or numpy) with float32 weights of this shape, for one
+    row and for several.
+    """
+    out, into = matrices[0].shape
+    count = min(len(matrices), max(1, _SAMPLE_BYTES // (4 * out * into)))
+    plain = torch.rand(count, out, into)
+    for rows in _MEASURED_ROWS:
+        values = torch.rand(rows, into)
+        others: list[Callable[[], object]] = [lambda v=values: [linear(v, weight) for weight in plain]]  # type: ignore[misc]
+        if rows == 1 and has_dots():
+            others.append(lambda v=values: [dot_rows(weight.numpy(), v) for weight in plain])  # type: ignore[misc]
+        own = best_time(lambda v=values: [matrix.product(v) for matrix in matrices[:count]])  # type: ignore[misc]
+        if own > _WORTH * min(map(best_time, others)):
+            return False
+    return True
+
+
+TILED: Final[Mapping[str, type[TiledNf4Matrix] | type[TiledInt8Matrix]]] = {
+    "nf4": TiledNf4Matrix,
+    "int8": TiledInt8Matrix,
+}
+
+
+@torch.inference_mode()
+def tiled_kinds(
+    quantisation: Quantisation, block: nn.Module, *, always: bool
+) -> dict[str, type[TiledNf4Matrix] | type[TiledInt8Matrix]]:
+    """What `Quantiser.tiled` is for blocks like this one: empty where the kernels do not take all of its matrices, or
+    take more time for them than bitsandbytes and torch.
+    """
+    kind = TILED[quantisation]
+    shapes = [slot.shape for slot in matrix_slots(block)]
+    if not shapes or not all(kind.suits(shape) for shape in shapes):
+        return {}
+    if always:
+        return {quantisation: kind}
+    own = dict.fromkeys(_MEASURED_ROWS, 0.0)
+    others = dict(own)
+    for shape in set(shapes):
+        weight = torch.rand(shape) - 0.5
+        usual = Int8Matrix if quantisation == "int8" else nf4_kind(shape, weight.device)
+        tiled, plain = kind.quantise(weight), usual.quantise(weight)
+        for rows in _MEASURED_ROWS:
+            values = torch.rand(rows, shape[1])
+            own[rows] += shapes.count(shape) * best_time(lambda v=values, m=tiled: m.product(v))  # type: ignore[misc]
+            others[rows] += shapes.count(shape) * best_time(lambda v=values, m=plain: m.product(v))  # type: ignore[misc]
+    return {quantisation: kind} if all(own[rows] <= _WORTH * others[rows] for rows in own) else {}
+
+
+def _slots(block: nn.Module) -> Iterable[MatrixSlot]:
+    """Linear layers. Experts of a mixture keep their place: their module is replaced as a whole or not at all."""
+    return (slot for slot in matrix_slots(block) if slot.expert is None)
+
+
+def _tensors(packed: Packed) -> dict[str, Tensor]:
+    return {
+        f"{slot.name}.{matrix.form}.{kind}": tensor
+        for slot, matrix in packed.items()
+        for kind, tensor in matrix.tensors().items()
+    }
+
+
+def _restored(tensors: Mapping[str, Tensor] | None, block: nn.Module) -> Packed | None:
+    """What `_tensors` gave, for this block; None if it is not there or is damaged."""
+    if tensors is None:
+        return None
+    packed = {}
+    try:
+        for slot in _slots(block):
+            for form in FORMS:
+                prefix = f"{slot.name}.{form}."
+                own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+                if own:
+                    packed[slot] = TiledMatrix.from_tensors(form, slot.shape, own)
+    except (KeyError, ValueError) as error:
+        _log.warning("a packed block in the cache is damaged and is made again: %s", error)
+        return None
+    return packed

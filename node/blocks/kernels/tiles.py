@@ -1,0 +1,233 @@
+"""Weight matrices in tiles of 16 rows, which the compiled kernels multiply as they are (see `kernels.c`).
+
+A tile's rows stand side by side, so that a vector of the processor takes one input of 16 rows at a time. Forms: GGUF's
+4, 5, 6 and 8 bits, found again in the float32 weights that they were dequantised to (`TiledMatrix.pack`), and those of
+`--quant`: NF4 and a scale for each row of eight bits. Activations are float32; results are exact to rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+
+from ...errors import MachineError
+from ...models.quantisation import NF4_BLOCK
+from ..quantisation.matrix import Int8Matrix, Nf4Matrix, QuantisedMatrix, TensorKind
+from .library import Library, Matrix, library
+
+LANES: Final = 16
+_ROWS_AT_A_TIME: Final = 8
+MOST_ROWS: Final = 32
+"""Of values for which the kernels are made; more are multiplied by torch with dequantised weights."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the kernels are told to read a matrix.
+
+    Attributes:
+        number: of `enum form`.
+        bits: of a code.
+        block: inputs that share a scale; 0: all of a row.
+        scale: dtype of scales and offsets.
+        offset: whether there are offsets.
+    """
+
+    number: int
+    bits: int
+    block: int
+    scale: torch.dtype
+    offset: bool
+
+    def kinds(self, shape: tuple[int, int]) -> dict[str, TensorKind]:
+        """Dtypes and shapes of the tensors of a matrix of `shape`, by name."""
+        out, into = shape
+        tiles = -(-out // LANES)
+        words = (torch.int32, (tiles, into // 8, LANES))
+        codes = words if self.bits == 4 else (torch.int8, (tiles, into, LANES))
+        scales = (self.scale, (tiles, into // (self.block or into), LANES))
+        return {"weight": codes, "scale": scales} | ({"offset": scales} if self.offset else {})
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        """Whether rows of this length can be held."""
+        return shape[1] % max(self.block, LANES) == 0
+
+
+FORMS: Final = {
+    "q4": Form(3, 4, 32, torch.float16, True),
+    "q8_half": Form(9, 8, 32, torch.float16, False),
+    "q8_plain": Form(8, 8, 16, torch.float32, False),
+    "q8": Form(6, 8, 32, torch.float16, True),
+    "nf4": Form(5, 4, NF4_BLOCK, torch.float32, False),
+    "int8": Form(8, 8, 0, torch.float32, False),
+}
+PACKABLE: Final = ("q4", "q8_half", "q8_plain", "q8")
+"""Forms that `pack` tries, in this order: Q4_0 and Q4_1; Q8_0; Q6_K; Q5_0 and Q5_1, at 8 bits."""
+
+
+def kernels() -> Library:
+    """
+    Raises:
+        MachineError: there are none here.
+    """
+    found = library()
+    if found is None:
+        raise MachineError("the compiled kernels are not here: `make setup` builds them where there is a C compiler")
+    return found
+
+
+class TiledMatrix(QuantisedMatrix):
+    """A matrix in tiles. `form` is a name in `FORMS`, `tensors` are as `Form.kinds` has them, on the CPU."""
+
+    def __init__(self, form: str, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors["weight"], tensors["scale"])
+        self.form = form
+        self.shape = shape
+        self._offset = tensors.get("offset")
+        self._functions = kernels().functions
+        block = FORMS[form].block or shape[1]
+        self._scratch = _ROWS_AT_A_TIME * (shape[1] // block + LANES)
+        self.described = Matrix(
+            FORMS[form].number, *shape, block, *(None if part is None else part.data_ptr() for part in self._parts)
+        )
+        self._by_reference = ctypes.byref(self.described)
+
+    @property
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        return self._weight, self._scale, self._offset
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {"weight": self._weight, "scale": self._scale}
+        return found if self._offset is None else found | {"offset": self._offset}
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor) -> TiledMatrix | None:
+        """The matrix whose values are to the bit those of float32 `weight` [out, in]; None if no form has them."""
+        weight = weight.contiguous()
+        shape = (weight.shape[0], weight.shape[1])
+        for name in PACKABLE:
+            form = FORMS[name]
+            if shape[1] % 32 or not form.fits(shape):
+                continue
+            made = {part: torch.zeros(of, dtype=dtype) for part, (dtype, of) in form.kinds(shape).items()}
+            parts = (made["weight"].data_ptr(), made["scale"].data_ptr(), None)
+            if form.offset:
+                parts = (*parts[:2], made["offset"].data_ptr())
+            if kernels().functions.petalnode_pack(form.number, weight.data_ptr(), *shape, *parts):
+                return cls(name, shape, made)
+        return None
+
+    @classmethod
+    def from_tensors(cls, form: str, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> TiledMatrix:
+        """From what `tensors` gave.
+
+        Raises:
+            ValueError, KeyError: they are not those of such a matrix.
+        """
+        expected = FORMS[form].kinds(shape)
+        if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} != expected:
+            raise ValueError(f"no matrix of {shape} in {form}")
+        return cls(form, shape, tensors)
+
+    @classmethod
+    def quantise(cls, weight: torch.Tensor) -> Self:
+        raise NotImplementedError("a tiled matrix is packed from weights that it holds exactly")
+
+    @staticmethod
+    def kinds(shape: tuple[int, int]) -> tuple[TensorKind, TensorKind]:
+        raise NotImplementedError("it depends on the form: Form.kinds")
+
+    def rows(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        first, last = start // LANES, -(-end // LANES)
+        panel = torch.empty(self.shape[1], (last - first) * LANES)
+        self._functions.petalnode_unpack(self._by_reference, first, last, panel.data_ptr())
+        return panel[:, start - first * LANES : end - first * LANES].t().to(dtype)
+
+    def product(self, values: torch.Tensor) -> torch.Tensor:
+        if len(values) > MOST_ROWS:
+            return self.product_in_pieces(values)
+        given = values.to(torch.float32).contiguous()
+        output = torch.empty(len(given), self.shape[0])
+        scratch = torch.empty(self._scratch)
+        self._functions.petalnode_multiply(
+            self._by_reference, given.data_ptr(), len(given), output.data_ptr(), scratch.data_ptr()
+        )
+        return output.to(values.dtype)
+
+
+class TiledNf4Matrix(TiledMatrix):
+    """`Nf4Matrix` in tiles: the same values."""
+
+    def __init__(self, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__("nf4", shape, tensors)
+
+    @staticmethod
+    def suits(shape: tuple[int, int]) -> bool:
+        """Whether a row is a whole number of blocks."""
+        return FORMS["nf4"].fits(shape)
+
+    @classmethod
+    def quantise(cls, weight: torch.Tensor) -> Self:
+        out, into = weight.shape
+        plain = Nf4Matrix.quantise(weight).tensors()
+        words = torch.zeros(FORMS["nf4"].kinds((out, into))["weight"][1], dtype=torch.int32)
+        pairs = plain["weight"].contiguous()
+        kernels().functions.petalnode_tile_nf4(pairs.data_ptr(), out, into, words.data_ptr())
+        return cls((out, into), {"weight": words, "scale": _lanes(plain["scale"].view(out, into // NF4_BLOCK))})
+
+    @staticmethod
+    def kinds(shape: tuple[int, int]) -> tuple[TensorKind, TensorKind]:
+        found = FORMS["nf4"].kinds(shape)
+        return found["weight"], found["scale"]
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], device: torch.device) -> Self:
+        _check(cls.kinds(shape), tensors)
+        return cls(shape, tensors)
+
+
+class TiledInt8Matrix(TiledMatrix):
+    """`Int8Matrix` in tiles: the same weights, with activations that are not rounded."""
+
+    def __init__(self, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__("int8", shape, tensors)
+
+    @staticmethod
+    def suits(shape: tuple[int, int]) -> bool:
+        return FORMS["int8"].fits(shape)
+
+    @classmethod
+    def quantise(cls, weight: torch.Tensor) -> Self:
+        plain = Int8Matrix.quantise(weight).tensors()
+        tensors = {"weight": _lanes(plain["weight"]), "scale": _lanes((plain["scale"] / 127.0).unsqueeze(1))}
+        return cls((weight.shape[0], weight.shape[1]), tensors)
+
+    @staticmethod
+    def kinds(shape: tuple[int, int]) -> tuple[TensorKind, TensorKind]:
+        found = FORMS["int8"].kinds(shape)
+        return found["weight"], found["scale"]
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], device: torch.device) -> Self:
+        _check(cls.kinds(shape), tensors)
+        return cls(shape, tensors)
+
+
+def _check(kinds: tuple[TensorKind, TensorKind], tensors: Mapping[str, torch.Tensor]) -> None:
+    if tuple((tensors[name].dtype, tuple(tensors[name].shape)) for name in ("weight", "scale")) != kinds:
+        raise ValueError("no matrix of this shape and form")
+
+
+def _lanes(rows: torch.Tensor) -> torch.Tensor:
+    """[out, n] -> [out / 16 rounded up, n, 16]; rows behind the last are zero."""
+    missing = -len(rows) % LANES
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    return padded.view(-1, LANES, rows.shape[1]).transpose(1, 2).contiguous()

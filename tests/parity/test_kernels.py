@@ -1,0 +1,259 @@
+"""Blocks whose decode steps the compiled kernels compute, against the same blocks by torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from petalnode.node.blocks.cache import SpanCache
+from petalnode.node.blocks.kernels import choice, library, packing, step
+from petalnode.node.blocks.kernels.tiles import TiledMatrix
+from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
+from petalnode.node.blocks.quantisation import quantiser
+from petalnode.node.blocks.quantisation.matrix import QuantisedLinear
+from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.errors import MachineError
+from petalnode.node.models.manifest import compute_manifest
+from petalnode.node.models.progress import no_progress
+from petalnode.node.models.sources.gguf_import import import_gguf
+from petalnode.protocols.ids import Span
+from tests.tiny_gguf import BLOCKS, write_tiny_gguf
+from tests.tiny_models import HIDDEN, save_tiny
+
+needs_kernels = pytest.mark.skipif(
+    library.library() is None, reason="the kernels are not built (make setup, with a C compiler)"
+)
+SPAN = Span(1, 4)
+KNOWN = ("llama", "mistral", "qwen2", "qwen2_sliding", "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PETALNODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(quantiser, "KEPT_FREE", 0)
+
+
+@pytest.fixture
+def gguf_folder(tmp_path: Path) -> Path:
+    return import_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"), no_progress).path
+
+
+def pair(folder: Path, span: Span = SPAN, quantisation: str = "none") -> tuple[BlockSpan, BlockSpan]:
+    """The same blocks by torch and by the kernels."""
+    options = {"dtype": "float32", "device": "cpu", "quantisation": quantisation}
+    return load_span(folder, span, **options), load_span(folder, span, kernels="native", **options)
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def off(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+Script = list[torch.Tensor]
+
+
+def conversation(blocks: BlockSpan, *, part: Span | None = None) -> Script:
+    """Sessions of different lengths, rows and padding; steps together, a rollback, a reorder, steps again."""
+    said: Script = []
+    sessions: list[SpanCache] = []
+    for seed, (batch, length, padding) in enumerate(((1, 21, None), (3, 5, [3, 0, 1]), (2, 12, None))):
+        cache = blocks.make_cache(batch, 40, padding, part)
+        said.append(blocks.forward(values(batch, length, seed=seed), cache))
+        sessions.append(cache)
+
+    def together(seed: int) -> None:
+        said.extend(blocks.decode([(values(c.batch, 1, seed=seed + i), c) for i, c in enumerate(sessions)]))
+
+    together(10)
+    together(20)
+    sessions[0].rollback(19)
+    sessions[1].reorder([2, 2, 0])
+    sessions[2].reorder([1, 0])
+    together(30)
+    sessions[1].rollback(2)
+    together(40)
+    return said
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", KNOWN)
+def test_steps_are_those_of_torch(name: str, tmp_path: Path) -> None:
+    by_torch, native = pair(save_tiny(name, tmp_path / "model"))
+    assert by_torch.step is None and native.step is not None
+    for expected, given in zip(conversation(by_torch), conversation(native), strict=True):
+        assert off(given, expected) < 1e-5
+
+
+@needs_kernels
+def test_steps_of_a_part_of_the_blocks(tmp_path: Path) -> None:
+    by_torch, native = pair(save_tiny("llama", tmp_path / "model"))
+    for part in (Span(1, 2), Span(2, 4)):
+        for expected, given in zip(conversation(by_torch, part=part), conversation(native, part=part), strict=True):
+            assert off(given, expected) < 1e-5
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantisation", ["none", "int8"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(tmp_path: Path, quantisation: str) -> None:
+    folder = save_tiny("llama", tmp_path / "model")
+    blocks = load_span(folder, SPAN, dtype="float32", device="cpu", quantisation=quantisation, kernels="native")
+    assert blocks.step is not None
+    caches = [blocks.make_cache(1, 30) for _ in range(13)]
+    prompts = [values(1, 3 + index, seed=index) for index in range(len(caches))]
+    for cache, prompt in zip(caches, prompts, strict=True):
+        blocks.forward(prompt, cache)
+    steps = [(values(1, 1, seed=100 + index), cache) for index, cache in enumerate(caches)]
+    together = blocks.decode(steps)
+    for index, (hidden, cache) in enumerate(steps):
+        cache.rollback(cache.length - 1)
+        assert torch.equal(blocks.decode([(hidden, cache)])[0], together[index])
+    for _, cache in steps:
+        cache.rollback(cache.length - 1)
+    for again, before in zip(blocks.decode(steps[::-1]), together[::-1], strict=True):
+        assert torch.equal(again, before)
+
+
+@needs_kernels
+def test_positions_behind_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny("llama", tmp_path / "model")
+    expected = conversation(load_span(folder, SPAN, dtype="float32", device="cpu", kernels="native"))
+    monkeypatch.setattr(step, "_POSITIONS", 10)
+    given = conversation(load_span(folder, SPAN, dtype="float32", device="cpu", kernels="native"))
+    assert all(torch.equal(one, other) for one, other in zip(given, expected, strict=True))
+
+
+@needs_kernels
+def test_more_rows_than_the_kernels_take_go_to_torch(tmp_path: Path) -> None:
+    _, native = pair(save_tiny("llama", tmp_path / "model"))
+    assert native.step is not None
+    assert native.step.takes([native.make_cache(32, 4)])
+    many = [native.make_cache(20, 4), native.make_cache(13, 4)]
+    assert not native.step.takes(many)
+    outputs = native.decode([(values(cache.batch, 1), cache) for cache in many])
+    assert [len(output) for output in outputs] == [20, 13]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "phi3", "mixtral", "falcon"])
+def test_other_blocks_go_to_torch(name: str, tmp_path: Path) -> None:
+    by_torch, native = pair(save_tiny(name, tmp_path / "model"))
+    assert native.step is None
+    for expected, given in zip(conversation(by_torch), conversation(native), strict=True):
+        assert off(given, expected) < 1e-5
+
+
+@needs_kernels
+def test_a_step_that_computes_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = choice.SpanStep.run
+    monkeypatch.setattr(choice.SpanStep, "run", lambda self, hidden, caches: right(self, hidden, caches) * 1.001)
+    _, native = pair(save_tiny("llama", tmp_path / "model"))
+    assert native.step is None
+    assert "the compiled kernels differ" in caplog.text
+
+
+@needs_kernels
+def test_a_slower_step_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny("llama", tmp_path / "model")
+    seconds = iter([1.0, 0.9])  # the kernels', then torch's
+    monkeypatch.setattr(choice, "best_time", lambda work: next(seconds))
+    assert load_span(folder, SPAN, dtype="float32", device="cpu", kernels="auto").step is None
+    seconds = iter([1.0, 1.2])
+    assert load_span(folder, SPAN, dtype="float32", device="cpu", kernels="auto").step is not None
+
+
+@needs_kernels
+def test_weights_of_a_gguf_file_are_held_in_their_own_form(gguf_folder: Path) -> None:
+    by_torch, native = pair(gguf_folder, Span(0, BLOCKS))
+    matrices = [
+        module.matrix
+        for block in native.stack.blocks
+        for module in block.modules()
+        if isinstance(module, QuantisedLinear)
+    ]
+    assert len(matrices) == 7 * BLOCKS
+    assert all(isinstance(matrix, TiledMatrix) and matrix.form == "q4" for matrix in matrices)
+    assert native.weight_bytes < 0.25 * by_torch.weight_bytes
+    assert (by_torch.kernels, native.kernels) == ("torch", "native")
+    assert native.quantisation == "none"  # what is announced: the values are those of the model
+    for expected, given in zip(conversation(by_torch), conversation(native), strict=True):
+        assert off(given, expected) < 1e-5
+
+
+@needs_kernels
+def test_gradients_through_packed_weights(gguf_folder: Path) -> None:
+    found = []
+    for blocks in pair(gguf_folder, Span(0, BLOCKS)):
+        batch = Batch(Span(0, BLOCKS), values(2, 5))
+        found.append(run_through(SpanPasses(blocks, 1 << 30).backward(batch, values(2, 5, seed=7))).hidden)
+    assert off(found[1], found[0]) < 1e-5
+
+
+@needs_kernels
+def test_packed_blocks_are_kept_on_the_disk(gguf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    span = Span(0, BLOCKS)
+    first = load_span(gguf_folder, span, dtype="float32", device="cpu", kernels="native")
+    monkeypatch.setattr(TiledMatrix, "pack", lambda weight: pytest.fail("packed again"))
+    second = load_span(gguf_folder, span, dtype="float32", device="cpu", kernels="native")
+    for one, other in zip(conversation(first), conversation(second), strict=True):
+        assert torch.equal(one, other)
+
+
+@needs_kernels
+def test_a_damaged_packed_block_is_made_again(gguf_folder: Path) -> None:
+    span = Span(0, BLOCKS)
+    first = conversation(load_span(gguf_folder, span, dtype="float32", device="cpu", kernels="native"))
+    files = list(Path(gguf_folder).parents[1].glob("quantised/packed*"))
+    assert len(files) == BLOCKS
+    data = bytearray(files[0].read_bytes())
+    data[-5] ^= 1
+    files[0].write_bytes(data)
+    again = conversation(load_span(gguf_folder, span, dtype="float32", device="cpu", kernels="native"))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@needs_kernels
+def test_the_model_version_does_not_depend_on_the_form(tmp_path: Path) -> None:
+    folder = import_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"), no_progress)
+    before = compute_manifest(folder).version
+    load_span(folder.path, Span(0, BLOCKS), dtype="float32", device="cpu", kernels="native")
+    assert compute_manifest(folder).version == before
+
+
+@needs_kernels
+def test_packed_weights_that_are_slower_stay_float32(gguf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "quicker", lambda matrices: False)
+    blocks = load_span(gguf_folder, Span(0, BLOCKS), dtype="float32", device="cpu", kernels="auto")
+    assert not any(isinstance(module, QuantisedLinear) for block in blocks.stack.blocks for module in block.modules())
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantisation", ["int8", "nf4"])
+def test_quantised_weights_by_the_kernels(tmp_path: Path, quantisation: str) -> None:
+    wide = {"intermediate_size": 128}  # whole blocks of NF4
+    by_torch, native = pair(save_tiny("llama", tmp_path / "model", **wide), SPAN, quantisation)
+    assert native.quantisation == quantisation and native.step is not None
+    for expected, given in zip(conversation(by_torch), conversation(native), strict=True):
+        assert off(given, expected) < (1e-2 if quantisation == "int8" else 3e-2)  # torch's round activations or scales
+
+
+def test_without_the_library_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "library", lambda: None)
+    folder = save_tiny("llama", tmp_path / "model")
+    blocks = load_span(folder, SPAN, dtype="float32", device="cpu", kernels="auto")
+    assert blocks.step is None and blocks.kernels == "torch"
+    with pytest.raises(MachineError, match="make setup"):
+        load_span(folder, SPAN, dtype="float32", device="cpu", kernels="native")
+
+
+def test_the_kernels_compute_in_float32_only(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "model")
+    assert load_span(folder, SPAN, dtype="bfloat16", device="cpu", kernels="auto").step is None
+    with pytest.raises(MachineError, match="not in bfloat16 on cpu"):
+        load_span(folder, SPAN, dtype="bfloat16", device="cpu", kernels="native")

@@ -1,0 +1,220 @@
+"""The compiled kernels: each form of weights, on each instruction set that this processor has, on the same vectors."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from petalnode.node.blocks.kernels import library as library_module
+from petalnode.node.blocks.kernels.library import Library, Matrix, build, library
+from petalnode.node.blocks.kernels.tiles import FORMS, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix
+from petalnode.node.blocks.quantisation.matrix import Int8Matrix, Nf4Matrix
+from petalnode.node.errors import BadInput
+from petalnode.node.models.quantisation import choose_kernels
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the kernels are not built (make setup, with a C compiler)")
+
+ISAS = ("plain", "avx2", "avx512", "neon")
+STORED = {"Q4_0": "q4", "Q4_1": "q4", "Q5_0": "q8_half", "Q5_1": "q8", "Q8_0": "q8_half"}
+SHAPE = (150, 192)  # rows that are no whole number of tiles
+MOST_ROWS = 33  # one more than the kernels take
+
+
+def found() -> Library:
+    kernels = library()
+    assert kernels is not None
+    return kernels
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    kernels, before = found(), found().isa
+    if not kernels.select(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    kernels.select(before)
+
+
+def weights(shape: tuple[int, int] = SHAPE, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.3
+
+
+def stored(kind: str, weight: torch.Tensor) -> torch.Tensor:
+    """What a GGUF file of this kind holds of `weight`, dequantised."""
+    number = gguf.GGMLQuantizationType[kind]
+    values = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), number), number)
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+
+
+def q6_k(shape: tuple[int, int]) -> torch.Tensor:
+    """Random weights as a GGUF file has them in Q6_K; `gguf` does not make that."""
+    random = np.random.default_rng(3)
+    blocks = random.integers(0, 256, (shape[0] * shape[1] // 256, 210), dtype=np.uint8)
+    blocks[:, 208:] = random.uniform(0.001, 0.1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q6_K)
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
+
+
+def matrices() -> list[tuple[str, TiledMatrix, torch.Tensor]]:
+    """(name, matrix, the float32 values that it stands for)."""
+    made: list[tuple[str, TiledMatrix, torch.Tensor]] = []
+    for kind in STORED:
+        values = stored(kind, weights())
+        matrix = TiledMatrix.pack(values)
+        assert matrix is not None, kind
+        made.append((kind, matrix, values))
+    values = q6_k((48, 256))
+    matrix = TiledMatrix.pack(values)
+    assert matrix is not None
+    made.append(("Q6_K", matrix, values))
+    nf4, int8 = Nf4Matrix.quantise(weights()), Int8Matrix.quantise(weights())
+    made.append(("nf4", TiledNf4Matrix.quantise(weights()), nf4.rows(0, SHAPE[0], torch.float32)))
+    made.append(("int8", TiledInt8Matrix.quantise(weights()), int8.rows(0, SHAPE[0], torch.float32)))
+    return made
+
+
+def rows_for(values: torch.Tensor, count: int = MOST_ROWS) -> torch.Tensor:
+    return torch.randn(count, values.shape[1], generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize(("kind", "form"), STORED.items())
+def test_the_numbers_of_a_gguf_file_are_found_again(kind: str, form: str) -> None:
+    values = stored(kind, weights())
+    matrix = TiledMatrix.pack(values)
+    assert matrix is not None and matrix.form == form
+    assert matrix.nbytes < values.nbytes * (0.25 if form == "q4" else 0.45)
+
+
+def test_those_of_q6_k_too() -> None:
+    matrix = TiledMatrix.pack(q6_k((48, 256)))
+    assert matrix is not None and matrix.form == "q8_plain"
+
+
+def test_other_weights_are_not_packed() -> None:
+    assert TiledMatrix.pack(weights()) is None
+    almost = stored("Q4_1", weights())
+    almost[-1, -1] = torch.nextafter(almost[-1, -1], torch.tensor(9.0))
+    assert TiledMatrix.pack(almost) is None
+    assert TiledMatrix.pack(stored("Q4_1", weights((8, 64)))[:, :48]) is None
+    for odd in (float("nan"), float("inf"), 1e38):
+        almost[-1, -1] = odd
+        assert TiledMatrix.pack(almost) is None
+
+
+def test_blocks_of_one_value_are_packed() -> None:
+    values = torch.zeros(20, 64)
+    values[3] = 0.5
+    values[4] = -1.0
+    matrix = TiledMatrix.pack(values)
+    assert matrix is not None
+    assert torch.equal(matrix.rows(0, 20, torch.float32), values)
+
+
+def test_values_are_those_of_the_weights_to_the_bit(isa: str) -> None:
+    for name, matrix, values in matrices():
+        assert torch.equal(matrix.rows(0, len(values), torch.float32), values), name
+        assert torch.equal(matrix.rows(16, 33, torch.float32), values[16:33]), name
+
+
+def test_products_are_exact_to_rounding(isa: str) -> None:
+    for name, matrix, values in matrices():
+        rows = rows_for(values)
+        exact = rows.double() @ values.double().t()
+        for count in (1, 2, 3, 5, 8, 16, 32, MOST_ROWS):
+            off = (matrix.product(rows[:count]) - exact[:count]).norm() / exact[:count].norm()
+            assert off < 1e-6, (name, count)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(isa: str) -> None:
+    for name, matrix, values in matrices():
+        rows = rows_for(values, 32)
+        together = matrix.product(rows)
+        for count in (1, 2, 3, 4, 7, 11, 31):
+            assert torch.equal(matrix.product(rows[:count]), together[:count]), (name, count)
+            assert torch.equal(matrix.product(rows[-count:]), together[-count:]), (name, count)
+
+
+def test_gradients_are_those_of_the_values(isa: str) -> None:
+    for name, matrix, values in matrices():
+        rows = rows_for(values, 3).requires_grad_()
+        matrix.multiply(rows).square().sum().backward()
+        same = rows.detach().clone().requires_grad_()
+        (same @ values.t()).square().sum().backward()
+        assert rows.grad is not None and same.grad is not None
+        assert (rows.grad - same.grad).norm() < 1e-5 * same.grad.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_row_major_weights_with_a_bias(isa: str, dtype: torch.dtype) -> None:
+    weight, bias = weights((37, 96)).to(dtype), weights((1, 37))[0]
+    numbers = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+    described = Matrix(numbers[dtype], 37, 96, 96, weight.data_ptr(), None, None, bias.data_ptr())
+    rows = rows_for(weight, 32)
+    results = []
+    for count in (32, 7, 1):
+        output = torch.empty(count, 37)
+        found().functions.petalnode_multiply(
+            ctypes.byref(described), rows.data_ptr(), count, output.data_ptr(), torch.empty(512).data_ptr()
+        )
+        exact = rows[:count].double() @ weight.double().t() + bias
+        assert (output - exact).norm() < 1e-6 * exact.norm()
+        results.append(output)
+    assert torch.equal(results[0][:7], results[1]) and torch.equal(results[0][:1], results[2])
+
+
+def test_tensors_of_another_matrix_are_refused() -> None:
+    matrix = TiledMatrix.pack(stored("Q4_1", weights()))
+    assert matrix is not None
+    again = TiledMatrix.from_tensors("q4", SHAPE, matrix.tensors())
+    assert torch.equal(again.rows(0, 150, torch.float32), matrix.rows(0, 150, torch.float32))
+    for form, shape in (("q8_half", SHAPE), ("q4", (150, 128)), ("q4", (200, 192))):
+        with pytest.raises(ValueError, match="no matrix"):
+            TiledMatrix.from_tensors(form, shape, matrix.tensors())
+    with pytest.raises(ValueError, match="no matrix"):
+        TiledNf4Matrix.restore(matrix.tensors(), SHAPE, torch.device("cpu"))
+
+
+def test_all_forms_have_the_sizes_that_they_say() -> None:
+    for name, form in FORMS.items():
+        kinds = form.kinds((40, 256))
+        assert kinds["weight"][1][0] == 3, name
+        assert ("offset" in kinds) == form.offset
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    assert choose_kernels("native") == "native"
+    with pytest.raises(BadInput, match="--kernels gpu"):
+        choose_kernels("gpu")
+
+
+def test_without_a_compiler_nothing_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/bin/false")
+    problem = build(tmp_path / "kernels.so")
+    assert problem is not None and "/bin/false" in problem
+    monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
+    assert "no C compiler" in str(build(tmp_path / "kernels.so"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_library_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "kernels.so"
+    file.write_bytes(b"no library")
+    assert library_module._load(file) is None
+    assert "cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "expected"), [("plain", "plain"), ("sparc", "None")])
+def test_the_environment_names_the_instruction_set(name: str, expected: str) -> None:
+    program = "from petalnode.node.blocks.kernels.library import library as f; x = f(); print(x and x.isa)"
+    run = subprocess.run(
+        [sys.executable, "-c", program], env={"PETALNODE_KERNELS_ISA": name}, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == expected
