@@ -20,9 +20,12 @@ from transformers.models.auto.modeling_auto import AutoModelForSequenceClassific
 
 from ..errors import BadInput, ModelError
 from ..models.checkpoint import Checkpoint
+from ..models.quantisation import Kernels
 from .cache import RAGGED
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
+from .kernels.choice import native_kernels
+from .kernels.packing import use_packed_head
 from .skeleton import BUILDING, BlockList, Skeleton, build, fill
 from .span_adapter import linear_shapes
 
@@ -376,12 +379,13 @@ def positions(tokens: int, position: int, mask: torch.Tensor | None) -> torch.Te
     return counted[:, -tokens:]
 
 
-def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto") -> ClientModel:
+def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto", kernels: Kernels = "auto") -> ClientModel:
     """Loads what stands outside the blocks of the model in `folder`, by memory map where the dtype stays.
 
     Args:
         device: auto, cpu, cuda, cuda:N or mps.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
+        kernels: what computes the head for a few rows on a CPU, as in `load_span`.
 
     Raises:
         ModelError: the folder is no model, is damaged or incomplete, or its architecture cannot be cut.
@@ -394,6 +398,7 @@ def load_client(folder: Path, *, device: str = "auto", dtype: str = "auto") -> C
     with Checkpoint(folder, skeleton.num_blocks) as weights:
         client = ClientModel(skeleton, target)
         fill(skeleton, weights, lambda block: block is None, target)
+        use_packed_head(skeleton.model, folder, weights, native_kernels(kernels, target, skeleton.dtype))
     use_dots([skeleton.model])
     skeleton.config._attn_implementation = RAGGED  # a name for which no masks are built: nothing attends here
     model = skeleton.model

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from petalnode.node.blocks.cache import SpanCache
+from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.kernels import choice, library, packing, step
 from petalnode.node.blocks.kernels.tiles import TiledMatrix
 from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
@@ -257,3 +258,29 @@ def test_the_kernels_compute_in_float32_only(tmp_path: Path) -> None:
     assert load_span(folder, SPAN, dtype="bfloat16", device="cpu", kernels="auto").step is None
     with pytest.raises(MachineError, match="not in bfloat16 on cpu"):
         load_span(folder, SPAN, dtype="bfloat16", device="cpu", kernels="native")
+
+
+@needs_kernels
+def test_the_clients_head_by_the_kernels(gguf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "quicker", lambda matrices: True)
+    by_torch = load_client(gguf_folder, device="cpu", dtype="float32", kernels="torch")
+    native = load_client(gguf_folder, device="cpu", dtype="float32", kernels="native")
+    head = native.model.get_output_embeddings()
+    assert isinstance(head, packing.TiledLinear) and not isinstance(
+        by_torch.model.get_output_embeddings(), packing.TiledLinear
+    )
+    for tokens in (1, 5, 40):
+        hidden = values(1, tokens)
+        assert off(native.head(hidden), by_torch.head(hidden)) < 1e-6
+    labels = torch.arange(6).unsqueeze(0)
+    expected = by_torch.loss_gradient(values(1, 6), labels)
+    assert torch.equal(native.loss_gradient(values(1, 6), labels), expected)
+    monkeypatch.setattr(TiledMatrix, "pack", lambda weight: pytest.fail("packed again"))
+    again = load_client(gguf_folder, device="cpu", dtype="float32", kernels="native")
+    assert torch.equal(again.head(values(1, 3)), native.head(values(1, 3)))
+
+
+@needs_kernels
+def test_a_head_of_other_weights_stays_with_torch(tmp_path: Path) -> None:
+    client = load_client(save_tiny("llama", tmp_path / "model"), device="cpu", dtype="float32", kernels="native")
+    assert not isinstance(client.model.get_output_embeddings(), packing.TiledLinear)

@@ -7,12 +7,13 @@ again. What is found is kept on the disk, block by block, as quantised blocks ar
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ from ...models.checkpoint import Checkpoint
 from ...models.digests import part_digests
 from ...models.folder import read_config as read_raw_config
 from ...models.manifest import canonical_architecture
-from ...models.progress import Progress
+from ...models.parts import EMBEDDINGS, HEAD
+from ...models.progress import Progress, no_progress
 from ...models.quantisation import Quantisation
 from ..config import read_config
 from ..dot import best_time, dot_rows, has_dots
@@ -31,7 +33,8 @@ from ..quantisation.matrix import Int8Matrix, QuantisedMatrix, nf4_kind
 from ..quantisation.quantiser import QuantisedCache
 from ..quantisation.slots import MatrixSlot, matrix_slots, put_matrices
 from ..skeleton import Skeleton, build, fill
-from .tiles import FORMS, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix
+from .library import Library
+from .tiles import FORMS, MOST_ROWS, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +128,73 @@ def quicker(matrices: Sequence[TiledMatrix]) -> bool:
         if own > _WORTH * min(map(best_time, others)):
             return False
     return True
+
+
+class TiledLinear(nn.Linear):
+    """An `nn.Linear` over the same parameters, for which the kernels take a few rows where no gradient is wanted.
+
+    Its float32 weights may be those of a mapped file, which is then not read.
+    """
+
+    def __init__(self, original: nn.Linear, matrix: TiledMatrix) -> None:
+        nn.Module.__init__(self)  # the parameters exist already
+        self.in_features = original.in_features
+        self.out_features = original.out_features
+        self.weight = original.weight
+        self.bias = original.bias
+        self.matrix = matrix
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.numel() // self.in_features
+        if rows > MOST_ROWS or input.dtype != torch.float32 or torch.is_grad_enabled():
+            return linear(input, self.weight, self.bias)
+        output = self.matrix.multiply(input)
+        return output if self.bias is None else output + self.bias
+
+
+def use_packed_head(model: Any, folder: Path, weights: Checkpoint, found: Library | None) -> None:
+    """Lets the kernels compute the head of `model`, whose weights are those in `folder`, for a few rows: if they have a
+    form for its weights and are quicker than torch. What is found is kept on the disk. Without kernels (`found`),
+    nothing is done.
+    """
+    head = model.get_output_embeddings()
+    if (
+        found is None
+        or type(head) is not nn.Linear
+        or head.weight.dtype != torch.float32
+        or head.weight.device.type != "cpu"
+    ):
+        return
+    matrix = _packed_head(head, folder, weights)
+    if matrix is not None and quicker([matrix.first(_SAMPLE_BYTES // (4 * head.in_features))]):
+        model.set_output_embeddings(TiledLinear(head, matrix))
+
+
+def _packed_head(head: nn.Linear, folder: Path, weights: Checkpoint) -> TiledMatrix | None:
+    digests = part_digests(weights, (EMBEDDINGS, HEAD), no_progress)
+    key = hashlib.sha256(digests[EMBEDDINGS] + digests[HEAD]).digest()  # a tied head is among the embeddings
+    cache = QuantisedCache(f"{_FORM}-head", canonical_architecture(read_raw_config(folder)))
+    shape = (head.out_features, head.in_features)
+    matrix = _restored_head(cache.read(key), shape)
+    if matrix is None:
+        matrix = TiledMatrix.pack(head.weight.detach())
+        if matrix is None:
+            return None
+        if cache.write(key, {f"{matrix.form}.{kind}": tensor for kind, tensor in matrix.tensors().items()}):
+            matrix = _restored_head(cache.read(key), shape) or matrix
+    return matrix
+
+
+def _restored_head(tensors: Mapping[str, Tensor] | None, shape: tuple[int, int]) -> TiledMatrix | None:
+    if not tensors:
+        return None
+    form = next(iter(tensors)).partition(".")[0]
+    try:
+        own = {name.removeprefix(f"{form}."): tensor for name, tensor in tensors.items()}
+        return TiledMatrix.from_tensors(form, shape, own)
+    except (KeyError, ValueError) as error:
+        _log.warning("a packed head in the cache is damaged and is made again: %s", error)
+        return None
 
 
 TILED: Final[Mapping[str, type[TiledNf4Matrix] | type[TiledInt8Matrix]]] = {

@@ -93,7 +93,7 @@ class SpanStep:
         for cache in caches:
             memory, length, longest = cache.memory.data_ptr(), cache.length, cache.max_length
             for row, padding in enumerate(cache.left_padding):
-                rows[len(positions)] = (memory, cache.batch, row, longest, length, padding)
+                rows[len(positions)] = Row(memory, cache.batch, row, longest, length, padding)
                 positions.append(max(length - padding, 0))
         cosines, sines = self._rotations(torch.tensor(positions))
         output = hidden.clone(memory_format=torch.contiguous_format)

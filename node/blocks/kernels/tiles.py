@@ -48,8 +48,8 @@ class Form:
         out, into = shape
         tiles = -(-out // LANES)
         words = (torch.int32, (tiles, into // 8, LANES))
-        codes = words if self.bits == 4 else (torch.int8, (tiles, into, LANES))
-        scales = (self.scale, (tiles, into // (self.block or into), LANES))
+        codes: TensorKind = words if self.bits == 4 else (torch.int8, (tiles, into, LANES))
+        scales: TensorKind = (self.scale, (tiles, into // (self.block or into), LANES))
         return {"weight": codes, "scale": scales} | ({"offset": scales} if self.offset else {})
 
     def fits(self, shape: tuple[int, int]) -> bool:
@@ -118,9 +118,8 @@ class TiledMatrix(QuantisedMatrix):
             if shape[1] % 32 or not form.fits(shape):
                 continue
             made = {part: torch.zeros(of, dtype=dtype) for part, (dtype, of) in form.kinds(shape).items()}
-            parts = (made["weight"].data_ptr(), made["scale"].data_ptr(), None)
-            if form.offset:
-                parts = (*parts[:2], made["offset"].data_ptr())
+            offset = made["offset"].data_ptr() if form.offset else None
+            parts = (made["weight"].data_ptr(), made["scale"].data_ptr(), offset)
             if kernels().functions.petalnode_pack(form.number, weight.data_ptr(), *shape, *parts):
                 return cls(name, shape, made)
         return None
@@ -136,6 +135,12 @@ class TiledMatrix(QuantisedMatrix):
         if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} != expected:
             raise ValueError(f"no matrix of {shape} in {form}")
         return cls(form, shape, tensors)
+
+    def first(self, rows: int) -> TiledMatrix:
+        """The matrix of its first `rows` rows, or a few less, over the same memory."""
+        tiles = min(max(1, rows // LANES), len(self._weight))
+        parts = {name: tensor[:tiles] for name, tensor in self.tensors().items()}
+        return TiledMatrix(self.form, (min(tiles * LANES, self.shape[0]), self.shape[1]), parts)
 
     @classmethod
     def quantise(cls, weight: torch.Tensor) -> Self:
