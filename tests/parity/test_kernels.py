@@ -229,7 +229,7 @@ def test_the_model_version_does_not_depend_on_the_form(tmp_path: Path) -> None:
 
 @needs_kernels
 def test_packed_weights_that_are_slower_stay_float32(gguf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "quicker", lambda matrices: False)
+    monkeypatch.setattr(packing, "quicker", lambda *given: False)
     blocks = load_span(gguf_folder, Span(0, BLOCKS), dtype="float32", device="cpu", kernels="auto")
     assert not any(isinstance(module, QuantisedLinear) for block in blocks.stack.blocks for module in block.modules())
 
@@ -262,7 +262,7 @@ def test_the_kernels_compute_in_float32_only(tmp_path: Path) -> None:
 
 @needs_kernels
 def test_the_clients_head_by_the_kernels(gguf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "quicker", lambda matrices: True)
+    monkeypatch.setattr(packing, "quicker", lambda *given: True)
     by_torch = load_client(gguf_folder, device="cpu", dtype="float32", kernels="torch")
     native = load_client(gguf_folder, device="cpu", dtype="float32", kernels="native")
     head = native.model.get_output_embeddings()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -40,7 +42,10 @@ _log = logging.getLogger(__name__)
 
 _FORM: Final = "packed1-float32-cpu"
 """Part of the names in the cache: goes up whenever packing would give other tensors."""
-_MEASURED_ROWS: Final = (1, 8)
+PREFILL_ROWS: Final = 256
+WORK: Final = {1: 64, 8: 8, PREFILL_ROWS: 1}
+"""By rows, how many products make up what is compared: a prompt, 64 steps alone, 8 of eight sessions together."""
+_OF_A_HEAD: Final = {1: 1}
 _SAMPLE_BYTES: Final = 32 << 20  # of float32 weights: more than the processor's cache holds
 _WORTH: Final = 0.95  # of the time that torch needs: less is noise
 
@@ -111,23 +116,41 @@ class Packer:
         return {kind for kind, matrices in together.items() if self.always or quicker(matrices)}
 
 
+Products = Sequence[Callable[[Tensor], object]]
+"""With matrices of one shape, each of values [rows, in]."""
+
+
 @torch.inference_mode()
-def quicker(matrices: Sequence[TiledMatrix]) -> bool:
-    """Whether the kernels are quicker on this machine than torch (or numpy) with float32 weights of this shape, for one
-    row and for several.
+def work_seconds(into: int, work: Mapping[int, int], *ways: Products) -> float:
+    """Seconds that `work` takes by the quickest of `ways` for each number of rows; the ways are products with the same
+    matrices of `into` inputs.
     """
+    total = 0.0
+    for rows, times in work.items():
+        values = torch.rand(rows, into)
+        best = []
+        for products in ways:
+            some = products if rows < PREFILL_ROWS else products[:1]  # enough to be measured
+            seconds = best_time(lambda p=some, v=values: [product(v) for product in p])  # type: ignore[misc]
+            best.append(seconds * len(products) / len(some))
+        total += times * min(best)
+    return total
+
+
+def quicker(matrices: Sequence[TiledMatrix], work: Mapping[int, int] = WORK) -> bool:
+    """Whether the kernels are quicker on this machine than torch (or numpy) with float32 weights of this shape."""
     out, into = matrices[0].shape
     count = min(len(matrices), max(1, _SAMPLE_BYTES // (4 * out * into)))
-    plain = torch.rand(count, out, into)
-    for rows in _MEASURED_ROWS:
-        values = torch.rand(rows, into)
-        others: list[Callable[[], object]] = [lambda v=values: [linear(v, weight) for weight in plain]]  # type: ignore[misc]
-        if rows == 1 and has_dots():
-            others.append(lambda v=values: [dot_rows(weight.numpy(), v) for weight in plain])  # type: ignore[misc]
-        own = best_time(lambda v=values: [matrix.product(v) for matrix in matrices[:count]])  # type: ignore[misc]
-        if own > _WORTH * min(map(best_time, others)):
-            return False
-    return True
+    plain = [torch.rand(out, into) for _ in range(count)]
+    usual: list[Products] = [[partial(linear, weight=weight) for weight in plain]]
+    if has_dots():
+        usual.append([partial(_by_dots, weight.numpy()) for weight in plain])
+    own = work_seconds(into, work, [matrix.product for matrix in matrices[:count]])
+    return own <= _WORTH * work_seconds(into, work, *usual)
+
+
+def _by_dots(matrix: np.ndarray, values: Tensor) -> Tensor:
+    return dot_rows(matrix, values) if len(values) == 1 else linear(values, torch.from_numpy(matrix))
 
 
 class TiledLinear(nn.Linear):
@@ -166,7 +189,7 @@ def use_packed_head(model: Any, folder: Path, weights: Checkpoint, found: Librar
     ):
         return
     matrix = _packed_head(head, folder, weights)
-    if matrix is not None and quicker([matrix.first(_SAMPLE_BYTES // (4 * head.in_features))]):
+    if matrix is not None and quicker([matrix.first(_SAMPLE_BYTES // (4 * head.in_features))], _OF_A_HEAD):
         model.set_output_embeddings(TiledLinear(head, matrix))
 
 
@@ -216,17 +239,13 @@ def tiled_kinds(
         return {}
     if always:
         return {quantisation: kind}
-    own = dict.fromkeys(_MEASURED_ROWS, 0.0)
-    others = dict(own)
-    for shape in set(shapes):
+    own = others = 0.0
+    for shape, count in Counter(shapes).items():
         weight = torch.rand(shape) - 0.5
         usual = Int8Matrix if quantisation == "int8" else nf4_kind(shape, weight.device)
-        tiled, plain = kind.quantise(weight), usual.quantise(weight)
-        for rows in _MEASURED_ROWS:
-            values = torch.rand(rows, shape[1])
-            own[rows] += shapes.count(shape) * best_time(lambda v=values, m=tiled: m.product(v))  # type: ignore[misc]
-            others[rows] += shapes.count(shape) * best_time(lambda v=values, m=plain: m.product(v))  # type: ignore[misc]
-    return {quantisation: kind} if all(own[rows] <= _WORTH * others[rows] for rows in own) else {}
+        own += count * work_seconds(shape[1], WORK, [kind.quantise(weight).product])
+        others += count * work_seconds(shape[1], WORK, [usual.quantise(weight).product])
+    return {quantisation: kind} if own <= _WORTH * others else {}
 
 
 def _slots(block: nn.Module) -> Iterable[MatrixSlot]:
