@@ -54,12 +54,20 @@ def stored(kind: str, weight: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
 
 
-def q6_k(shape: tuple[int, int]) -> torch.Tensor:
-    """Random weights as a GGUF file has them in Q6_K; `gguf` does not make that."""
+BLOCK_BYTES = {"Q3_K": (110, (108,)), "Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
+"""Of 256 weights, and where in them the float16 scales are."""
+WIDE = {"Q3_K": "q8_plain", "Q4_K": "q4_wide", "Q5_K": "q8_wide", "Q6_K": "q8_plain"}
+
+
+def random_k(kind: str, shape: tuple[int, int] = (48, 256)) -> torch.Tensor:
+    """Random weights as a GGUF file has them in one of the kinds that `gguf` reads and does not make."""
     random = np.random.default_rng(3)
-    blocks = random.integers(0, 256, (shape[0] * shape[1] // 256, 210), dtype=np.uint8)
-    blocks[:, 208:] = random.uniform(0.001, 0.1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
-    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q6_K)
+    size, scales = BLOCK_BYTES[kind]
+    blocks = random.integers(0, 256, (shape[0] * shape[1] // 256, size), dtype=np.uint8)
+    for place in scales:
+        half = random.uniform(0.001, 0.1, (len(blocks), 1)).astype(np.float16)
+        blocks[:, place : place + 2] = half.view(np.uint8)
+    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
 
 
@@ -71,10 +79,11 @@ def matrices() -> list[tuple[str, TiledMatrix, torch.Tensor]]:
         matrix = TiledMatrix.pack(values)
         assert matrix is not None, kind
         made.append((kind, matrix, values))
-    values = q6_k((48, 256))
-    matrix = TiledMatrix.pack(values)
-    assert matrix is not None
-    made.append(("Q6_K", matrix, values))
+    for kind in WIDE:
+        values = random_k(kind)
+        matrix = TiledMatrix.pack(values)
+        assert matrix is not None, kind
+        made.append((kind, matrix, values))
     nf4, int8 = Nf4Matrix.quantise(weights()), Int8Matrix.quantise(weights())
     made.append(("nf4", TiledNf4Matrix.quantise(weights()), nf4.rows(0, SHAPE[0], torch.float32)))
     made.append(("int8", TiledInt8Matrix.quantise(weights()), int8.rows(0, SHAPE[0], torch.float32)))
@@ -93,9 +102,11 @@ def test_the_numbers_of_a_gguf_file_are_found_again(kind: str, form: str) -> Non
     assert matrix.nbytes < values.nbytes * (0.25 if form == "q4" else 0.45)
 
 
-def test_those_of_q6_k_too() -> None:
-    matrix = TiledMatrix.pack(q6_k((48, 256)))
-    assert matrix is not None and matrix.form == "q8_plain"
+@pytest.mark.parametrize(("kind", "form"), WIDE.items())
+def test_those_of_kinds_with_scales_of_scales_too(kind: str, form: str) -> None:
+    values = random_k(kind, (128, 2048))
+    matrix = TiledMatrix.pack(values)
+    assert matrix is not None and matrix.form == form
 
 
 def test_other_weights_are_not_packed() -> None:

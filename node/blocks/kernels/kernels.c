@@ -525,8 +525,32 @@ static int find_wide_multiples(const float *values, float *scale, int8_t *codes)
     return 0;
 }
 
-/* Packs float32 weights [out][in] if `form` (Q4, Q8, Q8_HALF or Q8_PLAIN, in blocks of 32, 32, 32 and 16) holds them to
- * the bit. `codes`, `scales` and `offsets` are zeroed before. Returns whether it does. */
+/* The nearest number of 17 significant bits: what a float16 times a scale of 6 bits has at most. */
+INLINE float seventeen_bits(float value) { return bits_float((float_bits(value) + 0x40u) & ~0x7fu); }
+
+/* A block of 32 whose values are scale * (0 .. levels - 1) + offset with scale and offset of 17 bits: GGUF's Q4_K, Q5_K. */
+static int find_wide_affine(const float *values, int levels, float *scale, float *offset, uint8_t *codes) {
+    float least = values[0], most = values[0];
+    for (int index = 1; index < 32; index++) {
+        if (values[index] < least) least = values[index];
+        if (values[index] > most) most = values[index];
+    }
+    if (!(least > -1e30f && most < 1e30f)) return 0;
+    *scale = 0.0f;
+    *offset = least;
+    if (most == least) return affine(values, 32, levels, 0.0f, least, codes);
+    for (int range = levels - 1; range > 0; range--) {
+        *scale = seventeen_bits((most - least) / (float)range);
+        for (int first = 0; first + range < levels; first++) { /* the code of the least value */
+            *offset = seventeen_bits(least - *scale * (float)first);
+            if (affine(values, 32, levels, *scale, *offset, codes)) return 1;
+        }
+    }
+    return 0;
+}
+
+/* Packs float32 weights [out][in] if `form` holds them to the bit: one of 4 or 8 bits, in blocks of 16 for Q8_PLAIN and
+ * of 32 for the others. `codes`, `scales` and `offsets` are zeroed before. Returns whether it does. */
 EXPORT int32_t petalnode_pack(int32_t form, const float *weights, int64_t out, int64_t in, void *codes, void *scales,
                               void *offsets) {
     int64_t block = form == FORM_Q8_PLAIN ? 16 : 32, count = in / block;
@@ -538,8 +562,10 @@ EXPORT int32_t petalnode_pack(int32_t form, const float *weights, int64_t out, i
             int64_t place = (tile * count + number) * LANES + lane, first = number * block;
             uint8_t found[32];
             int8_t *whole = (int8_t *)found;
-            if (form == FORM_Q4 || form == FORM_Q8) {
-                int levels = form == FORM_Q4 ? 16 : 32;
+            const int levels = form == FORM_Q4 || form == FORM_Q4_WIDE ? 16 : 32;
+            if (form == FORM_Q4_WIDE || form == FORM_Q8_WIDE) {
+                if (!find_wide_affine(values, levels, (float *)scales + place, (float *)offsets + place, found)) return 0;
+            } else if (form == FORM_Q4 || form == FORM_Q8) {
                 if (!find_affine(values, levels, (uint16_t *)scales + place, (uint16_t *)offsets + place, found)) return 0;
             } else if (form == FORM_Q8_HALF) {
                 if (!find_multiples(values, (uint16_t *)scales + place, whole)) return 0;
@@ -548,7 +574,7 @@ EXPORT int32_t petalnode_pack(int32_t form, const float *weights, int64_t out, i
             }
             for (int64_t index = 0; index < block; index++) {
                 int64_t input = first + index;
-                if (form == FORM_Q4)
+                if (levels == 16)
                     ((uint32_t *)codes)[(tile * (in / 8) + input / 8) * LANES + lane] |=
                         (uint32_t)((found[index] - 8) & 15) << 4 * (input % 8);
                 else

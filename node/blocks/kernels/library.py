@@ -182,11 +182,13 @@ def _declare(functions: ctypes.CDLL) -> None:
 
 
 def main() -> None:
-    """Builds the library for this checkout where that is possible; it is no error where it is not."""
-    target = built_file()
+    """Builds the library for this checkout where that is possible; it is no error where it is not. With `--ship` it is
+    put beside this file, where a wheel for this platform takes it from.
+    """
+    target = SHIPPED if sys.argv[1:] == ["--ship"] else built_file()
     if target is None:
         print("kernels: no checkout, nothing is built")
-    elif target.is_file():
+    elif target.is_file() and target != SHIPPED:
         print(f"kernels: {target} is there")
     else:
         problem = build(target)

@@ -62,11 +62,13 @@ FORMS: Final = {
     "q8_half": Form(9, 8, 32, torch.float16, False),
     "q8_plain": Form(8, 8, 16, torch.float32, False),
     "q8": Form(6, 8, 32, torch.float16, True),
+    "q4_wide": Form(4, 4, 32, torch.float32, True),
+    "q8_wide": Form(7, 8, 32, torch.float32, True),
     "nf4": Form(5, 4, NF4_BLOCK, torch.float32, False),
     "int8": Form(8, 8, 0, torch.float32, False),
 }
-PACKABLE: Final = ("q4", "q8_half", "q8_plain", "q8")
-"""Forms that `pack` tries, in this order: Q4_0 and Q4_1; Q8_0; Q6_K; Q5_0 and Q5_1, at 8 bits."""
+PACKABLE: Final = ("q4", "q4_wide", "q8_half", "q8", "q8_plain", "q8_wide")
+"""Forms that `pack` tries, the smallest first. GGUF's Q4_0 and Q4_1; Q4_K; Q8_0 and Q5_0; Q5_1; Q3_K and Q6_K; Q5_K."""
 
 
 def kernels() -> Library:
