@@ -19,11 +19,13 @@ from starlette.types import Receive, Scope, Send
 
 from ..client.sampling import Sampling
 from ..errors import PetalnodeError
-from .core import Core, Event, Failed, Finished, Order, Piece, ServedModel
+from ..trust.receipt_file import to_json
+from .core import Core
 from .errors import ApiError, api_error
 from .fields import Fields, parse_object
 from .gate import Admission, Gate
 from .openai_format import DONE, Head, event, merged
+from .order import Event, Failed, Finished, Order, Piece, ServedModel
 from .requests import ChatRequest, CompletionRequest, TextRequest, parse_chat, parse_completion
 from .tools import call_grammar, tool_form
 from .writers import ChatWriter, TextWriter, Writer
@@ -48,6 +50,7 @@ def create_app(core: Core, admission: Admission, pages: Sequence[BaseRoute] = ()
         Route("/v1/models/{name:path}", endpoints.one_model, methods=["GET"]),
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/v1/petalnode/receipts/{name}", endpoints.receipts, methods=["GET"]),
         Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
         *pages,
     ]
@@ -119,7 +122,8 @@ class _Endpoints:
         order = self._order(request, text, model, [tuple(prompt)] * text.choices, grammar)
         names = [tool["function"]["name"] for tool in tools]
         head = Head(model.name, "chatcmpl")
-        return _Answers(core, order, text, ChatWriter(text, head, text.choices, core.text.token_text, form, names))
+        writer = ChatWriter(text, head, text.choices, core.text.token_text, form, names)
+        return _Answers(core, order, text, writer, head.id)
 
     async def completions(self, request: Request) -> Response:
         asked: CompletionRequest = parse_completion(await self._fields(request))
@@ -133,7 +137,7 @@ class _Endpoints:
             prompts.extend([prompt] * text.choices)
         order = self._order(request, text, model, prompts, await self._grammar(text), echo=asked.echo, continues=True)
         head = Head(model.name, "cmpl")
-        return _Answers(core, order, text, TextWriter(text, head, len(prompts), core.text.token_text))
+        return _Answers(core, order, text, TextWriter(text, head, len(prompts), core.text.token_text), head.id)
 
     async def embeddings(self, request: Request) -> Response:
         fields = await self._fields(request)
@@ -154,6 +158,13 @@ class _Endpoints:
         tokens = sum(map(len, prompts))
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+    async def receipts(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        replies = self._core.receipts.find(request.state.owner, name)
+        if replies is None:
+            raise ApiError(404, f"there are no receipts of an answer {name[:200]!r} (any more)", code="not_found")
+        return JSONResponse(await trio.to_thread.run_sync(to_json, name, replies))
 
     async def _inputs(self, fields: Fields, model: ServedModel) -> list[tuple[int, ...]]:
         given = fields.get("input")
@@ -236,12 +247,13 @@ async def _body(request: Request, limit: int) -> bytes:
 class _Answers(Response):
     """The response of a request for answers: nothing is computed before it is sent, or when its client has gone."""
 
-    def __init__(self, core: Core, order: Order, request: TextRequest, writer: Writer) -> None:
+    def __init__(self, core: Core, order: Order, request: TextRequest, writer: Writer, name: str) -> None:
         super().__init__()
         self._core = core
         self._order = order
         self._request = request
         self._writer = writer
+        self._name = name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._core.answering(self._order) as events:
@@ -259,8 +271,14 @@ class _Answers(Response):
             if isinstance(happened, Piece):
                 self._writer.take(happened)
             else:
-                self._writer.close(happened)
+                self._close(happened)
         return JSONResponse(self._writer.whole())
+
+    def _close(self, end: Finished) -> list[dict[str, Any]]:
+        chunks = self._writer.close(end)
+        # Before the client is told the digest, it can have what that is of.
+        self._core.receipts.keep(self._order.owner, self._name, self._writer.replies())
+        return chunks
 
     async def _stream(self, events: trio.MemoryReceiveChannel[Event], send: Send) -> Response | None:
         """Nothing is sent before the first token, so that what goes wrong until then has a status of its own."""
@@ -275,7 +293,7 @@ class _Answers(Response):
                 if isinstance(one, Failed):
                     await _write(send, [*map(event, chunks), event(one.error.fields())], more=False)
                     return None
-                chunks += self._writer.close(one) if isinstance(one, Finished) else self._writer.take(one)
+                chunks += self._close(one) if isinstance(one, Finished) else self._writer.take(one)
             await _write(send, list(map(event, chunks)), more=True)
             chunks = []
             happened = await _waiting(events)

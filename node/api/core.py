@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -19,125 +19,18 @@ from ..client.sampling import Sampler, Sampling
 from ..client.session_adapter import SessionAdapter, named
 from ..errors import BadInput, NoChainError
 from ..models.adapter import Adapter
+from ..trust.receipt_file import ReceiptBook, SignedReply
+from ..trust.receipt_log import SessionLog
 from .conversations import Conversations, Lane
 from .errors import ApiError, api_error
 from .grammar import GrammarConstraint, Grammars
+from .order import ApiLimits, ChosenToken, Event, Failed, Finished, HopReport, Order, Piece, ServedModel
 from .stops import StopStrings
 
 log = logging.getLogger(__name__)
 
 _BEFORE: Final = 6
 """Tokens of a prompt by which the first word of a completion is spaced."""
-
-
-@dataclass(frozen=True)
-class ApiLimits:
-    """What the server grants.
-
-    Attributes:
-        context: tokens of a prompt and its answer; the model may allow fewer.
-        answer_tokens: of an answer for which no limit is asked.
-        answers: that are made at once; others wait.
-        body_bytes: of a request.
-        kept, kept_seconds: conversations that keep their caches between two requests, and for how long.
-    """
-
-    context: int = 4096
-    answer_tokens: int = 1024
-    answers: int = 64
-    body_bytes: int = 8 << 20
-    kept: int = 16
-    kept_seconds: float = 120.0
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model id of the API: the base model alone, or with an adapter, or with one that servers hold by this name."""
-
-    name: str
-    adapter: Adapter | str | None = None
-
-
-@dataclass(frozen=True)
-class ChosenToken:
-    """A token of a prompt or an answer. `logprob` is None for the first of a prompt, before which there is nothing.
-
-    Attributes:
-        top: the likeliest tokens in its place, (id, log-probability), likeliest first.
-    """
-
-    token: int
-    logprob: float | None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What came of one choice: text, and the tokens it is made of (the last ones may still be held back as text)."""
-
-    choice: int
-    text: str
-    tokens: tuple[ChosenToken, ...] = ()
-
-
-@dataclass(frozen=True)
-class HopReport:
-    """One server of the chain in the end: milliseconds of its last step, tensor bytes of this answer."""
-
-    peer_id: str
-    blocks: tuple[int, int]
-    milliseconds: float
-    bytes_sent: int
-    bytes_received: int
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The end of one choice. `reason` is "stop" or "length"."""
-
-    choice: int
-    reason: str
-    prompt_tokens: int
-    tokens: int
-    cached: int
-    recoveries: int
-    hops: tuple[HopReport, ...]
-    stopped_by: str | None = None
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The end of all choices."""
-
-    error: ApiError
-
-
-Event = Piece | Finished | Failed
-
-
-@dataclass(frozen=True)
-class Order:
-    """What is asked of the core.
-
-    Attributes:
-        prompts: the tokens of each choice's prompt.
-        max_tokens: None for the default; 0 only with `echo`.
-        top_logprobs: None without log-probabilities; else how many likeliest tokens beside the chosen one.
-        grammar: as `Grammars.compiled` makes it.
-        echo: the tokens of the prompt come first, as pieces, with their log-probabilities.
-        continues: the text goes on from that of the prompt.
-    """
-
-    owner: str
-    model: ServedModel
-    prompts: tuple[tuple[int, ...], ...]
-    sampling: Sampling
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    top_logprobs: int | None = None
-    grammar: str | None = None
-    echo: bool = False
-    continues: bool = False
 
 
 class Core:
@@ -147,6 +40,7 @@ class Core:
         text: tokenizer and chat template.
         grammars: of the forms that answers can be bound to.
         models: by their ids; the first is the base model.
+        receipts: of the last answers.
     """
 
     def __init__(
@@ -161,6 +55,7 @@ class Core:
         self._local = local
         self._answers = trio.CapacityLimiter(limits.answers)
         self._adapters: dict[str, SessionAdapter | None] = {}
+        self.receipts = ReceiptBook()
         self.conversations = Conversations(self._conversation, limits.kept, limits.kept_seconds)
 
     @property
@@ -324,6 +219,7 @@ class _Choice:
         self._stop = trio.Event()
         self._stops = StopStrings(order.stop)
         self._made = 0
+        self._logs: list[tuple[SessionLog, int]] = []
 
     async def run(self) -> None:
         order, core = self._order, self._core
@@ -348,6 +244,7 @@ class _Choice:
         order, prompt = self._order, self._prompt
         before = conversation.recoveries
         traffic = {timing.peer_id: (sent, received) for timing, sent, received in conversation.hops}
+        self._logs = [(log, _newest(log)) for log in conversation.logs]
         if order.echo:
             await self._echo(conversation)
         length = 0
@@ -361,7 +258,7 @@ class _Choice:
             )
             constraint = None if order.grammar is None else await self._constraint(order.grammar)
             recorder = _Recorder(sampling, constraint, order.top_logprobs)
-            taking = self._taking(recorder, constraint)
+            taking = self._taking(conversation, recorder, constraint)
             length = len(await conversation.answer(prompt, sampling, taking, self._stop, recorder))
             cached = 0 if order.echo else conversation.reused
             if held_back := self._stops.end():
@@ -377,20 +274,37 @@ class _Choice:
                 cached,
                 conversation.recoveries - before,
                 _hops(conversation, traffic),
+                self._receipts(conversation),
                 self._stops.found,
             )
+        )
+
+    def _note_servers(self, conversation: Conversation) -> None:
+        """Those that came into the chain, while they are in it."""
+        for log in conversation.logs:
+            if not any(log is known for known, _ in self._logs):
+                self._logs.append((log, 0))
+
+    def _receipts(self, conversation: Conversation) -> tuple[SignedReply, ...]:
+        self._note_servers(conversation)
+        return tuple(
+            SignedReply(log.peer_id, entry.receipt)
+            for log, before in self._logs
+            for entry in log.entries
+            if entry.receipt.sequence > before
         )
 
     async def _constraint(self, grammar: str) -> GrammarConstraint:
         return await trio.to_thread.run_sync(self._core.grammars.constraint, grammar)
 
-    def _taking(self, recorder: _Recorder, constraint: GrammarConstraint | None) -> Any:
+    def _taking(self, conversation: Conversation, recorder: _Recorder, constraint: GrammarConstraint | None) -> Any:
         pieces: list[str] = []
         before = self._prompt[-_BEFORE:] if self._order.continues else ()
         decode = self._core.text.stream(pieces.append, before)
 
         def take(token: int) -> None:
             self._made += 1
+            self._note_servers(conversation)
             decode(token)
             text = self._stops.feed("".join(pieces))
             pieces.clear()
@@ -417,6 +331,11 @@ class _Choice:
         self._made += 1
         text = await trio.to_thread.run_sync(self._core.text.decode, prompt)
         self._send.send_nowait(Piece(self._index, text, tuple(chosen)))
+
+
+def _newest(log: SessionLog) -> int:
+    """The sequence number of its last receipt; 0 if there is none."""
+    return log.entries[-1].receipt.sequence if log.entries else 0
 
 
 def _hops(conversation: Conversation, before: dict[str, tuple[int, int]]) -> tuple[HopReport, ...]:

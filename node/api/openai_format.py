@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .core import ChosenToken, Finished, Piece
+from ..trust.receipt_file import digest_of
+from .order import ChosenToken, Finished, Piece
 from .tools import ToolCall
 
 TokenText = Callable[[int], str]
@@ -53,8 +54,10 @@ def usage(ends: Sequence[Finished], per_prompt: int) -> dict[str, Any]:
 
 
 def way(ends: Sequence[Finished]) -> dict[str, Any]:
-    """`x_petalnode`: for each choice, how the answer came about."""
+    """`x_petalnode`: for each choice, how the answer came about, and a digest of all receipts."""
+    replies = [reply for end in ends for reply in end.receipts]
     return {
+        "receipts": {"count": len(replies), "digest": digest_of(replies).hex()},
         "choices": [
             {
                 "index": end.choice,
@@ -72,7 +75,7 @@ def way(ends: Sequence[Finished]) -> dict[str, Any]:
                 ],
             }
             for end in ends
-        ]
+        ],
     }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from .core import ChosenToken, Finished, Piece
+from ..trust.receipt_file import SignedReply
 from .openai_format import Head, TokenText, chat_choice, chat_delta, text_choice, usage, way
+from .order import ChosenToken, Finished, Piece
 from .requests import TextRequest
 from .tools import ToolCall, ToolForm, ToolText
 
@@ -22,6 +23,9 @@ class Writer(Protocol):
 
     def close(self, end: Finished) -> list[dict[str, Any]]:
         """The chunks at the end of a choice."""
+
+    def replies(self) -> list[SignedReply]:
+        """The receipts of the choices that have ended, in their order."""
 
     def usage(self) -> dict[str, Any]:
         """The chunk behind all choices that counts the tokens."""
@@ -53,6 +57,9 @@ class _Writer:
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head.fields(self.chunk_kind, choices)
         return {**chunk, "usage": None} if self._request.include_usage else chunk
+
+    def replies(self) -> list[SignedReply]:
+        return [reply for end in self._done for reply in end.receipts]
 
     @property
     def _done(self) -> list[Finished]:

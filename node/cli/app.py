@@ -63,11 +63,13 @@ COMMANDS: Final = {
     "validate": "Check servers: send requests like those of a client, and recompute the answers block by block.",
     "verify-evidence": "Check evidence of a server's fault: exit code 0 if it is proved, 1 if it is not, 2 if it "
     "cannot be checked.",
+    "verify-receipts": "Check the receipts of an answer of `petalnode api`: exit code 0 if all are as they should be, "
+    "1 if not.",
     "bans": "List the servers that your nodes do not use because of a fault, with the reason and for how long.",
     "credits": "Show and transfer points, which validators issue for verified work.",
 }
 """In the order of the help, which has their first sentences without importing them."""
-_MODULES = {"swarm-key": "bootstrap", "verify-evidence": "validate"}
+_MODULES = {"swarm-key": "bootstrap", "verify-evidence": "validate", "verify-receipts": "validate"}
 """The module in `commands`, where it is not named after the command."""
 
 

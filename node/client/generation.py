@@ -14,6 +14,7 @@ from ...protocols.tensors import dtype_name
 from ..blocks.client_part import ClientModel
 from ..errors import BadInput
 from ..swarm.routing import Hop
+from ..trust.receipt_log import SessionLog
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
 from .deadlines import Waits
@@ -113,6 +114,13 @@ class Conversation:
             return ()
         pairs = zip(self._session.timings, self._session.traffic, strict=True)
         return tuple((timing, sent, received) for timing, (sent, received) in pairs)
+
+    @property
+    def logs(self) -> tuple[SessionLog, ...]:
+        """The receipts of the servers of the present chain, in its order."""
+        if not isinstance(self._session, ClientSession):
+            return ()
+        return tuple(log for link in self._session.links if (log := link.server.log) is not None)
 
     def shared_with(self, prompt: Sequence[int]) -> tuple[int, int]:
         """How many tokens the servers hold, and how many of them `prompt` begins with."""

@@ -11,9 +11,10 @@ from starlette.routing import BaseRoute
 
 from ...crypto.identity import Identity
 from ..api.app import create_app
-from ..api.core import ApiLimits, Core, ServedModel
+from ..api.core import Core
 from ..api.gate import Admission, Gate
 from ..api.http_server import HttpLimits, serve_http
+from ..api.order import ApiLimits, ServedModel
 from ..blocks.client_part import load_client
 from ..client.chat import Text
 from ..client.core import open_client

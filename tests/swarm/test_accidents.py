@@ -55,6 +55,7 @@ COMMANDS = {
     "adapters": "adapters search --at {scratch}",
     "validate": "validate {models}/tiny-llama --peer {nobody} --once",
     "verify-evidence": "verify-evidence {scratch}/data.jsonl {models}/tiny-llama",
+    "verify-receipts": "verify-receipts {scratch}/data.jsonl",
     "bans": "bans",
     "credits": "credits balance {nobody} --identity {scratch}/node.key",
 }

@@ -26,8 +26,8 @@ from ..output import Output
 from ..process import start
 
 if TYPE_CHECKING:
-    from ...api.core import ServedModel
     from ...api.gate import Admission
+    from ...api.order import ServedModel
     from ...blocks.client_part import ClientModel
 
 
@@ -145,8 +145,9 @@ async def _api(model: str | None, options: ApiOptions, join: JoinOptions, output
         identified = await identify_model(swarm, folder)
         # torch, transformers and starlette, which the thread has imported.
         from ...api.app import create_app
-        from ...api.core import ApiLimits, Core
+        from ...api.core import Core
         from ...api.http_server import serve_http
+        from ...api.order import ApiLimits
 
         limits = ApiLimits(context=options.context, kept=options.keep_sessions)
         async with (
@@ -171,7 +172,8 @@ def _load(folder: ModelFolder, adapters: Sequence[str]) -> tuple[ClientModel, Te
 
     with collector_paused():
         from ...api import app  # noqa: F401
-        from ...api.core import ServedModel, check_adapters
+        from ...api.core import check_adapters
+        from ...api.order import ServedModel
         from ...blocks.client_part import load_client
         from ...client.session_adapter import choose_adapter, fit_adapter
         from ...models.adapter import Adapter

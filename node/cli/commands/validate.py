@@ -1,4 +1,4 @@
-"""`petalnode validate` and `petalnode verify-evidence`: recompute servers' answers, and check evidence of faults."""
+"""`petalnode validate`, `verify-evidence` and `verify-receipts`: recompute answers, check evidence and receipts."""
 
 from __future__ import annotations
 
@@ -303,3 +303,42 @@ def verify_evidence(
         tolerance=outcome.tolerance,
     )
     raise typer.Exit(ExitCode.DONE if outcome.proven else ExitCode.RESULT_SAYS_NO)
+
+
+def verify_receipts(
+    file: Annotated[Path, typer.Argument(help="What GET /v1/petalnode/receipts/ID of `petalnode api` said.")],
+    digest: Annotated[
+        str | None, typer.Option(metavar="HEX", help="The digest that came with the answer, in `x_petalnode`.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")] = False,
+) -> None:
+    """Check the receipts of an answer of `petalnode api`: exit code 0 if all are as they should be, 1 if not.
+
+    They show which servers have signed replies for which blocks, not that the replies were right.
+    """
+    from ...trust.receipt_file import check, load
+
+    output = Output(json)
+    stated, replies = load(file)
+    if digest is not None and stated.hex() != digest.strip().lower():
+        output.error("the file has another digest than the answer")
+        raise typer.Exit(ExitCode.RESULT_SAYS_NO)
+    found = check(stated, replies)
+    for server in found.work:
+        start, end = server.blocks
+        seconds = (server.last_ms - server.first_ms) / 1000
+        output.say(f"{server.peer_id}: blocks {start}:{end}, {server.replies} signed replies in {seconds:.1f} s")
+    for problem in found.wrong:
+        output.say(problem)
+    output.say("wrong" if found.wrong else "all are signed, and follow each other")
+    output.emit(
+        event="receipts",
+        ok=not found.wrong,
+        digest=stated.hex(),
+        servers=[
+            {"peer_id": server.peer_id, "blocks": list(server.blocks), "replies": server.replies}
+            for server in found.work
+        ],
+        wrong=list(found.wrong),
+    )
+    raise typer.Exit(ExitCode.RESULT_SAYS_NO if found.wrong else ExitCode.DONE)

@@ -130,6 +130,11 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         self._attempt = 0
 
     @property
+    def log(self) -> SessionLog | None:
+        """Its receipts; None if nobody keeps them."""
+        return self._log
+
+    @property
     def max_step_tokens(self) -> int:
         """Tokens of a row that one step may have: what the server grants, and no more than the protocol has."""
         return max(1, min(self._granted.max_step_tokens, STEP_TOKENS // self._spec.batch))

@@ -1,0 +1,125 @@
+"""What is asked of the core, and the events of which its answers are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..client.sampling import Sampling
+from ..models.adapter import Adapter
+from ..trust.receipt_file import SignedReply
+from .errors import ApiError
+
+
+@dataclass(frozen=True)
+class ApiLimits:
+    """What the server grants.
+
+    Attributes:
+        context: tokens of a prompt and its answer; the model may allow fewer.
+        answer_tokens: of an answer for which no limit is asked.
+        answers: that are made at once; others wait.
+        body_bytes: of a request.
+        kept, kept_seconds: conversations that keep their caches between two requests, and for how long.
+    """
+
+    context: int = 4096
+    answer_tokens: int = 1024
+    answers: int = 64
+    body_bytes: int = 8 << 20
+    kept: int = 16
+    kept_seconds: float = 120.0
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model id of the API: the base model alone, or with an adapter, or with one that servers hold by this name."""
+
+    name: str
+    adapter: Adapter | str | None = None
+
+
+@dataclass(frozen=True)
+class ChosenToken:
+    """A token of a prompt or an answer. `logprob` is None for the first of a prompt, before which there is nothing.
+
+    Attributes:
+        top: the likeliest tokens in its place, (id, log-probability), likeliest first.
+    """
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What came of one choice: text, and the tokens it is made of (the last ones may still be held back as text)."""
+
+    choice: int
+    text: str
+    tokens: tuple[ChosenToken, ...] = ()
+
+
+@dataclass(frozen=True)
+class HopReport:
+    """One server of the chain in the end: milliseconds of its last step, tensor bytes of this answer."""
+
+    peer_id: str
+    blocks: tuple[int, int]
+    milliseconds: float
+    bytes_sent: int
+    bytes_received: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of one choice. `reason` is "stop" or "length".
+
+    Attributes:
+        receipts: of all replies to it, those of one server one after another; of a long answer the last 256 of each.
+    """
+
+    choice: int
+    reason: str
+    prompt_tokens: int
+    tokens: int
+    cached: int
+    recoveries: int
+    hops: tuple[HopReport, ...]
+    receipts: tuple[SignedReply, ...] = ()
+    stopped_by: str | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The end of all choices."""
+
+    error: ApiError
+
+
+Event = Piece | Finished | Failed
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is asked of the core.
+
+    Attributes:
+        prompts: the tokens of each choice's prompt.
+        max_tokens: None for the default; 0 only with `echo`.
+        top_logprobs: None without log-probabilities; else how many likeliest tokens beside the chosen one.
+        grammar: as `Grammars.compiled` makes it.
+        echo: the tokens of the prompt come first, as pieces, with their log-probabilities.
+        continues: the text goes on from that of the prompt.
+    """
+
+    owner: str
+    model: ServedModel
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    grammar: str | None = None
+    echo: bool = False
+    continues: bool = False

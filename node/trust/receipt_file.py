@@ -1,0 +1,182 @@
+"""Receipts of answers: kept by a client, as a file, and what they show to somebody who was not there.
+
+They show who computed which blocks for which client, when, and that the same servers have not signed two different
+streams of replies. That the replies were right is another matter: for that they are recomputed (`petalnode validate`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from ...crypto.receipts import Receipt
+from ...protocols import wire_pb2 as wire
+from ...protocols.inference import receipt_from_wire, receipt_to_wire
+from ..errors import BadInput
+
+FORMAT: Final = "petalnode-receipts/1"
+MAX_FILE: Final = 64 << 20
+"""Bytes: of some 30,000 receipts."""
+MAX_KEPT: Final = 16_384
+"""Receipts; about 2 KB apiece."""
+
+
+@dataclass(frozen=True)
+class SignedReply:
+    """A receipt with the server that is said to have signed it."""
+
+    peer_id: str
+    receipt: Receipt
+
+
+@dataclass(frozen=True)
+class ServerWork:
+    """What the receipts of one session at one server show."""
+
+    peer_id: str
+    blocks: tuple[int, int]
+    replies: int
+    first_ms: int
+    last_ms: int
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of a file: whose work it shows, and what is wrong with it, a sentence each."""
+
+    work: tuple[ServerWork, ...]
+    wrong: tuple[str, ...]
+
+
+def digest_of(replies: Iterable[SignedReply]) -> bytes:
+    """SHA-256 over the hashes of the receipts, in order: what an answer can carry in the place of them all."""
+    found = hashlib.sha256()
+    for reply in replies:
+        found.update(reply.receipt.hash())
+    return found.digest()
+
+
+def to_json(name: str, replies: Sequence[SignedReply]) -> dict[str, Any]:
+    """The file's JSON object; `receipt` is `wire.Receipt` in base64, what stands beside it is for people."""
+    return {
+        "format": FORMAT,
+        "id": name,
+        "digest": digest_of(replies).hex(),
+        "receipts": [
+            {
+                "peer_id": reply.peer_id,
+                "blocks": list(reply.receipt.span),
+                "sequence": reply.receipt.sequence,
+                "time_ms": reply.receipt.time_ms,
+                "receipt": base64.b64encode(receipt_to_wire(reply.receipt).SerializeToString()).decode(),
+            }
+            for reply in replies
+        ],
+    }
+
+
+def load(path: Path) -> tuple[bytes, list[SignedReply]]:
+    """The digest that the file states, and its receipts.
+
+    Raises:
+        BadInput: it cannot be read, or is no such file.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE:
+            raise BadInput(f"{path} has more than {MAX_FILE >> 20} MiB: it is no file of receipts")
+        data = json.loads(path.read_bytes())
+        if data["format"] != FORMAT:
+            raise ValueError
+        return bytes.fromhex(data["digest"]), [_read(entry) for entry in data["receipts"]]
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, DecodeError, RecursionError):
+        raise BadInput(
+            f"{path} is no file of receipts: save what GET /v1/petalnode/receipts/ID of `petalnode api` says"
+        ) from None
+
+
+def _read(entry: dict[str, Any]) -> SignedReply:
+    try:
+        message = wire.Receipt.FromString(base64.b64decode(entry["receipt"], validate=True))
+    except binascii.Error as error:
+        raise ValueError from error
+    return SignedReply(str(entry["peer_id"]), receipt_from_wire(message))
+
+
+def check(stated: bytes, replies: Sequence[SignedReply]) -> Findings:
+    """What the receipts show, and what is wrong with them."""
+    wrong: list[str] = []
+    if stated != digest_of(replies):
+        wrong.append("the digest of the file is not that of its receipts")
+    sessions: dict[tuple[str, bytes], list[Receipt]] = {}
+    for index, reply in enumerate(replies):
+        if not _is_signed(reply):
+            wrong.append(f"receipt {index + 1} is not signed by {reply.peer_id}")
+        sessions.setdefault((reply.peer_id, reply.receipt.session_epoch), []).append(reply.receipt)
+    for (peer_id, _), receipts in sessions.items():
+        wrong += _wrong_in_session(peer_id, receipts)
+    for name, values in (
+        ("clients", {reply.receipt.client for reply in replies}),
+        ("versions of a model", {reply.receipt.model_version for reply in replies}),
+        ("adapters", {reply.receipt.adapter for reply in replies}),
+    ):
+        if len(values) > 1:
+            wrong.append(f"the receipts are for {len(values)} {name}")
+    if not replies:
+        wrong.append("there are no receipts")
+    work = tuple(
+        ServerWork(peer_id, receipts[0].span, len(receipts), receipts[0].time_ms, receipts[-1].time_ms)
+        for (peer_id, _), receipts in sessions.items()
+    )
+    return Findings(tuple(sorted(work, key=lambda server: server.blocks)), tuple(wrong))
+
+
+def _is_signed(reply: SignedReply) -> bool:
+    try:
+        return reply.receipt.is_signed_by(reply.peer_id)
+    except ValueError:  # no peer id
+        return False
+
+
+def _wrong_in_session(peer_id: str, receipts: Sequence[Receipt]) -> list[str]:
+    wrong = []
+    for before, after in pairwise(receipts):
+        if after.previous_receipt != before.hash():
+            wrong.append(f"the receipts {before.sequence} and {after.sequence} of {peer_id} do not follow each other")
+        if after.span != before.span:
+            wrong.append(f"{peer_id} has signed for blocks {before.span} and {after.span} in one session")
+    return wrong
+
+
+class ReceiptBook:
+    """The receipts of the last answers, by the ids of the responses; the oldest go first."""
+
+    def __init__(self, most: int = MAX_KEPT) -> None:
+        self._most = most
+        self._kept: OrderedDict[str, tuple[str, tuple[SignedReply, ...]]] = OrderedDict()
+        self._count = 0
+
+    def keep(self, owner: str, name: str, replies: Sequence[SignedReply]) -> None:
+        """Keeps those of the response `name` for the owner of the key that asked."""
+        _, before = self._kept.pop(name, ("", ()))
+        self._kept[name] = owner, tuple(replies)
+        self._count += len(replies) - len(before)
+        while self._count > self._most and len(self._kept) > 1:
+            _, (_, dropped) = self._kept.popitem(last=False)
+            self._count -= len(dropped)
+
+    def find(self, owner: str, name: str) -> tuple[SignedReply, ...] | None:
+        """None if there are none, or they are another owner's."""
+        kept_for, replies = self._kept.get(name, ("", ()))
+        return replies if name in self._kept and kept_for == owner else None
