@@ -20,12 +20,12 @@ from starlette.types import Receive, Scope, Send
 from ..client.sampling import Sampling
 from ..errors import PetalnodeError
 from ..trust.receipt_file import to_json
+from .admission import Admission, AdmissionMiddleware
 from .core import Core
 from .errors import ApiError, api_error
 from .fields import Fields, parse_object
-from .gate import Admission, Gate
+from .generation import Event, Failed, Finished, GenerationRequest, Piece, ServedModel
 from .openai_format import DONE, Head, event, merged
-from .order import Event, Failed, Finished, Order, Piece, ServedModel
 from .requests import ChatRequest, CompletionRequest, TextRequest, parse_chat, parse_completion
 from .tools import call_grammar, tool_form
 from .writers import ChatWriter, TextWriter, Writer
@@ -37,7 +37,7 @@ _CHARACTERS_PER_TOKEN: Final = 100
 _SSE: Final = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 
-def create_app(core: Core, admission: Admission, pages: Sequence[BaseRoute] = ()) -> Gate:
+def create_app(core: Core, admission: Admission, pages: Sequence[BaseRoute] = ()) -> AdmissionMiddleware:
     """The ASGI application.
 
     Args:
@@ -60,7 +60,7 @@ def create_app(core: Core, admission: Admission, pages: Sequence[BaseRoute] = ()
         HTTPException: _http_error,
         Exception: _error_response,
     }
-    return Gate(Starlette(routes=routes, exception_handlers=dict(handlers)), admission)
+    return AdmissionMiddleware(Starlette(routes=routes, exception_handlers=dict(handlers)), admission)
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
@@ -119,11 +119,11 @@ class _Endpoints:
             only = asked.tool if asked.named else None
             bound = call_grammar(form, asked.tools, only=only, many=asked.parallel and not asked.named)
             grammar = await trio.to_thread.run_sync(core.grammars.checked, bound)
-        order = self._order(request, text, model, [tuple(prompt)] * text.choices, grammar)
+        wanted = self._generation(request, text, model, [tuple(prompt)] * text.choices, grammar)
         names = [tool["function"]["name"] for tool in tools]
         head = Head(model.name, "chatcmpl")
         writer = ChatWriter(text, head, text.choices, core.text.token_text, form, names)
-        return _Answers(core, order, text, writer, head.id)
+        return _Answers(core, wanted, text, writer, head.id)
 
     async def completions(self, request: Request) -> Response:
         asked: CompletionRequest = parse_completion(await self._fields(request))
@@ -135,9 +135,11 @@ class _Endpoints:
                 self._check_size(len(prompt), model)
                 prompt = tuple(await trio.to_thread.run_sync(core.text.encode, prompt))
             prompts.extend([prompt] * text.choices)
-        order = self._order(request, text, model, prompts, await self._grammar(text), echo=asked.echo, continues=True)
+        wanted = self._generation(
+            request, text, model, prompts, await self._grammar(text), echo=asked.echo, continues=True
+        )
         head = Head(model.name, "cmpl")
-        return _Answers(core, order, text, TextWriter(text, head, len(prompts), core.text.token_text), head.id)
+        return _Answers(core, wanted, text, TextWriter(text, head, len(prompts), core.text.token_text), head.id)
 
     async def embeddings(self, request: Request) -> Response:
         fields = await self._fields(request)
@@ -147,7 +149,7 @@ class _Endpoints:
         pooling = fields.one_of("pooling", ("mean", "last"), "mean")
         prompts = await self._inputs(fields, model)
         owner = request.state.owner
-        await core.check(Order(owner, model, tuple(prompts), _GREEDY))
+        await core.check(GenerationRequest(owner, model, tuple(prompts), _GREEDY))
         data = []
         for index, prompt in enumerate(prompts):
             states = await core.hidden_states(owner, model, prompt)
@@ -202,7 +204,7 @@ class _Endpoints:
             return None
         return await trio.to_thread.run_sync(self._core.grammars.compiled, text.grammar)
 
-    def _order(
+    def _generation(
         self,
         request: Request,
         text: TextRequest,
@@ -212,8 +214,8 @@ class _Endpoints:
         *,
         echo: bool = False,
         continues: bool = False,
-    ) -> Order:
-        return Order(
+    ) -> GenerationRequest:
+        return GenerationRequest(
             owner=request.state.owner,
             model=model,
             prompts=tuple(prompts),
@@ -247,16 +249,16 @@ async def _body(request: Request, limit: int) -> bytes:
 class _Answers(Response):
     """The response of a request for answers: nothing is computed before it is sent, or when its client has gone."""
 
-    def __init__(self, core: Core, order: Order, request: TextRequest, writer: Writer, name: str) -> None:
+    def __init__(self, core: Core, wanted: GenerationRequest, request: TextRequest, writer: Writer, name: str) -> None:
         super().__init__()
         self._core = core
-        self._order = order
+        self._wanted = wanted
         self._request = request
         self._writer = writer
         self._name = name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._core.answering(self._order) as events:
+        async with self._core.answering(self._wanted) as events:
             if self._request.stream:
                 response = await self._stream(events, send)
             else:
@@ -277,7 +279,7 @@ class _Answers(Response):
     def _close(self, end: Finished) -> list[dict[str, Any]]:
         chunks = self._writer.close(end)
         # Before the client is told the digest, it can have what that is of.
-        self._core.receipts.keep(self._order.owner, self._name, self._writer.replies())
+        self._core.receipts.keep(self._wanted.owner, self._name, self._writer.replies())
         return chunks
 
     async def _stream(self, events: trio.MemoryReceiveChannel[Event], send: Send) -> Response | None:

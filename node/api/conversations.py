@@ -19,7 +19,7 @@ _CLOSE_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True)
-class Lane:
+class CacheScope:
     """Whose conversations may go on with each other's tokens: those of one key, with one model.
 
     What the servers hold of one owner's words must not be found, or timed, by another.
@@ -31,7 +31,7 @@ class Lane:
 
 @dataclass
 class _Idle:
-    lane: Lane
+    scope: CacheScope
     conversation: Conversation
     since: float
 
@@ -95,12 +95,14 @@ class Conversations:
         await self._end(list(self._idle))
 
     @asynccontextmanager
-    async def lent(self, lane: Lane, prompt: Sequence[int], needed: int, context: int) -> AsyncIterator[Conversation]:
+    async def lent(
+        self, scope: CacheScope, prompt: Sequence[int], needed: int, context: int
+    ) -> AsyncIterator[Conversation]:
         """A conversation for `needed` tokens that begin with `prompt`, the one that shares most of it.
 
         It is kept if the block ends well, and given up if it is left by an error or cancelled.
         """
-        conversation = self._found(lane, prompt, needed) or self._make(lane.model, reserved(needed, context))
+        conversation = self._found(scope, prompt, needed) or self._make(scope.model, reserved(needed, context))
         self._lent.add(conversation)
         try:
             yield conversation
@@ -113,13 +115,13 @@ class Conversations:
         if not conversation.is_open or not self._keep:
             await _close(conversation)
             return
-        self._idle.append(_Idle(lane, conversation, trio.current_time()))
+        self._idle.append(_Idle(scope, conversation, trio.current_time()))
         await self._end(self._idle[: max(0, len(self._idle) - self._keep)])
 
-    def _found(self, lane: Lane, prompt: Sequence[int], needed: int) -> Conversation | None:
+    def _found(self, scope: CacheScope, prompt: Sequence[int], needed: int) -> Conversation | None:
         best, most = None, 0
         for kept in self._idle:
-            if kept.lane != lane or kept.conversation.max_length < needed:
+            if kept.scope != scope or kept.conversation.max_length < needed:
                 continue
             held, shared = kept.conversation.shared_with(prompt)
             if suits(held, shared) and shared > most:

@@ -19,12 +19,22 @@ from ..client.sampling import Sampler, Sampling
 from ..client.session_adapter import SessionAdapter, named
 from ..errors import BadInput, NoChainError
 from ..models.adapter import Adapter
-from ..trust.receipt_file import ReceiptBook, SignedReply
+from ..trust.receipt_file import AnswerReceipts, SignedReply
 from ..trust.receipt_log import SessionLog
-from .conversations import Conversations, Lane
+from .conversations import CacheScope, Conversations
 from .errors import ApiError, api_error
+from .generation import (
+    ApiLimits,
+    ChosenToken,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    HopReport,
+    Piece,
+    ServedModel,
+)
 from .grammar import GrammarConstraint, Grammars
-from .order import ApiLimits, ChosenToken, Event, Failed, Finished, HopReport, Order, Piece, ServedModel
 from .stops import StopStrings
 
 log = logging.getLogger(__name__)
@@ -34,7 +44,7 @@ _BEFORE: Final = 6
 
 
 class Core:
-    """Answers with one model and its adapters. Made by `open_core`.
+    """Answers with one model and its adapters. Raises BadInput for an adapter of another version of the model.
 
     Attributes:
         text: tokenizer and chat template.
@@ -46,6 +56,9 @@ class Core:
     def __init__(
         self, client: SwarmClient, local: ClientModel, text: Text, models: Sequence[ServedModel], limits: ApiLimits
     ) -> None:
+        for model in models:
+            if isinstance(model.adapter, Adapter):
+                model.adapter.check_model(client.model.version, client.model.name)
         self.client = client
         self.text = text
         self.models = {model.name: model for model in models}
@@ -55,7 +68,7 @@ class Core:
         self._local = local
         self._answers = trio.CapacityLimiter(limits.answers)
         self._adapters: dict[str, SessionAdapter | None] = {}
-        self.receipts = ReceiptBook()
+        self.receipts = AnswerReceipts()
         self.conversations = Conversations(self._conversation, limits.kept, limits.kept_seconds)
 
     @property
@@ -84,30 +97,30 @@ class Core:
         most = self._local.max_positions or self.limits.context
         return min(self.limits.context, most - (0 if soft is None else len(soft)))
 
-    async def check(self, order: Order) -> None:
+    async def check(self, wanted: GenerationRequest) -> None:
         """What can be refused before anything is asked of the swarm.
 
         Raises:
             ApiError: tokens that the model does not know, or more than its context.
             NoChainError: no server holds the adapter.
         """
-        context = self.context(order.model)
-        for prompt in order.prompts:
+        context = self.context(wanted.model)
+        for prompt in wanted.prompts:
             if not prompt:
                 raise ApiError(400, "the prompt is empty", code="invalid_value")
             if max(prompt) >= self.vocabulary:
                 raise ApiError(
                     400, f"the model has no token {max(prompt)}: its ids end at {self.vocabulary - 1}", param="prompt"
                 )
-            wanted = 1 if order.max_tokens is None else max(1, order.max_tokens)
-            if len(prompt) + wanted > context:
+            least = 1 if wanted.max_tokens is None else max(1, wanted.max_tokens)
+            if len(prompt) + least > context:
                 raise ApiError(
                     400,
-                    f"the context has {context} tokens, but {len(prompt)} in the prompt and {wanted} in the answer are "
+                    f"the context has {context} tokens, but {len(prompt)} in the prompt and {least} in the answer are "
                     "asked for: shorten the prompt, or ask for fewer",
                     code="context_length_exceeded",
                 )
-        await self._session_adapter(order.model)
+        await self._session_adapter(wanted.model)
 
     async def _session_adapter(self, model: ServedModel) -> SessionAdapter | None:
         """What changes the blocks of sessions of this model. Raises NoChainError."""
@@ -138,26 +151,26 @@ class Core:
         )
 
     @asynccontextmanager
-    async def answering(self, order: Order) -> AsyncIterator[trio.MemoryReceiveChannel[Event]]:
+    async def answering(self, wanted: GenerationRequest) -> AsyncIterator[trio.MemoryReceiveChannel[Event]]:
         """Answers in the background of the block; the channel ends after every choice has, or the first has failed.
 
         Leaving the block ends what is left, and gives the servers their caches back.
         """
-        await self.check(order)
-        room = sum(len(prompt) for prompt in order.prompts) if order.echo else 0
-        most = order.max_tokens if order.max_tokens is not None else self.limits.answer_tokens
+        await self.check(wanted)
+        room = sum(len(prompt) for prompt in wanted.prompts) if wanted.echo else 0
+        most = wanted.max_tokens if wanted.max_tokens is not None else self.limits.answer_tokens
         # Bounded by what the answers can have, so no choice waits for who reads.
-        send, receive = trio.open_memory_channel[Event](room + len(order.prompts) * (most + 3))
+        send, receive = trio.open_memory_channel[Event](room + len(wanted.prompts) * (most + 3))
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._answer_all, order, send)
+            nursery.start_soon(self._answer_all, wanted, send)
             yield receive
             nursery.cancel_scope.cancel()
 
-    async def _answer_all(self, order: Order, send: trio.MemorySendChannel[Event]) -> None:
+    async def _answer_all(self, wanted: GenerationRequest, send: trio.MemorySendChannel[Event]) -> None:
         async def answer(index: int) -> None:
             try:
                 async with self._answers:
-                    await _Choice(self, order, index, send).run()
+                    await _Choice(self, wanted, index, send).run()
             except Exception as error:
                 failed = api_error(error)
                 if failed.code == "internal_error":
@@ -167,7 +180,7 @@ class Core:
 
         with send:
             async with trio.open_nursery() as nursery:
-                for index in range(len(order.prompts)):
+                for index in range(len(wanted.prompts)):
                     nursery.start_soon(answer, index)
 
     async def hidden_states(self, owner: str, model: ServedModel, prompt: Sequence[int]) -> torch.Tensor:
@@ -176,7 +189,7 @@ class Core:
         needed = len(prompt) + 1
         async with (
             self._answers,
-            self.conversations.lent(Lane(owner, model.name), prompt, needed, needed) as conversation,
+            self.conversations.lent(CacheScope(owner, model.name), prompt, needed, needed) as conversation,
         ):
             await conversation.score(prompt, lambda _, hidden: found.append(hidden.float().cpu()), hidden=True)
         return torch.cat(found)
@@ -208,26 +221,26 @@ def _likelihoods(logits: torch.Tensor, chosen: Sequence[int], top: int) -> list[
 
 
 class _Choice:
-    """One choice of an order."""
+    """One choice of a request."""
 
-    def __init__(self, core: Core, order: Order, index: int, send: trio.MemorySendChannel[Event]) -> None:
+    def __init__(self, core: Core, wanted: GenerationRequest, index: int, send: trio.MemorySendChannel[Event]) -> None:
         self._core = core
-        self._order = order
+        self._wanted = wanted
         self._index = index
-        self._prompt = order.prompts[index]
+        self._prompt = wanted.prompts[index]
         self._send = send
         self._stop = trio.Event()
-        self._stops = StopStrings(order.stop)
+        self._stops = StopStrings(wanted.stop)
         self._made = 0
         self._logs: list[tuple[SessionLog, int]] = []
 
     async def run(self) -> None:
-        order, core = self._order, self._core
-        context = core.context(order.model)
-        asked = order.max_tokens if order.max_tokens is not None else core.limits.answer_tokens
+        wanted, core = self._wanted, self._core
+        context = core.context(wanted.model)
+        asked = wanted.max_tokens if wanted.max_tokens is not None else core.limits.answer_tokens
         needed = min(context, len(self._prompt) + max(1, asked))
-        lane = Lane(order.owner, order.model.name)
-        async with core.conversations.lent(lane, self._prompt, needed, context) as conversation:
+        scope = CacheScope(wanted.owner, wanted.model.name)
+        async with core.conversations.lent(scope, self._prompt, needed, context) as conversation:
             try:
                 await self._answer(conversation, asked)
             except NoChainError:
@@ -241,26 +254,26 @@ class _Choice:
                 await self._answer(conversation, asked)
 
     async def _answer(self, conversation: Conversation, asked: int) -> None:
-        order, prompt = self._order, self._prompt
+        wanted, prompt = self._wanted, self._prompt
         before = conversation.recoveries
         traffic = {timing.peer_id: (sent, received) for timing, sent, received in conversation.hops}
         self._logs = [(log, _newest(log)) for log in conversation.logs]
-        if order.echo:
+        if wanted.echo:
             await self._echo(conversation)
         length = 0
         cached = 0
         if asked:
-            seed = order.sampling.seed
+            seed = wanted.sampling.seed
             sampling = replace(
-                order.sampling,
+                wanted.sampling,
                 max_new_tokens=min(asked, conversation.max_length - len(prompt)),
                 seed=None if seed is None else seed + self._index,
             )
-            constraint = None if order.grammar is None else await self._constraint(order.grammar)
-            recorder = _Recorder(sampling, constraint, order.top_logprobs)
+            constraint = None if wanted.grammar is None else await self._constraint(wanted.grammar)
+            recorder = _Recorder(sampling, constraint, wanted.top_logprobs)
             taking = self._taking(conversation, recorder, constraint)
             length = len(await conversation.answer(prompt, sampling, taking, self._stop, recorder))
-            cached = 0 if order.echo else conversation.reused
+            cached = 0 if wanted.echo else min(conversation.reused, len(prompt) - 1)  # one is always sent
             if held_back := self._stops.end():
                 self._send.send_nowait(Piece(self._index, held_back))
             full = length >= sampling.max_new_tokens
@@ -299,7 +312,7 @@ class _Choice:
 
     def _taking(self, conversation: Conversation, recorder: _Recorder, constraint: GrammarConstraint | None) -> Any:
         pieces: list[str] = []
-        before = self._prompt[-_BEFORE:] if self._order.continues else ()
+        before = self._prompt[-_BEFORE:] if self._wanted.continues else ()
         decode = self._core.text.stream(pieces.append, before)
 
         def take(token: int) -> None:
@@ -317,7 +330,7 @@ class _Choice:
 
     async def _echo(self, conversation: Conversation) -> None:
         """Sends the prompt, with log-probabilities if they are asked for."""
-        prompt, top = self._prompt, self._order.top_logprobs
+        prompt, top = self._prompt, self._wanted.top_logprobs
         chosen = [ChosenToken(prompt[0], None)]
 
         def note(first: int, logits: torch.Tensor) -> None:

@@ -87,10 +87,12 @@ class Grammars:
         try:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=list(self._stop_tokens))
         except ValueError:  # a tokenizer that is neither by bytes nor with a fallback to them
-            return LLTokenizer(TokenizerWrapper(_Words(self._tokenizer, self._vocabulary, self._stop_tokens[0])))
+            return LLTokenizer(
+                TokenizerWrapper(_PlainTokenizer(self._tokenizer, self._vocabulary, self._stop_tokens[0]))
+            )
 
 
-class _Words:
+class _PlainTokenizer:
     """A tokenizer whose tokens are texts, as llguidance reads one that it does not know."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, stop_token: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..trust.receipt_file import digest_of
-from .order import ChosenToken, Finished, Piece
+from .generation import ChosenToken, Finished, Piece
 from .tools import ToolCall
 
 TokenText = Callable[[int], str]
@@ -53,7 +53,7 @@ def usage(ends: Sequence[Finished], per_prompt: int) -> dict[str, Any]:
     }
 
 
-def way(ends: Sequence[Finished]) -> dict[str, Any]:
+def provenance(ends: Sequence[Finished]) -> dict[str, Any]:
     """`x_petalnode`: for each choice, how the answer came about, and a digest of all receipts."""
     replies = [reply for end in ends for reply in end.receipts]
     return {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..trust.receipt_file import SignedReply
-from .openai_format import Head, TokenText, chat_choice, chat_delta, text_choice, usage, way
-from .order import ChosenToken, Finished, Piece
+from .generation import ChosenToken, Finished, Piece
+from .openai_format import Head, TokenText, chat_choice, chat_delta, provenance, text_choice, usage
 from .requests import TextRequest
 from .tools import ToolCall, ToolForm, ToolText
 
@@ -68,17 +68,17 @@ class _Writer:
     def _last(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """The chunk, which also says how the answers came about if it is the last one."""
         ended = len(self._ends) == len(self._texts) and not self._request.include_usage
-        return {**chunk, "x_petalnode": way(self._done)} if ended else chunk
+        return {**chunk, "x_petalnode": provenance(self._done)} if ended else chunk
 
     def usage(self) -> dict[str, Any]:
         chunk = self._head.fields(self.chunk_kind, ())
-        return {**chunk, "usage": usage(self._done, self._request.choices), "x_petalnode": way(self._done)}
+        return {**chunk, "usage": usage(self._done, self._request.choices), "x_petalnode": provenance(self._done)}
 
     def _whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
             **self._head.fields(self.kind, choices),
             "usage": usage(self._done, self._request.choices),
-            "x_petalnode": way(self._done),
+            "x_petalnode": provenance(self._done),
         }
 
 

@@ -10,11 +10,11 @@ import trio
 from starlette.routing import BaseRoute
 
 from ...crypto.identity import Identity
+from ..api.admission import Admission, AdmissionMiddleware
 from ..api.app import create_app
 from ..api.core import Core
-from ..api.gate import Admission, Gate
+from ..api.generation import ApiLimits, ServedModel
 from ..api.http_server import HttpLimits, serve_http
-from ..api.order import ApiLimits, ServedModel
 from ..blocks.client_part import load_client
 from ..client.chat import Text
 from ..client.core import open_client
@@ -32,11 +32,13 @@ class MemoryApi:
         core: which belongs to the swarm's trio thread.
     """
 
-    def __init__(self, swarm: MemorySwarm, url: str, core: Core, gate: Gate, token: trio.lowlevel.TrioToken) -> None:
+    def __init__(
+        self, swarm: MemorySwarm, url: str, core: Core, admission: AdmissionMiddleware, token: trio.lowlevel.TrioToken
+    ) -> None:
         self.swarm = swarm
         self.url = url
         self.core = core
-        self._gate = gate
+        self._admission = admission
         self._token = token
 
     @property
@@ -51,7 +53,7 @@ class MemoryApi:
     @property
     def running(self) -> int:
         """Requests that are being answered."""
-        return in_loop(self._token, lambda: self._gate.running)
+        return in_loop(self._token, lambda: self._admission.running)
 
     @property
     def idle(self) -> int:

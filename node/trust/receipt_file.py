@@ -159,7 +159,7 @@ def _wrong_in_session(peer_id: str, receipts: Sequence[Receipt]) -> list[str]:
     return wrong
 
 
-class ReceiptBook:
+class AnswerReceipts:
     """The receipts of the last answers, by the ids of the responses; the oldest go first."""
 
     def __init__(self, most: int = MAX_KEPT) -> None:

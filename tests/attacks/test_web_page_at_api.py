@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from petalnode.node.api.gate import LOOPBACK, Admission, Gate
+from petalnode.node.api.admission import LOOPBACK, Admission, AdmissionMiddleware
 from petalnode.node.api.keys import ApiKeys, hash_of_key
 
 OWN = "http://127.0.0.1:8000"
@@ -30,10 +30,12 @@ def ask(admission: Admission, method: str = "POST", path: str = "/v1/completions
     async def endpoint(request: Request) -> JSONResponse:
         return JSONResponse({"owner": request.state.owner})
 
-    gate: Any = Gate(Starlette(routes=[Route("/{path:path}", endpoint, methods=["GET", "POST"])]), admission)
+    middleware: Any = AdmissionMiddleware(
+        Starlette(routes=[Route("/{path:path}", endpoint, methods=["GET", "POST"])]), admission
+    )
 
     async def main() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url=OWN) as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url=OWN) as client:
             return await client.request(method, path, headers=headers)
 
     return trio.run(main)
@@ -86,11 +88,11 @@ def test_without_its_key_nobody_is_answered_whatever_the_origin() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/../v1/models", "/V1/models", "//v1/models", "/v1%2Fmodels", "/./v1/models"])
 def test_no_other_spelling_of_a_path_gets_around_the_key(path: str) -> None:
-    """What the gate does not take for the API is not what the API's routes answer to."""
+    """What the middleware does not take for the API is not what the API's routes answer to."""
     from petalnode.node.api import app
 
     async def main() -> None:
-        gate: Any = app.create_app(_NoCore(), Admission(KEYED, hosts=()))  # type: ignore[arg-type]
+        middleware: Any = app.create_app(_NoCore(), Admission(KEYED, hosts=()))  # type: ignore[arg-type]
         received = trio.lowlevel.checkpoint
 
         async def receive() -> dict[str, Any]:
@@ -105,7 +107,7 @@ def test_no_other_spelling_of_a_path_gets_around_the_key(path: str) -> None:
         from urllib.parse import unquote
 
         scope = {"type": "http", "method": "GET", "path": unquote(path), "query_string": b"", "headers": []}
-        await gate(scope, receive, send)
+        await middleware(scope, receive, send)
         assert sent[0]["status"] in (401, 404), sent
         assert b"tiny" not in json.dumps([str(message) for message in sent]).encode()
 
@@ -127,9 +129,9 @@ def test_more_requests_than_allowed_are_told_to_come_back() -> None:
             return JSONResponse({})
 
         inner = Starlette(routes=[Route("/v1/x", endpoint, methods=["POST", "GET"])])
-        gate: Any = Gate(inner, Admission(hosts=LOOPBACK, requests=1))
+        middleware: Any = AdmissionMiddleware(inner, Admission(hosts=LOOPBACK, requests=1))
         async with (
-            httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url=OWN) as client,
+            httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url=OWN) as client,
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(client.post, "/v1/x")
@@ -138,7 +140,7 @@ def test_more_requests_than_allowed_are_told_to_come_back() -> None:
             assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
             assert int(refused.headers["retry-after"]) > 0
             go.set()
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url=OWN) as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url=OWN) as client:
             assert (await client.post("/v1/x")).status_code == 200
 
     trio.run(main)

@@ -26,8 +26,8 @@ from ..output import Output
 from ..process import start
 
 if TYPE_CHECKING:
-    from ...api.gate import Admission
-    from ...api.order import ServedModel
+    from ...api.admission import Admission
+    from ...api.generation import ServedModel
     from ...blocks.client_part import ClientModel
 
 
@@ -109,7 +109,7 @@ def _admission(options: ApiOptions) -> Admission:
     Raises:
         BadInput: a key file or an origin that cannot be used, or a port that others reach without keys.
     """
-    from ...api.gate import LOOPBACK, Admission
+    from ...api.admission import LOOPBACK, Admission
     from ...api.keys import ApiKeys
 
     for origin in options.cors_origin or ():
@@ -146,8 +146,8 @@ async def _api(model: str | None, options: ApiOptions, join: JoinOptions, output
         # torch, transformers and starlette, which the thread has imported.
         from ...api.app import create_app
         from ...api.core import Core
+        from ...api.generation import ApiLimits
         from ...api.http_server import serve_http
-        from ...api.order import ApiLimits
 
         limits = ApiLimits(context=options.context, kept=options.keep_sessions)
         async with (
@@ -173,7 +173,7 @@ def _load(folder: ModelFolder, adapters: Sequence[str]) -> tuple[ClientModel, Te
     with collector_paused():
         from ...api import app  # noqa: F401
         from ...api.core import check_adapters
-        from ...api.order import ServedModel
+        from ...api.generation import ServedModel
         from ...blocks.client_part import load_client
         from ...client.session_adapter import choose_adapter, fit_adapter
         from ...models.adapter import Adapter

@@ -36,7 +36,7 @@ class Admission:
     requests: int = 64
 
 
-class Gate:
+class AdmissionMiddleware:
     """An ASGI application before another one, which finds the owner of the key in `scope["state"]["owner"]`.
 
     Attributes:

@@ -101,8 +101,8 @@ Event = Piece | Finished | Failed
 
 
 @dataclass(frozen=True)
-class Order:
-    """What is asked of the core.
+class GenerationRequest:
+    """What is asked of the core, whatever the endpoint.
 
     Attributes:
         prompts: the tokens of each choice's prompt.
