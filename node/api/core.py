@@ -192,6 +192,7 @@ class Core:
             self.conversations.lent(CacheScope(owner, model.name), prompt, needed, needed) as conversation,
         ):
             await conversation.score(prompt, lambda _, hidden: found.append(hidden.float().cpu()), hidden=True)
+            await conversation.aclose()  # nothing goes on with it
         return torch.cat(found)
 
 
@@ -252,6 +253,8 @@ class _Choice:
                 await conversation.aclose()
                 conversation.max_length = needed
                 await self._answer(conversation, asked)
+            if wanted.echo:
+                await conversation.aclose()  # its prompt was scored, and is hardly scored again
 
     async def _answer(self, conversation: Conversation, asked: int) -> None:
         wanted, prompt = self._wanted, self._prompt

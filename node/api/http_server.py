@@ -280,7 +280,8 @@ class _Exchange:
                 headers.append((b"connection", b"close"))  # the rest of the body is not worth reading
             await self._transmit(h11.Response(status_code=message["status"], headers=headers))
         elif kind == "http.response.body":
-            if body := message.get("body", b""):
+            body = message.get("body", b"")
+            if body and self._request.method != b"HEAD":  # which has the headers of a body, and none
                 await self._transmit(h11.Data(data=body))
             if not message.get("more_body", False):
                 self._ended = True

@@ -114,6 +114,17 @@ def test_several_requests_on_one_connection() -> None:
     assert application.ended == ["done"] * 4
 
 
+def test_the_answer_to_a_head_has_no_body() -> None:
+    async def client(stream: Any, application: Application) -> None:
+        await stream.send_all(b"HEAD / HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\nhello" + GET)
+        received = await some(stream, b"0\r\n\r\n")
+        assert received.count(b"HTTP/1.1 200") == 2
+        assert b"hello" not in received
+        await stream.aclose()
+
+    assert run(client).ended == ["done"] * 2
+
+
 async def _close(stream: Any) -> None:
     await stream.aclose()
 
