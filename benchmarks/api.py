@@ -64,7 +64,8 @@ def api(model: str, peer: str) -> Iterator[str]:
 
 
 def over_http(url: str, prompt: list[int], tokens: int, **fields: Any) -> Measured:
-    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "logprobs": 0, **fields}
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **fields}
+    asked["stream_options"] = {"include_usage": True}
     begun = time.perf_counter()
     first = last = 0.0
     count = 0
@@ -72,11 +73,12 @@ def over_http(url: str, prompt: list[int], tokens: int, **fields: Any) -> Measur
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
-            choice = json.loads(line[6:])["choices"][0]
-            if choice["logprobs"] is not None:
+            chunk = json.loads(line[6:])
+            if not chunk["choices"]:
+                count = chunk["usage"]["completion_tokens"]
+            elif chunk["choices"][0]["text"]:
                 last = time.perf_counter() - begun
                 first = first or last
-                count += len(choice["logprobs"]["tokens"])
     return Measured(first, last, count)
 
 
