@@ -79,7 +79,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
 def test_receipts_that_were_changed_are_found_out(change: str, file: Path) -> None:
     stated, replies = load(file)
     changed, said = CHANGES[change][0](replies), CHANGES[change][1]
-    assert any("digest" in wrong for wrong in check(stated, changed).wrong)
+    if [reply.receipt for reply in changed] != [reply.receipt for reply in replies]:
+        assert any("digest" in wrong for wrong in check(stated, changed).wrong)
     assert any(said in wrong for wrong in check(digest_of(changed), changed).wrong)
 
 
