@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import Final
 
 from google.protobuf.message import DecodeError
@@ -158,6 +159,11 @@ class SignedAnnouncement:
     content: Announcement
     announcement: bytes  # the serialised message, signed as these bytes
     signature: bytes
+
+    @cached_property
+    def key(self) -> bytes:
+        """The server's peer id in bytes, in whose order directories answer."""
+        return peer_id_to_bytes(self.content.peer_id)
 
     def to_wire(self) -> wire.SignedAnnouncement:
         return wire.SignedAnnouncement(announcement=self.announcement, signature=self.signature)

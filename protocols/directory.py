@@ -18,7 +18,6 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from ..crypto.identity import peer_id_to_bytes
 from . import wire_pb2 as wire
 from .announcement import BadAnnouncement, RelayOffer, SignedAnnouncement, open_signed
 from .framing import MessageStream, ProtocolError
@@ -87,10 +86,8 @@ def records_page(records: Iterable[SignedAnnouncement], *, after: bytes = b"", l
     """A reply with the records whose peer id lies behind `after`, as many as fit."""
     page = wire.DirectoryRecords()
     size = 0
-    keyed = {peer_id_to_bytes(record.content.peer_id): record for record in records}
-    for key in sorted(keyed):
-        record = keyed[key]
-        if key <= after:
+    for record in sorted(records, key=lambda record: record.key):
+        if record.key <= after:
             continue
         size += len(record.announcement) + len(record.signature) + 16
         if size > MAX_PAGE or (limit and len(page.records) >= limit):
@@ -107,9 +104,11 @@ def checked_records(
 
     What is byte for byte the announcement in `known` is not checked again: signatures cost 0.1 ms each.
     """
-    held = {(record.announcement, record.signature): record for record in known.values()}
+    held = {record.signature: record for record in known.values()} if page.records else {}
     for message in page.records:
-        record = held.get((message.announcement, message.signature))
+        record = held.get(message.signature)
+        if record is not None and record.announcement != message.announcement:
+            record = None
         if record is None:
             with contextlib.suppress(BadAnnouncement):
                 record = open_signed(message, now=now)

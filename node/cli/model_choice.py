@@ -12,15 +12,21 @@ import typer
 
 from ..client.deadlines import REFRESH_TIMEOUT
 from ..errors import BadInput, ModelError, SwarmError
-from ..models import ModelFolder, Need, resolve
+from ..models import ModelFolder, Need, resolve, split_version
 from ..models.sources.alias import ALIASES
 from ..swarm.swarm import Swarm
 from .output import Output, ProgressBars
 
+_ANNOUNCED: Final = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w.-]*)?", re.ASCII)
+_LOOKED_FOR: Final = 64  # models of a swarm that are looked for on this machine, and
+_NAMED: Final = 8  # that an error names
 _DEVICE: Final = re.compile(r"mps|cuda(:\d+)?")
 
 SwarmModelArgument = Annotated[
-    str | None, typer.Argument(help="Folder, .gguf file, hub id or alias. Default: the model of the swarm.")
+    str | None,
+    typer.Argument(
+        help="Folder, .gguf file, hub id or alias, @VERSION pins its version. Default: the model of the swarm."
+    ),
 ]
 
 
@@ -30,9 +36,12 @@ def check_model(model: str | None) -> ModelFolder | None:
     Raises:
         ModelError: no such model can be anywhere, or its folder cannot be used.
     """
-    if model is None or (model.endswith(".gguf") and Path(model).expanduser().is_file()):
+    if model is None:
         return None
-    elsewhere = model in ALIASES or not (Path(model).expanduser().exists() or model.startswith((".", "/", "~")))
+    named, _ = split_version(model)
+    if named.endswith(".gguf") and Path(named).expanduser().is_file():
+        return None
+    elsewhere = named in ALIASES or not (Path(named).expanduser().exists() or named.startswith((".", "/", "~")))
     try:
         return resolve(model, need="config", offline=True)
     except ModelError:
@@ -57,19 +66,55 @@ def check_device(device: str) -> None:
 
 
 async def served_model(swarm: Swarm) -> str:
-    """The name of the one model that the swarm serves.
+    """The name of the one model that the swarm serves, if it is an alias or on this machine.
+
+    What servers call a model is theirs to say: nothing is downloaded because an announcement names it.
 
     Raises:
         SwarmError: it serves none.
-        BadInput: it serves several.
+        BadInput: it serves several, or one that would have to be downloaded.
     """
     view = await swarm.refresh(timeout=REFRESH_TIMEOUT)
-    names = sorted({name for name, _ in view.models(now=time.time()).values()})
+    names = sorted({name for name, _ in view.models(now=time.time()).values()}, key=_aliases_first)
     if not names:
         raise SwarmError("nobody in this swarm serves a model (yet): start one with `petalnode serve`")
+    here = await trio.to_thread.run_sync(lambda: [name for name in names[:_LOOKED_FOR] if is_here(name)])
     if len(names) > 1:
-        raise BadInput(f"this swarm serves several models: name one of {', '.join(names)}")
+        named = [*here, *(name for name in names if name not in here)]
+        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        raise BadInput(f"this swarm serves several models: name one of {', '.join(named[:_NAMED])}{more}")
+    if not here:
+        raise BadInput(
+            f"this swarm says that it serves {names[0]}, which is not on this machine. What strangers name is not "
+            "downloaded: give MODEL if it is what you want, with the version that you were told (MODEL@VERSION)"
+        )
     return names[0]
+
+
+def _aliases_first(name: str) -> tuple[bool, str]:
+    return name not in ALIASES, name
+
+
+def is_here(name: str) -> bool:
+    """Whether a model that strangers name is an alias, or on this machine with all that a client needs of it: in the
+    hub's cache, or a folder in the working folder."""
+    if name in ALIASES:
+        return True
+    if name.endswith(".gguf") or not _ANNOUNCED.fullmatch(name):
+        return False  # it would be imported, or leads elsewhere on this machine
+    try:
+        resolve(name, need="client", offline=True)
+    except ModelError:
+        return False
+    return True
+
+
+def is_named(model: str | None, name: str, version: bytes) -> bool:
+    """Whether a served model is what the argument MODEL names: no other name, nor another version than it pins."""
+    if model is None:
+        return True
+    named, pinned = split_version(model)
+    return name in (model, named) and version.hex().startswith(pinned or "")
 
 
 async def model_folder(model: str, output: Output, *, need: Need) -> ModelFolder:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import trio
 
 from ..errors import ModelError, SwarmError
-from ..models import Manifest, ModelFolder, Progress, compute_manifest, verify_part
+from ..models import Manifest, ModelFolder, Progress, check_pinned, compute_manifest, verify_part
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
+from ..swarm.versions import choose_version
 from .deadlines import REFRESH_TIMEOUT
 
 
@@ -32,32 +33,41 @@ class SwarmModel:
 async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress = no_progress) -> SwarmModel:
     """Finds out which model version `folder` is.
 
-    From its own weights where it has them all; else by the manifest of a server that announces a model of this name,
-    against which the client's part is then checked.
+    From its own weights where it has them all; else by the manifests of servers that announce a model of this name,
+    against which the client's part is checked. Who makes other blocks with the same embeddings and head makes a version
+    that fits as well: see `choose_version`.
 
     Raises:
-        ModelError: the folder's part is not that of the swarm's model.
+        ModelError: the folder's part is not that of the swarm's model, or of the version that was asked for; or several
+            versions fit.
         SwarmError: the folder holds a part only, and no server tells what the whole is.
     """
     try:
         manifest = await trio.to_thread.run_sync(compute_manifest, folder, progress)
-        return SwarmModel(manifest.version, folder)
     except ModelError:
         # Not the whole model: that is how it is on a laptop that uses a model which it cannot hold.
         pass
+    else:
+        check_pinned(folder, manifest.version)
+        return SwarmModel(manifest.version, folder)
     await swarm.refresh(timeout=REFRESH_TIMEOUT)
     mismatch: ModelError | None = None
-    async for version, data in swarm.manifests(folder.name, folder.num_blocks, timeout=REFRESH_TIMEOUT):
+    fitting: set[bytes] = set()
+    pinned = folder.pinned or ""
+    async for version, data in swarm.manifests(folder.name, folder.num_blocks, pinned=pinned, timeout=REFRESH_TIMEOUT):
         try:
             manifest = Manifest.from_wire(data, version)
             await trio.to_thread.run_sync(verify_part, folder, manifest, "client", progress)
         except ModelError as error:
             mismatch = error
         else:
-            return SwarmModel(manifest.version, folder)
+            fitting.add(version)
+    if fitting:
+        return SwarmModel(choose_version(folder.name, fitting, swarm.view, swarm.trust), folder)
     if mismatch is not None:
         raise mismatch
+    asked_for = f" in version {pinned}" if pinned else ""
     raise SwarmError(
-        f"{folder.path} holds only a part of {folder.name}, and no server of the swarm can tell what the whole is: "
-        "check --peer, or start a server of this model"
+        f"{folder.path} holds only a part of {folder.name}, and no server of the swarm can tell what the whole"
+        f"{asked_for} is: check --peer, or start a server of this model"
     )

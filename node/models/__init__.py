@@ -9,11 +9,11 @@ from __future__ import annotations
 from .cache_dir import cache_dir
 from .checkpoint import Checkpoint
 from .folder import ModelFolder, hidden_size, num_blocks
-from .manifest import Manifest, compute_manifest, verify_part
+from .manifest import Manifest, check_pinned, compute_manifest, verify_part
 from .parts import EMBEDDINGS, HEAD, Need, Part
 from .progress import Progress, no_progress
 from .sources.alias import ALIASES
-from .sources.resolve import DEFAULT_MODEL, resolve
+from .sources.resolve import DEFAULT_MODEL, resolve, split_version
 
 __all__ = [
     "ALIASES",
@@ -27,10 +27,12 @@ __all__ = [
     "Part",
     "Progress",
     "cache_dir",
+    "check_pinned",
     "compute_manifest",
     "hidden_size",
     "no_progress",
     "num_blocks",
     "resolve",
+    "split_version",
     "verify_part",
 ]

@@ -29,6 +29,7 @@ class ModelFolder:
         num_blocks: transformer blocks of the whole model.
         hidden_size: width of the hidden states that travel.
         revision: the hub commit that it came from, else None.
+        pinned: the first hexadecimal digits of the model version that was asked for, else None.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ModelFolder:
     num_blocks: int
     hidden_size: int
     revision: str | None = None
+    pinned: str | None = None
 
 
 def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFolder:

@@ -133,6 +133,18 @@ def compute_manifest(folder: ModelFolder, progress: Progress = no_progress) -> M
     )
 
 
+def check_pinned(folder: ModelFolder, version: bytes) -> None:
+    """
+    Raises:
+        ModelError: another model version than this was asked for.
+    """
+    if folder.pinned is not None and not version.hex().startswith(folder.pinned):
+        raise ModelError(
+            f"{folder.name} in {folder.path} is model version {version.hex()[:16]}, not {folder.pinned}, which was "
+            "asked for. Use the folder or revision that has it, or leave the version out."
+        )
+
+
 def verify_part(folder: ModelFolder, manifest: Manifest, need: Need, progress: Progress = no_progress) -> None:
     """Checks that the parts of `folder` that `need` asks for are those of `manifest`; reads only them, and once.
 

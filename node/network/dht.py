@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final
 
 import trio
@@ -66,8 +66,15 @@ def open_models_value(value: bytes, now: float) -> list[SignedAnnouncement]:
     return [open_signed(record, now=now) for record in records]
 
 
-def models_value(records: Iterable[SignedAnnouncement]) -> bytes:
-    """A value for the key that lists the models: of each model the announcement that lasts longest."""
+def no_backing(_model_version: bytes) -> int:
+    return 0
+
+
+def models_value(records: Iterable[SignedAnnouncement], backing: Callable[[bytes], int] = no_backing) -> bytes:
+    """A value for the key that lists the models: of each model the announcement that lasts longest.
+
+    Where there are too many, those with the most `backing` (`SwarmView.backing`): versions cost nothing to make up.
+    """
     best: dict[bytes, SignedAnnouncement] = {}
     for record in records:
         held = best.get(record.content.model_version)
@@ -75,7 +82,9 @@ def models_value(records: Iterable[SignedAnnouncement]) -> bytes:
             best[record.content.model_version] = record
     page = wire.DirectoryRecords()
     size = 0
-    for record in sorted(best.values(), key=lambda record: record.content.expires, reverse=True):
+    ranks = {version: (backing(version), record.content.expires) for version, record in best.items()}
+    for version in sorted(best, key=lambda version: ranks[version], reverse=True):
+        record = best[version]
         size += len(record.announcement) + len(record.signature) + 16
         if size > _MAX_MODELS_VALUE or len(page.records) == _MAX_MODELS_RECORDS:
             break
@@ -84,26 +93,33 @@ def models_value(records: Iterable[SignedAnnouncement]) -> bytes:
 
 
 class _AnnouncementValidator(Validator):
-    """Lets only valid values in, and prefers the newer announcement and the longer list of models."""
+    """Lets only valid values in, and prefers the newer announcement and the list of models with the most backing.
+
+    Of lists with the same backing, as for a node that knows no servers, the longer one.
+    """
+
+    def __init__(self) -> None:
+        self.backing: Callable[[bytes], int] = no_backing
 
     def validate(self, key: str, value: bytes) -> None:
         self._rank(key, value, time.time())
 
     def select(self, key: str, values: Sequence[bytes]) -> int:
         now = time.time()
-        ranks: list[tuple[float, float]] = []
+        ranks: list[tuple[float, ...]] = []
         for value in values:
             try:
                 ranks.append(self._rank(key, value, now))
             except BadAnnouncement:
-                ranks.append((-1.0, 0.0))
+                ranks.append((-1.0,))
         return ranks.index(max(ranks))
 
-    def _rank(self, key: str, value: bytes, now: float) -> tuple[float, float]:
+    def _rank(self, key: str, value: bytes, now: float) -> tuple[float, ...]:
         if key == _MODELS_KEY:
             records = open_models_value(value, now)
             models = {record.content.model_version for record in records}
-            return float(len(models)), min(record.content.expires for record in records)
+            backing = sum(map(self.backing, models))
+            return float(backing), float(len(models)), min(record.content.expires for record in records)
         content = open_announcement(value, now=now).content
         if key != server_key(content.peer_id):
             raise BadAnnouncement("under the key of another server")
@@ -114,12 +130,13 @@ class Dht:
     """The node's part in the table. Made by `open_dht`. All methods keep to their deadline, and none raises."""
 
     def __init__(self, host: Host, *, serve: bool) -> None:
+        self._validator = _AnnouncementValidator()
         self.kad = KadDHT(
             host.libp2p,
             DHTMode.SERVER if serve else DHTMode.CLIENT,
             # Without strictness anyone could store anything under other namespaces.
             validator=NamespacedValidator(
-                {"pk": PublicKeyValidator(), _NAMESPACE: _AnnouncementValidator()}, strict_validation=True
+                {"pk": PublicKeyValidator(), _NAMESPACE: self._validator}, strict_validation=True
             ),
             validator_changed=True,
             strict_validation=True,
@@ -130,6 +147,10 @@ class Dht:
             # 12 peers that open a stream and say nothing would otherwise close the table for good.
             self.kad._inbound_limiter.total_tokens = _INBOUND_STREAMS
             host.libp2p.set_stream_handler(KAD, self._handle)
+
+    def weigh_models(self, backing: Callable[[bytes], int]) -> None:
+        """From now on `backing(model version)` says which models are listed where there is no room for all."""
+        self._validator.backing = backing
 
     async def _handle(self, stream: INetStream) -> None:
         with trio.move_on_after(_STREAM_LIMIT) as scope:
@@ -161,7 +182,7 @@ class Dht:
         """Adds these announcements' models to the list of the swarm's models."""
         merged = [*records, *await self.get_models(timeout=timeout)]
         if merged:
-            await self._put(_MODELS_KEY, models_value(merged), timeout)
+            await self._put(_MODELS_KEY, models_value(merged, self._validator.backing), timeout)
 
     async def get_models(self, *, timeout: float) -> list[SignedAnnouncement]:
         """An announcement or a few of each model of the swarm."""

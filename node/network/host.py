@@ -29,9 +29,10 @@ from multiaddr import Multiaddr
 
 from ...crypto.identity import Identity
 from ..errors import MachineError
-from .addresses import concrete, dialable, is_loopback, port_of
+from .addresses import concrete, dialable, ip_of, is_loopback, port_of
 from .transport.bandwidth import Bandwidth
 from .transport.connections import NEGOTIATION, CircuitDialer, Network, path_of, reason_of
+from .transport.limits import origin_of_ip
 from .transport.muxed_stream import WINDOW
 from .transport.negotiation import OneAnswer, OneRoundTrip
 from .transport.raw_connection import Path, PromptSockets, RawConnection, SocketConnection, remote_multiaddr
@@ -152,6 +153,17 @@ class Host:
     def paths(self, peer_id: str) -> list[Path]:
         """The ways of the live connections to a peer, the one that new streams take first."""
         return [path_of(conn) for conn in self._network.live(_id(peer_id))]
+
+    def origin_of(self, peer_id: str) -> str:
+        """The address, as `origin_of_ip` counts them, at which a connected peer is, or the relay through which it came;
+        the peer id itself where that is not known."""
+        for path in self.paths(peer_id):
+            if not path.direct and path.relay is not None and path.relay != peer_id:
+                return self.origin_of(path.relay)
+            ip = ip_of(Multiaddr(path.remote_addr)) if path.direct and path.remote_addr is not None else None
+            if ip is not None:
+                return origin_of_ip(str(ip))
+        return peer_id
 
     async def connect(self, peer_id: str, *, direct: bool = False) -> None:
         """Makes sure that there is a connection, or a direct one.

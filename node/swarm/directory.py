@@ -29,7 +29,7 @@ from ...protocols.framing import MessageStream, PeerError, ProtocolError, Stream
 from ..errors import SwarmError
 from ..network.dht import SHARDS, Dht
 from ..network.host import Host, keep_up
-from .view import SwarmView
+from .view import SwarmView, nobody
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ _PAGES_BURST: Final = 120  # pages at once for one peer, and
 _PAGES_PER_SECOND: Final = 12.0  # on however many streams; a client asks on a new one whenever it looks for servers
 _MAX_COUNTED: Final = 1000  # peers whose pages are counted
 _CHECKED_AT_ONCE: Final = 16  # announcements of a page
+_LOOKED_AT: Final = 64  # records beside twice as many as are wanted, to find some
+_KADEMLIA: Final = "Kademlia"  # the source of what stands there: anybody may have put it
 
 OpenStream = Callable[[str, float], Awaitable[MessageStream[wire.DirectoryFrame]]]
 
@@ -80,8 +82,18 @@ class Directory:
         dht: Dht,
         open_stream: OpenStream,
         bootstrap: Sequence[tuple[str, str]],
+        address_of: Callable[[str], str] = str,
+        is_proven: Callable[[str], bool] = nobody,
     ) -> None:
+        """
+        Args:
+            address_of: the address at which a connected peer is, as `Host.origin_of` has it; of a peer id itself if
+                there are no addresses.
+            is_proven: whether a server has computed for this node before.
+        """
         self.view = SwarmView()
+        self._address_of = address_of
+        self._is_proven = is_proven
         self._identity = identity
         self._ttl = ttl
         self._host = host
@@ -111,7 +123,7 @@ class Directory:
         """Merges the announcement that Kademlia holds of a server, if it has any and gives it within some seconds."""
         record = await self._dht.get_announcement(peer_id, timeout=_FIND_DEADLINE)
         if record is not None:
-            self.merge([record])
+            self.merge([record], source=_KADEMLIA)
 
     def relays(self) -> set[str]:
         """The servers that announce free relay reservations."""
@@ -123,12 +135,17 @@ class Directory:
         """Whether this node is a server."""
         return self.own is not None
 
-    def merge(self, records: Iterable[SignedAnnouncement]) -> None:
-        merged = self.view.merge(records, time.time())
-        if merged is not self.view:
-            self.view = merged
+    def merge(self, records: Iterable[SignedAnnouncement], *, source: str = "", met: bool = False) -> None:
+        """As `SwarmView.merge`."""
+        merged = self.view.merge(records, time.time(), source=source, met=met, keep=self._stays)
+        news = merged.records is not self.view.records
+        self.view = merged
+        if news:
             self._changed.set()
             self._changed = trio.Event()
+
+    def _stays(self, peer_id: str) -> bool:
+        return peer_id == self._identity.peer_id or self._is_proven(peer_id)
 
     async def wait_changed(self) -> None:
         await self._changed.wait()
@@ -168,11 +185,9 @@ class Directory:
             return wire.DirectoryFrame(ping=frame.ping)
         if kind == "query":
             self.merge(())  # drops the expired ones
-            wanted = frame.query.model_version
-            records = [
-                record for record in self.view.records.values() if not wanted or record.content.model_version == wanted
-            ]
-            return protocol.records_page(records, after=frame.query.after, limit=frame.query.limit)
+            after = frame.query.after
+            records = self.view.page(frame.query.model_version, after)
+            return protocol.records_page(records, after=after, limit=frame.query.limit)
         if kind == "publish":
             try:
                 record = open_signed(frame.publish, now=time.time())
@@ -184,7 +199,7 @@ class Directory:
             # Anyone may hand records on when asked, but only a server itself may push its own to us.
             if record.content.peer_id != peer_id:
                 raise ProtocolError(f"{peer_id} published the announcement of another peer", peer_id)
-            self.merge([record])
+            self.merge([record], source=self._address_of(peer_id), met=True)
             return None
         if kind == "node_query":
             return self.about().to_frame()
@@ -256,13 +271,13 @@ class Directory:
             reply, _payloads = await stream.receive(timeout=timeout)
             if reply.WhichOneof("body") != "records":
                 raise ProtocolError(f"{stream.peer_id} answered no records", stream.peer_id)
-            await self._merge_page(reply.records)
+            await self._merge_page(reply.records, stream.peer_id)
             last = protocol.last_peer_id(reply.records)
             if not reply.records.truncated or last <= after:
                 return
             after = last
 
-    async def _merge_page(self, page: wire.DirectoryRecords) -> None:
+    async def _merge_page(self, page: wire.DirectoryRecords, peer_id: str) -> None:
         """A page may hold thousands of signatures to check: between some of them others have their turn."""
         records: list[SignedAnnouncement] = []
         for number, record in enumerate(protocol.checked_records(page, self.view.records, now=time.time())):
@@ -270,7 +285,7 @@ class Directory:
                 records.append(record)
             if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
                 await trio.lowlevel.checkpoint()
-        self.merge(records)
+        self.merge(records, source=self._address_of(peer_id))
 
     async def refresh(self, nursery: trio.Nursery, *, model_version: bytes, timeout: float) -> None:
         """As `Swarm.refresh`: pulls from several peers, and from some that they name, until there is nothing new."""
@@ -324,12 +339,18 @@ class Directory:
     def peers_to_ask(self, count: int) -> list[str]:
         """Whom to ask: the named peers, and `count` others: first some that we have a connection to."""
         connected = [peer for peer in self._host.connected() if self.addrs_of(peer)]
-        servers = [content.peer_id for content in self.view.servers(now=time.time()) if content.addrs]
         random.shuffle(connected)
-        random.shuffle(servers)
-        wanted = dict.fromkeys([*self._bootstrap, *connected, *servers])
+        wanted = dict.fromkeys([*self._bootstrap, *connected, *self._some_servers(count + len(connected) + 1)])
         wanted.pop(self._identity.peer_id, None)
         return list(wanted)[: count + len(self._bootstrap)]
+
+    def _some_servers(self, count: int) -> list[str]:
+        """Servers that can be dialed, `count` of them if there are so many, at random. Of a large view a part only is
+        looked at."""
+        now, known = time.time(), list(self.view.records)
+        some = random.sample(known, min(2 * count + _LOOKED_AT, len(known)))
+        found = (content for peer_id in some if (content := self.view.get(peer_id, now)) is not None)
+        return [content.peer_id for content in found if content.addrs][:count]
 
     async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
         with trio.move_on_after(timeout):
@@ -407,11 +428,8 @@ class Directory:
         if self.view.records or not self._bootstrap:  # only who knows nobody looks there at once
             await trio.sleep(self._ttl * random.uniform(0.5, 1.5))
         while True:
-            self.merge(
-                record
-                for record in await self._dht.get_models(timeout=TABLE_DEADLINE)
-                if record.content.state is not ServerState.OFFLINE
-            )
+            listed = await self._dht.get_models(timeout=TABLE_DEADLINE)
+            self.merge((one for one in listed if one.content.state is not ServerState.OFFLINE), source=_KADEMLIA)
             known = set(self.peers_to_ask(1000))
             found = await self._dht.find_providers(random.randrange(SHARDS), timeout=TABLE_DEADLINE)
             unknown = [(peer, addrs) for peer, addrs in found if peer not in known | {self._identity.peer_id}]

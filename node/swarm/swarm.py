@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import trio
@@ -38,6 +38,7 @@ from .config import SwarmConfig, checked
 from .directory import Directory
 from .discovery import Discovery, JoinResult
 from .streams import MessageStreams
+from .versions import manifests_to_ask, versions_named
 from .view import SwarmView
 
 if TYPE_CHECKING:
@@ -48,20 +49,7 @@ log = logging.getLogger(__name__)
 _RETRACT_DEADLINE: Final = 1.0
 _MANIFEST_IDLE: Final = 60.0
 
-_VERSIONS_ASKED: Final = 16  # whose manifests are asked for, and of each
-_SERVERS_ASKED: Final = 3
-
 F = TypeVar("F", bound=Message)
-
-
-def manifests_to_ask(servers: Iterable[Announcement], *, connected: Collection[str]) -> list[list[Announcement]]:
-    """Whom to ask for manifests: of each version some servers, the version of most first, and those that this node has
-    a connection to. Servers that nobody can reach cost nothing to announce."""
-    versions: dict[bytes, list[Announcement]] = {}
-    for server in sorted(servers, key=lambda server: server.peer_id not in connected):
-        versions.setdefault(server.model_version, []).append(server)
-    ranked = sorted(versions.values(), key=lambda known: (known[0].peer_id not in connected, -len(known)))
-    return [known[:_SERVERS_ASKED] for known in ranked[:_VERSIONS_ASKED]]
 
 
 class Swarm(MessageStreams):
@@ -94,7 +82,10 @@ class Swarm(MessageStreams):
             dht=dht,
             open_stream=self._open_directory,
             bootstrap=bootstrap,
+            address_of=host.origin_of,
+            is_proven=lambda peer_id: config.trust.reputation(peer_id) > 0,
         )
+        dht.weigh_models(lambda version: self.view.backing(version, now=time.time()))
         self._announcer = Announcer(
             identity=config.identity, ttl=config.announcement_ttl, host=host, dht=dht, directory=self._directory
         )
@@ -310,21 +301,35 @@ class Swarm(MessageStreams):
             manifest = await ask_manifest(stream, model_version, timeout=timeout)
             return None if manifest is None else manifest.SerializeToString()
 
-    async def manifests(self, name: str, num_blocks: int, *, timeout: float) -> AsyncIterator[tuple[bytes, bytes]]:
-        """Each (model version, serialised manifest, not yet checked) that the servers of a model of this name give.
+    async def manifests(
+        self, name: str, num_blocks: int, *, pinned: str = "", timeout: float
+    ) -> AsyncIterator[tuple[bytes, bytes]]:
+        """Each (model version, serialised manifest, not yet checked) that the servers of a model of this name give, of
+        the versions that begin with the hexadecimal digits `pinned`.
 
-        `timeout` is for each version, some servers of which are asked side by side. Versions of which none answers are
-        left out.
+        All are asked side by side, for `timeout` seconds; versions of which no server answers are left out. Nothing
+        comes before all have had their time: of several versions none is to gain by answering first.
+
+        Raises:
+            ModelError: more versions than can be asked for.
         """
-        named = [
-            server
-            for server in self.view.servers(now=time.time())
-            if (server.model_name, server.num_blocks) == (name, num_blocks)
-        ]
-        for servers in manifests_to_ask(named, connected=set(self.connected())):
+        named = versions_named(self.view.servers(now=time.time()), name, num_blocks, pinned)
+        proven = {server.peer_id for server in named if self.trust.reputation(server.peer_id) > 0}
+        asked = manifests_to_ask(named, connected=set(self.connected()), proven=proven)
+        found: dict[bytes, bytes] = {}
+
+        async def ask(servers: Sequence[Announcement]) -> None:
             manifest = await self._manifest_of(servers, timeout)
             if manifest is not None:
-                yield servers[0].model_version, manifest
+                found[servers[0].model_version] = manifest
+
+        async with trio.open_nursery() as nursery:
+            for servers in asked:
+                nursery.start_soon(ask, servers)
+        for servers in asked:
+            version = servers[0].model_version
+            if version in found:
+                yield version, found[version]
 
     async def _manifest_of(self, servers: Sequence[Announcement], timeout: float) -> bytes | None:
         """The manifest that the first of these servers of one version gives."""

@@ -316,10 +316,13 @@ class MemoryNode(MessageStreams):
     def serve_manifest(self, model_version: bytes, manifest: bytes) -> None:
         self.network.manifests[model_version] = manifest
 
-    async def manifests(self, name: str, num_blocks: int, *, timeout: float) -> AsyncIterator[tuple[bytes, bytes]]:
+    async def manifests(
+        self, name: str, num_blocks: int, *, pinned: str = "", timeout: float
+    ) -> AsyncIterator[tuple[bytes, bytes]]:
         await trio.lowlevel.checkpoint()
         for server in self.view.servers(now=time.time()):
-            if (server.model_name, server.num_blocks) == (name, num_blocks):
+            named = (server.model_name, server.num_blocks) == (name, num_blocks)
+            if named and server.model_version.hex().startswith(pinned):
                 yield server.model_version, self.network.manifests[server.model_version]
 
     async def publish_evidence(self, bundle: Any, *, recomputed: bool) -> None:

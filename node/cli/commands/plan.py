@@ -26,6 +26,7 @@ from ...placement.planning.machines_file import (
 )
 from ...placement.planning.plans import FleetPlan, busiest_plan, fastest_plan, present_plan
 from ..join import JoinOptions, joined, joins_swarm
+from ..model_choice import is_named
 from ..output import Output, ProgressBars
 
 _PINGS_AT_ONCE = 32
@@ -99,7 +100,7 @@ async def _plan_swarm(model: str | None, seconds: float, join: JoinOptions, outp
         models = {
             version: named
             for version, named in view.models(now=time.time()).items()
-            if model is None or named[0] == model
+            if is_named(model, named[0], version)
         }
         if not models:
             raise SwarmError(f"nobody in this swarm serves {'any model' if model is None else model} (yet)")

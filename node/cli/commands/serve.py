@@ -31,6 +31,7 @@ from ..node_report import how_joined, how_joined_json, join_by, report_reachabil
 from ..output import Output, ProgressBars
 from ..terminal import StopSignal
 
+_DIGITS = 16  # of the model version, in the commands that are passed on
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 STOP_GRACE = 10.0
 """Seconds after --drain-timeout in which a server that was ready retracts its announcement."""
@@ -165,7 +166,7 @@ async def _serve(
             bars.stop()
             _say_ready(output, join, fields)
             output.emit(event="ready", **fields, joined=how_joined_json(swarm.joined))
-            commands = [f"petalnode {command} {fields['model']}" for command in ("serve", "chat")]
+            commands = [f"petalnode {command} {_model_to_pass_on(join, fields)}" for command in ("serve", "chat")]
             nursery.start_soon(report_reachability, swarm, join, output, commands)
         elif event in ("moving", "moved"):
             _say_change(output, event, fields)
@@ -217,10 +218,16 @@ def _say_ready(output: Output, join: JoinOptions, fields: dict[str, Any]) -> Non
         output.say(f"adapters: {', '.join(fields['adapters'])}")
     if fields["addrs"]:
         how = join_by(join, fields["addrs"][0])
-        output.say(f"to serve with it:  petalnode serve {fields['model']} {how}")
-        output.say(f"to talk to it:     petalnode chat {fields['model']} {how}")
+        model = _model_to_pass_on(join, fields)
+        output.say(f"to serve with it:  petalnode serve {model} {how}")
+        output.say(f"to talk to it:     petalnode chat {model} {how}")
         for other in fields["addrs"][1:]:
             output.say(f"also reachable at: {other}")
+
+
+def _model_to_pass_on(join: JoinOptions, fields: dict[str, Any]) -> str:
+    """The model with its version, where strangers could announce another one."""
+    return str(fields["model"]) if join.psk is not None else f"{fields['model']}@{fields['model_version'][:_DIGITS]}"
 
 
 def _say_change(output: Output, event: str, fields: dict[str, Any]) -> None:

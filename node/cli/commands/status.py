@@ -21,6 +21,7 @@ from ...errors import SwarmError
 from ...swarm.routing import describe_blocks
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm
+from ..model_choice import is_named
 from ..output import Output
 
 _BAR_WIDTH = 60
@@ -48,7 +49,7 @@ async def _status(model: str | None, join: JoinOptions) -> None:
         models = {
             version: (name, num_blocks)
             for version, (name, num_blocks) in view.models(now=time.time()).items()
-            if model is None or name == model
+            if is_named(model, name, version)
         }
         if not models:
             which = "any model" if model is None else model

@@ -25,6 +25,32 @@ _FORMS = (
     "A model is a folder in Hugging Face layout, a .gguf file, a hub id (org/name or org/name@revision), or "
     f"one of the aliases: {', '.join(ALIASES)}."
 )
+_PINNED = re.compile(r"(?P<model>.+)@(?P<version>[0-9A-Fa-f]+)", re.DOTALL)
+_LEAST_DIGITS, _ALL_DIGITS = 12, 64
+_COMMIT_DIGITS = 40
+
+
+def split_version(model: str) -> tuple[str, str | None]:
+    """`MODEL@VERSION` as the model and the first 12 to 64 hexadecimal digits of its version; None without a version.
+
+    A file or folder of the whole name is that one; 40 digits behind a hub id are a commit, other than 12 to 64 a branch
+    or tag.
+
+    Raises:
+        ModelError: too few or too many digits behind what has no revisions.
+    """
+    found = _PINNED.fullmatch(model)
+    if found is None or Path(model).expanduser().exists():
+        return model, None
+    named, version = found["model"], found["version"].lower()
+    at_hub = _HUB_ID.fullmatch(named) is not None and not Path(named).expanduser().exists()
+    if at_hub and "@" not in named and len(version) == _COMMIT_DIGITS:
+        return model, None
+    if not _LEAST_DIGITS <= len(version) <= _ALL_DIGITS:
+        if at_hub:
+            return model, None
+        raise ModelError(f"{model!r}: a model version has {_LEAST_DIGITS} to {_ALL_DIGITS} hexadecimal digits.")
+    return named, version
 
 
 def resolve(
@@ -42,7 +68,7 @@ def resolve(
     the same name in the working folder: write `./name` for that one.
 
     Args:
-        model: a folder, a `.gguf` file, a hub id, or an alias.
+        model: a folder, a `.gguf` file, a hub id, or an alias; `MODEL@VERSION` sets `ModelFolder.pinned`.
         need: "client" (embeddings, norm, head), a Span of blocks, "all", or "config" for no weights at all.
         revision: branch, tag or commit on the hub; `org/name@revision` says the same.
         offline: fetch nothing; only what is on this disk already is used.
@@ -55,7 +81,23 @@ def resolve(
     name = os.fspath(model)
     if not name.strip():
         raise ModelError(f"No model was given. {_FORMS}")
-    if isinstance(model, str) and name in ALIASES:
+    pinned = None
+    if isinstance(model, str):
+        name, pinned = split_version(name)
+    folder = _find(name, isinstance(model, str), need, progress, revision, offline, before_download)
+    return replace(folder, pinned=pinned)
+
+
+def _find(
+    name: str,
+    may_be_alias: bool,
+    need: Need,
+    progress: Progress,
+    revision: str | None,
+    offline: bool,
+    before_download: BeforeDownload,
+) -> ModelFolder:
+    if may_be_alias and name in ALIASES:
         _no_revision(name, revision)
         return _checked_import(import_alias(name, progress, offline), need)
     path = Path(name).expanduser()

@@ -21,12 +21,14 @@ from ....protocols.announcement import Announcement, ServerState
 from ....protocols.ids import Span
 from ...blocks.kernels.library import library
 from ...errors import ModelError, PetalnodeError, SwarmError
-from ...models import Manifest, ModelFolder, compute_manifest, resolve, verify_part
+from ...models import Manifest, ModelFolder, check_pinned, compute_manifest, resolve, verify_part
 from ...models.cache_dir import cache_dir
 from ...models.disk_limit import evict_for_download, in_use, keep_within, note_use
+from ...models.manifest import canonical_architecture
 from ...models.progress import Progress
 from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
+from ...swarm.versions import choose_version
 from ...version import __version__
 from .memory import (
     USUAL_CACHE_TOKENS,
@@ -91,15 +93,18 @@ async def find_source(swarm: Swarm, folder: ModelFolder, options: ServerOptions,
     """
     try:
         manifest = await in_thread(lambda: compute_manifest(folder, progress))
-        return ModelSource(folder, manifest, True, options, progress)
     except ModelError:
         # Only a part is on this disk: what the whole is, somebody else must say.
         remote = await _manifest_of_swarm(swarm, folder)
+    else:
+        check_pinned(folder, manifest.version)
+        return ModelSource(folder, manifest, True, options, progress)
     if remote is not None:
         return ModelSource(folder, remote, False, options, progress)
     # The first server of a swarm makes the manifest, for which it needs the whole model once.
     whole = await in_thread(lambda: _fetch(options, "all", progress))
     manifest = await in_thread(lambda: compute_manifest(whole, progress))
+    check_pinned(whole, manifest.version)
     return ModelSource(whole, manifest, True, options, progress)
 
 
@@ -129,12 +134,19 @@ def _fetch(options: ServerOptions, need: Any, progress: Progress) -> ModelFolder
 
 
 async def _manifest_of_swarm(swarm: Swarm, folder: ModelFolder) -> Manifest | None:
-    async for version, data in swarm.manifests(folder.name, folder.num_blocks, timeout=_ASK_TIMEOUT):
-        try:
-            return Manifest.from_wire(data, version)
-        except ModelError:
-            continue
-    return None
+    """The manifest of the version that is meant, by those of the swarm that have the architecture of `folder`.
+
+    Raises:
+        ModelError: they are several.
+    """
+    fitting: dict[bytes, Manifest] = {}
+    pinned = folder.pinned or ""
+    async for version, data in swarm.manifests(folder.name, folder.num_blocks, pinned=pinned, timeout=_ASK_TIMEOUT):
+        with suppress(ModelError):
+            manifest = Manifest.from_wire(data, version)
+            if manifest.config == canonical_architecture(folder.config):
+                fitting[version] = manifest
+    return fitting[choose_version(folder.name, fitting, swarm.view, swarm.trust)] if fitting else None
 
 
 async def run_server(

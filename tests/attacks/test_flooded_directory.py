@@ -1,0 +1,236 @@
+"""Keys cost nothing: an attacker announces more servers and models than a directory holds, for as long as it may."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.network import dht
+from petalnode.node.swarm import view as view_module
+from petalnode.node.swarm.directory import Directory
+from petalnode.node.swarm.view import SwarmView
+from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.announcement import (
+    MAX_LIFETIME,
+    Announcement,
+    ServerState,
+    SignedAnnouncement,
+    freshened,
+    sign_announcement,
+)
+from petalnode.protocols.directory import MAX_HEADER
+from petalnode.protocols.framing import MessageStream
+from petalnode.protocols.ids import Span
+from tests.attacks.forger import ATTACKER, HONEST
+
+NOW = time.time()
+MODEL = b"m" * 32
+
+
+def announced(number: int, version: bytes = MODEL, lifetime: float = 45.0, now: float = NOW) -> SignedAnnouncement:
+    """A server's announcement; the view is given those that were checked, so that nobody need sign thousands."""
+    peer_id = Identity.from_seed(number.to_bytes(32, "big")).peer_id
+    plain = Announcement(peer_id, version, "model", 10, Span(number % 10, number % 10 + 1), ServerState.ONLINE)
+    return SignedAnnouncement(freshened(plain, now=now, lifetime=lifetime), b"", number.to_bytes(64, "big"))
+
+
+def flood(count: int, version: bytes = MODEL) -> list[SignedAnnouncement]:
+    return [announced(1_000_000 + number, version, MAX_LIFETIME) for number in range(count)]
+
+
+HONEST_SERVERS = [announced(number) for number in range(100)]
+FLOOD = flood(1000)
+
+
+def left(view: SwarmView) -> int:
+    return sum(record.content.peer_id in view.records for record in HONEST_SERVERS)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_module, "MAX_RECORDS", 256)
+
+
+# --- what stays
+
+
+def test_a_thousand_keys_of_one_address_push_nobody_out() -> None:
+    """They last longest, come last, and come again."""
+    view = SwarmView().merge(HONEST_SERVERS, NOW, source="a peer")
+    for _ in range(3):
+        view = view.merge(FLOOD, NOW + 1, source="attacker")
+        assert len(view.records) <= 256
+    assert left(view) == 100
+
+
+def test_nor_if_they_were_there_before_everybody_else() -> None:
+    view = SwarmView().merge(FLOOD, NOW, source="attacker").merge(HONEST_SERVERS, NOW + 1, source="a peer")
+    assert left(view) == 100
+
+
+def test_servers_that_announce_themselves_stay_beside_a_flood_of_many_addresses() -> None:
+    """Each has an address of its own, the attacker 16."""
+    view = SwarmView()
+    for number, record in enumerate(HONEST_SERVERS):
+        view = view.merge([record], NOW, source=f"server {number}", met=True)
+    for address in range(16):
+        view = view.merge(FLOOD[address::16], NOW, source=f"attacker {address}", met=True)
+    assert left(view) == 100
+
+
+@pytest.mark.parametrize(("addresses", "least"), [(1, 100), (4, 100), (16, 240 * 4 // 20)])
+def test_what_others_pass_on_stays_in_proportion_to_how_many_they_are(addresses: int, least: int) -> None:
+    """Four honest peers pass on the same servers; the attacker has so many addresses, all with different keys. A full
+    view has room for 240: four sources of twenty keep a fifth of that."""
+    view = SwarmView()
+    for address in range(addresses):
+        view = view.merge(FLOOD[address::addresses], NOW, source=f"attacker {address}")
+    for peer in range(4):
+        view = view.merge(HONEST_SERVERS, NOW, source=f"peer {peer}")
+        for address in range(addresses):
+            view = view.merge(FLOOD[address::addresses], NOW, source=f"attacker {address}")
+    assert left(view) >= least
+
+
+def test_who_passes_on_honest_servers_too_takes_none_of_them_with_it() -> None:
+    """A flood behind honest announcements: they count for who sends fewer."""
+    view = SwarmView().merge([*HONEST_SERVERS, *FLOOD], NOW, source="attacker")
+    for _ in range(2):
+        view = view.merge(HONEST_SERVERS, NOW + 1, source="a peer").merge(FLOOD, NOW + 1, source="attacker")
+    assert left(view) == 100
+
+
+def test_who_has_served_this_node_stays_whatever_comes() -> None:
+    served = {record.content.peer_id for record in HONEST_SERVERS[:50]}
+    view = SwarmView().merge(HONEST_SERVERS, NOW, source="attacker 0", keep=served.__contains__)
+    for address in range(100):
+        view = view.merge(FLOOD, NOW + 1, source=f"attacker {address}", keep=served.__contains__)
+    assert served <= view.records.keys()
+
+
+# --- what it costs
+
+
+def test_an_announcement_more_does_not_cost_a_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_module, "MAX_RECORDS", 10_000)
+    view = SwarmView().merge([*HONEST_SERVERS, *FLOOD], NOW)
+    looked = 0
+    is_expired = view_module.is_expired
+
+    def counted(content: Announcement, now: float) -> bool:
+        nonlocal looked
+        looked += 1
+        return is_expired(content, now)
+
+    monkeypatch.setattr(view_module, "is_expired", counted)
+    for number in range(50):
+        view = view.merge([announced(number, now=NOW + 0.5)], NOW + 0.5)
+        view.servers(MODEL, now=NOW + 0.5)
+    assert looked <= 2 * 50
+
+
+def test_the_servers_of_a_model_are_not_sorted_anew_for_a_flood_of_other_models() -> None:
+    view = SwarmView().merge(HONEST_SERVERS, NOW)
+    before = view.servers(MODEL, now=NOW)
+    for number in range(100):
+        view = view.merge([announced(2_000_000 + number, number.to_bytes(32, "big"))], NOW)
+    assert view.servers(MODEL, now=NOW) is before
+
+
+# --- a directory that hears it
+
+
+Stream = MessageStream[wire.DirectoryFrame]
+
+
+def signed(count: int, lifetime: float) -> list[SignedAnnouncement]:
+    made = []
+    for identity in (Identity.generate() for _ in range(count)):
+        plain = Announcement(identity.peer_id, MODEL, "model", 10, Span(0, 1), ServerState.ONLINE)
+        made.append(sign_announcement(identity, freshened(plain, now=time.time(), lifetime=lifetime)))
+    return made
+
+
+async def nothing(*_: object) -> None:
+    await trio.lowlevel.checkpoint()
+
+
+def test_a_directory_that_asks_an_attacker_keeps_what_honest_peers_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_module, "MAX_RECORDS", 64)
+    pages = {HONEST.peer_id: signed(30, 1000.0), ATTACKER.peer_id: signed(100, MAX_LIFETIME)}
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def open_stream(peer_id: str, _timeout: float) -> Stream:
+                ours, theirs = message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)
+                nursery.start_soon(answer, theirs, pages[peer_id])
+                return ours
+
+            async def answer(stream: Stream, records: Sequence[SignedAnnouncement]) -> None:
+                await stream.receive(timeout=60)
+                page = wire.DirectoryRecords(records=[record.to_wire() for record in records])
+                await stream.send(wire.DirectoryFrame(records=page), timeout=60)
+
+            node = a_directory(open_stream)
+            for peer_id in (HONEST.peer_id, ATTACKER.peer_id, ATTACKER.peer_id):
+                await node.pull(peer_id, timeout=600)
+            assert {record.content.peer_id for record in pages[HONEST.peer_id]} <= node.view.records.keys()
+            assert len(node.view.records) <= 64
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def a_directory(open_stream: Callable[..., Any]) -> Directory:
+    host: Any = SimpleNamespace(remember=lambda *_: None)
+    table: Any = SimpleNamespace(add_peer=nothing)
+    return Directory(
+        identity=Identity.generate(), ttl=45.0, host=host, dht=table, open_stream=open_stream, bootstrap=()
+    )
+
+
+# --- the list of models in Kademlia
+
+
+def test_versions_that_are_made_up_do_not_displace_a_model_that_has_servers() -> None:
+    """The list has room for 32. The attacker has 32 versions from one address, the model two servers from two."""
+    view = SwarmView()
+    for number in range(2):
+        view = view.merge([HONEST_SERVERS[number]], NOW, source=f"server {number}", met=True)
+    false = [announced(3_000_000 + number, number.to_bytes(32, "big"), MAX_LIFETIME) for number in range(40)]
+    view = view.merge(false, NOW, source="attacker", met=True)
+
+    def backing(version: bytes) -> int:
+        return view.backing(version, now=NOW)
+
+    listed = wire.DirectoryRecords.FromString(dht.models_value(view.records.values(), backing)).records
+    assert len(listed) == 32
+    assert {record.signature for record in listed} & {record.signature for record in HONEST_SERVERS[:2]}
+
+
+def test_a_storing_node_keeps_the_list_that_it_knows_more_addresses_for() -> None:
+    honest, false = signed(1, MAX_LIFETIME), signed(1, MAX_LIFETIME)
+    made_up = [
+        sign_announcement(one, replace(false[0].content, peer_id=one.peer_id, model_version=bytes([number]) * 32))
+        for number, one in ((number, Identity.generate()) for number in range(32))
+    ]
+    lists = [dht.models_value(made_up), dht.models_value([*honest, *made_up[:31]])]
+    validator = dht._AnnouncementValidator()
+    validator.backing = lambda version: 2 if version == MODEL else 1
+    assert validator.select("/petalnode/models", lists) == 1
+
+
+def test_keys_and_what_others_pass_on_are_no_backing() -> None:
+    view = SwarmView().merge(FLOOD, NOW, source="attacker", met=True)
+    for peer in range(8):
+        view = view.merge(FLOOD, NOW, source=f"peer {peer}")
+    assert view.backing(MODEL, now=NOW) == 1
