@@ -421,20 +421,24 @@ class DirectoryQuery(google.protobuf.message.Message):
     MODEL_VERSION_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
+    SAMPLE_FIELD_NUMBER: builtins.int
     model_version: builtins.bytes
     """empty: of all models"""
     limit: builtins.int
     """records at most; 0: as many as the reply holds"""
     after: builtins.bytes
     """the last peer id of the page before; records come in the order of their peer ids"""
+    sample: builtins.bool
+    """if there are more than `limit`: some of them, for all blocks and of all sources alike"""
     def __init__(
         self,
         *,
         model_version: builtins.bytes = ...,
         limit: builtins.int = ...,
         after: builtins.bytes = ...,
+        sample: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "limit", b"limit", "model_version", b"model_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "limit", b"limit", "model_version", b"model_version", "sample", b"sample"]) -> None: ...
 
 Global___DirectoryQuery: typing_extensions.TypeAlias = DirectoryQuery
 

@@ -74,7 +74,7 @@ async def served_model(swarm: Swarm) -> str:
         SwarmError: it serves none.
         BadInput: it serves several, or one that would have to be downloaded.
     """
-    view = await swarm.refresh(timeout=REFRESH_TIMEOUT)
+    view = await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
     names = sorted({name for name, _ in view.models(now=time.time()).values()}, key=_aliases_first)
     if not names:
         raise SwarmError("nobody in this swarm serves a model (yet): start one with `petalnode serve`")

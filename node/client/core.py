@@ -193,6 +193,11 @@ class SwarmClient(ServerSelection):
         finally:
             await close_stream(stream, wire.BatchFrame(close=wire.Close()))
 
+    def _is_choosy(self) -> bool:
+        adapter = self._adapter
+        only_held = isinstance(adapter, str) or (adapter is not None and adapter.content is None)
+        return only_held or self._compare_chains > 1 or super()._is_choosy()
+
     @property
     def changes(self) -> Mapping[str, torch.Tensor]:
         """The tensors that change the blocks where a call or session names nothing else.

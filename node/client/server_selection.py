@@ -202,7 +202,12 @@ class ServerSelection:
     async def refresh(self) -> None:
         """Asks the swarm anew who serves this model. Nobody answering is no error: what is known stays."""
         with suppress(SwarmError):
-            await self.swarm.refresh(model_version=self.model.version, timeout=REFRESH_TIMEOUT)
+            version, sample = self.model.version, not self._is_choosy()
+            await self.swarm.refresh(model_version=version, sample=sample, timeout=REFRESH_TIMEOUT)
+
+    def _is_choosy(self) -> bool:
+        """Whether not any server of a block will do: then all servers have to be known, not some of each block."""
+        return bool(self._allowed) or self._require_pledge is not None
 
     async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
         """The cheapest chain for `spec` without the `excluded` servers.

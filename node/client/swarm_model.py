@@ -50,7 +50,7 @@ async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress =
     else:
         check_pinned(folder, manifest.version)
         return SwarmModel(manifest.version, folder)
-    await swarm.refresh(timeout=REFRESH_TIMEOUT)
+    await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
     mismatch: ModelError | None = None
     fitting: set[bytes] = set()
     pinned = folder.pinned or ""

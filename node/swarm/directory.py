@@ -6,6 +6,8 @@ that keep the view fresh. `announcer.py` owns what this node says of itself.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import math
 import random
@@ -29,6 +31,8 @@ from ...protocols.framing import MessageStream, PeerError, ProtocolError, Stream
 from ..errors import SwarmError
 from ..network.dht import SHARDS, Dht
 from ..network.host import Host, keep_up
+from .allowances import PageAllowances
+from .sample import SAMPLE, in_turn, known_well, sampled
 from .view import SwarmView, nobody
 
 log = logging.getLogger(__name__)
@@ -43,6 +47,7 @@ _NAMED: Final = 2.0  # seconds for the first answer of those whom others have na
 _PULL_PEERS: Final = 5  # asked in every round of the background
 _FIRST_PULL: Final = 0.5  # seconds; then longer and longer, up to a round
 _UNKNOWN: Final = 3  # whom the table led to, met in one look
+_SAMPLED_PEERS: Final = 4  # asked side by side for a sample
 _PUSH_DEADLINE: Final = 4.0
 _PULL_DEADLINE: Final = 6.0
 TABLE_DEADLINE: Final = 10.0
@@ -58,11 +63,8 @@ _AGREE: Final = 1.5  # times one round trip that another one of the same way tak
 _BURST: Final = 300  # frames at once on one stream, and
 _FRAMES_PER_SECOND: Final = 20.0
 _PAGE_COST: Final = 10  # frames: a page of records costs far more than a ping to make and to send
-_PAGES_BURST: Final = 120  # pages at once for one peer, and
-_PAGES_PER_SECOND: Final = 12.0  # on however many streams; a client asks on a new one whenever it looks for servers
-_MAX_COUNTED: Final = 1000  # peers whose pages are counted
 _CHECKED_AT_ONCE: Final = 16  # announcements of a page
-_LOOKED_AT: Final = 64  # records beside twice as many as are wanted, to find some
+_LOOKED_AT: Final = 512  # records beside twice as many as are wanted, to find some of many sources
 _KADEMLIA: Final = "Kademlia"  # the source of what stands there: anybody may have put it
 
 OpenStream = Callable[[str, float], Awaitable[MessageStream[wire.DirectoryFrame]]]
@@ -104,8 +106,9 @@ class Directory:
             if peer_id != identity.peer_id:
                 self._bootstrap.setdefault(peer_id, []).append(addr)
                 host.remember(peer_id, [addr])
+        self._sampled: bytes | None = None  # the model version that is sampled; empty: all; None: it wants everything
         self._met: dict[str, tuple[str, ...]] = {}
-        self._allowances: dict[str, tuple[float, float]] = {}  # pages that a peer may have, and when that was
+        self._allowances = PageAllowances()
         self._logged: set[str] = set()  # whose bad announcements were logged
         self._changed = trio.Event()
         self.about: Callable[[], NodeInfo] = lambda: NodeInfo("client")  # what this node answers about itself
@@ -160,7 +163,7 @@ class Directory:
             page, now = frame.HasField("query"), trio.current_time()
             allowance = min(allowance + (now - counted) * _FRAMES_PER_SECOND, _BURST) - (_PAGE_COST if page else 1)
             counted = now
-            if allowance < 0 or (page and not self._allows_page(stream.peer_id)):
+            if allowance < 0 or (page and not self._allowances.take(stream.peer_id)):
                 error = wire.Error(code=wire.ERROR_BUSY, message="too many questions; ask more slowly")
                 await stream.send(wire.DirectoryFrame(error=error), timeout=_PUSH_DEADLINE)
                 return
@@ -168,26 +171,17 @@ class Directory:
             if reply is not None:
                 await stream.send(reply, timeout=_PUSH_DEADLINE)
 
-    def _allows_page(self, peer_id: str) -> bool:
-        """Whether a peer gets one more page, on whichever stream; counts it."""
-        now = trio.current_time()
-        allowance, counted = self._allowances.pop(peer_id, (float(_PAGES_BURST), now))
-        allowance = min(allowance + (now - counted) * _PAGES_PER_SECOND, _PAGES_BURST)
-        allowed = allowance >= 1
-        self._allowances[peer_id] = (allowance - 1 if allowed else allowance), now
-        while len(self._allowances) > _MAX_COUNTED:
-            del self._allowances[next(iter(self._allowances))]
-        return allowed
-
     def _answer(self, frame: wire.DirectoryFrame, peer_id: str) -> wire.DirectoryFrame | None:
         kind = frame.WhichOneof("body")
         if kind == "ping" and len(frame.ping.payload) <= protocol.MAX_PING:
             return wire.DirectoryFrame(ping=frame.ping)
         if kind == "query":
             self.merge(())  # drops the expired ones
-            after = frame.query.after
-            records = self.view.page(frame.query.model_version, after)
-            return protocol.records_page(records, after=after, limit=frame.query.limit)
+            query = frame.query
+            records = self.view.page(query.model_version, query.after)
+            if query.sample and query.limit:
+                records = sampled(records, self.view.origins, query.limit, time.time())
+            return protocol.records_page(records, after=query.after, limit=query.limit)
         if kind == "publish":
             try:
                 record = open_signed(frame.publish, now=time.time())
@@ -210,8 +204,10 @@ class Directory:
 
     # --- asking
 
-    async def pull(self, peer_id: str, *, model_version: bytes = b"", publish: bool = False, timeout: float) -> None:
-        """Merges all that a peer knows; with `publish`, sends it the own announcement first.
+    async def pull(
+        self, peer_id: str, *, model_version: bytes = b"", publish: bool = False, sample: bool = False, timeout: float
+    ) -> None:
+        """Merges all that a peer knows, or a sample of it; with `publish`, sends it the own announcement first.
 
         Raises:
             PeerError: it cannot be reached, did not answer within `timeout` seconds, or not what was asked.
@@ -221,7 +217,7 @@ class Directory:
             try:
                 if publish and self.own is not None:
                     await stream.send(wire.DirectoryFrame(publish=self.own.to_wire()), timeout=timeout)
-                await self._pull_pages(stream, model_version, timeout)
+                await self._pull_pages(stream, model_version, sample, timeout)
             except BaseException:
                 await stream.reset()
                 raise
@@ -262,11 +258,13 @@ class Directory:
             log.debug("could not announce to %s: %s", peer_id, error)
 
     async def _pull_pages(
-        self, stream: MessageStream[wire.DirectoryFrame], model_version: bytes, timeout: float
+        self, stream: MessageStream[wire.DirectoryFrame], model_version: bytes, sample: bool, timeout: float
     ) -> None:
         after = b""
-        for _ in range(protocol.MAX_PAGES):
-            query = wire.DirectoryQuery(model_version=model_version, after=after)
+        for _ in range(1 if sample else protocol.MAX_PAGES):
+            query = wire.DirectoryQuery(
+                model_version=model_version, after=after, limit=SAMPLE if sample else 0, sample=sample
+            )
             await stream.send(wire.DirectoryFrame(query=query), timeout=timeout)
             reply, _payloads = await stream.receive(timeout=timeout)
             if reply.WhichOneof("body") != "records":
@@ -287,27 +285,33 @@ class Directory:
                 await trio.lowlevel.checkpoint()
         self.merge(records, source=self._address_of(peer_id))
 
-    async def refresh(self, nursery: trio.Nursery, *, model_version: bytes, timeout: float) -> None:
-        """As `Swarm.refresh`: pulls from several peers, and from some that they name, until there is nothing new."""
+    async def refresh(
+        self, nursery: trio.Nursery, *, model_version: bytes, sample: bool = False, timeout: float
+    ) -> None:
+        """As `Swarm.refresh`: pulls from several peers, and from some that they name, until there is nothing new, or
+        with `sample` until there are several servers for each block."""
         asked: set[str] = set()
         failures: list[str] = []
+        self._sampled = model_version if sample else None
         for wave in range(_WAVES):
             known = len(self.view.records)
-            peers = [peer for peer in self.peers_to_ask(ASK_AT_START) if peer not in asked]
+            peers = [
+                peer for peer in self.peers_to_ask(_SAMPLED_PEERS if sample else ASK_AT_START) if peer not in asked
+            ]
             asked.update(peers)
-            await self._ask(nursery, peers, model_version, timeout, failures, math.inf if wave == 0 else _NAMED)
+            pull = functools.partial(self.pull, model_version=model_version, sample=sample, timeout=timeout)
+            await self._ask(nursery, peers, pull, failures, math.inf if wave == 0 else _NAMED)
             if wave == 0 and asked and len(failures) == len(asked):
                 reasons = "; ".join(sorted(set(failures))[:5])
                 raise SwarmError(f"no peer has answered ({len(asked)} asked): {reasons}")
-            if len(self.view.records) == known:
+            if len(self.view.records) == known or (sample and known_well(self.view, model_version, now=time.time())):
                 return
 
     async def _ask(
         self,
         nursery: trio.Nursery,
         peers: Sequence[str],
-        model_version: bytes,
-        timeout: float,
+        pull: Callable[[str], Awaitable[None]],
         failures: list[str],
         patience: float,
     ) -> None:
@@ -319,7 +323,7 @@ class Directory:
         async def ask(peer_id: str) -> None:
             nonlocal answers, failed, progress
             try:
-                await self.pull(peer_id, model_version=model_version, timeout=timeout)
+                await pull(peer_id)
                 answers += 1
             except PeerError as error:
                 failures.append(str(error))
@@ -340,17 +344,10 @@ class Directory:
         """Whom to ask: the named peers, and `count` others: first some that we have a connection to."""
         connected = [peer for peer in self._host.connected() if self.addrs_of(peer)]
         random.shuffle(connected)
-        wanted = dict.fromkeys([*self._bootstrap, *connected, *self._some_servers(count + len(connected) + 1)])
+        servers = (content.peer_id for content in in_turn(self.view, 2 * count + _LOOKED_AT, time.time()))
+        wanted = dict.fromkeys([*self._bootstrap, *connected, *itertools.islice(servers, count + len(connected) + 1)])
         wanted.pop(self._identity.peer_id, None)
         return list(wanted)[: count + len(self._bootstrap)]
-
-    def _some_servers(self, count: int) -> list[str]:
-        """Servers that can be dialed, `count` of them if there are so many, at random. Of a large view a part only is
-        looked at."""
-        now, known = time.time(), list(self.view.records)
-        some = random.sample(known, min(2 * count + _LOOKED_AT, len(known)))
-        found = (content for peer_id in some if (content := self.view.get(peer_id, now)) is not None)
-        return [content.peer_id for content in found if content.addrs][:count]
 
     async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
         with trio.move_on_after(timeout):
@@ -413,12 +410,14 @@ class Directory:
             pause *= 2
             async with trio.open_nursery() as nursery:
                 peers = self.peers_to_ask(1000)
-                for peer_id in random.sample(peers, min(_PULL_PEERS, len(peers))):
+                count = _PULL_PEERS if self._sampled is None else 1
+                for peer_id in random.sample(peers, min(count, len(peers))):
                     nursery.start_soon(self._try_pull, peer_id)
 
     async def _try_pull(self, peer_id: str) -> None:
         try:
-            await self.pull(peer_id, timeout=_PULL_DEADLINE)
+            sample = self._sampled is not None
+            await self.pull(peer_id, model_version=self._sampled or b"", sample=sample, timeout=_PULL_DEADLINE)
         except PeerError as error:
             log.debug("could not ask %s: %s", peer_id, error)
 

@@ -240,15 +240,17 @@ class Swarm(MessageStreams):
         """Returns when `view` has changed. Expiry alone does not count as a change."""
         await self._directory.wait_changed()
 
-    async def refresh(self, *, model_version: bytes | None = None, timeout: float) -> SwarmView:
+    async def refresh(self, *, model_version: bytes | None = None, sample: bool = False, timeout: float) -> SwarmView:
         """Asks several peers for all they know, side by side; returns when the quick ones have answered.
 
+        With `sample`, for some servers of each block only, as a client needs them, and from now on in the background.
         The slow ones go on in the background for as long as `timeout` seconds allow.
 
         Raises:
             SwarmError: there are peers to ask, and none has answered within `timeout` seconds.
         """
-        await self._directory.refresh(self._nursery, model_version=model_version or b"", timeout=timeout)
+        version = model_version or b""
+        await self._directory.refresh(self._nursery, model_version=version, sample=sample, timeout=timeout)
         return self._directory.view
 
     async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
@@ -364,7 +366,7 @@ class Swarm(MessageStreams):
                 await self._discovery.search()
             return
         try:
-            await self.refresh(timeout=self._config.bootstrap_deadline)
+            await self.refresh(sample=not self._config.listen, timeout=self._config.bootstrap_deadline)
         except SwarmError as error:
             raise SwarmError(
                 f"{error}. Check the addresses, and that these peers run; "

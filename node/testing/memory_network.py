@@ -296,7 +296,7 @@ class MemoryNode(MessageStreams):
     async def wait_changed(self) -> None:
         await self.network.wait_changed()
 
-    async def refresh(self, *, model_version: bytes | None = None, timeout: float) -> SwarmView:
+    async def refresh(self, *, model_version: bytes | None = None, sample: bool = False, timeout: float) -> SwarmView:
         await trio.lowlevel.checkpoint()
         return self.view
 
@@ -416,8 +416,9 @@ class DirectoryNode(MemoryNode):
     async def wait_changed(self) -> None:
         await self.directory.wait_changed()
 
-    async def refresh(self, *, model_version: bytes | None = None, timeout: float) -> SwarmView:
-        await self.directory.refresh(self.nursery, model_version=model_version or b"", timeout=timeout)
+    async def refresh(self, *, model_version: bytes | None = None, sample: bool = False, timeout: float) -> SwarmView:
+        version = model_version or b""
+        await self.directory.refresh(self.nursery, model_version=version, sample=sample, timeout=timeout)
         return self.view
 
     async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:

@@ -289,7 +289,7 @@ class _ClientNode(MemoryNode):
             raise StreamTimeout(f"{peer_id} did not open a stream within {timeout:g} s", peer_id)
         return await super().new_stream(peer_id, *arguments, timeout=timeout, **options)
 
-    async def refresh(self, *, model_version: bytes | None = None, timeout: float) -> Any:
+    async def refresh(self, *, model_version: bytes | None = None, sample: bool = False, timeout: float) -> Any:
         self._swarm.looks += 1
         with trio.move_on_after(timeout):
             await trio.sleep(self._swarm.look_seconds)

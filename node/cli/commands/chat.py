@@ -249,7 +249,7 @@ async def chat_in(
 
     async def identify() -> None:
         with suppress(SwarmError):  # nobody answers just now; what was heard at joining has to do
-            await swarm.refresh(timeout=REFRESH_TIMEOUT)
+            await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
         identified.append(await identify_model(swarm, folder))
 
     async with trio.open_nursery() as nursery:

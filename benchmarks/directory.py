@@ -1,0 +1,431 @@
+"""What the directory costs and who is found, in swarms of up to 10,000 servers, on simulated time and links.
+
+    python benchmarks/directory.py [--json] [--servers 100 1000 10000] [--models 1 100] [--hostile 0 1 10 100]
+                                   [--addresses 1 16 256] [--nodes 12] [--seconds 90] [--seed 1]
+
+No sockets and no keys: announcements are of their real size and merged, kept, chosen from and put into pages by the
+product's own functions (`SwarmView.merge`, `sampled`, `known_well`, `records_page`); signatures are not checked.
+Some nodes are simulated in full and stand for all others, as in a mean-field model: whoever is asked is one of them, or
+the attacker, as `in_turn` chooses from the asking node's view. The rounds, numbers of peers and lifetimes are the
+constants of `node/swarm`.
+
+- A server has a tenth to a third of its model's 30 blocks, announces itself every 15 s, and leaves with 10 % an hour;
+  another one comes for it. It has an address of its own.
+- The attacker has so many times as many keys as there are servers, at so many addresses. It announces half of them for
+  honest models and half for versions that it makes up, for an hour each, at every simulated node, 20 a second from each
+  address; whoever asks one of its keys gets as many of them as it takes. Nobody is there.
+- A client joins at one node, 100 ms a round trip away, with 10 Mbit/s: a connection takes three round trips, a stream
+  one, a page one and its bytes. It looks twice: as it joins, and for the servers of its model.
+
+`up`, `down`: KB/s of an idle server's announcements, queries and pages, with 40 bytes of frame and stream for each
+message; Kademlia and connections are not in it. `bootstrap`: what the node takes in that all servers were told of.
+`stale_s`: mean age of what a server knows of others; `gone`: share of the honest servers it knows that have left.
+`known`: the share of its model's honest servers that a server knows. For a client that asks for everything (`all_`),
+and one that asks for samples (`sample_`): seconds and KiB until its look returns; `blocks`, the share of blocks for
+which it then knows an honest server that is there; `honest`, the share of those among the servers that it knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from petalnode.crypto.identity import peer_id_from_bytes
+from petalnode.node.swarm import announcer, directory
+from petalnode.node.swarm.config import DEFAULT_TTL
+from petalnode.node.swarm.sample import SAMPLE, in_turn, known_well, sampled
+from petalnode.node.swarm.view import MAX_RECORDS, SwarmView
+from petalnode.protocols import directory as protocol
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.announcement import MAX_LIFETIME, Announcement, ServerState, SignedAnnouncement
+from petalnode.protocols.ids import Span
+
+BLOCKS: Final = 30
+CHURN: Final = 0.10 / 3600  # of the servers in a second
+ROUND_TRIP: Final = 0.1  # seconds
+LINK: Final = 10e6 / 8  # bytes a second, of a client
+FRAME: Final = 40  # bytes around a message: length, Yamux, Noise
+PUSHES_OF_ADDRESS: Final = 20  # a second, as one stream allows
+START: Final = 1_800_000_000.0  # seconds since 1970
+ROUND: Final = DEFAULT_TTL / 3
+_HEAD: Final = bytes.fromhex("002408011220")
+_PEERS_TOLD: Final = 64  # hostile keys whose page is made anew; the pages of all others are these
+
+
+@dataclass(frozen=True)
+class Setting:
+    servers: int
+    models: int
+    hostile: int
+    addresses: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a client has after its look."""
+
+    seconds: float
+    kib: float
+    blocks: float
+    honest: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    up: float
+    down: float
+    bootstrap: float
+    stale_s: float
+    gone: float
+    known: float
+    all: Look
+    sample: Look
+
+
+@dataclass
+class Server:
+    """A server, or (`address` below 0) a key of the attacker."""
+
+    number: int
+    version: bytes
+    span: Span
+    address: int
+    left: float = math.inf
+
+    def record(self, now: float) -> SignedAnnouncement:
+        lifetime = DEFAULT_TTL if self.address >= 0 else MAX_LIFETIME
+        key = _HEAD + self.number.to_bytes(32, "big")
+        content = Announcement(
+            _peer_id(self.number),
+            self.version,
+            "org/model",
+            BLOCKS,
+            self.span,
+            ServerState.ONLINE,
+            sequence=int(now * 1e9),
+            expires=now + lifetime,
+            addrs=("/ip4/192.0.2.1/tcp/31330",),
+        )
+        made = SignedAnnouncement(content, _SIZE, self.number.to_bytes(64, "big"))
+        made.__dict__["key"] = key  # worked out from the peer id otherwise, which takes longer than all else here
+        return made
+
+
+@cache
+def _peer_id(number: int) -> str:
+    return peer_id_from_bytes(_HEAD + number.to_bytes(32, "big"))
+
+
+def _typical() -> bytes:
+    """An announcement as a server makes it: two addresses, round trips to eight servers."""
+    peers = [_peer_id(number) for number in range(1, 10)]
+    content = Announcement(
+        peers[0],
+        bytes(32),
+        "org/model-7b-instruct",
+        BLOCKS,
+        Span(0, 10),
+        ServerState.ONLINE,
+        sequence=int(START * 1e9),
+        expires=START,
+        step_seconds=0.01,
+        forward_tokens_per_second=1000.0,
+        dtype="bfloat16",
+        cache_tokens_free=10_000,
+        cache_tokens=16_000,
+        addrs=("/ip4/192.0.2.1/tcp/31330", "/ip6/2001:db8::1/tcp/31330"),
+        rtts=dict.fromkeys(peers[1:], 0.05),
+        software_version="0.1.0",
+        network_seconds=0.001,
+        load_seconds=1.0,
+        device="cuda",
+    )
+    return content.to_wire().SerializeToString()
+
+
+_SIZE: Final = _typical()
+
+
+def size_of(frame: wire.DirectoryFrame) -> int:
+    return int(frame.ByteSize()) + FRAME
+
+
+@dataclass
+class Traffic:
+    up: int = 0
+    down: int = 0
+
+
+class World:
+    """All servers, and those that are simulated: `views[0]` is the bootstrap node's, the others are servers'."""
+
+    def __init__(self, setting: Setting, nodes: int, seed: int) -> None:
+        self.setting = setting
+        self.random = random.Random(seed)
+        self.now = START
+        self._numbers = iter(range(1, 1 << 62))
+        self._by_peer: dict[str, Server] = {}  # honest ones, those that have left too
+        self.models = [number.to_bytes(32, "big") for number in range(1, setting.models + 1)]
+        self.servers = [self._server() for _ in range(setting.servers)]
+        self.nodes: list[Server | None] = [None, *self.servers[: nodes - 1]]
+        self.views = [SwarmView() for _ in self.nodes]
+        self.traffic = [Traffic() for _ in self.nodes]
+        self.hostile = setting.hostile * setting.servers
+        self._hostile_pages: dict[int, list[Answer]] = {}
+
+    def _server(self) -> Server:
+        length = self.random.randint(BLOCKS // 10, BLOCKS // 3)
+        start = self.random.randint(0, BLOCKS - length)
+        number = next(self._numbers)
+        made = Server(number, self.random.choice(self.models), Span(start, start + length), number)
+        self._by_peer[_peer_id(number)] = made
+        return made
+
+    def attacker(self, number: int) -> Server:
+        """The key of this number, from 0."""
+        version = self.models[number % len(self.models)]
+        if number % 2:
+            version = (1 << 200 | number % 1000).to_bytes(32, "big")
+        address = -1 - number % self.setting.addresses
+        return Server((1 << 100) + number, version, Span(number % (BLOCKS - 9), number % (BLOCKS - 9) + 10), address)
+
+    # --- what nodes say to each other
+
+    def push_all(self, seconds: float) -> None:
+        """What the simulated nodes are sent in so many seconds by servers that announce themselves."""
+        pushes = announcer._PUSH_PEERS + 1  # and the bootstrap node
+        size = size_of(wire.DirectoryFrame(publish=self.servers[0].record(self.now).to_wire()))
+        renewals = seconds / (ROUND * 0.95)
+        for at, node in enumerate(self.nodes):
+            # All servers tell the bootstrap node; 16 of the N servers tell any other in each round.
+            mean = renewals * (len(self.servers) if node is None else pushes - 1)
+            senders = self.random.sample(self.servers, min(self._about(mean), len(self.servers)))
+            for server in senders:
+                self._heard(at, [server.record(self.now - self.random.random())], server.address, met=True)
+            self.traffic[at].down += size * len(senders)
+            if node is not None:
+                self.traffic[at].up += round(size * pushes * renewals)
+            for address in range(self.setting.addresses if self.hostile else 0):
+                keys = [self.random.randrange(self.hostile) for _ in range(round(PUSHES_OF_ADDRESS * seconds))]
+                told = [self.attacker(key - key % self.setting.addresses + address) for key in keys]
+                self._heard(at, [one.record(self.now) for one in told], -1 - address, met=True)
+
+    def _about(self, mean: float) -> int:
+        return int(mean) + (self.random.random() < mean % 1)
+
+    def pull(self, at: int) -> None:
+        """One question in the background of a simulated node, to somebody that it knows."""
+        traffic = self.traffic[at]
+        asked = self.asked_by(self.views[at])
+        for answer in self.answers(asked, b""):
+            traffic.down += answer.reply
+            traffic.up += answer.query
+            if at and not isinstance(asked, Server):  # each is asked as often as it asks, on the average
+                traffic.up += answer.reply
+                traffic.down += answer.query
+            self._heard(at, answer.records, self.address_of(asked))
+
+    def asked_by(self, view: SwarmView) -> int | Server:
+        """A simulated node (its number) that stands for an honest peer, or a key of the attacker."""
+        some = next(in_turn(view, directory._LOOKED_AT, self.now, self.random), None)
+        if some is not None and some.peer_id not in self._by_peer:
+            return self.attacker(self.random.randrange(self.hostile))
+        return self.random.randrange(len(self.nodes))
+
+    def address_of(self, asked: int | Server) -> int:
+        """Another honest peer each time: those that are simulated stand for all."""
+        return asked.address if isinstance(asked, Server) else next(self._numbers)
+
+    def answers(self, asked: int | Server, version: bytes) -> Iterator[Answer]:
+        """What one peer answers to who wants all that it knows, page by page."""
+        if isinstance(asked, Server):
+            yield from self._answers_of_attacker(asked.number % _PEERS_TOLD)
+        else:
+            yield from in_pages(list(self.views[asked].page(version, b"")), version)
+
+    def _answers_of_attacker(self, asked: int) -> list[Answer]:
+        if asked not in self._hostile_pages:
+            first = self.random.randrange(self.hostile)
+            keys = (self.attacker((first + key) % self.hostile) for key in range(min(self.hostile, 2 * MAX_RECORDS)))
+            records = sorted((key.record(self.now) for key in keys), key=lambda record: record.key)
+            self._hostile_pages[asked] = list(in_pages(records, b""))
+        return self._hostile_pages[asked]
+
+    def _heard(self, at: int, records: Iterable[SignedAnnouncement], address: int, *, met: bool = False) -> None:
+        self.views[at] = self.views[at].merge(records, self.now, source=str(address), met=met)
+
+    # --- time
+
+    def run(self, seconds: float) -> None:
+        """Every second some servers change and announce themselves; each node asks when its round is over."""
+        due = [self.random.uniform(0, ROUND) for _ in self.nodes]
+        for _ in range(round(seconds)):
+            self.now += 1
+            self._churn(1)
+            self.push_all(1)
+            for at in range(len(self.nodes)):
+                due[at] -= 1
+                if due[at] <= 0:
+                    due[at] += ROUND * self.random.uniform(0.7, 1.0)
+                    for _ in range(directory._PULL_PEERS):
+                        self.pull(at)
+
+    def _churn(self, seconds: float) -> None:
+        for _ in range(self._about(len(self.servers) * CHURN * seconds)):
+            at = self.random.randrange(len(self.nodes), len(self.servers))  # who is simulated stays
+            self._by_peer[_peer_id(self.servers[at].number)].left = self.now
+            self.servers[at] = self._server()
+
+    def join(self, *, sample: bool) -> Look:
+        """A client that joins and looks for its model, as `Directory.refresh` does it both times."""
+        view, seconds, received = SwarmView(), 0.0, 0
+        for version in (b"", self.models[0]):
+            for _ in range(directory._WAVES):
+                known = len(view.records)
+                asked: list[int | Server] = [0]  # whom it joins by, always
+                if view.records:
+                    count = directory._SAMPLED_PEERS if sample else directory.ASK_AT_START
+                    asked += [self.asked_by(view) for _ in range(count)]
+                slowest, of_wave = 0.0, 0
+                for peer in asked:
+                    answers = [self.sample(peer, version)] if sample else list(self.answers(peer, version))
+                    for answer in answers:
+                        view = view.merge(answer.records, self.now, source=str(self.address_of(peer)))
+                        of_wave += answer.reply
+                    slowest = max(slowest, (4 + len(answers)) * ROUND_TRIP)
+                seconds += max(slowest, of_wave / LINK + 5 * ROUND_TRIP)
+                received += of_wave
+                if len(view.records) == known or (sample and known_well(view, version, now=self.now)):
+                    break
+        servers = view.servers(self.models[0], now=self.now)
+        right = [content for content in servers if self.is_there(content.peer_id)]
+        covered = sum(any(block in content.span for content in right) for block in range(BLOCKS))
+        return Look(seconds, received / 1024, covered / BLOCKS, len(right) / len(servers) if servers else 0.0)
+
+    def sample(self, asked: int | Server, version: bytes) -> Answer:
+        """What one peer answers to who wants a sample."""
+        query = wire.DirectoryFrame(query=wire.DirectoryQuery(model_version=version, limit=SAMPLE, sample=True))
+        if isinstance(asked, Server):
+            keys = (self.attacker(self.random.randrange(self.hostile)) for _ in range(10 * SAMPLE))
+            records = [key.record(self.now) for key in keys if not version or key.version == version][:SAMPLE]
+        else:
+            view = self.views[asked]
+            records = sampled(view.page(version, b""), view.origins, SAMPLE, self.now, self.random)
+        return Answer(size_of(query), size_of(protocol.records_page(records)), records)
+
+    # --- what came of it
+
+    def is_there(self, peer_id: str) -> bool:
+        server = self._by_peer.get(peer_id)
+        return server is not None and self.now < server.left
+
+    def outcome(self, seconds: float) -> Outcome:
+        idle = self.traffic[1:]
+        ages, gone, honest = [], [], []
+        for server, view in zip(self.servers, self.views[1:], strict=False):
+            held = [record.content for peer, record in view.records.items() if peer in self._by_peer]
+            ages += [self.now - content.sequence / 1e9 for content in held]
+            gone += [not self.is_there(content.peer_id) for content in held]
+            there = {
+                peer for peer, one in self._by_peer.items() if one.version == server.version and self.is_there(peer)
+            }
+            honest.append(len(there & view.records.keys()) / len(there))
+        return Outcome(
+            up=_mean(one.up for one in idle) / seconds / 1000,
+            down=_mean(one.down for one in idle) / seconds / 1000,
+            bootstrap=self.traffic[0].down / seconds / 1000,
+            stale_s=_mean(ages),
+            gone=_mean(gone),
+            known=_mean(honest),
+            all=self.join(sample=False),
+            sample=self.join(sample=True),
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One page: the bytes of the query and of the reply, and what is in it."""
+
+    query: int
+    reply: int
+    records: list[SignedAnnouncement]
+
+
+def in_pages(records: list[SignedAnnouncement], version: bytes) -> Iterator[Answer]:
+    """Records, in their order, as a directory gives them to who asks for all."""
+    for _ in range(protocol.MAX_PAGES):
+        query = wire.DirectoryFrame(
+            query=wire.DirectoryQuery(model_version=version, after=records[0].key if records else b"")
+        )
+        reply = protocol.records_page(records)
+        yield Answer(size_of(query), size_of(reply), records[: len(reply.records.records)])
+        records = records[len(reply.records.records) :]
+        if not reply.records.truncated:
+            return
+
+
+def _mean(values: Iterable[float]) -> float:
+    held = list(values)
+    return sum(held) / len(held) if held else 0.0
+
+
+def simulate(setting: Setting, nodes: int, seconds: float, seed: int) -> Outcome:
+    """Half of the time to fill the views, half of it to measure."""
+    world = World(setting, min(nodes, setting.servers // 2), seed)
+    world.run(seconds / 2)
+    world.traffic = [Traffic() for _ in world.nodes]
+    world.run(seconds / 2)
+    return world.outcome(seconds / 2)
+
+
+def settings(args: argparse.Namespace) -> Iterator[Setting]:
+    for servers, models, hostile in product(args.servers, args.models, args.hostile):
+        for addresses in args.addresses if hostile else [0]:
+            yield Setting(servers, models, hostile, addresses)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    for name, default in (("servers", [100, 1000, 10_000]), ("models", [1, 100]), ("hostile", [0, 1, 10, 100])):
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=default)
+    parser.add_argument("--addresses", type=int, nargs="+", default=[1, 16, 256])
+    parser.add_argument("--nodes", type=int, default=12, help="simulated in full")
+    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    rows = []
+    console = Console(stderr=args.json, width=200 if args.json else None)
+    for setting in settings(args):
+        outcome = simulate(setting, args.nodes, args.seconds, args.seed)
+        rows.append({**asdict(setting), **_flat(asdict(outcome))})
+        if args.json:
+            console.print(rows[-1])
+    if args.json:
+        print(json.dumps({"rows": rows}))
+        return
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(f"{value:g}" for value in row.values()))
+    console.print(table)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{name}_") if isinstance(value, dict) else {prefix + name: float(f"{value:.3g}")}
+    return flat
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Which announcements a directory gives to who wants only some of very many: a client that needs one chain. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, is_expired
+from .view import Origin, SwarmView
+
+SAMPLE: Final = 64
+"""Announcements that a client asks for: some 30 KiB, and six servers for each of 30 blocks if each has three."""
+_SEVERAL: Final = 3  # servers of a block
+_LOOKED_AT: Final = 8  # times as many as are wanted, before those that fit best are taken
+
+
+def sampled(
+    records: Iterable[SignedAnnouncement],
+    origins: Mapping[str, Origin],
+    limit: int,
+    now: float,
+    rng: random.Random | None = None,
+) -> list[SignedAnnouncement]:
+    """At most `limit` of `records`, in no order: all of them if they are not more.
+
+    First one for each block of each model that anybody online has, then a second one for each, and so on. Whose turn
+    it is goes around the sources (at which a server announced itself, else who passed its announcement on last): all
+    keys of one address are chosen as often as one server with an address of its own. `now` in seconds since 1970.
+    """
+    records = list(records)
+    if len(records) <= limit:
+        return records
+    wanted = [record for record in records if record.content.state is ServerState.ONLINE]
+    order = _in_turn(
+        (record for record in wanted if not is_expired(record.content, now)), origins, rng or random.Random()
+    )
+    held: Counter[tuple[bytes, int]] = Counter()
+    chosen: list[SignedAnnouncement] = []
+    others = _take(order, chosen, held, limit, 1)
+    target = 1
+    while others and len(chosen) < limit:
+        target += 1
+        others = _take(iter(others), chosen, held, limit, target)
+    return chosen
+
+
+def known_well(view: SwarmView, model_version: bytes, *, now: float) -> bool:
+    """Whether a client knows several servers for each block of a model version, or (empty) a whole sample of all."""
+    if not model_version:
+        return len(view.records) >= SAMPLE
+    servers = [one for one in view.servers(model_version, now=now) if one.state is ServerState.ONLINE]
+    held = Counter(block for one in servers for block in range(one.span.start, one.span.end))
+    return bool(servers) and all(held[block] >= _SEVERAL for block in range(servers[0].num_blocks))
+
+
+def in_turn(view: SwarmView, looked_at: int, now: float, rng: random.Random | None = None) -> Iterator[Announcement]:
+    """Servers that can be dialed, in an order that goes around the sources: whom to ask is not to be decided by who has
+    most keys. Of a large view so many records only are looked at, at random."""
+    rng = rng or random.Random()
+    known = list(view.records)
+    some = rng.sample(known, min(looked_at, len(known)))
+    records = (view.records[peer_id] for peer_id in some)
+    there = (record for record in records if record.content.addrs and view.get(record.content.peer_id, now) is not None)
+    return (record.content for record in _in_turn(there, view.origins, rng))
+
+
+def _take(
+    order: Iterator[SignedAnnouncement],
+    chosen: list[SignedAnnouncement],
+    held: Counter[tuple[bytes, int]],
+    limit: int,
+    target: int,
+) -> list[SignedAnnouncement]:
+    """Chooses those that have a block which fewer than `target` chosen ones have; returns some of the others."""
+    others: list[SignedAnnouncement] = []
+    for record in order:
+        content = record.content
+        blocks = [(content.model_version, block) for block in range(content.span.start, content.span.end)]
+        if len(chosen) < limit and any(held[block] < target for block in blocks):
+            chosen.append(record)
+            held.update(blocks)
+        elif len(others) < _LOOKED_AT * limit:
+            others.append(record)
+        if len(chosen) == limit:
+            break
+    return others
+
+
+def _in_turn(
+    records: Iterable[SignedAnnouncement], origins: Mapping[str, Origin], rng: random.Random
+) -> Iterator[SignedAnnouncement]:
+    """In random order, one of each source, then a second one of each that has more, and so on."""
+    of_source: dict[str, list[SignedAnnouncement]] = {}
+    for record in records:
+        origin = origins[record.content.peer_id]
+        of_source.setdefault(origin.met or origin.sources[-1], []).append(record)
+    groups = list(of_source.values())
+    for group in groups:
+        if len(group) > 1:
+            rng.shuffle(group)
+    turn = 0
+    while groups:
+        rng.shuffle(groups)
+        for group in groups:
+            yield group[turn]
+        turn += 1
+        groups = [group for group in groups if len(group) > turn]

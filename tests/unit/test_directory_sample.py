@@ -1,0 +1,194 @@
+"""What a directory gives to a client that wants some servers of each block only."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.swarm.directory import Directory
+from petalnode.node.swarm.sample import SAMPLE, in_turn, known_well, sampled
+from petalnode.node.swarm.view import SwarmView
+from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.announcement import (
+    Announcement,
+    ServerState,
+    SignedAnnouncement,
+    freshened,
+    sign_announcement,
+)
+from petalnode.protocols.directory import MAX_HEADER
+from petalnode.protocols.framing import MessageStream, PeerError
+from petalnode.protocols.ids import Span
+
+NOW = 1_800_000_000.0
+MODEL, OTHER = b"m" * 32, b"o" * 32
+BLOCKS = 30
+
+
+def announced(
+    number: int, span: Span, version: bytes = MODEL, state: ServerState = ServerState.ONLINE, lifetime: float = 45.0
+) -> SignedAnnouncement:
+    peer_id = Identity.from_seed(number.to_bytes(32, "big")).peer_id
+    plain = Announcement(peer_id, version, "model", BLOCKS, span, state)
+    return SignedAnnouncement(freshened(plain, now=NOW, lifetime=lifetime), b"", number.to_bytes(64, "big"))
+
+
+def spread(count: int, first: int = 0, length: int = 3) -> list[SignedAnnouncement]:
+    return [
+        announced(first + number, Span(number % (BLOCKS - length + 1), number % (BLOCKS - length + 1) + length))
+        for number in range(count)
+    ]
+
+
+def held(records: list[SignedAnnouncement]) -> Counter[int]:
+    return Counter(block for record in records for block in range(record.content.span.start, record.content.span.end))
+
+
+def sample_of(view: SwarmView, limit: int = SAMPLE, seed: int = 1) -> list[SignedAnnouncement]:
+    return sampled(view.records.values(), view.origins, limit, NOW, random.Random(seed))
+
+
+def test_a_small_swarm_is_given_as_it_is() -> None:
+    records = [*spread(50), announced(99, Span(0, 1), state=ServerState.OFFLINE)]
+    assert len(sample_of(SwarmView().merge(records, NOW))) == 51
+
+
+def test_of_a_large_one_every_block_gets_its_share() -> None:
+    view = SwarmView().merge(spread(600), NOW)
+    for seed in range(5):
+        chosen = sample_of(view, seed=seed)
+        assert len(chosen) == SAMPLE == len({record.content.peer_id for record in chosen})
+        assert min(held(chosen)[block] for block in range(BLOCKS)) >= 3
+
+
+def test_a_block_that_one_server_has_is_not_left_out() -> None:
+    records = [announced(number, Span(0, BLOCKS - 1)) for number in range(500)]
+    rare = announced(1000, Span(BLOCKS - 1, BLOCKS))
+    assert rare in sample_of(SwarmView().merge([*records, rare], NOW), limit=10)
+
+
+def test_retracted_joining_and_expired_servers_take_no_places() -> None:
+    gone = [announced(2000 + number, Span(0, BLOCKS), state=ServerState.OFFLINE) for number in range(300)]
+    loading = [announced(3000 + number, Span(0, BLOCKS), state=ServerState.JOINING) for number in range(300)]
+    view = SwarmView().merge([*spread(200), *gone, *loading], NOW)
+    assert {record.content.state for record in sample_of(view)} == {ServerState.ONLINE}
+    assert sampled(view.records.values(), view.origins, SAMPLE, NOW + 100) == []
+
+
+def test_it_goes_around_the_addresses_however_many_keys_each_has() -> None:
+    """100 servers of as many addresses, and 2,000 keys of 16."""
+    view = SwarmView()
+    honest = spread(100)
+    for number, record in enumerate(honest):
+        view = view.merge([record], NOW, source=f"server {number}", met=True)
+    false = spread(2000, first=10_000, length=BLOCKS)
+    for address in range(16):
+        view = view.merge(false[address::16], NOW, source=f"attacker {address}", met=True)
+    peers = {record.content.peer_id for record in honest}
+    for seed in range(5):
+        chosen = [record for record in sample_of(view, seed=seed) if record.content.peer_id in peers]
+        assert min(held(chosen)[block] for block in range(BLOCKS)) >= 1
+
+
+def test_whom_to_ask_is_not_decided_by_who_has_most_keys() -> None:
+    addrs = ("/ip4/192.0.2.1/tcp/1",)
+    honest = [replace(one, content=replace(one.content, addrs=addrs)) for one in spread(50)]
+    false = [replace(one, content=replace(one.content, addrs=addrs)) for one in spread(450, first=10_000)]
+    view = SwarmView()
+    for number, record in enumerate(honest):
+        view = view.merge([record], NOW, source=f"server {number}", met=True)
+    view = view.merge([*false, *spread(5, first=20_000)], NOW, source="attacker", met=True)
+    order = [content.peer_id for content in in_turn(view, 1000, NOW, random.Random(1))]
+    assert len(order) == len(set(order)) == 500
+    assert {record.content.peer_id for record in honest} <= set(order[:51])
+    assert len(list(in_turn(view, 20, NOW, random.Random(1)))) <= 20
+
+
+def test_when_a_client_knows_enough() -> None:
+    view = SwarmView().merge([announced(number, Span(0, BLOCKS)) for number in range(2)], NOW)
+    assert not known_well(view, MODEL, now=NOW)
+    view = view.merge([announced(5, Span(0, BLOCKS - 1)), announced(6, Span(0, BLOCKS), OTHER)], NOW)
+    assert not known_well(view, MODEL, now=NOW)
+    view = view.merge([announced(7, Span(BLOCKS - 1, BLOCKS))], NOW)
+    assert known_well(view, MODEL, now=NOW)
+    assert not known_well(view, OTHER, now=NOW)
+    assert not known_well(SwarmView(), MODEL, now=NOW)
+    assert not known_well(view, b"", now=NOW)
+    assert known_well(view.merge(spread(SAMPLE, first=100), NOW), b"", now=NOW)
+
+
+# --- between two directories
+
+
+Stream = MessageStream[wire.DirectoryFrame]
+
+
+async def nothing(*_: Any, **__: Any) -> None:
+    await trio.lowlevel.checkpoint()
+
+
+def directory(open_stream: Any, bootstrap: list[tuple[str, str]]) -> Directory:
+    host: Any = SimpleNamespace(connected=list, remember=lambda *_: None)
+    table: Any = SimpleNamespace(add_peer=nothing)
+    identity = Identity.generate()
+    return Directory(identity=identity, ttl=45, host=host, dht=table, open_stream=open_stream, bootstrap=bootstrap)
+
+
+@pytest.fixture(scope="module")
+def records() -> list[SignedAnnouncement]:
+    made = []
+    for number in range(SAMPLE + 50):
+        identity = Identity.from_seed(number.to_bytes(32, "big"))
+        span = Span(number % 10, number % 10 + 1)
+        plain = Announcement(identity.peer_id, MODEL, "model", 10, span, ServerState.ONLINE)
+        made.append(sign_announcement(identity, freshened(plain, now=time.time(), lifetime=3000)))
+    return made
+
+
+@pytest.mark.parametrize(("sample", "known"), [(True, SAMPLE), (False, SAMPLE + 50)])
+def test_a_client_takes_a_page_and_a_server_everything(
+    sample: bool, known: int, records: list[SignedAnnouncement]
+) -> None:
+    queries: list[wire.DirectoryQuery] = []
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            there = directory(nothing, [])
+            there.merge(records)
+            asked = Identity.generate().peer_id
+
+            async def serve(stream: Stream) -> None:
+                try:
+                    await there.serve(stream)
+                except PeerError:
+                    await stream.reset()
+
+            async def open_stream(peer_id: str, _timeout: float) -> Stream:
+                assert peer_id == asked
+                ours, theirs = message_streams(wire.DirectoryFrame, "client", asked, max_header=MAX_HEADER)
+                send = ours.send
+
+                async def told(frame: wire.DirectoryFrame, *args: Any, **how: Any) -> None:
+                    queries.append(frame.query)
+                    await send(frame, *args, **how)
+
+                ours.send = told  # type: ignore[method-assign]
+                nursery.start_soon(serve, theirs)
+                return ours
+
+            here = directory(open_stream, [(asked, "/ip4/192.0.2.1/tcp/1")])
+            await here.refresh(nursery, model_version=MODEL, sample=sample, timeout=60)
+            assert len(here.view.records) == known
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+    assert queries and all(query.sample == sample for query in queries)
