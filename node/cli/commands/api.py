@@ -136,7 +136,7 @@ async def _api(model: str | None, options: ApiOptions, join: JoinOptions, output
     async with joined(join, output, role="chat", listens=False) as (swarm, _):
         start.stage("looking for the model")
         with suppress(SwarmError):
-            await swarm.refresh(timeout=REFRESH_TIMEOUT)
+            await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
         folder = await model_folder(model or await served_model(swarm), output, need="client")
         start.stage(f"loading embeddings and head of {folder.name}")
         local, text, models = await trio.to_thread.run_sync(
