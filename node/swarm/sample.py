@@ -13,6 +13,7 @@ from .view import Origin, SwarmView
 SAMPLE: Final = 64
 """Announcements that a client asks for: some 30 KiB, and six servers for each of 30 blocks if each has three."""
 _SEVERAL: Final = 3  # servers of a block
+_AT_ONCE: Final = 2048  # records that are put in order
 _LOOKED_AT: Final = 8  # times as many as are wanted, before those that fit best are taken
 
 
@@ -38,7 +39,8 @@ def sampled(
     )
     held: Counter[tuple[bytes, int]] = Counter()
     chosen: list[SignedAnnouncement] = []
-    others = _take(order, chosen, held, limit, 1)
+    blocks = {record.content.model_version: record.content.num_blocks for record in records}
+    others = _take(order, chosen, held, limit, 1, sum(blocks.values()))
     target = 1
     while others and len(chosen) < limit:
         target += 1
@@ -72,8 +74,10 @@ def _take(
     held: Counter[tuple[bytes, int]],
     limit: int,
     target: int,
+    there: int = 0,
 ) -> list[SignedAnnouncement]:
-    """Chooses those that have a block which fewer than `target` chosen ones have; returns some of the others."""
+    """Chooses those that have a block which fewer than `target` chosen ones have; returns some of the others. Stops
+    when somebody has each of the blocks that are `there` and there are enough others."""
     others: list[SignedAnnouncement] = []
     for record in order:
         content = record.content
@@ -83,9 +87,20 @@ def _take(
             held.update(blocks)
         elif len(others) < _LOOKED_AT * limit:
             others.append(record)
-        if len(chosen) == limit:
+        if len(chosen) == limit or (0 < there <= len(held) and len(others) == _LOOKED_AT * limit):
             break
     return others
+
+
+def _in_parts(
+    records: list[SignedAnnouncement], origins: Mapping[str, Origin], now: float, rng: random.Random
+) -> Iterator[SignedAnnouncement]:
+    """The records of servers that are online, as `_in_turn`: first of some of them, then, if that is not enough, of the
+    others. A directory of ten thousand seldom has to go through all."""
+    first = set(rng.sample(range(len(records)), min(_AT_ONCE, len(records))))
+    for part in (first, (at for at in range(len(records)) if at not in first)):
+        there = (records[at] for at in part if records[at].content.state is ServerState.ONLINE)
+        yield from _in_turn((record for record in there if not is_expired(record.content, now)), origins, rng)
 
 
 def _in_turn(
