@@ -16,7 +16,7 @@ import typer
 
 from ..client.chat import Dialogue, SavedChat, Text, fit
 from ..client.deadlines import REOPEN_TIMEOUT
-from ..errors import BadInput, MachineError, PetalnodeError, unwrapped
+from ..errors import BadInput, ExitCode, MachineError, PetalnodeError, unwrapped
 from .output import Output
 from .process import SIGNALLED, text_given
 from .terminal import LineReader, stopped_by_signal
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..client.session.chain import Trouble
     from ..client.session.comparing import Disagreement
     from ..swarm.routing import Hop
+    from .strangers import StrangerNotice
 
 _LOOK: Final = 0.25
 """Seconds between two looks at what an answer waits for."""
@@ -63,6 +64,7 @@ class Chatter:
         system: the system prompt of a new conversation.
         once: there is one question only, and what goes wrong is raised.
         serve_options: those of `petalnode serve` for another server of the same swarm and model.
+        notice: asked before each prompt whether it may go to the servers that there are.
     """
 
     conversation: Conversation
@@ -76,8 +78,10 @@ class Chatter:
     once: bool = False
     show_route: bool = False
     serve_options: str = ""
+    notice: StrangerNotice | None = None
 
     def __post_init__(self) -> None:
+        self._reader: LineReader | None = None
         self.dialogue = opening(self.system)
         self.unfinished = False  # whether the answer to the newest question was cut off, or never came
         if self.saved is not None and self.saved.dialogue.turns:
@@ -92,8 +96,10 @@ class Chatter:
             _, question, answer = self.dialogue.without_newest()
             self.output.say(f"(the last question was not answered to the end; /retry asks it again)\n> {question}")
             self.output.say(answer)
-        reader = LineReader()
+        self._reader = reader = LineReader()
         with reader:
+            if self.notice is not None and not await self.notice.permits(reader):
+                raise typer.Exit(ExitCode.RESULT_SAYS_NO)
             while True:
                 try:
                     line = await reader.read("\n> ")
@@ -121,7 +127,9 @@ class Chatter:
 
     async def _answer_or_say_why(self, question: str) -> None:
         try:
-            await self.answer(question)
+            # Strangers may have come since the last question.
+            if self.notice is None or await self.notice.permits(self._reader):
+                await self.answer(question)
         except PetalnodeError as error:
             self.output.error(str(error))
             if self.unfinished:

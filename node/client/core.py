@@ -16,12 +16,13 @@ from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
 from ...protocols.framing import F, MessageStream, PeerError
-from ...protocols.ids import ADAPTER, INFERENCE
+from ...protocols.ids import ADAPTER, INFERENCE, Span
 from ...protocols.training import MAX_HEADER as MAX_BATCH_HEADER
 from ...protocols.training import PIECE_BYTES, BatchFrames
 from ..errors import BadInput, NoChainError, ServerFailed
 from ..swarm.routing import Hop
 from ..swarm.swarm import Swarm
+from ..swarm.trusted_servers import TrustedServers
 from ..trust.bundle import equivocation_bundle
 from ..trust.receipt_log import SHARED_BYTES, ReceiptArchive
 from ..verification.tolerances import doubt
@@ -57,12 +58,14 @@ async def open_client(
     adapter: Adapter | str | None = None,
     require_pledge: int | None = None,
     compare_chains: int = 1,
+    trusted: TrustedServers | None = None,
 ) -> AsyncIterator[SwarmClient]:
     """A client for the length of the block.
 
     `allowed` and `blocked` are peer ids; no `allowed` allows everybody. `share_receipts` are auditors, multiaddrs with
     /p2p, that may see what is sent and received (`sharing`). `adapter` changes the blocks for all sessions that name
     none: one that is brought to servers, or the name of one that they hold.
+    `trusted` are the servers for the first and the last blocks; auditors are shown nothing of those blocks.
     Servers that do not pledge at least `require_pledge` points are not used; None: whether they pledge or not.
     From 2 on, sessions run through `compare_chains` chains that share no server and compare them (`compared_session`).
 
@@ -78,21 +81,23 @@ async def open_client(
             allowed=allowed,
             blocked=blocked,
             require_pledge=require_pledge,
+            trusted=trusted,
             adapter=changes,
             compare_chains=compare_chains,
         )
         if share_receipts:
             client.receipts = ReceiptArchive(SHARED_BYTES)
-            nursery.start_soon(_share, swarm, client.receipts, share_receipts)
+            nursery.start_soon(_share, swarm, client.receipts, share_receipts, client.trusted.middle(model.num_blocks))
         nursery.start_soon(client.candidates)  # so that the first session finds the round trips measured
         yield client
         nursery.cancel_scope.cancel()
 
 
-async def _share(swarm: Swarm, archive: ReceiptArchive, auditors: Sequence[str]) -> None:
+async def _share(swarm: Swarm, archive: ReceiptArchive, auditors: Sequence[str], blocks: Span | None) -> None:
     from .sharing import share_receipts
 
-    await share_receipts(swarm, archive, auditors)
+    if blocks is not None:
+        await share_receipts(swarm, archive, auditors, blocks)
 
 
 def _session_adapter(adapter: Adapter | str | None, model: SwarmModel) -> SessionAdapter | str | None:
@@ -146,7 +151,7 @@ class SwarmClient(ServerSelection):
     def accuse(self, peer_id: str, reason: str, proof: tuple[Receipt, Receipt] | None = None) -> None:
         """Bans a server that signed something else than it did, or nothing, and publishes the proof if there is one."""
         self.swarm.trust.ban(peer_id, reason, "own")
-        if proof is not None:
+        if proof is not None and peer_id not in self.trusted.peers:  # the receipts tell of inputs that nobody may know
             bundle = equivocation_bundle(self.swarm.identity, peer_id, *proof)
             self.start_soon(partial(self.swarm.publish_evidence, bundle, recomputed=False))
 
@@ -166,6 +171,12 @@ class SwarmClient(ServerSelection):
         return await self._stream(hop, protocol, wire.BatchFrame, max_header=MAX_BATCH_HEADER, max_payload=PIECE_BYTES)
 
     async def _stream(self, hop: Hop, protocol: str, frame: type[F], **options: Any) -> MessageStream[F]:
+        if not self.trusted.permits(hop, self.model.num_blocks):
+            # No plan has it so; a session that another process has left may.
+            raise NoChainError(
+                f"{hop.peer_id} is no trusted server, and is not asked for blocks {hop.span}",
+                tuple(range(hop.span.start, hop.span.end)),
+            )
         try:
             return await self.swarm.new_stream(hop.peer_id, protocol, frame, timeout=OPEN_TIMEOUT, **options)
         except PeerError as error:
@@ -272,7 +283,7 @@ class SwarmClient(ServerSelection):
             BadInput: no server takes a session like this.
         """
         adapter = spec.adapter or await self.adapter(wait=wait)
-        spec = replace(spec, model_version=self.model.version, adapter=adapter)
+        spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted)
         session: ClientSession | ComparedSession
         if self._compare_chains > 1:
             from .session.compared_session import ComparedSession

@@ -14,9 +14,19 @@ import trio
 from ...crypto.statement import now_ms
 from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
+from ...protocols.ids import Span
 from ..errors import BadInput, NoChainError, SwarmError
-from ..swarm.routing import Hop, RouteCandidate, cheapest_chain, second_best
+from ..swarm.routing import (
+    NOBODY_HOLDS,
+    Hop,
+    RouteCandidate,
+    cheapest_chain,
+    describe_blocks,
+    missing_blocks,
+    second_best,
+)
 from ..swarm.swarm import Swarm
+from ..swarm.trusted_servers import TrustedServers
 from ..verification.tolerances import doubt
 from .deadlines import (
     MEASURE_TIMEOUT,
@@ -48,7 +58,11 @@ class _Measurement:
 
 
 class ServerSelection:
-    """Measures the servers of `model` and chooses among them; `swarm` is where they announce themselves."""
+    """Measures the servers of `model` and chooses among them; `swarm` is where they announce themselves.
+
+    Attributes:
+        trusted: who may compute the first and the last blocks.
+    """
 
     def __init__(
         self,
@@ -59,7 +73,9 @@ class ServerSelection:
         allowed: Collection[str] = (),
         blocked: Collection[str] = (),
         require_pledge: int | None = None,
+        trusted: TrustedServers | None = None,
     ) -> None:
+        self.trusted = trusted or TrustedServers()
         self.swarm = swarm
         self.model = model
         self._nursery = nursery
@@ -96,7 +112,8 @@ class ServerSelection:
     async def candidates(
         self, excluded: Collection[str] = (), adapter: SessionAdapter | None = None
     ) -> tuple[RouteCandidate, ...]:
-        """The servers that answer soon, each with its round trip. Those that failed lately come with a penalty.
+        """The servers that answer soon, each with its round trip and the blocks that it may compute. Those that failed
+        lately come with a penalty.
 
         If `adapter` cannot be brought to servers, only those that hold it. Where servers are `excluded`, something
         waits for others in their place: those that were never measured have less time to answer, and are a last resort
@@ -132,7 +149,7 @@ class ServerSelection:
                         max_session_length=server.max_session_length,
                     )
                 )
-        return tuple(found)
+        return self.trusted.restrict(found, self.model.num_blocks)
 
     def round_trip(self, peer_id: str) -> float | None:
         """Seconds to this server and back, as they were measured last; None if they never were, or it is silent."""
@@ -260,7 +277,10 @@ class ServerSelection:
         }
 
     def explained(self, error: NoChainError, any_server: bool) -> NoChainError:
-        """The same error, or a better one if the swarm serves other models only."""
+        """The same error, or a better one: blocks are missing where only trusted servers compute, or the swarm serves
+        other models only."""
+        if closed := self.trusted.closed(error.missing, self.model.num_blocks):
+            return self._without_trusted(error, closed)
         unused = self._unused()
         if unused:
             return NoChainError(f"{error}. Not used: {'; '.join(unused)}", error.missing)
@@ -273,6 +293,35 @@ class ServerSelection:
             f"{', '.join(sorted(others))}. Name that model, or join another swarm",
             error.missing,
         )
+
+    def _without_trusted(self, error: NoChainError, closed: Sequence[int]) -> NoChainError:
+        """`closed` are the missing blocks that only trusted servers may compute."""
+        now, peers, version = time.time(), sorted(self.trusted.peers), self.model.version
+        announced = {peer: self.swarm.view.get(peer, now) for peer in peers}
+        ours = {peer: said for peer, said in announced.items() if said is not None and said.model_version == version}
+        wanted = Span(closed[0], closed[-1] + 1)
+        lacking = set(missing_blocks([server.span for server in ours.values()], wanted)).intersection(closed)
+        only = f"only trusted servers compute the first and the last {self.trusted.blocks} blocks of {self.model.name}"
+        known = "; ".join(self._said_of(peer, announced[peer]) for peer in peers)
+        if lacking:
+            blocks = describe_blocks(sorted(lacking))
+            text = f"{only}, and none of them holds {blocks} (trusted: {known}). Start a server of your own with "
+            text += f"`petalnode serve --blocks {min(lacking)}:{max(lacking) + 1}`, and name its peer id as trusted"
+        elif str(error).startswith(NOBODY_HOLDS):
+            text = f"no trusted server for {describe_blocks(closed)} can be used now, and {only} (trusted: {known})"
+        else:
+            text = f"{error}. Others were not asked: {only} (trusted: {known})"
+        unused = self._unused()
+        return NoChainError(text + (f". Not used: {'; '.join(unused)}" if unused else ""), error.missing)
+
+    def _said_of(self, peer_id: str, announced: Announcement | None) -> str:
+        """What is known of a trusted server, for a person."""
+        if announced is None:
+            return f"{peer_id} is not in this swarm"
+        if announced.model_version != self.model.version:
+            return f"{peer_id} serves another model"
+        state = "" if announced.state is ServerState.ONLINE else f", and is {announced.state.name.lower()}"
+        return f"{peer_id} holds blocks {announced.span}{state}"
 
     def _unused(self) -> list[str]:
         """Which servers of the model are left out for what is known of them, and why."""

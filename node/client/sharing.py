@@ -28,7 +28,7 @@ from ...protocols.evidence import (
     send_bundle,
 )
 from ...protocols.framing import PeerError
-from ...protocols.ids import RECEIPTS
+from ...protocols.ids import RECEIPTS, Span
 from ...protocols.inference import Refusal, receipt_to_wire
 from ..network.addresses import parse_peer
 from ..swarm.swarm import Swarm
@@ -58,8 +58,8 @@ class Shown:
     index: int = 0
 
 
-def auditable(archive: ReceiptArchive) -> list[Shown]:
-    """Every answer for which all is here that its recomputation needs."""
+def auditable(archive: ReceiptArchive, blocks: Span | None = None) -> list[Shown]:
+    """Every answer for which all is here that its recomputation needs; of servers within `blocks` only, if given."""
     found = [
         Shown(entry.receipt, log, index)
         for log in archive.sessions
@@ -67,30 +67,34 @@ def auditable(archive: ReceiptArchive) -> list[Shown]:
         for index, entry in enumerate(log.entries)
         if entry.output is not None
     ]
-    return found + [Shown(batch.receipt, batch) for batch in archive.batches]
+    found += [Shown(batch.receipt, batch) for batch in archive.batches]
+    return [shown for shown in found if blocks is None or blocks.covers(Span(*shown.receipt.span))]
 
 
-async def share_receipts(swarm: Swarm, archive: ReceiptArchive, auditors: Sequence[str]) -> None:
-    """Calls each of `auditors`, multiaddrs with /p2p, again and again, while there is something new to show. When it is
-    cancelled it calls once more. Never raises for anything that an auditor does."""
+async def share_receipts(
+    swarm: Swarm, archive: ReceiptArchive, auditors: Sequence[str], blocks: Span | None = None
+) -> None:
+    """Calls each of `auditors`, multiaddrs with /p2p, again and again, while there is something new to show; only of
+    servers within `blocks`, if given. When it is cancelled it calls once more. Never raises for anything that an
+    auditor does."""
     async with trio.open_nursery() as nursery:
         for auditor in auditors:
-            nursery.start_soon(_keep_calling, swarm, archive, auditor)
+            nursery.start_soon(_keep_calling, swarm, archive, auditor, blocks)
 
 
-async def _keep_calling(swarm: Swarm, archive: ReceiptArchive, auditor: str) -> None:
+async def _keep_calling(swarm: Swarm, archive: ReceiptArchive, auditor: str, blocks: Span | None) -> None:
     seen: set[bytes] = set()
     try:
         while True:
             await trio.sleep(random.uniform(0.5, 1.5) * SHARE_INTERVAL)
-            await _call(swarm, archive, auditor, seen)
+            await _call(swarm, archive, auditor, seen, blocks)
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(LAST_CALL):
-            await _call(swarm, archive, auditor, seen)
+            await _call(swarm, archive, auditor, seen, blocks)
 
 
-async def _call(swarm: Swarm, archive: ReceiptArchive, auditor: str, seen: set[bytes]) -> None:
-    fresh = [shown for shown in auditable(archive) if shown.receipt.signature not in seen]
+async def _call(swarm: Swarm, archive: ReceiptArchive, auditor: str, seen: set[bytes], blocks: Span | None) -> None:
+    fresh = [shown for shown in auditable(archive, blocks) if shown.receipt.signature not in seen]
     if not fresh:
         return
     offered = random.sample(fresh, min(len(fresh), MAX_OFFER))

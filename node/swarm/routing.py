@@ -42,6 +42,10 @@ NO_CACHE_SECONDS: Final = 1e7
 """Penalty of a server without cache: more than any chain of 4,096 blocks costs with the bounds above."""
 
 
+NOBODY_HOLDS: Final = "no server of the swarm holds"
+"""How the text of a NoChainError begins whose blocks no candidate holds."""
+
+
 @dataclass(frozen=True)
 class RouteCandidate:
     """A server that could take part; one per peer. Times in seconds.
@@ -323,7 +327,7 @@ def _no_chain(
             missing,
         )
     return NoChainError(
-        f"no server of the swarm holds {describe_blocks(missing)} of {model_name} "
+        f"{NOBODY_HOLDS} {describe_blocks(missing)} of {model_name} "
         f"({wanted.end} blocks are needed): start one with `petalnode serve`, or try again when one is back",
         missing,
     )

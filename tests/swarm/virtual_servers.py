@@ -79,7 +79,7 @@ class VirtualServer:
         seconds: that it computes for a token.
         grants, answers, reads: false, and it keeps its peace instead, on streams that stay open.
         answers_left: steps that it answers before it keeps its peace.
-        answered: steps that it has answered. opened: how often a session was asked of it.
+        answered: steps that it has answered. opened: how often a session was asked of it; asked: of which blocks.
     """
 
     def __init__(self, network: MemoryNetwork, blocks: str, seconds: float = STEP_SECONDS) -> None:
@@ -92,6 +92,7 @@ class VirtualServer:
         self.draining = False
         self.answers_left = math.inf
         self.answered = self.opened = 0
+        self.asked: set[Span] = set()
         self.others: dict[str, VirtualServer] = {}
         self._held: dict[bytes, _Held] = {}
         self.node.set_handler(INFERENCE, wire.InferenceFrame, self._serve)
@@ -133,6 +134,7 @@ class VirtualServer:
                 match frame.WhichOneof("body"):
                     case "open":
                         self.opened += 1
+                        self.asked.add(Span(frame.open.span.start, frame.open.span.end))
                         if not self.grants:
                             await trio.sleep_forever()
                         held = await self._grant(stream, frame.open)
@@ -175,7 +177,7 @@ class VirtualServer:
     ) -> tuple[wire.InferenceFrame, bytes]:
         await trio.sleep(self.seconds * (1 + chunk.tokens / 10))
         held.inputs = np.concatenate([held.inputs[: step.position], values_of(chunk)])
-        out = wire_tensor(blocks_of(held.inputs, len(self.span))[step.position :])
+        out = wire_tensor(blocks_of(held.inputs, held.opening.span.end - held.opening.span.start)[step.position :])
         receipt = Receipt(
             protocol_version=1,
             model_version=VERSION,
@@ -256,13 +258,13 @@ class VirtualSwarm:
             self.network.link(client.peer_id, server.peer_id).delay = 0.01 * factor
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[SwarmClient]:
+    async def client(self, **options: Any) -> AsyncIterator[SwarmClient]:
         node: Any = _ClientNode(self)
         self.network.nodes[node.peer_id] = node
         folder: Any = SimpleNamespace(name="virtual", num_blocks=BLOCKS, hidden_size=HIDDEN)
         from petalnode.node.client.swarm_model import SwarmModel
 
-        async with open_client(node, SwarmModel(VERSION, folder)) as client:
+        async with open_client(node, SwarmModel(VERSION, folder), **options) as client:
             for server in self.servers:
                 self.network.link(client.peer_id, server.peer_id).delay = 0.01
             yield client

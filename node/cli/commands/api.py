@@ -24,6 +24,7 @@ from ..join import JoinOptions, check_peer_id, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, check_model, model_folder, served_model
 from ..output import Output
 from ..process import start
+from ..strangers import TrustedOptions
 
 if TYPE_CHECKING:
     from ...api.admission import Admission
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ApiOptions:
+class ApiOptions(TrustedOptions):
     """The options of `petalnode api`."""
 
     host: Annotated[
@@ -86,6 +87,7 @@ def api(model: SwarmModelArgument = None, *, options: ApiOptions, join: JoinOpti
     for name, peers in (("allow", options.allow), ("deny", options.deny)):
         for peer in peers or ():
             check_peer_id(peer, f"--{name}")
+    options.trusted_servers(options.allow or (), options.deny or ())  # before anybody is asked
     check_model(model)
     for adapter in options.adapter or ():
         if not is_adapter_name(adapter):
@@ -150,8 +152,10 @@ async def _api(model: str | None, options: ApiOptions, join: JoinOptions, output
         from ...api.http_server import serve_http
 
         limits = ApiLimits(context=options.context, kept=options.keep_sessions)
+        allowed, blocked = options.allow or (), options.deny or ()
+        trusted = options.trusted_servers(allowed, blocked)
         async with (
-            open_client(swarm, identified, allowed=options.allow or (), blocked=options.deny or ()) as client,
+            open_client(swarm, identified, allowed=allowed, blocked=blocked, trusted=trusted) as client,
             trio.open_nursery() as nursery,
         ):
             core = Core(client, local, text, models, limits)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import platformdirs
 import trio
 import typer
 
@@ -28,6 +29,7 @@ from ..join import JoinOptions, check_peer_id, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, check_model, model_folder, served_model
 from ..output import Output
 from ..process import start, text_given
+from ..strangers import StrangerNotice, TrustedOptions, at_terminal, told_file
 
 MAX_CONTEXT = 4096
 """Tokens that a chat reserves at every server, unless the model takes fewer."""
@@ -36,7 +38,7 @@ _LONGEST_QUESTION = 100 * MAX_CONTEXT
 
 
 @dataclass(frozen=True)
-class ChatOptions:
+class ChatOptions(TrustedOptions):
     """The options of `petalnode chat`."""
 
     prompt: Annotated[
@@ -58,6 +60,9 @@ class ChatOptions:
     deny: Annotated[
         list[str] | None, typer.Option(metavar="PEER", help="Never use this server (a peer id); repeatable.")
     ] = None
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not say or ask that strangers' servers will see the text; for scripts.")
+    ] = False
     session: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Save the conversation in this file; if the file exists, continue it."),
@@ -103,6 +108,7 @@ def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOp
     for name, peers in (("allow", options.allow), ("deny", options.deny)):
         for peer in peers or ():
             check_peer_id(peer, f"--{name}")
+    options.trusted_servers(options.allow or (), options.deny or ())  # before anybody is asked
     check_model(model)
     if options.adapter is not None and not is_adapter_name(options.adapter):
         check_adapter_files(Path(options.adapter))
@@ -158,7 +164,8 @@ async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, save
             start.stage("looking for the model")
             if model is None:
                 nursery.start_soon(parts.find_and_load, await served_model(swarm), output)
-            await chat_in(swarm, await parts.folder(), options, output, saved, join.peers, parts)
+            private = join.psk is not None
+            await chat_in(swarm, await parts.folder(), options, output, saved, join.peers, parts, private=private)
 
 
 class ClientParts:
@@ -234,10 +241,12 @@ async def chat_in(
     saved: SavedChat | None = None,
     peers: Sequence[str] = (),
     parts: ClientParts | None = None,
+    *,
+    private: bool = False,
 ) -> None:
     """Answers the prompt, or everything that a person types, over the servers of `swarm`.
 
-    `parts` are being loaded already; without them they are loaded here.
+    `parts` are being loaded already; without them they are loaded here. `private`: all of this swarm know each other.
 
     Raises:
         PetalnodeError: a one-shot answer cannot be had. In a chat the reason is printed and the chat goes on.
@@ -278,6 +287,7 @@ async def chat_in(
         share_receipts=options.share_receipts or (),
         require_pledge=options.require_pledge,
         compare_chains=options.compare_chains or 1,
+        trusted=options.trusted_servers(options.allow or (), options.deny or ()),
         adapter=adapter,
     ) as client:
         if options.credits is not None:
@@ -292,6 +302,15 @@ async def chat_in(
                 saved = saved.check_model(client.model.version).with_adapter(identity)
                 conversation.keep(saved.tokens, saved.session)
             serves = " ".join((folder.name, *(f"--peer {peer}" for peer in peers[:1])))
+            notice = StrangerNotice(
+                client,
+                output,
+                told_file(platformdirs.user_data_path("petalnode", appauthor=False)),
+                named=(*(options.allow or ()), *(options.trusted or ())),
+                private=private,
+                yes=options.yes,
+                asks=prompt is None and not output.as_json and at_terminal(),
+            )
             chatter = Chatter(
                 conversation,
                 text,
@@ -304,9 +323,11 @@ async def chat_in(
                 once=prompt is not None,
                 show_route=options.show_route,
                 serve_options=serves,
+                notice=notice,
             )
             start.done()
             if prompt is not None:
+                await notice.permits()
                 await chatter.answer(prompt)
             else:
                 await chatter.loop(folder.name)

@@ -65,7 +65,7 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
                         starting.start_soon(start, span)
             if scope.cancelled_caught:
                 raise MachineError(f"the servers were not ready within {READY_TIMEOUT:.0f} s")
-            options = ChatOptions(prompt=prompt, max_new_tokens=max_new_tokens, show_route=True)
+            options = ChatOptions(prompt=prompt, max_new_tokens=max_new_tokens, show_route=True, yes=True)
             await chat_in(swarm, folder, options, output)
             nursery.cancel_scope.cancel()
 

@@ -26,6 +26,7 @@ from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, check_device, check_model, model_folder, served_model
 from ..output import Output, ProgressBars
 from ..process import start
+from ..strangers import TrustedOptions
 
 if TYPE_CHECKING:
     from ...client.api.model import DistributedModel
@@ -53,7 +54,7 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
 
 
 @dataclass(frozen=True)
-class TuneOptions:
+class TuneOptions(TrustedOptions):
     """The options of `petalnode tune`."""
 
     data: Annotated[
@@ -177,6 +178,7 @@ class TuneOptions:
 def tune(model: SwarmModelArgument = None, *, options: TuneOptions, join: JoinOptions) -> None:
     """Fine-tune a model over the swarm that serves it."""
     join.check()
+    options.trusted_servers()  # before anybody is asked
     check_device(options.device)
     check_model(model)
     dataset, train, held_out = options.read_examples()
@@ -287,7 +289,7 @@ class _Run:
                 identified = await identify_model(swarm, folder, bars)
                 bars.stop()
                 start.stage(f"loading embeddings and head of {folder.name}")
-                async with open_client(swarm, identified) as client:
+                async with open_client(swarm, identified, trusted=self.options.trusted_servers()) as client:
                     yield client
 
         from ...blocks.client_part import load_client

@@ -13,7 +13,7 @@ from typing import Any, Final, ParamSpec, Self, TypedDict, TypeVar, get_type_hin
 import torch
 from torch import nn
 
-from ....crypto.identity import Identity, IdentityError, IdentityLocked, held_identity
+from ....crypto.identity import Identity, IdentityError, IdentityLocked, held_identity, peer_id_to_bytes
 from ....crypto.swarm_key import SwarmKeyError, find_swarm_key
 from ....protocols.ids import Span
 from ....protocols.training import LoraName
@@ -25,6 +25,7 @@ from ...models.progress import no_progress
 from ...network.addresses import parse_peer
 from ...swarm.config import SwarmConfig
 from ...swarm.swarm import open_swarm
+from ...swarm.trusted_servers import TrustedServers, trusted_servers
 from ..core import SwarmClient, open_client
 from ..session.comparing import Disagreement
 from ..session_adapter import choose_adapter, fit_adapter
@@ -49,6 +50,9 @@ class ModelOptions(TypedDict, total=False):
             with `petalnode serve --allow-client` accept only clients whose peer id they know.
         allowed_servers: peer ids of the only servers to use; None allows all.
         blocked_servers: peer ids of servers never to use.
+        trusted_servers: peer ids of the only servers that compute the first and the last `trusted_blocks` blocks (2),
+            from which a server can tell the text; others compute the rest. None lets all servers compute all blocks.
+        trusted_blocks: how many blocks at each end are for trusted servers only.
         share_receipts: multiaddrs with /p2p of auditors that are sent receipts and hidden states, which show them the
             text.
         require_pledge: use only servers that pledge at least this many points.
@@ -69,6 +73,8 @@ class ModelOptions(TypedDict, total=False):
     identity: str | os.PathLike[str] | None
     allowed_servers: Collection[str] | None
     blocked_servers: Collection[str] | None
+    trusted_servers: Collection[str] | None
+    trusted_blocks: int | None
     share_receipts: Sequence[str]
     require_pledge: int | None
     compare_chains: int
@@ -87,6 +93,8 @@ DEFAULTS: Final = ModelOptions(
     identity=None,
     allowed_servers=None,
     blocked_servers=None,
+    trusted_servers=None,
+    trusted_blocks=None,
     share_receipts=(),
     require_pledge=None,
     compare_chains=1,
@@ -150,6 +158,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
         raise BadInput(f"compare_chains={compare_chains}: give the number of chains, 1 to compare nothing")
     for auditor in share_receipts:
         parse_peer(auditor)
+    trusted = _trusted(given)
     try:
         psk = None if given["swarm_key"] is None else find_swarm_key(given["swarm_key"])
     except SwarmKeyError as error:
@@ -176,6 +185,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
                     share_receipts=share_receipts,
                     require_pledge=given["require_pledge"],
                     compare_chains=compare_chains,
+                    trusted=trusted,
                     adapter=adapter,
                 ) as opened:
                     yield opened
@@ -198,6 +208,23 @@ def _peers(initial_peers: Sequence[str] | None) -> tuple[str, ...]:
     if not given:
         raise BadInput("which swarm? Give initial_peers=[...] or set PETALNODE_PEERS")
     return given
+
+
+def _trusted(given: ModelOptions) -> TrustedServers:
+    if isinstance(given["trusted_servers"], str):
+        raise BadInput("trusted_servers takes a list of peer ids, not one string")
+    peers = list(given["trusted_servers"] or ())
+    for peer in peers:
+        try:
+            peer_id_to_bytes(peer)
+        except ValueError:
+            raise BadInput(f"trusted_servers: {peer!r} is no peer id; they begin with 12D3KooW") from None
+    return trusted_servers(
+        peers,
+        given["trusted_blocks"],
+        allowed=given["allowed_servers"] or (),
+        blocked=given["blocked_servers"] or (),
+    )
 
 
 def _identity(file: str | os.PathLike[str] | None, stack: ExitStack) -> Identity:

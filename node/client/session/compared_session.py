@@ -185,9 +185,9 @@ class ComparedSession:
             model, demand = self._client.model.name, self._client.demand(self.spec)
             try:
                 self._weights, routes = plan_chains(known, weights, self.spec.span, self._count, model, **demand)
-            except NoChainError:
+            except NoChainError as error:
                 if fresh and not self._wait:
-                    raise
+                    raise self._client.explained(error, bool(candidates)) from None
                 await self._client.refresh()
                 await trio.sleep(RETRY_INTERVAL if fresh else 0)
                 fresh = True

@@ -209,10 +209,13 @@ class Opening:
                 claims, log = router.claims_of(hop.peer_id), router.receipts.session(hop.peer_id)
                 server = SessionStream(stream, hop, spec, router.peer_id, claims=claims, log=log)
                 opened[hop] = ServerLink(server)
+                before = route[index - 1].peer_id if index else None
+                after = route[index + 1].peer_id if spec.push and index + 1 < len(route) else None
+                may_push = spec.trusted.may_push
                 await server.open(
                     epoch,
-                    upstream=route[index - 1].peer_id if index else None,
-                    downstream=route[index + 1].peer_id if spec.push and index + 1 < len(route) else None,
+                    upstream=before if before is not None and may_push(before, hop.peer_id) else None,
+                    downstream=after if after is not None and may_push(hop.peer_id, after) else None,
                     payment=payment,
                 )
                 if payment is not None and server.priority:

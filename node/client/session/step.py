@@ -187,7 +187,9 @@ class StepRun:
         targets = []
         if self._push:
             for sender, receiver in zip(self._links[self._index :], self._links[self._index + 1 :], strict=False):
-                if self._chain.no_push.get(_peers(sender, receiver), 0.0) > trio.current_time():
+                pair = _peers(sender, receiver)
+                lost = self._chain.no_push.get(pair, 0.0) > trio.current_time()
+                if lost or not self._chain.spec.trusted.may_push(*pair):
                     break
                 targets.append(receiver.server.target())
         return wire.Step(

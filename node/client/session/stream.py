@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +21,7 @@ from ....protocols.ids import PROTOCOL_VERSION, Span
 from ....protocols.inference import LOOK_BACK, MAX_SEQUENCE, STEP_TOKENS, hash_of_step, root_of, sha256
 from ...errors import ServerFailed
 from ...swarm.routing import Hop
+from ...swarm.trusted_servers import TrustedServers
 from ...trust.receipt_log import SessionLog
 from ..deadlines import PATH_KEEP, SEND_TIMEOUT
 from ..request import OutstandingReplies, PushedOther, ServerClaims, ServerStream, StreamLost, WireTensor, close_stream
@@ -38,8 +39,8 @@ _HASH_INLINE: Final = 64 * 1024
 class SessionSpec:
     """What a session is opened for. Timeouts in seconds.
 
-    `push` lets servers send their outputs to each other. `keep`: closing the session leaves it at the servers for so
-    many seconds. (When only a stream is lost they keep it for a while in any case.) `adapter` changes the blocks.
+    `push` lets servers send their outputs to each other, those of `trusted` to each other only. `keep`: closing leaves
+    the session at the servers for so many seconds; when only a stream is lost they keep it for a while in any case.
     """
 
     model_version: bytes
@@ -54,6 +55,7 @@ class SessionSpec:
     push: bool = True
     keep: float = 0.0
     adapter: SessionAdapter | None = None
+    trusted: TrustedServers = field(default_factory=TrustedServers)
 
     @property
     def adapter_hash(self) -> bytes:
