@@ -29,8 +29,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """The workers of xdist are copies as well: what takes seconds to import is imported once."""
-    if sys.platform == "linux":
-        for spec in specs:
+    for spec in specs:
+        if sys.platform == "linux" and spec.popen and not spec.python:
             spec.python = warm_python.worker_command()
 
 
