@@ -631,7 +631,10 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
             const int8_t *codes = (const int8_t *)m->codes + tile * words + number * block * LANES;
             for (int64_t k = 0; k < block; k++) {
                 V w[4];
-                UNROLL for (int t = 0; t < tiles; t++) w[t] = NAME(bytes)(codes + t * words + k * LANES);
+                UNROLL for (int t = 0; t < tiles; t++) {
+                    w[t] = NAME(bytes)(codes + t * words + k * LANES);
+                    if (k % 4 == 0) __builtin_prefetch(codes + (tiles + t) * words + k * LANES);
+                }
                 UNROLL for (int r = 0; r < rows; r++) {
                     V value = NAME(set)(xs[r * in + k]);
                     UNROLL for (int t = 0; t < tiles; t++) part[t][r] = NAME(fma)(w[t], value, part[t][r]);
@@ -641,7 +644,10 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
             const uint32_t *codes = (const uint32_t *)m->codes + tile * words + number * block / 8 * LANES;
             for (int64_t k = 0; k < block; k += 8) {
                 I eight[4];
-                UNROLL for (int t = 0; t < tiles; t++) eight[t] = NAME(words)(codes + t * words + k / 8 * LANES);
+                UNROLL for (int t = 0; t < tiles; t++) {
+                    eight[t] = NAME(words)(codes + t * words + k / 8 * LANES);
+                    __builtin_prefetch(codes + (tiles + t) * words + k / 8 * LANES); /* for the tiles that come next */
+                }
                 UNROLL for (int j = 0; j < 8; j++) {
                     V w[4];
                     UNROLL for (int t = 0; t < tiles; t++)

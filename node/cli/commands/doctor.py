@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from ....crypto.identity import IdentityError, IdentityLocked, held_identity
 from ....protocols.framing import PeerError
+from ...blocks.kernels.library import library
 from ...errors import ExitCode, PetalnodeError, SwarmError
 from ...models.cache_dir import cache_dir
 from ...network.addresses import ip_of, parse_peer
@@ -223,7 +224,9 @@ def check_devices() -> Iterator[Finding]:
         if not right:
             yield Finding("device", "problem", f"{name} computes wrong", "check the driver and the memory")
         elif name == "cpu":
-            yield Finding("device", "ok", f"cpu, {torch.get_num_threads()} threads")
+            kernels = library()
+            compiled = "no compiled kernels" if kernels is None else f"compiled kernels for {kernels.isa}"
+            yield Finding("device", "ok", f"cpu, {torch.get_num_threads()} threads, {compiled}")
         else:
             free = torch.cuda.mem_get_info(name)[0] if name.startswith("cuda") else torch.mps.recommended_max_memory()
             yield Finding("device", "ok", f"{name}, {free / _GIB:.1f} GiB free")
