@@ -6,6 +6,7 @@ import base64
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -27,7 +28,7 @@ from .fields import Fields, parse_object
 from .generation import Event, Failed, Finished, GenerationRequest, Piece, ServedModel
 from .openai_format import DONE, Head, event, merged
 from .requests import ChatRequest, CompletionRequest, TextRequest, parse_chat, parse_completion
-from .tools import call_grammar, tool_form
+from .tools import ToolForm, call_grammar, grammar_after_mark, tool_form
 from .writers import ChatWriter, TextWriter, Writer
 
 _GREEDY: Final = Sampling()
@@ -114,16 +115,28 @@ class _Endpoints:
         self._check_size(sum(len(message["content"] or "") for message in asked.messages), model)
         tools = asked.tools if form is not None else ()
         prompt = await trio.to_thread.run_sync(core.text.chat_prompt, asked.messages, tools)
-        grammar = await self._grammar(text)
-        if form is not None and asked.tool != "auto":
-            only = asked.tool if asked.named else None
-            bound = call_grammar(form, asked.tools, only=only, many=asked.parallel and not asked.named)
-            grammar = await trio.to_thread.run_sync(core.grammars.checked, bound)
-        wanted = self._generation(request, text, model, [tuple(prompt)] * text.choices, grammar)
+        grammar = await self._grammar(text) if form is None else await self._call_grammar(form, asked)
+        wanted = replace(
+            self._generation(request, text, model, [tuple(prompt)] * text.choices, grammar),
+            bound_after=form.mark if form is not None and asked.tool == "auto" else "",
+            shows_special=form is not None,
+        )
         names = [tool["function"]["name"] for tool in tools]
         head = Head(model.name, "chatcmpl")
         writer = ChatWriter(text, head, text.choices, core.text.token_text, form, names)
         return _Answers(core, wanted, text, writer, head.id)
+
+    async def _call_grammar(self, form: ToolForm, asked: ChatRequest) -> str | None:
+        """Of calls of tools; None if nothing but the whole answer tells that it is one, and none has to be."""
+        special, grammars = self._core.text.special_token, self._core.grammars
+        if asked.tool != "auto":
+            only, many = (asked.tool, False) if asked.named else (None, asked.parallel)
+            grammar = call_grammar(form, asked.tools, special, only=only, many=many)
+        elif form.mark:
+            grammar = grammar_after_mark(form, asked.tools, special, many=asked.parallel)
+        else:
+            return None
+        return await trio.to_thread.run_sync(grammars.checked, grammar)
 
     async def completions(self, request: Request) -> Response:
         asked: CompletionRequest = parse_completion(await self._fields(request))

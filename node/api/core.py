@@ -34,7 +34,7 @@ from .generation import (
     Piece,
     ServedModel,
 )
-from .grammar import GrammarConstraint, Grammars
+from .grammar import AnyConstraint, Grammars
 from .stops import StopStrings
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class Core:
 class _Recorder(Sampler):
     """A sampler that notes how likely the model found what was chosen, before anything changed its logits."""
 
-    def __init__(self, sampling: Sampling, constraint: GrammarConstraint | None, top: int | None) -> None:
+    def __init__(self, sampling: Sampling, constraint: AnyConstraint | None, top: int | None) -> None:
         super().__init__(sampling, constraint)
         self._top = top
         self.last: ChosenToken | None = None
@@ -272,7 +272,7 @@ class _Choice:
                 max_new_tokens=min(asked, conversation.max_length - len(prompt)),
                 seed=None if seed is None else seed + self._index,
             )
-            constraint = None if wanted.grammar is None else await self._constraint(wanted.grammar)
+            constraint = await trio.to_thread.run_sync(self._constraint)
             recorder = _Recorder(sampling, constraint, wanted.top_logprobs)
             taking = self._taking(conversation, recorder, constraint)
             length = len(await conversation.answer(prompt, sampling, taking, self._stop, recorder))
@@ -310,13 +310,21 @@ class _Choice:
             if entry.receipt.sequence > before
         )
 
-    async def _constraint(self, grammar: str) -> GrammarConstraint:
-        return await trio.to_thread.run_sync(self._core.grammars.constraint, grammar)
+    def _constraint(self) -> AnyConstraint | None:
+        grammars, grammar, mark = self._core.grammars, self._wanted.grammar, self._wanted.bound_after
+        if grammar is None:
+            return None
+        return grammars.constraint_after(mark, grammar) if mark else grammars.constraint(grammar)
 
-    def _taking(self, conversation: Conversation, recorder: _Recorder, constraint: GrammarConstraint | None) -> Any:
+    def _taking(
+        self,
+        conversation: Conversation,
+        recorder: _Recorder,
+        constraint: AnyConstraint | None,
+    ) -> Any:
         pieces: list[str] = []
         before = self._prompt[-_BEFORE:] if self._wanted.continues else ()
-        decode = self._core.text.stream(pieces.append, before)
+        decode = self._core.text.stream(pieces.append, before, special=self._wanted.shows_special)
 
         def take(token: int) -> None:
             self._made += 1

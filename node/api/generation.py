@@ -111,6 +111,8 @@ class GenerationRequest:
         grammar: as `Grammars.compiled` makes it.
         echo: the tokens of the prompt come first, as pieces, with their log-probabilities.
         continues: the text goes on from that of the prompt.
+        bound_after: the grammar binds what follows this mark, and not the whole answer.
+        shows_special: special tokens are a part of the text: those that mark calls of tools.
     """
 
     owner: str
@@ -123,3 +125,5 @@ class GenerationRequest:
     grammar: str | None = None
     echo: bool = False
     continues: bool = False
+    bound_after: str = ""
+    shows_special: bool = False

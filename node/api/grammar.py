@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -43,6 +44,13 @@ class Grammars:
         from llguidance import LLMatcher
 
         return GrammarConstraint(LLMatcher(self._vocabulary_of_grammars(), grammar), self._vocabulary)
+
+    def constraint_after(self, mark: str, grammar: str) -> ConstraintAfterMark:
+        """A new constraint that binds only what follows `mark`, each time that it comes."""
+        return ConstraintAfterMark(mark, lambda: self.constraint(grammar), self._text)
+
+    def _text(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def compiled(self, wanted: Grammar) -> str:
         """What `constraint` takes.
@@ -139,11 +147,56 @@ class GrammarConstraint:
     def done(self) -> bool:
         return bool(self._matcher.is_stopped())
 
+    @property
+    def complete(self) -> bool:
+        """Whether what there is follows the grammar, and may end here."""
+        return bool(self._matcher.is_accepting()) or self.done
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise ApiError(
                 500, f"the form of the answer could not be enforced: {self._matcher.get_error()[:_PROBE_ERRORS]}"
             )
+
+
+class ConstraintAfterMark:
+    """Lets everything through up to a mark, then what a grammar allows, then everything again.
+
+    A token that ends the mark and goes on behind it leaves what follows free.
+
+    Attributes:
+        done: never, as the model ends such an answer itself.
+    """
+
+    done = False
+
+    def __init__(self, mark: str, make: Callable[[], GrammarConstraint], text_of: Callable[[int], str]) -> None:
+        self._mark = mark
+        self._make = make
+        self._text_of = text_of
+        self._tail = ""
+        self._bound: GrammarConstraint | None = None
+
+    def apply(self, scores: torch.Tensor) -> None:
+        """As `Constraint` says."""
+        if self._bound is not None:
+            self._bound.apply(scores)
+
+    def accept(self, token: int) -> None:
+        if self._bound is not None:
+            self._bound.accept(token)
+            if self._bound.complete:
+                self._bound = None
+            return
+        text = self._tail + self._text_of(token)
+        _, found, behind = text.rpartition(self._mark)
+        if found and not behind:
+            self._bound = self._make()
+            text = ""
+        self._tail = text[-(len(self._mark) - 1) :]
+
+
+AnyConstraint = GrammarConstraint | ConstraintAfterMark
 
 
 def _refused(problem: str) -> ApiError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,6 +19,11 @@ class ToolForm:
     end: str
     arguments: str = "arguments"
     listed: bool = False
+
+    @property
+    def mark(self) -> str:
+        """By which a call is known to begin; empty if only the whole answer tells."""
+        return self.begin.strip()
 
 
 _HERMES: Final = ToolForm("<tool_call>\n", "\n</tool_call>")
@@ -49,24 +54,49 @@ def tool_form(template: str) -> ToolForm | None:
     return _LLAMA if '"parameters"' in template else None
 
 
-def call_grammar(form: ToolForm, tools: Sequence[dict[str, Any]], *, only: str | None, many: bool) -> str:
+SpecialToken = Callable[[str], int | None]
+"""The id of the special token with this text; None if there is none."""
+
+
+def call_grammar(
+    form: ToolForm, tools: Sequence[dict[str, Any]], special: SpecialToken, *, only: str | None, many: bool
+) -> str:
     """A grammar (Lark, as llguidance has it) of one call, or of one and more.
 
     Args:
         only: the one function that may be called.
         many: whether several calls may follow each other.
     """
+    body = " ".join(part for part in (_literal(form.begin, special), "call", _literal(form.end, special)) if part)
+    again = ' ("\\n" one)*' if many and form.begin and not form.listed else ""
+    return f"start: one{again}\none: {body}\n{_call_rule(form, tools, only, many)}"
+
+
+def grammar_after_mark(form: ToolForm, tools: Sequence[dict[str, Any]], special: SpecialToken, *, many: bool) -> str:
+    """A grammar of what follows `form.mark`, once the model has written that."""
+    blank = '"\\n"? ' if form.begin.endswith("\n") else ""
+    return f"start: {blank}call {_literal(form.end, special)}\n{_call_rule(form, tools, None, many)}"
+
+
+def _call_rule(form: ToolForm, tools: Sequence[dict[str, Any]], only: str | None, many: bool) -> str:
     schemas = [_call_schema(form, tool["function"]) for tool in tools if only in (None, tool["function"]["name"])]
     schema: dict[str, Any] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     if form.listed:
         schema = {"type": "array", "items": schema, "minItems": 1, **({} if many else {"maxItems": 1})}
-    body = " ".join(part for part in (_literal(form.begin), "call", _literal(form.end)) if part)
-    again = ' ("\\n" one)*' if many and form.begin and not form.listed else ""
-    text = json.dumps({"x-guidance": JSON_FORM, **schema})
-    return f"start: one{again}\none: {body}\ncall: %json {text}"
+    return f"call: %json {json.dumps({'x-guidance': JSON_FORM, **schema})}"
 
 
-def _literal(text: str) -> str:
+def _literal(text: str, special: SpecialToken) -> str:
+    """`text` in a grammar: what is a special token of the model is that, and not its letters."""
+    mark = text.strip()
+    token = special(mark) if mark else None
+    if token is None:
+        return _quoted(text)
+    before, _, behind = text.partition(mark)
+    return " ".join(part for part in (_quoted(before), f"<[{token}]>", _quoted(behind)) if part)
+
+
+def _quoted(text: str) -> str:
     return json.dumps(text) if text else ""
 
 

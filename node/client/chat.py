@@ -141,19 +141,27 @@ class Text:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token with this text; None if there is none."""
+        found = self._tokenizer.added_tokens_decoder.items()
+        return next((token for token, added in found if added.special and added.content == text), None)
+
     def token_text(self, token: int) -> str:
         """One token as text, special ones by their names; with U+FFFD where it is a part of a character."""
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
-    def stream(self, write: Callable[[str], object], before: Sequence[int] = ()) -> Callable[[int], None]:
+    def stream(
+        self, write: Callable[[str], object], before: Sequence[int] = (), *, special: bool = False
+    ) -> Callable[[int], None]:
         """A function that takes tokens one by one and writes text as soon as it is whole characters.
 
-        `before` are the tokens that the text goes on from: some tokenizers write the first word without its space.
+        `before` are the tokens that the text goes on from: some tokenizers write the first word without its space. With
+        `special`, special tokens are written, too.
         """
         from tokenizers.decoders import DecodeStream
 
-        decoder = DecodeStream(ids=list(before), skip_special_tokens=True) if before else None
-        decoder = decoder or DecodeStream(skip_special_tokens=True)
+        given = {"ids": list(before)} if before else {}
+        decoder = DecodeStream(**given, skip_special_tokens=not special)
 
         def on_token(token: int) -> None:
             piece = decoder.step(self._tokenizer.backend_tokenizer, token)

@@ -3,6 +3,7 @@ template that teaches calls of tools."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -20,13 +21,20 @@ TEMPLATE = (
 )
 
 
-def save_api_tokenizer(folder: Path) -> None:
+def save_api_tokenizer(folder: Path, special: Sequence[str] = ()) -> None:
+    """`special` are tokens that stand in the place of some letters."""
     texts = ["<pad>", "<unk>", "\n", *map(chr, range(32, 127))]
-    texts += [chr(0x410 + index) for index in range(EOS - len(texts))]
-    texts.append("<eos>")
+    texts += [chr(0x410 + index) for index in range(EOS - len(texts) - len(special))]
+    texts += [*special, "<eos>"]
     tokenizer = Tokenizer(models.WordLevel({text: index for index, text in enumerate(texts)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<eos>",
+        additional_special_tokens=list(special),
+    )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)

@@ -1,0 +1,156 @@
+"""Answers that are bound to a form, with logits at random: whatever a model prefers, the form is kept."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.api.errors import ApiError
+from petalnode.node.api.grammar import AnyConstraint, Grammars
+from petalnode.node.api.requests import Grammar, GrammarKind
+from petalnode.node.api.tools import call_grammar, grammar_after_mark, tool_form
+from petalnode.node.client.sampling import Sampler, Sampling
+from tests.api.tokenizer import EOS, save_api_tokenizer
+from tests.tiny_models import VOCABULARY
+
+MARKS = ("<tool_call>", "</tool_call>")
+HERMES = tool_form("tools <tool_call>")
+MISTRAL = tool_form("tools [TOOL_CALLS]")
+PARAMETERS = {
+    "type": "object",
+    "properties": {"at": {"enum": ["a", "b"]}},
+    "required": ["at"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("x", "yy")]
+
+
+def tokenizer(folder: Path, special: tuple[str, ...] = ()) -> Any:
+    from transformers import AutoTokenizer
+
+    save_api_tokenizer(folder, special)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tokenizer(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """With the marks of calls as special tokens."""
+    return tokenizer(tmp_path_factory.mktemp("marked"), MARKS)
+
+
+def special_of(loaded: Any) -> Any:
+    ids = {added.content: token for token, added in loaded.added_tokens_decoder.items() if added.special}
+    return ids.get
+
+
+def answer(constraint: AnyConstraint, seed: int, most: int = 400) -> list[int]:
+    """Tokens of an answer to which a model has no inclination, up to the one that ends it."""
+    random = torch.Generator().manual_seed(seed)
+    sampler, made = Sampler(Sampling(temperature=1.0, seed=seed), constraint), list[int]()
+    while len(made) < most and not constraint.done:
+        token = sampler.next(made, torch.randn(VOCABULARY, generator=random))
+        if token == EOS:
+            break
+        made.append(token)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("regex", "(ab|c){2,3}[0-9]", "(ab|c){2,3}[0-9]"),
+        ("choice", json.dumps(["red", 'a "b"', "x\\y"]), 'red|a "b"|x\\\\y'),
+        ("json_schema", json.dumps(PARAMETERS), '\\{"at": "[ab]"\\}'),
+        ("json_schema", json.dumps({"type": "array", "items": {"type": "boolean"}, "maxItems": 3}), "\\[.*\\]"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answer_keeps_its_form(kind: GrammarKind, text: str, expected: str, seed: int, plain: Any) -> None:
+    grammars = Grammars(plain, VOCABULARY, (EOS,))
+    made = answer(grammars.constraint(grammars.compiled(Grammar(kind, text))), seed)
+    assert re.fullmatch(expected, plain.decode(made)), plain.decode(made)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "(((("),
+        ("json_schema", '{"type": "nonsense"}'),
+        ("json_schema", '{"$ref": "https://example.org/schema"}'),
+        ("json_schema", '{"type": "string", "pattern": "(?=look)ahead"}'),
+    ],
+)
+def test_a_form_that_cannot_be_kept_is_refused(kind: GrammarKind, text: str, plain: Any) -> None:
+    grammars = Grammars(plain, VOCABULARY, (EOS,))
+    with pytest.raises(ApiError) as raised:
+        grammars.constraint(grammars.compiled(Grammar(kind, text)))
+    assert (raised.value.status, raised.value.code) == (400, "invalid_schema")
+
+
+def calls_in(text: str) -> list[dict[str, Any]]:
+    return [json.loads(call) for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text)]
+
+
+@pytest.mark.parametrize("which", ["plain", "marked"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_that_is_wanted_is_one(which: str, seed: int, request: pytest.FixtureRequest) -> None:
+    loaded = request.getfixturevalue(which)
+    grammars = Grammars(loaded, VOCABULARY, (EOS,))
+    assert HERMES is not None
+    wanted = call_grammar(HERMES, TOOLS, special_of(loaded), only="yy" if seed else None, many=False)
+    made = answer(grammars.constraint(grammars.checked(wanted)), seed)
+    text = loaded.decode(made, skip_special_tokens=False)
+    (call,) = calls_in(text)
+    assert text == f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    assert call["name"] in (("yy",) if seed else ("x", "yy"))
+    assert call["arguments"]["at"] in ("a", "b")
+    ids = [special_of(loaded)(mark) for mark in MARKS]
+    assert which == "plain" or [token for token in made if token in ids] == ids
+
+
+def test_a_list_of_calls(plain: Any) -> None:
+    grammars = Grammars(plain, VOCABULARY, (EOS,))
+    assert MISTRAL is not None
+    wanted = call_grammar(MISTRAL, TOOLS, special_of(plain), only=None, many=False)
+    text = plain.decode(answer(grammars.constraint(grammars.checked(wanted)), 1))
+    (call,) = json.loads(text.removeprefix("[TOOL_CALLS]"))
+    assert call["arguments"]["at"] in ("a", "b")
+
+
+@pytest.mark.parametrize("which", ["plain", "marked"])
+def test_a_call_is_bound_once_the_model_begins_one(which: str, request: pytest.FixtureRequest) -> None:
+    """Before its mark and behind its end the model says what it likes, and may call again."""
+    loaded = request.getfixturevalue(which)
+    grammars = Grammars(loaded, VOCABULARY, (EOS,))
+    assert HERMES is not None
+    wanted = grammars.checked(grammar_after_mark(HERMES, TOOLS, special_of(loaded), many=True))
+    constraint = grammars.constraint_after(HERMES.mark, wanted)
+    random = torch.Generator().manual_seed(3)
+    said: list[int] = []
+    for free in ("I look <tool_cal <tool_call>", " and again: <tool_call>"):
+        for token in loaded(free, add_special_tokens=False)["input_ids"]:
+            scores = torch.zeros(VOCABULARY)
+            constraint.apply(scores)
+            assert not scores.any()  # nothing is forbidden
+            constraint.accept(token)
+            said.append(token)
+        while not loaded.decode(said, skip_special_tokens=False).endswith("</tool_call>"):
+            scores = torch.randn(VOCABULARY, generator=random)
+            constraint.apply(scores)
+            constraint.accept(int(scores.argmax()))
+            said.append(int(scores.argmax()))
+            assert len(said) < 400
+    text = loaded.decode(said, skip_special_tokens=False)
+    found = [json.loads(call) for call in re.findall(r"<tool_call>\n?(\{.*?\})\n</tool_call>", text)]
+    assert len(found) == 2
+    assert all(call["name"] in ("x", "yy") and call["arguments"]["at"] in ("a", "b") for call in found)
