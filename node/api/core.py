@@ -120,7 +120,22 @@ class Core:
                     "asked for: shorten the prompt, or ask for fewer",
                     code="context_length_exceeded",
                 )
+        self._check_logprobs(wanted)
         await self._session_adapter(wanted.model)
+
+    def _check_logprobs(self, wanted: GenerationRequest) -> None:
+        if wanted.top_logprobs is None:
+            return
+        most = self.limits.answer_tokens if wanted.max_tokens is None else wanted.max_tokens
+        tokens = sum((len(prompt) if wanted.echo else 0) + most for prompt in wanted.prompts)
+        if tokens * (1 + wanted.top_logprobs) > self.limits.logprobs:
+            raise ApiError(
+                400,
+                f"these are more than {self.limits.logprobs:,} log-probabilities: ask for fewer tokens, answers or "
+                "alternatives at once",
+                param="logprobs",
+                code="invalid_value",
+            )
 
     async def _session_adapter(self, model: ServedModel) -> SessionAdapter | None:
         """What changes the blocks of sessions of this model. Raises NoChainError."""

@@ -19,6 +19,7 @@ class ApiLimits:
         answer_tokens: of an answer for which no limit is asked.
         answers: that are made at once; others wait.
         body_bytes: of a request.
+        logprobs: log-probabilities of one request, about 100 bytes apiece until they are sent.
         kept, kept_seconds: conversations that keep their caches between two requests, and for how long.
     """
 
@@ -26,6 +27,7 @@ class ApiLimits:
     answer_tokens: int = 1024
     answers: int = 64
     body_bytes: int = 8 << 20
+    logprobs: int = 250_000
     kept: int = 16
     kept_seconds: float = 120.0
 

@@ -245,6 +245,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str | None
         "invalid_schema",
     ),
     "tool choice": ({"tool_choice": "required"}, openai.BadRequestError, "invalid_value"),
+    "too many log-probabilities": (
+        {"n": 16, "max_tokens": 900, "logprobs": True, "top_logprobs": 20},
+        openai.BadRequestError,
+        "invalid_value",
+    ),
     "too many answers": ({"n": 1000}, openai.BadRequestError, "invalid_value"),
 }
 
