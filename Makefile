@@ -22,7 +22,8 @@ ONLY ?=
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
 
-.PHONY: setup kernels links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels
+.PHONY: setup kernels links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels wheelhouse \
+  clean-install
 
 setup: $(VENV)/.ready links kernels
 
@@ -89,6 +90,19 @@ links: $(VENV)/.ready
 # Whether all that is installed comes as wheels, on Linux, Windows and macOS; asks the package registry.
 check-wheels: setup
 	$(BIN)/python packaging/check_wheels.py
+
+# All wheels that an installation takes on this system and this Python, for machines without a network.
+wheelhouse: setup
+	rm -rf dist/wheelhouse
+	CC=/bin/false CXX=/bin/false $(BIN)/python -m pip wheel --quiet --disable-pip-version-check \
+	  --constraint packaging/constraints.txt --wheel-dir dist/wheelhouse .
+	@echo "$$(ls dist/wheelhouse | wc -l) wheels, $$(du -sh dist/wheelhouse | cut -f1): pip install --no-index --find-links dist/wheelhouse petalnode"
+
+# Installs in a scratch folder, without a compiler: from the source, from its wheel, and from the wheelhouse.
+clean-install: wheelhouse
+	packaging/clean_install.sh source
+	packaging/clean_install.sh wheel
+	packaging/clean_install.sh wheelhouse
 
 check: lint types test
 

@@ -56,6 +56,8 @@ COMMANDS: Final = {
     "bootstrap": "Run a DHT node and relay without a model: other nodes join and reach each other through it.",
     "doctor": "Check this machine and its connection to the swarm: versions, device, memory, disk, port, clock, "
     "reachability.",
+    "self-test": "Test this machine: speed of the devices, exactness against plain transformers, a swarm on loopback, "
+    "reachability.",
     "swarm-key": "Create the key of a private swarm, which only nodes with a copy of this file can join.",
     "plan": "Plan which machine should serve which blocks: for the lowest latency, and for the highest throughput.",
     "tune": "Fine-tune a model over the swarm that serves it.",
@@ -69,7 +71,12 @@ COMMANDS: Final = {
     "credits": "Show and transfer points, which validators issue for verified work.",
 }
 """In the order of the help, which has their first sentences without importing them."""
-_MODULES = {"swarm-key": "bootstrap", "verify-evidence": "validate", "verify-receipts": "validate"}
+_MODULES = {
+    "self-test": "self_test",
+    "swarm-key": "bootstrap",
+    "verify-evidence": "validate",
+    "verify-receipts": "validate",
+}
 """The module in `commands`, where it is not named after the command."""
 
 

@@ -48,6 +48,7 @@ _SHOWN: Final = {
     "status": ("peer", "swarm_key", "json"),
     "bootstrap": ("listen", "announce", "relay_reservations", "swarm_key", "peer"),
     "doctor": ("peer", "swarm_key", "listen", "json"),
+    "self_test": ("timeout", "peer", "swarm_key", "listen", "json"),
     "plan": ("machines", "num_blocks", "block_mb", "peer", "json"),
 }
 """The options that most people need, by command; `--help` names the others, and `--help-all` explains them."""

@@ -272,3 +272,64 @@ def test_a_registry_that_never_answers_is_given_up(
     monkeypatch.setattr(sys, "argv", ["check_wheels.py"])
     assert wheels.main() == 0
     assert capsys.readouterr().out == "skipped: no registry (not done in 240 s)\n"
+
+
+def git(folder: Path, *arguments: str) -> None:
+    who = (
+        "-c",
+        "user.name=n",
+        "-c",
+        "user.email=n@example.org",
+        "-c",
+        "commit.gpgsign=false",
+        "-c",
+        "tag.gpgsign=false",
+    )
+    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "mistake", "says"),
+    [
+        ("1.2", "", "1.2 is no version"),
+        ("1.2.3", "pyproject.toml", "pyproject.toml has another version"),
+        ("1.2.3", "node/version.py", "node/version.py has another version"),
+        ("1.2.3", "CHANGELOG.md", "CHANGELOG.md has no section ## [1.2.3]"),
+        ("1.2.3", "other", "there are changes that are not committed"),
+        ("1.2.3", "tag", "the tag v1.2.3 exists"),
+    ],
+)
+def test_a_release_that_is_not_prepared_is_refused(tmp_path: Path, version: str, mistake: str, says: str) -> None:
+    files = {
+        "packaging/release.sh": (PACKAGING / "release.sh").read_text(),
+        "pyproject.toml": 'version = "1.2.3"\n',
+        "node/version.py": '__version__ = "1.2.3"\n',
+        "CHANGELOG.md": "## [1.2.3] - 2030-01-01\n",
+        "Makefile": "setup check-wheels:\n\tfalse\n",  # nothing is built here, whatever is refused or not
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("" if name == mistake else text)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "a")
+    if mistake == "other":
+        (tmp_path / "other").touch()
+    if mistake == "tag":
+        git(tmp_path, "tag", "-a", "v1.2.3", "-m", "a")
+    result = subprocess.run(["bash", "packaging/release.sh", version], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2 and f"release: {says}" in result.stderr, result
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_clean_install_wants_to_know_from_where(tmp_path: Path) -> None:
+    script, empty = PACKAGING / "clean_install.sh", {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)}
+    result = subprocess.run(["bash", str(script)], env=empty, capture_output=True, text=True)
+    assert result.returncode and "source, wheel or wheelhouse" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_source_distribution_has_the_build_backend() -> None:
+    assert "graft packaging" in (ROOT / "MANIFEST.in").read_text()
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
+    assert (ROOT / build["backend-path"][0] / f"{build['build-backend']}.py").is_file()

@@ -77,8 +77,9 @@ async def _doctor(join: JoinOptions) -> None:
             output.say(f"     {'':<13}-> {finding.advice}")
         output.emit(event="check", **asdict(finding))
 
-    for finding in await trio.to_thread.run_sync(lambda: list(_machine())):
+    for finding in await trio.to_thread.run_sync(lambda: list(machine_findings())):
         report(finding)
+    output.say("  ..  joining the swarm, and asking others to dial back ...", style="dim")
     for finding in await check_network(join, output):
         report(finding)
     problems = sum(finding.verdict == "problem" for finding in findings)
@@ -92,7 +93,8 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _machine() -> Iterator[Finding]:
+def machine_findings() -> Iterator[Finding]:
+    """What can be checked without a network."""
     yield check_versions()
     yield from check_devices()
     yield check_memory()
@@ -112,7 +114,6 @@ def _machine() -> Iterator[Finding]:
 
 async def check_network(join: JoinOptions, output: Output) -> list[Finding]:
     """Joins the swarm as a server would, and has other nodes dial back."""
-    output.say("  ..  joining the swarm, and asking others to dial back ...", style="dim")
     try:
         async with joined(join, output, role="serve", listens=True) as (swarm, _):
             if not join.peers and swarm.joined is None:

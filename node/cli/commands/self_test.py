@@ -1,0 +1,314 @@
+"""`petalnode self-test`: whether this machine computes what plain transformers computes, alone and through a swarm.
+
+A small model with random weights, made on the spot, runs as blocks on every device, and through two servers on
+loopback. Nothing is downloaded, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import platform
+import re
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import trio
+import typer
+from safetensors import SafetensorError
+
+from ....crypto.identity import Identity
+from ....protocols.ids import Span
+from ...credits.payment_verifier import PaymentVerifier
+from ...errors import ExitCode, PetalnodeError
+from ...models.progress import no_progress
+from ...server.lifecycle.options import ServerOptions
+from ...server.lifecycle.server import run_server
+from ...server.lifecycle.speed import cpu_name
+from ...swarm.config import SwarmConfig
+from ...swarm.swarm import open_swarm
+from ..join import JoinOptions, joins_swarm
+from ..output import Output
+from ..process import leaves
+from .doctor import Finding, machine_findings, check_network
+
+if TYPE_CHECKING:
+    from ...blocks.machine_check import Answer
+
+_TIME: Final = 120.0
+_SWARM_SHARE, _STEP_SHARE = 2, 6
+"""The swarm has a half of the time, a step or the search for a peer a sixth."""
+_LOOPBACK: Final = "/ip4/127.0.0.1/tcp/0"
+CACHE_VARIABLE: Final = "PETALNODE_CACHE"
+_MARKS: Final = {"ok": "ok", "warning": "!", "problem": "NO"}
+
+
+@joins_swarm
+def self_test(
+    timeout: Annotated[
+        float, typer.Option(min=1, metavar="S", help="Give up after S seconds; what was not tested is told.")
+    ] = _TIME,
+    *,
+    join: JoinOptions,
+) -> None:
+    """Test this machine: speed of the devices, exactness against plain transformers, a swarm on loopback, reachability.
+
+    Takes up to two minutes, downloads nothing, and prints a report to paste. Exit code 1 if something computes wrong.
+    """
+    join.check()
+    trio.run(_self_test, join, timeout)
+
+
+async def _self_test(join: JoinOptions, timeout: float) -> None:
+    output = Output(join.json)
+    report = Report(output)
+    with trio.move_on_after(timeout) as scope, _scratch() as scratch:
+        folder = scratch / "model"
+        output.note("looking at the machine ...")
+        report.machine(await _in_thread(lambda: list(machine_findings())))
+        output.note("multiplying ...")
+        report.add(*await _in_thread(lambda: list(compute_findings())))
+        with _cache_in(scratch / "cache"):
+            output.note("comparing blocks with plain transformers ...")
+            plain, findings = await _in_thread(partial(exactness_findings, folder))
+            report.add(*findings)
+            if plain is not None:
+                output.note("starting two servers on loopback ...")
+                report.add(await _swarm_finding(folder, plain, timeout))
+        output.note("joining the swarm, and asking others to dial back ...")
+        report.machine(await check_network(join, output))
+    if scope.cancelled_caught:
+        report.add(Finding("time", "warning", f"not done within {timeout:.0f} s; what is missing above was not tested"))
+    report.end()
+    raise typer.Exit(ExitCode.RESULT_SAYS_NO if report.faults else ExitCode.DONE)
+
+
+class Report:
+    """What has been found, without what names the user or the network: it is pasted where others read it."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._started = time.monotonic()
+        self.findings: list[Finding] = []
+
+    @property
+    def faults(self) -> int:
+        return sum(finding.verdict == "problem" for finding in self.findings)
+
+    def add(self, *findings: Finding) -> None:
+        for finding in findings:
+            shown = Finding(finding.check, finding.verdict, anonymous(finding.text), anonymous(finding.advice))
+            self.findings.append(shown)
+            self._output.emit(event="check", **asdict(shown))
+
+    def machine(self, findings: list[Finding]) -> None:
+        """What the machine or its network lacks is no fault of what is computed."""
+        for finding in findings:
+            verdict = "warning" if finding.verdict == "problem" else finding.verdict
+            self.add(Finding(finding.check, verdict, finding.text, finding.advice))
+
+    def end(self) -> None:
+        seconds = time.monotonic() - self._started
+        told = f"{self.faults} faults" if self.faults else "all exact"
+        where = f"{platform.system()} {platform.release()} {platform.machine()}, {cpu_name()}"
+        self._output.say("```")
+        self._output.say(f"petalnode self-test: {told} ({seconds:.0f} s)")
+        self._output.say(f"{'':<4}{'platform':<14}{where}")
+        for finding in self.findings:
+            self._output.say(f"{_MARKS[finding.verdict]:<4}{finding.check:<14}{finding.text}")
+            if finding.advice:
+                self._output.say(f"{'':<18}-> {finding.advice}")
+        self._output.say("```")
+        self._output.emit(event="report", exact=not self.faults, faults=self.faults, seconds=seconds, platform=where)
+
+
+def anonymous(text: str) -> str:
+    """Without the user's folder, peer ids and the addresses of machines."""
+    home = str(Path.home())
+    text = text.replace(home, "~") if len(home) > 1 else text
+    text = re.sub(r"\b12D3KooW\w+", "12D3KooW...", text)
+    return re.sub(r"(?<![\w.:])[0-9a-fA-F:.]*[0-9a-fA-F:](?![\w:])", _without_address, text)
+
+
+def _without_address(found: re.Match[str]) -> str:
+    try:
+        address = ipaddress.ip_address(found[0])
+    except ValueError:
+        return found[0]
+    return found[0] if address.is_loopback or address.is_unspecified else "ADDRESS"
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    return await trio.to_thread.run_sync(work, abandon_on_cancel=True)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder that is removed afterwards. On Windows a mapped file of a thread that was left behind stays."""
+    with tempfile.TemporaryDirectory(prefix="petalnode-self-test-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def _cache_in(folder: Path) -> Iterator[None]:
+    """Has what is kept of models, here of one that nobody will see again, in `folder`."""
+    before = os.environ.get(CACHE_VARIABLE)
+    os.environ[CACHE_VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CACHE_VARIABLE]
+        else:
+            os.environ[CACHE_VARIABLE] = before
+
+
+def compute_findings() -> Iterator[Finding]:
+    """How fast and how exactly each device multiplies: a line for a device and dtype, one for quantised weights."""
+    import torch  # 2 s
+
+    from ...blocks import machine_check
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    for device in machine_check.devices():
+        name = f"{device} ({capability})" if device == "cpu" else device
+        for dtype in (torch.float32, torch.bfloat16):
+            try:
+                speed = machine_check.products(device, dtype)
+            except RuntimeError as error:
+                yield Finding("compute", "warning", f"{name} has no {dtype}: {_first_line(error)}")
+                continue
+            rates = f"{speed.flops / 1e9:.0f} GFLOP/s, weights at {speed.bytes_per_second / 1e9:.1f} GB/s"
+            text = f"{name}, {speed.dtype}: {rates}, error {speed.error:.1e}"
+            advice = "" if speed.right else "check the driver and the memory; do not serve with this device"
+            yield Finding("compute", "ok" if speed.right else "problem", text, advice)
+        for quantisation in ("int8", "nf4"):
+            try:
+                error, right = machine_check.quantised_error(device, quantisation)
+            except (PetalnodeError, RuntimeError, ImportError) as failure:
+                yield Finding("compute", "warning", f"{name}, {quantisation}: not here: {_first_line(failure)}")
+                continue
+            # A server notices such a kernel when it starts, and has torch multiply instead.
+            advice = "" if right else f"torch will multiply {quantisation} weights instead, more slowly"
+            yield Finding("compute", "ok" if right else "warning", f"{name}, {quantisation}: error {error:.1e}", advice)
+
+
+def exactness_findings(folder: Path) -> tuple[Answer | None, list[Finding]]:
+    """Makes the model, and compares its blocks on every device with plain transformers on that device.
+
+    Returns:
+        Plain transformers' answer on the CPU, None if it gives none; a finding for each device.
+    """
+    from ...blocks import machine_check
+
+    plain: Answer | None = None
+    findings = []
+    try:
+        machine_check.make_model(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        text = f"not tested: the model cannot be written to a temporary folder: {_first_line(error)}"
+        return None, [Finding("exactness", "warning", text, "make room, or set TMPDIR to another folder")]
+    for device in machine_check.devices():
+        try:
+            expected = machine_check.plain_answer(folder, device)
+            plain = plain or expected
+            found = machine_check.span_answer(folder, device)
+            findings.append(compared("exactness", f"blocks on {device}", found, expected))
+        except (PetalnodeError, RuntimeError, OSError) as error:
+            findings.append(Finding("exactness", "problem", f"blocks on {device} failed: {_first_line(error)}"))
+    return plain, findings
+
+
+def compared(check: str, what: str, answer: Answer, expected: Answer) -> Finding:
+    """Exact is: the same greedy tokens."""
+    difference = f"largest difference of a logit {answer.difference(expected):.1e}"
+    if answer.tokens == expected.tokens:
+        return Finding(check, "ok", f"{what}: {len(expected.tokens)} tokens as plain transformers, {difference}")
+    same = next(at for at, pair in enumerate(zip(answer.tokens, expected.tokens, strict=True)) if pair[0] != pair[1])
+    advice = "report this with the lines above; do not serve with this device"
+    text = f"{what}: other tokens than plain transformers from {same} on, {difference}"
+    return Finding(check, "problem", text, advice)
+
+
+async def _swarm_finding(folder: Path, plain: Answer, timeout: float) -> Finding:
+    limit, step = timeout / _SWARM_SHARE, timeout / _STEP_SHARE
+    try:
+        with trio.fail_after(limit):
+            async with _servers(folder, step) as address:
+                return await _in_thread(partial(_asked, folder, address, plain, step))
+    except trio.TooSlowError:
+        return Finding("swarm", "problem", f"no answer within {limit:.0f} s from two servers on loopback")
+    except Exception as raised:
+        causes = list(leaves(raised))
+        if not all(isinstance(cause, (PetalnodeError, OSError, RuntimeError)) for cause in causes):
+            raise
+        advice = "does a firewall or a sandbox keep this program from 127.0.0.1?"
+        return Finding("swarm", "problem", f"two servers on loopback failed: {_first_line(causes[0])}", advice)
+
+
+@asynccontextmanager
+async def _servers(folder: Path, patience: float) -> AsyncIterator[str]:
+    """Two servers of half of the model each, in this process; gives the address of one."""
+    from ...blocks.machine_check import HALVES
+
+    async with trio.open_nursery() as nursery:
+        peers: tuple[str, ...] = ()
+        for span in HALVES:
+            address: str = await nursery.start(_serve, folder, span, peers, patience)
+            peers = (address,)
+        yield address
+        nursery.cancel_scope.cancel()
+
+
+async def _serve(
+    folder: Path,
+    span: Span,
+    peers: tuple[str, ...],
+    patience: float,
+    *,
+    task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    identity = Identity.generate()
+    config = SwarmConfig(identity=identity, listen=(_LOOPBACK,), peers=peers, relay="off", bootstrap_deadline=patience)
+    # A given throughput: that of this model is not to be kept as this machine's.
+    options = ServerOptions(str(folder), blocks=span, device="cpu", dtype="float32", throughput=1.0, drain_timeout=0.0)
+    async with open_swarm(config) as swarm:
+
+        def on_event(event: str, **fields: Any) -> None:
+            if event == "ready":
+                task_status.started(swarm.addrs[0])
+
+        payments = partial(PaymentVerifier, identity.peer_id)
+        await run_server(swarm, identity, options, on_event, no_progress, trio.Event(), payments)
+
+
+def _asked(folder: Path, address: str, plain: Answer, step: float) -> Finding:
+    import torch
+
+    from ...blocks.machine_check import NEW, PROMPT, Answer, question
+    from ...client.api.causal_lm import AutoDistributedModelForCausalLM
+
+    options: dict[str, Any] = {"initial_peers": [address], "dtype": "float32", "request_timeout": step}
+    with AutoDistributedModelForCausalLM.from_pretrained(folder, wait=True, **options) as model:
+        began = time.perf_counter()
+        found = model.generate(
+            question(),
+            attention_mask=torch.ones(1, PROMPT, dtype=torch.int64),
+            max_new_tokens=NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        seconds = time.perf_counter() - began
+    answer = Answer(tuple(found.sequences[0, PROMPT:].tolist()), found.logits[-1][0].float().cpu())
+    return compared("swarm", f"two servers on loopback, {seconds / NEW * 1000:.0f} ms a token", answer, plain)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Installs petalnode as on a machine without a compiler, and tests what was installed:
+#
+#   packaging/clean_install.sh source      pip install of what is committed, nothing taken from pip's cache
+#   packaging/clean_install.sh wheel       the same of the wheel that is built from it
+#   packaging/clean_install.sh wheelhouse  from dist/wheelhouse (make wheelhouse), without any index
+#
+# The virtual environment is in a scratch folder and removed at the end. PYTHON chooses another Python.
+set -euo pipefail
+export CC=/bin/false CXX=/bin/false LD=/bin/false  # every compilation fails
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+root=$(cd "$(dirname "$0")/.." && pwd)
+from=${1:?source, wheel or wheelhouse}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+mkdir "$scratch/home" "$scratch/source"
+"${PYTHON:-python3}" -m venv "$scratch/venv"
+pip=("$scratch/venv/bin/python" -m pip)
+constraints=(--constraint "$root/packaging/constraints.txt")
+
+if [ "$from" = wheelhouse ]; then
+    install=(--no-index --find-links "$root/dist/wheelhouse" petalnode)
+    # Whatever index pip is configured with is not asked.
+    export PIP_CONFIG_FILE=/dev/null
+    unset PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS
+else
+    git -C "$root" archive HEAD | tar -x -C "$scratch/source"
+    install=("${constraints[@]}" "$scratch/source")
+    if [ "$from" = wheel ]; then
+        "${pip[@]}" wheel --quiet --no-cache-dir --no-deps --wheel-dir "$scratch/dist" "$scratch/source"
+        install=("${constraints[@]}" "$scratch"/dist/petalnode-*.whl)
+    elif [ "$from" != source ]; then
+        echo "$from: give source, wheel or wheelhouse" >&2
+        exit 2
+    fi
+fi
+
+began=$SECONDS
+"${pip[@]}" install --quiet --no-cache-dir "${install[@]}"
+echo "installed from $from without a compiler in $((SECONDS - began)) s, $(du -sh "$scratch/venv" | cut -f1)"
+cd "$scratch/home"
+export HOME=$scratch/home XDG_DATA_HOME=$scratch/home/data XDG_CACHE_HOME=$scratch/home/cache
+"${pip[@]}" check
+"$scratch/venv/bin/petalnode" --version
+began=$SECONDS
+"$scratch/venv/bin/petalnode" self-test --new-swarm --no-mdns --timeout 600
+echo "self-test passed in $((SECONDS - began)) s"

@@ -1,0 +1,128 @@
+"""`petalnode self-test`: a real run, and what it makes of machines that compute wrong or lack something."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.blocks import machine_check
+from petalnode.node.blocks.machine_check import Answer, ProductSpeed
+from petalnode.node.cli.commands import self_test
+from petalnode.node.cli.commands.doctor import Finding
+from petalnode.node.cli.output import Output
+from petalnode.node.errors import MachineError
+from tests.swarm.processes import LOOPBACK, environment, petalnode
+
+
+def test_a_machine_that_computes_right_is_told_so_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    temporary, home = tmp_path / "tmp", tmp_path / "home"
+    temporary.mkdir()
+    arguments = ("self-test", "--json", "--new-swarm", "--listen", LOOPBACK, "--timeout", "3600")
+    outcome = petalnode(*arguments, env=environment(home, TMPDIR=str(temporary)), timeout=300)
+    assert outcome.code == 0, outcome
+    *checks, report = outcome.objects
+    assert report["event"] == "report" and report["exact"] and report["faults"] == 0, outcome
+    verdicts = {check["check"]: check["verdict"] for check in checks if check["verdict"] != "warning"}
+    assert {"versions", "device", "compute", "exactness", "swarm"} <= set(verdicts), outcome
+    texts = [check["text"] for check in checks]
+    assert any(text.startswith("blocks on cpu: 16 tokens as plain transformers") for text in texts), outcome
+    assert any("two servers on loopback" in text and "16 tokens as plain" in text for text in texts), outcome
+    assert str(home) not in outcome.out and "petalnode self-test: all exact" in outcome.err
+    assert not list(temporary.iterdir())
+    assert not (home / "cache" / "petalnode" / "speeds.json").exists()
+
+
+def answer(*tokens: int, logit: float = 0.5) -> Answer:
+    return Answer(tokens, torch.tensor([0.0, logit]))
+
+
+def test_other_tokens_are_a_fault_and_the_last_bits_of_a_logit_are_none() -> None:
+    same = self_test.compared("exactness", "blocks on cpu", answer(1, 2, 3), answer(1, 2, 3, logit=0.5 + 1e-6))
+    assert same.verdict == "ok" and "3 tokens as plain transformers" in same.text
+    other = self_test.compared("exactness", "blocks on cuda:0", answer(1, 2, 9, 9, logit=1.0), answer(1, 2, 3, 4))
+    assert other.verdict == "problem" and "from 2 on" in other.text and "5.0e-01" in other.text and other.advice
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*args: object, **options: object) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_device_that_multiplies_wrong_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = ProductSpeed("float32", 1e9, 1e9, 0.5, False)
+    monkeypatch.setattr(machine_check, "products", lambda *args: wrong)
+    monkeypatch.setattr(machine_check, "quantised_error", lambda *args: (0.5, False))
+    monkeypatch.setattr(machine_check, "devices", lambda: ["cpu"])
+    verdicts = [(finding.verdict, bool(finding.advice)) for finding in self_test.compute_findings()]
+    # A server notices a wrong kernel for quantised weights, and does without it.
+    assert verdicts == [("problem", True)] * 2 + [("warning", True)] * 2
+
+
+def test_what_a_machine_has_not_is_told_in_a_line_each_and_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_check, "products", raising(RuntimeError("no kernel for BFloat16\nat torch/lib.cpp:1")))
+    monkeypatch.setattr(machine_check, "quantised_error", raising(MachineError("bitsandbytes is not installed")))
+    monkeypatch.setattr(machine_check, "devices", lambda: ["mps"])
+    found = list(self_test.compute_findings())
+    assert [finding.verdict for finding in found] == ["warning"] * 4
+    assert found[0].text == "mps has no torch.float32: no kernel for BFloat16"
+    assert found[2].text == "mps, int8: not here: bitsandbytes is not installed"
+
+
+def test_a_full_temporary_folder_is_no_fault_and_a_device_that_fails_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(machine_check, "make_model", raising(OSError(28, "No space left on device")))
+        plain, (finding,) = self_test.exactness_findings(tmp_path)
+        assert plain is None and finding.verdict == "warning" and "No space left" in finding.text
+    monkeypatch.setattr(machine_check, "make_model", lambda folder: None)
+    monkeypatch.setattr(machine_check, "devices", lambda: ["cpu", "cuda:0"])
+    monkeypatch.setattr(machine_check, "plain_answer", lambda folder, device: answer(1, 2))
+    spans = {"cpu": lambda: answer(1, 2), "cuda:0": raising(RuntimeError("CUDA error"))}
+    monkeypatch.setattr(machine_check, "span_answer", lambda folder, device: spans[device]())
+    plain, findings = self_test.exactness_findings(tmp_path)
+    assert plain == answer(1, 2) or plain is not None
+    assert [finding.verdict for finding in findings] == ["ok", "problem"]
+    assert findings[1].text == "blocks on cuda:0 failed: CUDA error"
+
+
+def test_the_products_of_this_machine_are_right() -> None:
+    assert machine_check.products("cpu", torch.float32).right
+    for quantisation in ("int8", "nf4"):
+        error, right = machine_check.quantised_error("cpu", quantisation)
+        assert right and error > 0
+
+
+def test_a_report_names_neither_user_nor_addresses(capsys: pytest.CaptureFixture[str]) -> None:
+    home = str(Path.home())
+    text = (
+        f"{home}/.cache at /ip4/203.0.113.9/tcp/31337/p2p/12D3KooWBhrhHZJGkd5mZzQm7dUe, [2001:db8::17] and 127.0.0.1, "
+        "torch 2.13.0, at 12:30:45"
+    )
+    report = self_test.Report(Output(as_json=False))
+    report.add(Finding("reachability", "ok", text))
+    report.machine([Finding("disk", "problem", "full", "make room")])
+    assert report.faults == 0
+    report.add(Finding("swarm", "problem", "two servers failed"))
+    report.end()
+    out = capsys.readouterr().out
+    for kept in ("127.0.0.1", "torch 2.13.0", "12:30:45", "~/.cache", "/tcp/31337", "-> make room", "1 faults"):
+        assert kept in out, out
+    for hidden in (f"{home}/.cache", "203.0.113.9", "2001:db8", "BhrhHZJGk"):
+        assert hidden not in out, out
+
+
+def test_a_report_for_a_program_is_a_line_for_each_check_and_one_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    report = self_test.Report(Output(as_json=True))
+    report.add(Finding("compute", "ok", "fine"))
+    report.end()
+    check, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert check == {"event": "check", "check": "compute", "verdict": "ok", "text": "fine", "advice": ""}
+    assert (last["event"], last["exact"], last["faults"]) == ("report", True, 0) and last["platform"]
