@@ -333,3 +333,17 @@ def test_the_source_distribution_has_the_build_backend() -> None:
     assert "graft packaging" in (ROOT / "MANIFEST.in").read_text()
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
     assert (ROOT / build["backend-path"][0] / f"{build['build-backend']}.py").is_file()
+
+
+def test_the_dockerfile_copies_what_exists_and_its_commands_are_shell() -> None:
+    """It is not built here: the image that it begins with comes from no package registry."""
+    lines = (PACKAGING / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    runs = [rest for step, rest in steps if step == "RUN"]
+    assert len(runs) == 4
+    for run in runs:
+        subprocess.run(["bash", "-n", "-c", run], check=True)
+    copied = [rest.split()[0] for step, rest in steps if step == "COPY" and not rest.startswith("--from")]
+    assert copied and all((ROOT / path).exists() for path in copied)
+    assert not any("build-essential" in run for run in runs)
+    assert "\ntorch==" in (PACKAGING / "constraints.txt").read_text()  # which a step looks for
