@@ -44,6 +44,9 @@ TIME: Final = 240.0  # seconds for all
 OUT_OF_REACH: Final = re.compile(
     r"failed to fetch|request failed|timed out|connect|dns error|network|status code", re.I
 )
+"""In what uv says, beside "No solution found"."""
+RETRIED: Final = re.compile(r"connection broken|timed out|max retries", re.I)
+"""In what pip says, whatever it concludes in the end."""
 
 
 class NoRegistry(Exception):
@@ -130,7 +133,7 @@ class Checks:
             wanted = name if self.newest else f"{name}=={pinned[name]}"
             result = self.run([*PIP, "wheel", "-q", "--no-deps", "-w", str(self.scratch / "built"), wanted])
             if result.returncode:
-                if OUT_OF_REACH.search(result.stderr) and "No matching distribution" not in result.stderr:
+                if RETRIED.search(result.stderr):
                     raise NoRegistry(_last(result.stderr))
                 yield f"{wanted} is not built without a compiler: {_last(result.stderr)}"
         for wheel in sorted((self.scratch / "built").glob("*.whl")):

@@ -190,8 +190,15 @@ freeze.timeout='10'
 class Answers:
     """In place of `subprocess.run`: pip and uv as they answer. Remembers what was asked."""
 
-    def __init__(self, *, pip: tuple[int, str] = (0, ""), uv: tuple[int, str] = (0, ""), built: str = "any") -> None:
-        self.pip, self.uv, self.built = pip, uv, built
+    def __init__(
+        self,
+        *,
+        pip: tuple[int, str] = (0, ""),
+        uv: tuple[int, str] = (0, ""),
+        built: str = "any",
+        stops: str = "download",
+    ) -> None:
+        self.pip, self.uv, self.built, self.stops = pip, uv, built, stops
         self.asked: list[list[str]] = []
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -203,7 +210,8 @@ class Answers:
             folder = Path(command[command.index("-w") + 1])
             folder.mkdir(exist_ok=True)
             (folder / f"{command[-1].partition('=')[0]}-1-py3-none-{self.built}.whl").touch()
-        return subprocess.CompletedProcess(command, self.pip[0] if "download" in command else 0, "", self.pip[1])
+        failed = self.pip[0] if self.stops in command else 0
+        return subprocess.CompletedProcess(command, failed, "", self.pip[1])
 
 
 def checked(wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, answers: Answers, *options: str) -> int:
@@ -234,6 +242,7 @@ def test_the_newest_versions_are_those_that_pip_takes_wheel_or_not(
     assert not any(str(PACKAGING / "constraints.txt") in command for command in answers.asked)
 
 
+BROKEN = "WARNING: Retrying (Retry(total=4)) after connection broken by 'X'\nERROR: No matching distribution found"
 NO_SOLUTION = "x No solution found when resolving dependencies:\n hint: network-thing has no wheels"
 
 
@@ -244,9 +253,15 @@ NO_SOLUTION = "x No solution found when resolving dependencies:\n hint: network-
         (Answers(uv=(2, "error: unexpected argument")), 1, "unexpected argument"),
         (Answers(uv=(2, "error: Failed to fetch: `https://a.example`")), 0, "skipped: no registry (error: Failed"),
         (Answers(pip=(1, "ERROR: No matching distribution found")), 0, "skipped: no registry (ERROR: No matching"),
+        (Answers(pip=(1, BROKEN), stops="wheel"), 0, "skipped: no registry (ERROR: No matching"),
+        (
+            Answers(pip=(1, "ERROR: command 'cc' failed"), stops="wheel"),
+            1,
+            "not built without a compiler: ERROR: command",
+        ),
         (Answers(built="linux_x86_64"), 1, "varint-1-py3-none-linux_x86_64.whl is for this system only"),
     ],
-    ids=["no wheel", "uv fails", "registry stops", "no registry", "compiled"],
+    ids=["no wheel", "uv fails", "registry stops", "no registry", "registry stops early", "compiles", "compiled"],
 )
 def test_faults_are_told_and_a_missing_registry_is_none(
     wheels: ModuleType,
