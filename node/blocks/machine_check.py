@@ -1,4 +1,4 @@
-"""Of `petalnode self-test`: whether this machine computes blocks as plain transformers does; the speed of products."""
+"""What `petalnode self-test` computes: products of matrices, and blocks beside the same model in plain transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from ...protocols.ids import Span
-from .dot import _best_time, dot_rows
+from .dot import best_time, dot_rows
 from .quantisation.matrix import Int8Matrix, QuantisedMatrix, nf4_kind
 from .span import load_span
 
@@ -63,10 +63,10 @@ def products(device: str, dtype: torch.dtype) -> ProductSpeed:
 
     def one_row() -> Any:
         if device == "cpu" and dtype == torch.float32:
-            return min(_best_time(lambda: linear(row, tall)), _best_time(lambda: dot_rows(tall.numpy(), row)))
-        return _best_time(lambda: linear(row, tall)[0, 0].item())  # waits for the device
+            return min(best_time(lambda: linear(row, tall)), best_time(lambda: dot_rows(tall.numpy(), row)))
+        return best_time(lambda: linear(row, tall)[0, 0].item())  # waits for the device
 
-    square = _best_time(lambda: (here @ there)[0, 0].item())
+    square = best_time(lambda: (here @ there)[0, 0].item())
     return ProductSpeed(
         dtype=str(dtype).removeprefix("torch."),
         flops=2.0 * _SIDE**3 / square,

@@ -36,7 +36,7 @@ from ...swarm.swarm import open_swarm
 from ..join import JoinOptions, joins_swarm
 from ..output import Output
 from ..process import leaves
-from .doctor import Finding, machine_findings, check_network
+from .doctor import Finding, Verdict, check_network, machine_findings
 
 if TYPE_CHECKING:
     from ...blocks.machine_check import Answer
@@ -110,7 +110,7 @@ class Report:
     def machine(self, findings: list[Finding]) -> None:
         """What the machine or its network lacks is no fault of what is computed."""
         for finding in findings:
-            verdict = "warning" if finding.verdict == "problem" else finding.verdict
+            verdict: Verdict = "warning" if finding.verdict == "problem" else finding.verdict
             self.add(Finding(finding.check, verdict, finding.text, finding.advice))
 
     def end(self) -> None:
@@ -241,7 +241,8 @@ async def _swarm_finding(folder: Path, plain: Answer, timeout: float) -> Finding
     try:
         with trio.fail_after(limit):
             async with _servers(folder, step) as address:
-                return await _in_thread(partial(_asked, folder, address, plain, step))
+                found: Finding = await _in_thread(partial(_asked, folder, address, plain, step))
+                return found
     except trio.TooSlowError:
         return Finding("swarm", "problem", f"no answer within {limit:.0f} s from two servers on loopback")
     except Exception as raised:
@@ -294,8 +295,9 @@ def _asked(folder: Path, address: str, plain: Answer, step: float) -> Finding:
     from ...blocks.machine_check import NEW, PROMPT, Answer, question
     from ...client.api.causal_lm import AutoDistributedModelForCausalLM
 
-    options: dict[str, Any] = {"initial_peers": [address], "dtype": "float32", "request_timeout": step}
-    with AutoDistributedModelForCausalLM.from_pretrained(folder, wait=True, **options) as model:
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        folder, initial_peers=[address], dtype="float32", request_timeout=step, wait=True
+    ) as model:
         began = time.perf_counter()
         found = model.generate(
             question(),
