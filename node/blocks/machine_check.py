@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from ...protocols.ids import Span
+from ..models.quantisation import Kernels
 from .dot import best_time, dot_rows
 from .quantisation.matrix import Int8Matrix, QuantisedMatrix, nf4_kind
 from .span import load_span
@@ -147,10 +147,14 @@ def plain_answer(folder: Path, device: str) -> Answer:
 
 
 @torch.inference_mode()
-def span_answer(folder: Path, device: str, spans: Sequence[Span] = HALVES) -> Answer:
-    """What `spans` answer, one behind the other, with embeddings and head of plain transformers."""
+def span_answer(folder: Path, device: str, kernels: Kernels = "torch") -> Answer:
+    """What the halves answer, one behind the other, with embeddings and head of plain transformers.
+
+    Raises:
+        PetalnodeError: the device or the kernels are not here.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
-    blocks = [load_span(folder, span, device=device, dtype="float32") for span in spans]
+    blocks = [load_span(folder, span, device=device, dtype="float32", kernels=kernels) for span in HALVES]
     caches = [span.make_cache(1, PROMPT + NEW) for span in blocks]
     tokens: list[int] = []
     last, logits = question().to(device), torch.empty(0)

@@ -85,12 +85,17 @@ def test_a_full_temporary_folder_is_no_fault_and_a_device_that_fails_is_one(
     monkeypatch.setattr(machine_check, "make_model", lambda folder: None)
     monkeypatch.setattr(machine_check, "devices", lambda: ["cpu", "cuda:0"])
     monkeypatch.setattr(machine_check, "plain_answer", lambda folder, device: answer(1, 2))
-    spans = {"cpu": lambda: answer(1, 2), "cuda:0": raising(RuntimeError("CUDA error"))}
-    monkeypatch.setattr(machine_check, "span_answer", lambda folder, device: spans[device]())
+    spans = {
+        ("cpu",): lambda: answer(1, 2),
+        ("cpu", "native"): raising(MachineError("no compiler")),
+        ("cuda:0",): raising(RuntimeError("CUDA error")),
+    }
+    monkeypatch.setattr(machine_check, "span_answer", lambda folder, *how: spans[how]())
     plain, findings = self_test.exactness_findings(tmp_path)
     assert plain is not None and plain.tokens == (1, 2)
-    assert [finding.verdict for finding in findings] == ["ok", "problem"]
-    assert findings[1].text == "blocks on cuda:0 failed: CUDA error"
+    assert [finding.verdict for finding in findings] == ["ok", "warning", "problem"]
+    assert findings[1].text == "compiled kernels not tested: no compiler"
+    assert findings[2].text == "blocks on cuda:0 failed: CUDA error"
 
 
 def test_the_products_of_this_machine_are_right() -> None:

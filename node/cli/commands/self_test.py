@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from ....crypto.identity import Identity
 from ....protocols.ids import Span
 from ...credits.payment_verifier import PaymentVerifier
-from ...errors import ExitCode, PetalnodeError
+from ...errors import ExitCode, MachineError, PetalnodeError
 from ...models.progress import no_progress
 from ...server.lifecycle.options import ServerOptions
 from ...server.lifecycle.server import run_server
@@ -220,9 +220,21 @@ def exactness_findings(folder: Path) -> tuple[Answer | None, list[Finding]]:
             plain = plain or expected
             found = machine_check.span_answer(folder, device)
             findings.append(compared("exactness", f"blocks on {device}", found, expected))
+            if device == "cpu":
+                findings.append(_compiled_finding(folder, expected))
         except (PetalnodeError, RuntimeError, OSError) as error:
             findings.append(Finding("exactness", "problem", f"blocks on {device} failed: {_first_line(error)}"))
     return plain, findings
+
+
+def _compiled_finding(folder: Path, expected: Answer) -> Finding:
+    from ...blocks import machine_check
+
+    try:
+        found = machine_check.span_answer(folder, "cpu", "native")
+    except MachineError as error:
+        return Finding("exactness", "warning", f"compiled kernels not tested: {_first_line(error)}")
+    return compared("exactness", "blocks on cpu with compiled kernels", found, expected)
 
 
 def compared(check: str, what: str, answer: Answer, expected: Answer) -> Finding:
