@@ -190,13 +190,13 @@ def compute_findings() -> Iterator[Finding]:
             yield Finding("compute", "ok" if speed.right else "problem", text, advice)
         for quantisation in ("int8", "nf4"):
             try:
-                error, right = machine_check.quantised_error(device, quantisation)
+                wrong_by, right = machine_check.quantised_error(device, quantisation)
             except (PetalnodeError, RuntimeError, ImportError) as failure:
                 yield Finding("compute", "warning", f"{name}, {quantisation}: not here: {_first_line(failure)}")
                 continue
             # A server notices such a kernel when it starts, and has torch multiply instead.
             advice = "" if right else f"torch will multiply {quantisation} weights instead, more slowly"
-            yield Finding("compute", "ok" if right else "warning", f"{name}, {quantisation}: error {error:.1e}", advice)
+            yield Finding("compute", "ok" if right else "warning", f"{name}, {quantisation}: error {wrong_by:.1e}", advice)
 
 
 def exactness_findings(folder: Path) -> tuple[Answer | None, list[Finding]]:
