@@ -196,7 +196,9 @@ def compute_findings() -> Iterator[Finding]:
                 continue
             # A server notices such a kernel when it starts, and has torch multiply instead.
             advice = "" if right else f"torch will multiply {quantisation} weights instead, more slowly"
-            yield Finding("compute", "ok" if right else "warning", f"{name}, {quantisation}: error {wrong_by:.1e}", advice)
+            yield Finding(
+                "compute", "ok" if right else "warning", f"{name}, {quantisation}: error {wrong_by:.1e}", advice
+            )
 
 
 def exactness_findings(folder: Path) -> tuple[Answer | None, list[Finding]]:
