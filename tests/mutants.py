@@ -54,7 +54,7 @@ _JUDGED: Final = "judging recomputation verdict substitution compared_chains bun
 _SERVED: Final = (
     "pushes admission priority cache_budget compute_order training_protocol deferred_backward span_input batching"
 )
-_KEPT: Final = "session_recovery session_stream answers_due history path_loss compared_chains receipt_log"
+_KEPT: Final = "session_recovery session_stream reconnector answers_due history path_loss compared_chains receipt_log"
 _MOVED: Final = "yamux muxed_stream noise bandwidth negotiation limits received_bytes private"
 _ATTACKS: Final = ("attacks/test_*",)
 _MEMORY: Final = (

@@ -40,6 +40,13 @@ def adapter(scale: float = 1.0, rank: int = 2) -> Adapter:
     return Adapter.of("mine", {f"{NAME}.lora_A": a, f"{NAME}.lora_B": b, **elsewhere})
 
 
+def one_infinite() -> Adapter:
+    """An adapter of which one value is infinite."""
+    tensors = {name: tensor.clone() for name, tensor in adapter().tensors.items()}
+    tensors[f"{NAME}.lora_B"][3, 1] = float("inf")
+    return Adapter.of("mine", tensors)
+
+
 def offer(content: Adapter, ready: dict[str, Any], **fields: Any) -> tuple[wire.Adapter, list[bytes]]:
     tensors = {name: encode(tensor, "none") for name, tensor in content.tensors.items() if name.startswith("3.")}
     usual: dict[str, Any] = {
@@ -125,7 +132,11 @@ def test_an_adapter_that_cannot_be_is_refused(name: str, server: MemoryServer, r
 
 def test_other_tensors_than_those_of_the_hash_are_refused(server: MemoryServer, run: Run) -> None:
     async def main(swarm: Swarm) -> None:
-        for content, says in ((adapter(2.0), "not those of its hash"), (adapter(float("nan")), "NaN")):
+        for content, says in (
+            (adapter(2.0), "not those of its hash"),
+            (adapter(float("nan")), "NaN"),
+            (one_infinite(), "NaN"),
+        ):
             mine = adapter()
             blocks = [wire.AdapterBlock(block=block, hash=value) for block, value in mine.blocks]
             _, said = await bring(swarm, server.ready, content, hash=mine.hash, blocks=blocks)

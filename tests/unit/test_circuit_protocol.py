@@ -138,6 +138,7 @@ def test_a_request_that_is_none_is_answered_and_given_up(receive, said, status):
     "said",
     [
         pb.HopMessage(type=pb.HopMessage.RESERVE),
+        pb.HopMessage(type=pb.HopMessage.RESERVE, status=pb.OK, reservation=pb.RelayReservation(expire=5)),
         pb.HopMessage(type=pb.HopMessage.STATUS),
         pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK),  # no reservation in it
     ],
@@ -149,6 +150,15 @@ def test_an_answer_that_is_none_is_not_taken_for_one(said):
 
     error, _ = converse(lambda stream: ask_reservation(stream, timeout=5), answer)
     assert isinstance(error, PeerError)
+
+
+def test_a_target_that_asks_has_not_accepted():
+    async def answer(stream):
+        await receive_stop(stream, timeout=5)
+        await stream.send(pb.StopMessage(type=pb.StopMessage.CONNECT, status=pb.OK), timeout=5)
+
+    error, _ = converse(lambda stream: ask_stop(stream, RELAY, CircuitLimit(), timeout=5), answer)
+    assert isinstance(error, ProtocolError)
 
 
 @given(st.binary(max_size=200), st.sampled_from([receive_hop, receive_stop]))

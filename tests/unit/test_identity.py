@@ -35,7 +35,9 @@ def test_a_saved_identity_is_loaded_again_and_private(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["id.key"]
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x08\x01\x12\x40" + bytes(63), b"\x08\x01\x12\x40" + bytes(64)])
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"\x08\x01\x12\x40" + bytes(63), b"\x08\x01\x12\x40" + bytes(64), bytes(68)]
+)
 def test_a_file_that_is_no_identity_is_named(tmp_path, content):
     path = tmp_path / "id.key"
     path.write_bytes(content)

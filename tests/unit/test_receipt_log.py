@@ -130,6 +130,8 @@ def test_batches_make_room_before_sessions_and_the_oldest_before_newer_ones() ->
     assert archive.shares
     archive.add_batch(batch(84))  # 252 bytes: more than a quarter
     assert not archive.batches
+    archive.add_batch(replace(batch(0), outputs=(bytes(250),)))  # just a quarter
+    assert len(archive.batches) == 1
     logs = [archive.session("server") for _ in range(2)]
     for log in logs:
         log.begin(wire.Open(), wire.Granted())

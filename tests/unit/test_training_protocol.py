@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from petalnode.node.server.requests.admission import Hosted, batch_bytes, check_batch, check_keep, check_terms
 from petalnode.node.testing import run_autojumping
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.framing import MessageStream
+from petalnode.protocols.framing import MAX_TENSORS, MessageStream
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span
 from petalnode.protocols.inference import Refusal
 from petalnode.protocols.training import (
@@ -32,6 +33,7 @@ from petalnode.protocols.training import (
     hash_of_payloads,
     receive_pieces,
     send_in_pieces,
+    send_pieces,
 )
 from tests.unit.test_framing import PEER, ends
 
@@ -87,6 +89,17 @@ async def _sent_and_received(payloads: list[bytes]) -> list[bytearray]:
 def test_tensors_arrive_as_they_were_sent(sizes: list[int]) -> None:
     payloads = [bytes([number % 251]) * size for number, size in enumerate(sizes, start=7)]
     assert run_autojumping(_sent_and_received, payloads) == payloads
+
+
+def test_no_more_pieces_are_made_than_it_takes() -> None:
+    async def main() -> list[list[int]]:
+        sender, receiver = streams()
+        payloads = [bytes(PIECE_BYTES - 1), b"ab", *[b"x"] * 70]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(send_pieces, sender, payloads, timeout=5))
+            return [[len(part) for part in (await receiver.receive(timeout=5))[1]] for _ in range(3)]
+
+    assert run_autojumping(main) == [[PIECE_BYTES - 1, 1], [1] * MAX_TENSORS, [1] * (71 - MAX_TENSORS)]
 
 
 async def _received_of(*frames: tuple[wire.BatchFrame, list[bytes]]) -> list[bytearray]:

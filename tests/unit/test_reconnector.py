@@ -1,0 +1,273 @@
+"""The stream to one server: taken up again when it is lost, and moved to a direct connection when there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from petalnode.node.client.deadlines import KEEP_GRACE, MOVE_RETRY, MOVE_TIMEOUT
+from petalnode.node.client.request import StreamLost
+from petalnode.node.client.session.reconnector import PathChanges, SessionReconnector
+from petalnode.node.client.session.recovery import PAUSE, REFRESH_AFTER
+from petalnode.node.errors import ServerFailed
+from petalnode.node.swarm.routing import Hop
+from petalnode.node.testing import run_autojumping
+from petalnode.protocols.ids import Span
+
+
+class Stream:
+    def __init__(self, *, direct: bool) -> None:
+        self.direct = direct
+        self.was_reset = False
+
+    async def reset(self) -> None:
+        self.was_reset = True
+
+
+class World:
+    """A server and the way to it; in place of a `SessionStream` and of a `Router`.
+
+    Attributes:
+        connects, takes: what comes of the next attempts to connect and to take the session up: None, seconds that it
+            takes, or an error. When none is left, it succeeds at once.
+    """
+
+    hop = Hop("server", Span(0, 1))
+    kept = 30.0
+    round_trip = 0.1
+
+    def __init__(self, nursery: trio.Nursery, *, direct: bool = False) -> None:
+        self._nursery = nursery
+        self.stream = Stream(direct=direct)
+        self.lost = trio.Event()
+        self.way = trio.Event()
+        self.connects: list[float | Exception] = []
+        self.takes: list[float | Exception] = []
+        self.made: list[Stream] = []
+        self.refreshes = 0
+        self.between_steps = trio.Lock()
+        self.changes = PathChanges()
+        server: Any = self
+        self.reconnector = SessionReconnector(server, server, self.between_steps, self.changes)
+        nursery.start_soon(self.reconnector.run)
+
+    @property
+    def direct(self) -> bool:
+        return self.stream.direct
+
+    def uses(self, stream: Any) -> bool:
+        return self.stream is stream
+
+    async def wait_lost(self) -> None:
+        await self.lost.wait()
+
+    def watch_direct(self, peer_id: str) -> trio.Event:
+        assert peer_id == "server"
+        return self.way
+
+    def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
+        self._nursery.start_soon(function, *args)
+
+    async def refresh(self) -> None:
+        self.refreshes += 1
+        await trio.sleep(100)
+
+    async def connect(self, hop: Hop, *, direct: bool = False) -> Any:
+        assert hop == self.hop
+        await self._outcome(self.connects)
+        self.made.append(Stream(direct=direct))
+        return self.made[-1]
+
+    async def take_up(self, stream: Any) -> None:
+        await self._outcome(self.takes)
+        self.stream = stream
+        self.lost = trio.Event()
+
+    async def _outcome(self, outcomes: list[float | Exception]) -> None:
+        await trio.lowlevel.checkpoint()
+        outcome = outcomes.pop(0) if outcomes else 0.0
+        if isinstance(outcome, Exception):
+            raise outcome
+        await trio.sleep(outcome)
+
+
+def run(main: Callable[[World], Awaitable[None]], **options: Any) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(3600):
+            async with trio.open_nursery() as nursery:
+                await main(World(nursery, **options))
+                nursery.cancel_scope.cancel()
+
+    run_autojumping(bounded)
+
+
+settled = trio.testing.wait_all_tasks_blocked
+FAILED, REFUSED = ServerFailed("gone", "server"), ServerFailed("it holds no such session", "server")
+LOST = StreamLost("lost", "server")
+
+
+def test_a_lost_stream_is_replaced_at_once() -> None:
+    async def main(world: World) -> None:
+        await settled()
+        assert not world.made and not world.reconnector.state.lost
+        world.lost.set()
+        await settled()
+        assert world.uses(world.made[0]) and world.changes == PathChanges(rejoined=1)
+        assert trio.current_time() < 1 and await world.reconnector.settled()
+        world.reconnector.report_lost()  # by a step, which saw it first
+        await settled()
+        assert world.uses(world.made[1]) and world.changes.rejoined == 2
+
+    run(main)
+
+
+def test_attempts_go_on_with_pauses_and_the_swarm_is_asked_where_the_server_is() -> None:
+    async def main(world: World) -> None:
+        world.connects, world.takes = [FAILED, FAILED, FAILED], [LOST]
+        begun = trio.current_time()
+        world.lost.set()
+        await settled()
+        assert world.reconnector.state.attempts == 1 and world.reconnector.state.may_return
+        await world.reconnector.settled_or_failed()
+        assert await world.reconnector.settled()
+        assert trio.current_time() - begun == pytest.approx(4 * PAUSE)
+        assert world.refreshes == 1 and REFRESH_AFTER == 2  # one at a time
+        assert world.changes.rejoined == 1 and world.reconnector.state.attempts == 0
+
+    run(main)
+
+
+def test_an_attempt_that_does_not_get_on_is_given_up() -> None:
+    async def main(world: World) -> None:
+        world.connects = [1000.0]
+        world.lost.set()
+        begun = trio.current_time()
+        await world.reconnector.settled_or_failed()
+        assert trio.current_time() - begun == pytest.approx(2.0 + 8 * world.round_trip)
+        assert await world.reconnector.settled()
+
+    run(main)
+
+
+def test_a_server_that_has_lost_the_session_is_not_asked_again() -> None:
+    async def main(world: World) -> None:
+        world.takes = [REFUSED]
+        world.lost.set()
+        await settled()
+        assert not await world.reconnector.settled()
+        assert world.reconnector.state.gone and len(world.made) == 1 and world.changes.rejoined == 0
+        await trio.sleep(100)
+        assert len(world.made) == 1
+
+    run(main)
+
+
+def test_a_server_is_looked_for_as_long_as_it_keeps_the_session() -> None:
+    async def main(world: World) -> None:
+        world.connects = [FAILED] * 1000
+        begun = trio.current_time()
+        world.lost.set()
+        await settled()
+        assert not await world.reconnector.settled()
+        assert trio.current_time() - begun == pytest.approx(world.kept + KEEP_GRACE, abs=2 * PAUSE)
+
+    run(main)
+
+
+def test_who_needs_the_server_no_more_looks_no_longer() -> None:
+    async def main(world: World) -> None:
+        world.connects = [FAILED] * 1000
+        world.lost.set()
+        await trio.sleep(1)
+        world.reconnector.cancel()
+        assert not await world.reconnector.settled()
+        left = len(world.connects)
+        await trio.sleep(10)
+        assert len(world.connects) == left
+
+    run(main)
+
+
+def test_a_relayed_stream_moves_between_two_steps() -> None:
+    async def main(world: World) -> None:
+        relayed = world.stream
+        await world.between_steps.acquire()
+        world.way.set()
+        await settled()
+        assert len(world.made) == 1 and world.stream is relayed  # a step is under way
+        world.between_steps.release()
+        await settled()
+        assert world.stream is world.made[0] and world.direct and not world.made[0].was_reset
+        assert world.changes == PathChanges(moved=1) and not world.between_steps.locked()
+        await trio.sleep(2 * MOVE_RETRY)
+        assert len(world.made) == 1  # it is direct now
+
+    run(main)
+
+
+def test_a_direct_stream_stays() -> None:
+    async def main(world: World) -> None:
+        world.way.set()
+        await trio.sleep(2 * MOVE_RETRY)
+        assert not world.made
+
+    run(main, direct=True)
+
+
+@pytest.mark.parametrize("failure", [LOST, REFUSED, MOVE_TIMEOUT + 1.0])
+def test_where_moving_fails_the_old_stream_serves_and_nothing_is_left_of_the_new_one(failure: Any) -> None:
+    async def main(world: World) -> None:
+        relayed = world.stream
+        world.takes = [failure]
+        world.way.set()
+        await trio.sleep(MOVE_TIMEOUT + 2)
+        assert world.stream is relayed and world.made[0].was_reset and not world.between_steps.locked()
+        assert world.changes == PathChanges() and not world.reconnector.state.lost
+        await trio.sleep(MOVE_RETRY)
+        assert world.stream is world.made[1] and world.changes.moved == 1
+
+    run(main)
+
+
+def test_a_connection_that_cannot_be_used_is_tried_again_after_a_while() -> None:
+    async def main(world: World) -> None:
+        world.connects = [FAILED]
+        world.way.set()
+        await trio.sleep(MOVE_RETRY - 1)
+        assert not world.made
+        await trio.sleep(2)
+        assert world.stream is world.made[0]
+
+    run(main)
+
+
+def test_a_step_that_waits_for_the_session_is_not_waited_for() -> None:
+    """It holds the lock, and finds the stream at its end."""
+
+    async def main(world: World) -> None:
+        await world.between_steps.acquire()
+        world.way.set()
+        await settled()
+        world.reconnector.report_lost()
+        await settled()
+        assert world.made[0].was_reset and world.stream is world.made[1]
+        assert world.changes == PathChanges(rejoined=1) and world.between_steps.locked()
+        world.between_steps.release()
+
+    run(main)
+
+    async def earlier(world: World) -> None:
+        world.connects = [5.0]  # the stream is lost while the other one is made
+        await world.between_steps.acquire()
+        world.way.set()
+        await settled()
+        world.reconnector.report_lost()
+        await trio.sleep(10)
+        assert world.made[0].was_reset and world.stream is world.made[1]
+        world.between_steps.release()
+
+    run(earlier)
