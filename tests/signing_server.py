@@ -20,7 +20,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span
 from petalnode.protocols.inference import hash_of_step, pledge_to_wire, root_of, sha256
 from petalnode.protocols.tensors import decode, encode
-from petalnode.protocols.training import NOTHING_KEPT, hash_of_batch, hash_of_payloads
+from petalnode.protocols.training import NOTHING_KEPT, hash_of_batch, hash_of_keep, hash_of_payloads
 
 Spoil = Callable[[torch.Tensor], torch.Tensor]
 
@@ -109,8 +109,16 @@ class SigningServer:
             previous = receipt.hash()
         return log
 
-    def work(self, hidden: torch.Tensor, gradient: torch.Tensor | None = None, *, spoil: Spoil = honest) -> LoggedBatch:
-        """The client's log of one pass."""
+    def work(
+        self,
+        hidden: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        *,
+        spoil: Spoil = honest,
+        prompts: torch.Tensor | None = None,
+        spoil_kept: Spoil = honest,
+    ) -> LoggedBatch:
+        """The client's log of one pass; in a backward pass with deep `prompts`, with their gradient too."""
         protocol = FORWARD if gradient is None else BACKWARD
         sent = [encode(tensor, "none") for tensor in (hidden, gradient) if tensor is not None]
         work = wire.BatchRequest(sequence=1, tensors=[tensor for tensor, _ in sent])
@@ -119,19 +127,25 @@ class SigningServer:
         passing = (
             passes.forward(Batch(self.span, hidden))
             if gradient is None
-            else passes.backward(Batch(self.span, hidden), gradient)
+            else passes.backward(Batch(self.span, hidden, None, None, prompts), gradient)
         )
         result = run_through(passing)
         _, answer = encode(spoil(result if isinstance(result, torch.Tensor) else result.hidden), "none")
+        keep, kept, answers, kept_hash = None, (), [answer], NOTHING_KEPT
+        if prompts is not None:
+            described, payload = encode(prompts, "none")
+            keep, kept = wire.Keep(number=1, names=["prompts"], tensors=[described]), (payload,)
+            work.kept, kept_hash = 1, hash_of_keep(keep, hash_of_payloads(kept))
+            answers.append(encode(spoil_kept(result.prompts), "none")[1])
         receipt = self.receipt(
             nonce=os.urandom(16),
             session_epoch=os.urandom(16),
             sequence=1,
-            request_hash=hash_of_batch(protocol, work, hash_of_payloads(inputs), NOTHING_KEPT),
-            reply_hash=hash_of_payloads([answer]),
+            request_hash=hash_of_batch(protocol, work, hash_of_payloads(inputs), kept_hash),
+            reply_hash=hash_of_payloads(answers),
             previous_receipt=NO_RECEIPT,
         )
-        return LoggedBatch(self.identity.peer_id, protocol, receipt, work, inputs, None, (), (answer,))
+        return LoggedBatch(self.identity.peer_id, protocol, receipt, work, inputs, keep, kept, tuple(answers))
 
     def receipt(self, **fields: object) -> Receipt:
         usual: dict[str, object] = {

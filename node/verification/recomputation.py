@@ -162,7 +162,9 @@ class Noise(TorchFunctionMode):
     def within(self, loaded: BlockSpan) -> Iterator[None]:
         """Adds the noise to what enters these blocks."""
 
-        def enter(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def enter(block: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if loaded.stack.is_idle(block):  # a pass runs one block at a time, and all others hand on what they get
+                return given, named
             if given:
                 return (self.added(given[0]), *given[1:]), named
             return given, {**named, "hidden_states": self.added(named["hidden_states"])}

@@ -10,7 +10,9 @@ import trio.testing
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.span import BlockSpan
+from petalnode.node.server.requests.session import ServerSession
 from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.framing import PeerError, StreamClosed
 from tests.attacks.one_server import one_server
 from tests.swarm.raw import RawSession, values
 
@@ -112,6 +114,31 @@ def test_only_a_later_attempt_of_the_same_client_takes_a_session_up(blocks: Bloc
                 assert frame.HasField("granted")
                 frame, _ = await again.step(3, 2, values(1))  # nothing came in between
                 assert frame.reply.sequence == 3 and frame.reply.position == 3
+
+    trio.run(main)
+
+
+def test_a_client_that_is_lost_while_it_takes_its_session_up_holds_no_cache(
+    blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(session: ServerSession) -> wire.Granted:
+        raise StreamClosed("the client is gone", "client")
+
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with one_server(blocks) as server:
+                client = Identity.generate()
+                first = server.session(client)
+                await first.open(keep_ms=100)
+                monkeypatch.setattr(ServerSession, "_granted", lost)
+                back = server.session(client)
+                resume = wire.Resume(nonce=first.nonce, session_epoch=first.granted.session_epoch, attempt=1)
+                await back.stream.send(wire.InferenceFrame(resume=resume), timeout=10)
+                with pytest.raises(PeerError):
+                    await back.receive()
+                while server.service.sessions:  # noqa: ASYNC110  (what it waits for tells nobody)
+                    await trio.sleep(0.01)
+                assert server.service.cache.free == server.service.cache.capacity
 
     trio.run(main)
 

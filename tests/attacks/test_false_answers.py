@@ -194,6 +194,17 @@ def test_what_is_no_bundle_as_announced_is_not_taken(theirs: End, why: str) -> N
     assert receive(100, pieces(100, bytes(50), bytes(50))) == bytes(100)
 
 
+def test_a_piece_is_one_tensor() -> None:
+    async def two_at_once(stream: Stream) -> None:
+        await stream.send(wire.EvidenceFrame(sending=wire.Sending(nbytes=10)), timeout=TIMEOUT)
+        frame = wire.EvidenceFrame(piece=wire.Piece(), tensors=[wire.Tensor(nbytes=10), wire.Tensor(nbytes=1)])
+        await stream.send(frame, [bytes(10), b"x"], timeout=TIMEOUT)
+        await trio.sleep_forever()
+
+    with pytest.raises(ProtocolError, match="before its end"):
+        receive(100, two_at_once)
+
+
 def test_other_frames_are_no_bundle() -> None:
     async def close(stream: Stream) -> None:
         await stream.send(wire.EvidenceFrame(close=wire.Close()), timeout=TIMEOUT)

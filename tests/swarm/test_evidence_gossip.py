@@ -34,6 +34,7 @@ from petalnode.node.trust.evidence_message import (
     MAX_SENDERS,
     RATE,
     RATE_SECONDS,
+    RELAYED,
     BadEvidenceMessage,
     Endorsement,
     EvidenceMessage,
@@ -171,6 +172,16 @@ def test_a_flood_is_cut_off_by_its_maker_and_by_who_hands_it_on() -> None:
     assert sum(accepted) == RATE
     assert sum(receive(gossip, numeric(number % 8), f"author {number}", "one neighbour") for number in range(200)) <= 30
     assert receive(gossip, numeric(1), "somebody else", "another neighbour")
+
+
+def test_what_a_neighbour_has_made_itself_does_not_count_as_handed_on() -> None:
+    gossip, _ = node()
+    for number in range(RELAYED):
+        assert receive(gossip, numeric(number), f"author {number}", "neighbour")
+    assert not receive(gossip, numeric(50), "another author", "neighbour")
+    for number in range(RATE):
+        assert receive(gossip, numeric(number), "neighbour", "neighbour")
+    assert not receive(gossip, numeric(RATE), "neighbour", "neighbour")
 
 
 def test_what_is_remembered_of_one_server_is_bounded_and_junk_keeps_nobody_out() -> None:

@@ -5,18 +5,36 @@ All in virtual time (`virtual_servers.py`), as usual and five times slower than 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
 from petalnode.node.client.core import SwarmClient
+from petalnode.node.client.deadlines import RETRY_INTERVAL
+from petalnode.node.client.session import compared_session
 from petalnode.node.client.session.chain import HistoryLost
-from petalnode.node.errors import NoChainError
+from petalnode.node.client.session.compared_session import ComparedSession
+from petalnode.node.client.session.comparing import Weights
+from petalnode.node.client.session.stream import SessionSpec
+from petalnode.node.errors import NoChainError, SwarmError
 from petalnode.node.testing.inspection import tasks_of
-from petalnode.protocols.ids import INFERENCE
+from petalnode.protocols.ids import INFERENCE, Span
 from tests.patience import eventually
-from tests.swarm.virtual_servers import Talk, VirtualServer, VirtualSwarm, in_virtual_swarm, talk
+from tests.swarm.virtual_servers import (
+    BLOCKS,
+    HIDDEN,
+    MAX_LENGTH,
+    VERSION,
+    Talk,
+    VirtualServer,
+    VirtualSwarm,
+    in_virtual_swarm,
+    talk,
+    wire_tensor,
+)
 
 LONGEST = 10.0
 """Seconds that a step may wait."""
@@ -361,6 +379,80 @@ def test_what_came_before_this_process_cannot_be_given_to_another_server() -> No
             swarm.of(talking.session, 1).node.end()
             with pytest.raises(HistoryLost, match="what it held before this process started is not known here"):
                 await talking.step()
+
+    in_virtual_swarm(main)
+
+
+# --- chains that are compared
+
+CHUNK = wire_tensor(np.ones((1, HIDDEN), np.float32))
+WHOLE = SessionSpec(VERSION, Span(0, BLOCKS), batch=1, max_length=MAX_LENGTH)
+
+
+def test_compared_chains_that_were_cut_off_while_rows_changed_places_are_of_no_use() -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        one, other = swarm.start("0:6"), swarm.start("0:6")
+        async with swarm.client(compare_chains=2) as client, client.session(WHOLE) as session:
+            assert isinstance(session, ComparedSession)
+            before = await session.step([CHUNK])
+            other.seconds = 1000.0
+            with trio.move_on_after(1) as scope:
+                await session.step([CHUNK])
+            assert scope.cancelled_caught and session.position == 1  # one of them has taken it
+            other.seconds = one.seconds
+            after = await session.step([CHUNK])
+            assert session.position == 2 and len(before) == len(after) == 1 and client.disagreements == []
+            await session.step([CHUNK], (0,))
+            other.seconds = 1000.0
+            with trio.move_on_after(1) as scope:
+                await session.step([CHUNK], (0,))
+            assert scope.cancelled_caught
+            other.seconds = one.seconds
+            with pytest.raises(SwarmError, match="cut off while its rows changed places"):
+                await session.step([CHUNK])
+
+    in_virtual_swarm(main)
+
+
+def test_who_waits_for_a_second_chain_looks_at_once_and_then_now_and_then() -> None:
+    async def main(swarm: VirtualSwarm) -> None:
+        swarm.start("0:6")
+        second = swarm.start("0:6", told=False)
+
+        async def come() -> None:
+            await trio.sleep(30)
+            second.announce()
+
+        async with swarm.client(compare_chains=2) as client, trio.open_nursery() as nursery:
+            with pytest.raises(NoChainError, match=r"2 chains .* make 1"):
+                async with client.session(WHOLE):
+                    pass
+            assert trio.current_time() < 1 and swarm.looks >= 1
+            nursery.start_soon(come)
+            begun, looks = trio.current_time(), swarm.looks
+            async with client.session(WHOLE, wait=True) as session:
+                assert 30 <= trio.current_time() - begun < 32
+                assert 10 < swarm.looks - looks <= 30 / RETRY_INTERVAL + 3
+                assert isinstance(session, ComparedSession) and len(session.routes) == 2
+
+    in_virtual_swarm(main)
+
+
+def test_servers_that_nobody_knows_how_to_compare_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone could be, but not one with the other."""
+    known = compared_session.tolerance_between
+
+    def between(weights: Weights, devices: Sequence[str], *rest: Any) -> Any:
+        return known(weights, devices, *rest) if len(devices) == 1 else None
+
+    async def main(swarm: VirtualSwarm) -> None:
+        monkeypatch.setattr(compared_session, "tolerance_between", between)
+        for _ in range(2):
+            swarm.start("0:6")
+        async with swarm.client(compare_chains=2) as client:
+            with pytest.raises(SwarmError, match=r"nobody has measured .* compute in float32 on different devices"):
+                async with client.session(WHOLE):
+                    pass
 
     in_virtual_swarm(main)
 

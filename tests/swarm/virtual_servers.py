@@ -259,6 +259,7 @@ class VirtualSwarm:
 
     @asynccontextmanager
     async def client(self, **options: Any) -> AsyncIterator[SwarmClient]:
+        """`options` as for `open_client`."""
         node: Any = _ClientNode(self)
         self.network.nodes[node.peer_id] = node
         folder: Any = SimpleNamespace(name="virtual", num_blocks=BLOCKS, hidden_size=HIDDEN)

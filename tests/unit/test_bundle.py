@@ -126,6 +126,18 @@ def test_a_wrong_pass_is_proved_and_a_right_one_refuted(
     assert wrong.proven or "nobody has measured" in wrong.reason
 
 
+def test_a_wrong_gradient_of_prompts_is_proved_and_a_right_one_refuted(
+    server: SigningServer, folder: ModelFolder
+) -> None:
+    passing = {"prompts": hidden(2, len(server.span), 8).unsqueeze(1), "gradient": hidden(5, 2, 9)}
+    for spoil, proven in ((None, False), (spoiled, True)):
+        options = {} if spoil is None else {"spoil_kept": spoil}
+        outcome = check_evidence(reread(batch_bundle(ACCUSER, server.work(hidden(5, 2), **passing, **options))), folder)
+        assert outcome.proven == proven and not outcome.inconclusive, outcome
+        assert ("gradient of deep prompts" in outcome.reason) == proven
+        assert (outcome.error > outcome.tolerance) == proven
+
+
 def test_the_server_is_held_to_the_dtype_that_it_signed(server: SigningServer, folder: ModelFolder) -> None:
     """What is right in bfloat16 is wrong in float32."""
     coarse = SigningServer(folder.path, server.version, server.span, dtype="bfloat16")

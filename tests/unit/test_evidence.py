@@ -156,6 +156,16 @@ def test_a_receipt_outside_of_the_pledge_proves_itself(outside: dict[str, object
     assert "pledge" in check_pledge_broken(SERVER.peer_id, PLEDGE, ROOT, chain(2, **outside))
 
 
+def test_blocks_before_those_of_the_pledge_are_outside_of_it() -> None:
+    pledge = replace(PLEDGE, span=(4, 10)).signed(SERVER)
+    assert not pledge.covers(replace(RECEIPT, span=(3, 9))) and not pledge.covers(replace(RECEIPT, span=(4, 11)))
+    inside = {"dtype": pledge.dtype, "quantisation": pledge.quantisation, "model_version": pledge.model_version}
+    assert pledge.covers(replace(RECEIPT, span=(4, 10), **inside))  # type: ignore[arg-type]
+    assert not pledge.covers(replace(RECEIPT, span=(3, 10), **inside))  # type: ignore[arg-type]
+    assert pledge.is_in_force(1000) and pledge.is_in_force(2000)
+    assert not pledge.is_in_force(999) and not pledge.is_in_force(2001)
+
+
 def test_a_kept_pledge_is_no_fault() -> None:
     with pytest.raises(NotProven, match="pledged for"):
         check_pledge_broken(SERVER.peer_id, PLEDGE, ROOT, chain(2))

@@ -45,6 +45,14 @@ def test_a_file_that_is_no_identity_is_named(tmp_path, content):
         Identity.load(path)
 
 
+@pytest.mark.parametrize("content", [b"\x08\x01\x12\x40" + bytes(63), b"\x08\x01\x12\x40" + bytes(65), bytes(68)])
+def test_a_file_of_another_kind_is_told_from_a_damaged_one(tmp_path, content):
+    path = tmp_path / "id.key"
+    path.write_bytes(content)
+    with pytest.raises(IdentityError, match="is no Ed25519 identity"):
+        Identity.load(path)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(IdentityError, match=r"gone\.key"):
         Identity.load(tmp_path / "gone.key")

@@ -61,6 +61,13 @@ def test_what_cannot_be_is_refused_with_its_name(fields: dict[str, object], code
     assert next(iter(fields)).split("_")[0] in caught.value.message or "span" in caught.value.message
 
 
+def test_a_person_writes_a_span_as_its_ends() -> None:
+    assert Span.parse(" 0:15 ") == Span(0, 15) and str(Span.parse("3:4")) == "3:4"
+    for text in ("", "3", "3-4", "a:4", "3:b", ":4", "3:", "-1:4", "4:3", "3:3"):
+        with pytest.raises(ValueError, match=r"blocks|span"):
+            Span.parse(text)
+
+
 def test_an_empty_message_is_refused() -> None:
     with pytest.raises(Refusal):
         terms_of(wire.Open())

@@ -174,6 +174,28 @@ def test_bytes_that_no_stream_can_give_back_hold_up_nothing() -> None:
     trio.run(main)
 
 
+def test_bytes_that_are_given_back_cost_nobody_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        buffered, dropped = 1, 0
+
+        def drop_fullest(self) -> None:
+            self.dropped += 1
+
+    async def main() -> None:
+        monkeypatch.setattr(limits, "MAX_UNREAD_OF_PEER", 100)
+        node, stuck = NodeLimits(), Stuck()
+        use = node.of("peer")
+        use.connections.append(stuck)
+        node.hold(use, 100)
+        assert stuck.dropped == 0
+        node.hold(use, 50)
+        assert stuck.dropped == 1
+        node.hold(use, -10)
+        assert stuck.dropped == 1 and use.unread == node.unread == 140
+
+    trio.run(main)
+
+
 def test_the_connection_with_the_most_unread_bytes_loses_a_stream() -> None:
     async def main() -> None:
         node = NodeLimits()

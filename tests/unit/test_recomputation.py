@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from petalnode.node.blocks.passes import Batch, SpanPasses
 from petalnode.node.blocks.span import load_span
 from petalnode.node.errors import BadInput
 from petalnode.node.verification.recomputation import (
+    PAIRS,
     Noise,
     PassAnswer,
     PassQuestion,
@@ -145,6 +147,24 @@ def test_the_noise_of_a_probability_is_relative_to_it(scores: list[float]) -> No
             with Noise(1e-3, 4, 5 + pair, pair, sign):
                 chosen = torch.topk(torch.tensor([scores]), 2, dim=-1).indices
             assert chosen.tolist() == [[1, 0]]
+
+
+def test_noise_enters_every_block_and_leaves_the_last_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    added = Noise.added
+    changed: list[int] = []
+
+    def count(self: Noise, tensor: torch.Tensor) -> torch.Tensor:
+        changed.append(id(self))
+        return added(self, tensor)
+
+    monkeypatch.setattr(Noise, "added", count)
+    for group_bytes in (0, 1 << 30):
+        truth = Recomputation(folder, "float32", "none", group_bytes=group_bytes)
+        for question in (SessionQuestion(SPAN, (Step(0, hidden(1, 2)),)), PassQuestion(Batch(SPAN, hidden(1, 2)))):
+            changed.clear()
+            (noisy,) = truth.perturbed([question], 1e-3)
+            assert len(noisy) == 2 * PAIRS
+            assert list(Counter(changed).values()) == [len(SPAN) + 1] * (2 * PAIRS)
 
 
 def test_noise_has_the_size_that_it_is_given() -> None:

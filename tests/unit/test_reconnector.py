@@ -146,6 +146,7 @@ def test_an_attempt_that_does_not_get_on_is_given_up() -> None:
         world.connects = [1000.0]
         world.lost.set()
         begun = trio.current_time()
+        await settled()
         await world.reconnector.settled_or_failed()
         assert trio.current_time() - begun == pytest.approx(2.0 + 8 * world.round_trip)
         assert await world.reconnector.settled()
