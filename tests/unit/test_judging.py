@@ -199,6 +199,8 @@ def test_a_verdict_says_who_what_and_by_how_much() -> None:
     assert "its answer is off by 0.5" in found.reason and found.requests == 2
     fields = replace(found, evidence=Path("file")).fields()
     assert fields["blocks"] == [2, 4] and fields["evidence"] == "file" and found.fields()["evidence"] is None
+    unasked = replace(found, error=None, tolerance=None).fields()
+    assert unasked["error"] is None and unasked["tolerance"] is None
     assert JUDGE.verdict(Compared(seen(truth), truth, tolerance=TOLERANCE)).verdict == "ok"
     assert JUDGE.verdict(Compared(seen(truth), truth)).verdict == "inconclusive"
 
