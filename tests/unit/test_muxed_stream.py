@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
@@ -25,6 +27,7 @@ from petalnode.node.network.transport.muxed_stream import (
     WINDOW_UPDATE,
     MuxedStream,
 )
+from petalnode.node.network.transport.stream_bytes import StreamBytes
 from petalnode.node.testing import run_autojumping
 from tests.memory_muxer import MemoryRaw, muxer, settled
 
@@ -395,6 +398,25 @@ def test_an_end_that_is_known_gets_no_window() -> None:
                 await read(stream, INITIAL_WINDOW)
                 stream.widen()
             assert [frame for frame in other.frames() if not frame[1]] == []
+
+    run(main)
+
+
+@pytest.mark.parametrize(("ours_ended", "theirs_ended"), [(True, True), (True, False), (False, True), (False, False)])
+def test_what_is_not_closed_in_order_on_both_sides_is_reset(ours_ended: bool, theirs_ended: bool) -> None:
+    async def main() -> None:
+        async with muxer() as (ours, other):
+            other.open(1)
+            muxed = await ours.accept_stream()
+            stream: Any = SimpleNamespace(muxed_stream=muxed, close=muxed.close, reset=muxed.reset)
+            held = StreamBytes(stream)
+            if ours_ended:
+                await held.close_write()
+            if theirs_ended:
+                other.say(WINDOW_UPDATE, FIN, 1)
+            await settled()
+            await held.end()
+            assert held.is_lost == (not (ours_ended and theirs_ended)) and ours.open_streams == 0
 
     run(main)
 

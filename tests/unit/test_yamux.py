@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import pytest
 import trio
 import trio.testing
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamReset
 
-from petalnode.node.network.transport import yamux
+from petalnode.node.network.transport import limits, yamux
 from petalnode.node.network.transport.limits import NodeLimits
 from petalnode.node.network.transport.muxed_stream import (
     ACK,
@@ -211,6 +212,20 @@ def test_a_peer_is_not_dropped_because_we_stood_still() -> None:
     run(main)
 
 
+def test_a_second_of_silence_is_enough_to_be_asked() -> None:
+    async def main() -> None:
+        async with muxer() as (_, other):
+            other.open(1)
+            await trio.sleep(0.9)
+            other.send(1, b"x")
+            await trio.sleep(0.95)
+            assert [frame for frame in other.frames() if frame[0] == PING] == []
+            await trio.sleep(0.1)
+            assert [frame[:2] for frame in other.frames() if frame[0] == PING] == [(PING, SYN)]
+
+    run(main)
+
+
 def test_without_streams_a_peer_is_asked_seldom() -> None:
     async def main() -> None:
         async with muxer() as (ours, other):
@@ -357,6 +372,26 @@ def test_frames_that_wait_for_others_are_few() -> None:
                 other.open(2 * number + 1)
             await settled()
             assert len(other.frames()) == 87
+
+    run(main)
+
+
+def test_small_frames_and_new_streams_are_counted_apart() -> None:
+    async def main() -> None:
+        async with muxer() as (ours, other):
+            other.open(1)
+            stream = await ours.accept_stream()
+            for _ in range(2 * limits.OPENED_AT_ONCE):
+                other.send(1, b"x")
+                await stream.read()
+                other.say(PING, SYN)
+            assert ours.lost is None
+            for number in range(1, 2 * limits.OPENED_AT_ONCE):
+                other.open(2 * number + 1)
+                other.say(WINDOW_UPDATE, RST, 2 * number + 1)
+                with suppress(MuxedConnUnavailable):
+                    await ours.accept_stream()
+            assert ours.lost is not None and "more streams than any session needs" in ours.lost
 
     run(main)
 
