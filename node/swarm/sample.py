@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, TypeVar
 
 from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, is_expired
 from .view import Origin, SwarmView
@@ -15,6 +15,8 @@ SAMPLE: Final = 64
 _SEVERAL: Final = 3  # servers of a block
 _AT_ONCE: Final = 2048  # records that are put in order
 _LOOKED_AT: Final = 8  # times as many as are wanted, before those that fit best are taken
+
+T = TypeVar("T")
 
 
 def sampled(
@@ -106,11 +108,18 @@ def _in_parts(
 def _in_turn(
     records: Iterable[SignedAnnouncement], origins: Mapping[str, Origin], rng: random.Random
 ) -> Iterator[SignedAnnouncement]:
-    """In random order, one of each source, then a second one of each that has more, and so on."""
-    of_source: dict[str, list[SignedAnnouncement]] = {}
-    for record in records:
+    def source_of(record: SignedAnnouncement) -> str:
         origin = origins[record.content.peer_id]
-        of_source.setdefault(origin.met or origin.sources[-1], []).append(record)
+        return origin.met or origin.sources[-1]
+
+    return around(records, source_of, rng)
+
+
+def around(items: Iterable[T], source_of: Callable[[T], str], rng: random.Random) -> Iterator[T]:
+    """In random order, one of each source, then a second one of each that has more, and so on."""
+    of_source: dict[str, list[T]] = {}
+    for item in items:
+        of_source.setdefault(source_of(item), []).append(item)
     groups = list(of_source.values())
     for group in groups:
         if len(group) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,20 @@ def test_whom_to_ask_is_not_decided_by_who_has_most_keys() -> None:
     assert len(list(in_turn(view, 20, NOW, random.Random(1)))) <= 20
 
 
+def test_nor_by_who_makes_most_connections() -> None:
+    """A hundred keys of one address are connected, and five honest peers."""
+    addrs = ("/ip4/192.0.2.1/tcp/1",)
+    records = [
+        replace(one, content=replace(one.content, addrs=addrs, expires=time.time() + 3000)) for one in spread(105)
+    ]
+    peers = [record.content.peer_id for record in records]
+    honest = dict(zip(peers[:5], map(str, range(5)), strict=True))
+    asking = directory(nothing, [], lambda: peers, lambda peer: honest.get(peer, "attacker"))
+    asking.merge(records)
+    for _ in range(5):
+        assert honest.keys() <= set(asking.peers_to_ask(6))
+
+
 def test_when_a_client_knows_enough() -> None:
     view = SwarmView().merge([announced(number, Span(0, BLOCKS)) for number in range(2)], NOW)
     assert not known_well(view, MODEL, now=NOW)
@@ -136,11 +151,22 @@ async def nothing(*_: Any, **__: Any) -> None:
     await trio.lowlevel.checkpoint()
 
 
-def directory(open_stream: Any, bootstrap: list[tuple[str, str]]) -> Directory:
-    host: Any = SimpleNamespace(connected=list, remember=lambda *_: None)
-    table: Any = SimpleNamespace(add_peer=nothing)
-    identity = Identity.generate()
-    return Directory(identity=identity, ttl=45, host=host, dht=table, open_stream=open_stream, bootstrap=bootstrap)
+def directory(
+    open_stream: Any,
+    bootstrap: list[tuple[str, str]],
+    connected: Callable[[], list[str]] = list,
+    address_of: Callable[[str], str] = str,
+) -> Directory:
+    host: Any = SimpleNamespace(connected=connected, remember=lambda *_: None)
+    return Directory(
+        identity=Identity.generate(),
+        ttl=45,
+        host=host,
+        dht=SimpleNamespace(add_peer=nothing),  # type: ignore[arg-type]
+        open_stream=open_stream,
+        bootstrap=bootstrap,
+        address_of=address_of,
+    )
 
 
 @pytest.fixture(scope="module")
