@@ -397,8 +397,9 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    for name, default in (("servers", [100, 1000, 10_000]), ("models", [1, 100]), ("hostile", [0, 1, 10, 100])):
-        parser.add_argument(f"--{name}", type=int, nargs="+", default=default)
+    parser.add_argument("--servers", type=int, nargs="+", default=[100, 1000, 10_000])
+    parser.add_argument("--models", type=int, nargs="+", default=[1, 100])
+    parser.add_argument("--hostile", type=int, nargs="+", default=[0, 1, 10, 100], help="times as many keys as servers")
     parser.add_argument("--addresses", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--nodes", type=int, default=12, help="simulated in full")
     parser.add_argument("--seconds", type=float, default=90.0)
