@@ -18,7 +18,7 @@ from ..client.chat import Dialogue, SavedChat, Text, fit
 from ..client.deadlines import REOPEN_TIMEOUT
 from ..errors import BadInput, ExitCode, MachineError, PetalnodeError, unwrapped
 from .output import Output
-from .process import SIGNALLED, text_given
+from .process import interrupted, text_given
 from .terminal import LineReader, stopped_by_signal
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Chatter:
         disagreements: of compared chains; grows with the answers.
         system: the system prompt of a new conversation.
         once: there is one question only, and what goes wrong is raised.
-        serve_options: those of `petalnode serve` for another server of the same swarm and model.
+        serve_options: those of `petalnode serve` for another server of the same swarm: model, and peers to join by.
         notice: asked before each prompt whether it may go to the servers that there are.
     """
 
@@ -184,7 +184,7 @@ class Chatter:
         finally:
             self._keep(fitted.plus("assistant", text), finished=True)
         if stopped is not None and (stopped != signal.SIGINT or self.once):
-            raise typer.Exit(SIGNALLED + stopped)
+            raise typer.Exit(interrupted(stopped))
 
     def _tell(self, text: str, tokens: int, seconds: float, recoveries: int, disagreed: int, *, stopped: bool) -> None:
         compared = self.conversation.compared_routes
@@ -233,7 +233,7 @@ class Chatter:
         if not trouble.lost:
             self.output.note(f"server …{hop.peer_id[-8:]} (blocks {hop.span}) is silent; others are looked for")
             return
-        advice = f"start another server of them: petalnode serve {self.serve_options} --blocks {hop.span}"
+        advice = self._advice(hop)
         self._tell_progress(
             f"lost a server: {trouble.reason}\nThe answer waits up to {trouble.waits:.0f} s until it is back, or "
             f"another one serves blocks {hop.span}. What would help: {advice}",
@@ -243,6 +243,15 @@ class Chatter:
             waits_seconds=trouble.waits,
             advice=advice,
         )
+
+    def _advice(self, lost: Hop) -> str:
+        """How to have the blocks of a lost server served again."""
+        model, *peers = self.serve_options.split(" --peer ")
+        others = [peer for peer in peers if lost.peer_id not in peer]
+        if peers and not others:  # who joined by the lost server cannot say by whom to join
+            return f"start this server again, on its machine: petalnode serve {model} --blocks {lost.span}"
+        options = " --peer ".join((model, *others[:1]))
+        return f"start another server of them: petalnode serve {options} --blocks {lost.span}"
 
     def _tell_progress(self, text: str, **fields: Any) -> None:
         if not self.output.as_json and sys.stdout.isatty():

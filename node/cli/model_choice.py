@@ -11,10 +11,11 @@ import trio
 import typer
 
 from ..client.deadlines import REFRESH_TIMEOUT
-from ..errors import BadInput, ModelError, SwarmError
+from ..errors import BadInput, ModelError
 from ..models import ModelFolder, Need, resolve, split_version
 from ..models.sources.alias import ALIASES
 from ..swarm.swarm import Swarm
+from .node_report import nobody_serves
 from .output import Output, ProgressBars
 
 _ANNOUNCED: Final = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w.-]*)?", re.ASCII)
@@ -77,7 +78,7 @@ async def served_model(swarm: Swarm) -> str:
     view = await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
     names = sorted({name for name, _ in view.models(now=time.time()).values()}, key=_aliases_first)
     if not names:
-        raise SwarmError("nobody in this swarm serves a model (yet): start one with `petalnode serve`")
+        raise await nobody_serves(swarm, "a model", ": start one with `petalnode serve`")
     here = await trio.to_thread.run_sync(lambda: [name for name in names[:_LOOKED_FOR] if is_here(name)])
     if len(names) > 1:
         named = [*here, *(name for name in names if name not in here)]

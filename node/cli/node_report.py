@@ -3,18 +3,55 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import trio
 
+from ...protocols.framing import PeerError
+from ..errors import SwarmError
 from ..swarm.discovery import JoinResult
 from ..swarm.swarm import Swarm
 from .join import SWARM_KEY_VARIABLE, JoinOptions
 from .output import Output
 
+CLOCK_TOLERANCE = 10.0
+"""Seconds by which readers of announcements let clocks differ."""
+_CLOCKS_ASKED = 5
 _SETTLE_TIME = 5.0  # seconds
 _WAYS = {"remembered": "which is remembered from another run", "neighbours": "found on this network"}
+
+
+async def clock_offsets(swarm: Swarm, timeout: float) -> list[float]:
+    """By how many seconds peers' clocks are ahead of this machine's, of some peers that answer within `timeout`."""
+    offsets: list[float] = []
+
+    async def ask(peer_id: str) -> None:
+        asked = time.time()
+        try:
+            told = (await swarm.ask_node(peer_id, timeout=timeout)).time
+        except PeerError:
+            return
+        if told:
+            offsets.append(told - (asked + time.time()) / 2)
+
+    async with trio.open_nursery() as nursery:
+        for peer_id in swarm.connected()[:_CLOCKS_ASKED]:
+            nursery.start_soon(ask, peer_id)
+    return sorted(offsets)
+
+
+async def nobody_serves(swarm: Swarm, what: str, advice: str = "") -> SwarmError:
+    """The error where no server is known, which may be because this machine refuses all announcements as too old."""
+    offsets = await clock_offsets(swarm, _SETTLE_TIME)
+    ahead = -offsets[len(offsets) // 2] if offsets else 0.0
+    if abs(ahead) > CLOCK_TOLERANCE:
+        how = "ahead of" if ahead > 0 else "behind"
+        advice = (
+            f": this machine's clock is {abs(ahead):.0f} s {how} that of the peers; set it (timedatectl set-ntp true)"
+        )
+    return SwarmError(f"nobody in this swarm serves {what} (yet){advice}")
 
 
 def how_joined(join: JoinOptions, joined: JoinResult | None) -> str:

@@ -47,7 +47,7 @@ def prepare() -> None:
         number = getattr(signal, name, None)
         # `nohup` ignores SIGHUP, and then a closed terminal is no reason to end.
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _interrupt)
+            signal.signal(number, interrupt)
     sys.unraisablehook = _again
 
 
@@ -98,7 +98,8 @@ def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error(_ENCODING_ERRORS, _plain)
 
 
-def _interrupt(number: int, frame: object) -> None:
+def interrupt(number: int, frame: object) -> None:
+    """Handles SIGTERM and SIGHUP as Ctrl-C; the command then says which signal it was."""
     _came.append(number)
     if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         raise KeyboardInterrupt
@@ -121,13 +122,12 @@ def say_error(text: str, prefix: str = "petalnode") -> None:
         sys.stderr.flush()
 
 
-def interrupted() -> int:
-    """Says that a signal has ended the command; returns the exit code."""
-    if _came:
-        say_error(f"stopped by {signal.Signals(_came[0]).name}")
-        return SIGNALLED + _came[0]
-    say_error("interrupted")
-    return int(ExitCode.INTERRUPTED)
+def interrupted(number: int | None = None) -> int:
+    """Says that a signal has ended the command, by default the one that came; returns the exit code."""
+    if number is None:
+        number = _came[0] if _came else signal.SIGINT
+    say_error("interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
+    return SIGNALLED + number
 
 
 class Start:

@@ -12,7 +12,7 @@ import trio
 import typer
 
 from ..errors import BadInput, ExitCode, PetalnodeError, unwrapped
-from .process import say_error
+from .process import interrupted, say_error
 
 STOP_GRACE = 1.0
 
@@ -106,7 +106,7 @@ class StopSignal:
             typer.Exit: with the exit code.
         """
         if self.number is not None:
-            say_error("interrupted" if self.interrupted else f"stopped by {signal.Signals(self.number).name}")
+            interrupted(self.number)
         raise typer.Exit(self.exit_code)
 
     @property

@@ -105,6 +105,8 @@ ACCIDENTS = {
 }  # fmt: skip
 
 CASES = [(command, name) for name, accident in ACCIDENTS.items() for command in accident.commands]
+_NO_INDEX = {"PIP_INDEX_URL": "http://127.0.0.1:1/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_RETRIES": "0"}
+"""A demo does not download its model."""
 _RUN = "\nimport runpy\nrunpy.run_module('petalnode', run_name='__main__', alter_sys=True)"
 
 
@@ -119,7 +121,9 @@ def outcomes(home: Path, models: Path, tmp_path_factory: pytest.TempPathFactory)
         (scratch / "machines.json").write_text(json.dumps(machines))
         arguments = COMMANDS[command].format(models=models, nobody=NOBODY, scratch=scratch).split()
         started = warm_python.start(
-            [sys.executable, "-c", ACCIDENTS[accident].before + _RUN, *arguments], environment(home), scratch
+            [sys.executable, "-c", ACCIDENTS[accident].before + _RUN, *arguments],
+            environment(home, **_NO_INDEX),
+            scratch,
         )
         try:
             assert started.stdin is not None and started.stdout is not None and started.stderr is not None
@@ -188,7 +192,7 @@ def test_a_signal_that_comes_where_nothing_can_be_raised_is_not_lost(monkeypatch
     for number, code, said in ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")):
         monkeypatch.setattr(sys, "unraisablehook", process._again)
         monkeypatch.setattr(process, "_came", [] if number == signal.SIGINT else [number])
-        before = signal.signal(number, process._interrupt) if number != signal.SIGINT else None
+        before = signal.signal(number, process.interrupt) if number != signal.SIGINT else None
         try:
             with pytest.raises(KeyboardInterrupt) as raised:
                 _free_and_wait()

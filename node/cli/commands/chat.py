@@ -301,7 +301,7 @@ async def chat_in(
                 identity = adapter.identity if isinstance(adapter, Adapter) else held.hash.hex() if held else ""
                 saved = saved.check_model(client.model.version).with_adapter(identity)
                 conversation.keep(saved.tokens, saved.session)
-            serves = " ".join((folder.name, *(f"--peer {peer}" for peer in peers[:1])))
+            serves = " --peer ".join((folder.name, *peers))
             notice = StrangerNotice(
                 client,
                 output,

@@ -20,7 +20,6 @@ from multiaddr import Multiaddr
 from packaging.requirements import Requirement
 
 from ....crypto.identity import IdentityError, IdentityLocked, held_identity
-from ....protocols.framing import PeerError
 from ...blocks.kernels.library import library
 from ...errors import ExitCode, PetalnodeError, SwarmError
 from ...models.cache_dir import cache_dir
@@ -28,6 +27,7 @@ from ...network.addresses import ip_of, parse_peer
 from ...network.nat.reachability import NOBODY_ASKED
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm, kept_port
+from ..node_report import CLOCK_TOLERANCE, clock_offsets
 from ..output import Output
 
 Verdict = Literal["ok", "warning", "problem"]
@@ -39,12 +39,9 @@ _MEMORY_NEEDED: Final = 1 * _GIB
 _DISK_WANTED: Final = 5 * _GIB
 _DISK_NEEDED: Final = _GIB // 2
 _FILES_WANTED: Final = 1024
-# Readers of announcements tolerate a clock difference of 10 s.
 _CLOCK_WARNING: Final = 3.0
-_CLOCK_PROBLEM: Final = 10.0
 _REACHABILITY_WAIT: Final = 20.0  # seconds: asking others to dial back takes 5, finding no router 4, a relay 1
 _ANSWER_WAIT: Final = 5.0
-_PEERS_ASKED: Final = 5
 _MARKS: Final = {"ok": ("ok", "green"), "warning": ("!", "yellow"), "problem": ("NO", "red")}
 
 
@@ -119,7 +116,11 @@ async def check_network(join: JoinOptions, output: Output) -> list[Finding]:
             if not join.peers and swarm.joined is None:
                 text = "no other node is known, so nobody can be asked to dial back"
                 return [Finding("swarm", "warning", text, "give --peer MULTIADDR (every node prints its own)")]
-            return [await _swarm(swarm), await _clock(swarm), await check_reachability(swarm, are_here(join.peers))]
+            return [
+                await _swarm(swarm),
+                judge_clock(await clock_offsets(swarm, _ANSWER_WAIT)),
+                await check_reachability(swarm, are_here(join.peers)),
+            ]
     except SwarmError as error:
         return [Finding("swarm", "problem", str(error), "check the addresses, the network, and that these nodes run")]
     except PetalnodeError as error:  # of this machine, not of the network
@@ -129,24 +130,6 @@ async def check_network(join: JoinOptions, output: Output) -> list[Finding]:
 async def _swarm(swarm: Swarm) -> Finding:
     servers = (await swarm.refresh(timeout=_ANSWER_WAIT)).servers(now=time.time())
     return Finding("swarm", "ok", f"joined; {len(servers)} servers are known")
-
-
-async def _clock(swarm: Swarm) -> Finding:
-    offsets: list[float] = []
-
-    async def ask(peer_id: str) -> None:
-        asked = time.time()
-        try:
-            told = (await swarm.ask_node(peer_id, timeout=_ANSWER_WAIT)).time
-        except PeerError:
-            return
-        if told:
-            offsets.append(told - (asked + time.time()) / 2)
-
-    async with trio.open_nursery() as nursery:
-        for peer_id in swarm.connected()[:_PEERS_ASKED]:
-            nursery.start_soon(ask, peer_id)
-    return judge_clock(offsets)
 
 
 def are_here(peers: Sequence[str]) -> bool:
@@ -298,7 +281,7 @@ def judge_clock(offsets: Iterable[float]) -> Finding:
     middle = ordered[len(ordered) // 2]
     text = f"{abs(middle):.1f} s {'behind' if middle > 0 else 'ahead of'} the peers' ({len(ordered)} asked)"
     advice = "set the clock, and let the system keep it (timedatectl set-ntp true)"
-    if abs(middle) > _CLOCK_PROBLEM:
+    if abs(middle) > CLOCK_TOLERANCE:
         return Finding("clock", "problem", text, f"other nodes refuse this node's announcements: {advice}")
     if abs(middle) > _CLOCK_WARNING:
         return Finding("clock", "warning", text, advice)

