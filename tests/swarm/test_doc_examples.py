@@ -113,6 +113,11 @@ def is_shown(page: Path, block: Block) -> bool:
     return any(block.text.startswith(beginning) for beginning in SHOWN.get(name_of(page), ()))
 
 
+def bare(line: str) -> str:
+    """A command without the program that measures it."""
+    return re.sub(r"^/usr/bin/time -f '[^']*' ", "", line.strip())
+
+
 def commands_of(page: Path) -> list[str]:
     """The commands of a page's blocks, and those in the text that have options or are a pipe."""
     lines = [
@@ -125,7 +130,7 @@ def commands_of(page: Path) -> list[str]:
     spans = [" ".join(span.replace("\\|", "|").split()) for span in re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", rest)]
     lines += [span for span in spans if re.match(r"(echo .*\| )?petalnode [a-z].* --?\w", span)]
     lines += [span for span in spans if re.match(r"(python|pytest|make|sudo|pip|pipx|uv|ufw|export|git) ", span)]
-    commands = [re.split(r"(?:^|\s+)# |\s{2,}\(", line)[0].strip() for line in lines]
+    commands = [bare(re.split(r"(?:^|\s+)# |\s{2,}\(", line)[0]) for line in lines]
     return list(dict.fromkeys(command for command in commands if command))
 
 
@@ -322,7 +327,7 @@ def test_no_block_is_left_out() -> None:
                 compile(block.text, str(page), "exec")
             elif not is_shown(page, block):
                 for line in block.text.replace("\\\n", " ").splitlines():
-                    first = next((word for word in line.split() if "=" not in word), "")
+                    first = next((word for word in bare(line).split() if "=" not in word), "")
                     assert not line.strip() or first in words, (name_of(page), line)
         for beginning in SHOWN.get(name_of(page), ()):
             assert any(block.text.startswith(beginning) for block in blocks), (name_of(page), beginning)
