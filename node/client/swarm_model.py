@@ -43,7 +43,8 @@ async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress =
         SwarmError: the folder holds a part only, and no server tells what the whole is.
     """
     try:
-        manifest = await trio.to_thread.run_sync(compute_manifest, folder, progress)
+        # Hashing a large model takes minutes, for which Ctrl-C does not wait.
+        manifest = await trio.to_thread.run_sync(compute_manifest, folder, progress, abandon_on_cancel=True)
     except ModelError:
         # Not the whole model: that is how it is on a laptop that uses a model which it cannot hold.
         pass
@@ -57,7 +58,7 @@ async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress =
     async for version, data in swarm.manifests(folder.name, folder.num_blocks, pinned=pinned, timeout=REFRESH_TIMEOUT):
         try:
             manifest = Manifest.from_wire(data, version)
-            await trio.to_thread.run_sync(verify_part, folder, manifest, "client", progress)
+            await trio.to_thread.run_sync(verify_part, folder, manifest, "client", progress, abandon_on_cancel=True)
         except ModelError as error:
             mismatch = error
         else:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,14 +23,19 @@ import typer
 
 from petalnode.node.blocks import client_part
 from petalnode.node.cli import app as command_line
-from petalnode.node.cli import process
+from petalnode.node.cli import node_report, process
 from petalnode.node.cli.commands import tune
+from petalnode.node.cli.dialogue import Chatter
 from petalnode.node.cli.output import Output
-from petalnode.node.client.session import chain, step
+from petalnode.node.client import swarm_model
+from petalnode.node.models import resolve
 from tests.swarm.processes import Node, Nodes, environment
 
 ENDED = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "stopped by SIGTERM")}
 ENDED[signal.SIGHUP] = (129, "stopped by SIGHUP")
+
+ROOM = ("--cache-tokens", "100000", "--drain-timeout", "0")
+"""A server keeps the sessions of saved conversations, and nobody moves them when it ends."""
 
 
 @dataclass
@@ -89,7 +94,7 @@ class Person:
 
 @pytest.fixture(scope="module")
 def server(node_starter: Nodes, models: Path) -> Node:
-    return node_starter.server(models / "tiny-llama", "0:6", "--cache-tokens", "100000")
+    return node_starter.server(models / "tiny-llama", "0:6", *ROOM)
 
 
 @pytest.fixture
@@ -163,51 +168,70 @@ def _kill(node: Node) -> None:
     node.process.wait()
 
 
-def _freeze(node: Node) -> None:
-    node.signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, node.pid, os.WSTOPPED | os.WNOWAIT) if _is_child(node) else None
-
-
-def _is_child(node: Node) -> bool:
-    return Path(f"/proc/{node.pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
-
-
 @pytest.mark.parametrize("what", ["killed", "frozen", "replaced by another model"])
 def test_the_only_server_is_lost_in_an_answer(what: str, person: Person, node_starter: Nodes, models: Path) -> None:
-    for module in (chain, step):
-        person.monkeypatch.setattr(module, "RECOVERY_TIMEOUT", 2.0)
+    """The person is told which it was and what would help, and gives up then."""
     key = ("--identity", str(person.folder / "server.key"))
-    person.server = node_starter.server(models / "tiny-llama", "0:6", "--cache-tokens", "100000", *key)
+    person.server = node_starter.server(models / "tiny-llama", "0:6", *ROOM, *key)
     victim, address = person.server, person.server.address
 
     def lose() -> None:
         if what == "frozen":
-            _freeze(victim)
+            victim.signal(signal.SIGSTOP)
             return
         _kill(victim)
         if what != "killed":
             listen = ("--listen", address.partition("/p2p/")[0])
             assert node_starter.server(models / "other-llama", "0:6", *key, *listen).peer_id == victim.peer_id
 
-    person.monkeypatch.setattr(Output, "write", Output.write)
+    tell = Chatter._tell_trouble
+
+    def tell_and_give_up(chatter: Chatter, trouble: Any) -> None:
+        tell(chatter, trouble)
+        signal.raise_signal(signal.SIGINT)
+
+    person.monkeypatch.setattr(Chatter, "_tell_trouble", tell_and_give_up)
     person.at_the_first_token(lose)
     code, out, err = person.chat("--json")
     events = [json.loads(line) for line in out]
-    assert code == 3 and person.saved["unfinished"] and person.saved["turns"][1][1]
-    assert "blocks 0:6" in err[-1]
-    if what != "frozen":
-        assert events[0]["event"] == "server-lost" and events[0]["peer_id"] == victim.peer_id
-        assert "start this server again" in events[0]["advice"]
+    assert (code, err[-1]) == (130, "petalnode: interrupted")
+    assert person.saved["turns"][0] == ["user", "one two"] and person.saved["turns"][1][1] == events[-1]["text"]
+    if events[0].get("event") == "server-lost":
+        assert (events[0]["peer_id"], events[0]["blocks"]) == (victim.peer_id, [0, 6])
+        assert events[0]["waits_seconds"] == 30 and "start this server again" in events[0]["advice"]
+    else:
+        assert what == "frozen" and any(f"{victim.peer_id[-8:]} (blocks 0:6) is silent" in line for line in err)
     _kill(victim)
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_clock_that_is_wrong_by_an_hour(hours: int, person: Person) -> None:
+    person.monkeypatch.setattr(node_report, "_SETTLE_TIME", 120.0)  # however slow this machine is
     right = time.time
     person.monkeypatch.setattr(time, "time", lambda: right() + hours * 3600)
     code, _, err = person.run("status", "--peer", person.server.address)
     assert code == 3
     assert f"this machine's clock is 3600 s {'ahead of' if hours > 0 else 'behind'} that of" in err[-1]
+
+
+def test_a_signal_does_not_wait_for_the_hashes_of_a_model(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def hash_for_minutes(*_: object) -> None:
+        begun.set()
+        over.wait()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(swarm_model.identify_model, None, resolve(str(models / "tiny-llama")))
+            await trio.to_thread.run_sync(begun.wait)
+            nursery.cancel_scope.cancel()
+
+    monkeypatch.setattr(swarm_model, "compute_manifest", hash_for_minutes)
+    try:
+        trio.run(main)
+    finally:
+        over.set()
 
 
 def test_a_command_runs_in_a_loop_of_its_own() -> None:

@@ -74,7 +74,7 @@ async def _doctor(join: JoinOptions) -> None:
             output.say(f"     {'':<13}-> {finding.advice}")
         output.emit(event="check", **asdict(finding))
 
-    for finding in await trio.to_thread.run_sync(lambda: list(machine_findings())):
+    for finding in await trio.to_thread.run_sync(lambda: list(machine_findings()), abandon_on_cancel=True):
         report(finding)
     output.say("  ..  joining the swarm, and asking others to dial back ...", style="dim")
     for finding in await check_network(join, output):

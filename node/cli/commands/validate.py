@@ -153,9 +153,9 @@ async def _probe_model(swarm: Swarm, model: str | None, output: Output) -> Probe
     bars = ProgressBars(output.errors)
     identified = await identify_model(swarm, folder, bars)
     bars.stop()
-    local = await trio.to_thread.run_sync(lambda: load_client(folder.path, device="cpu"))
+    local = await trio.to_thread.run_sync(lambda: load_client(folder.path, device="cpu"), abandon_on_cancel=True)
     try:
-        text = await trio.to_thread.run_sync(Text, folder)
+        text = await trio.to_thread.run_sync(Text, folder, abandon_on_cancel=True)
     except ModelError:
         text = None  # no tokenizer: probes then have random tokens
     return ProbeModel(identified, local, text)
