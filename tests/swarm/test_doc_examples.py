@@ -57,6 +57,7 @@ NOT_RUN: Final = (
     (r"verify-evidence", PARSED, "evidence of a fault; test_validate.py runs it"),
     (r"bans --forgive", PARSED, "a banned server; test_evidence_gossip.py runs it"),
     (r"--to me/poems", PARSED, "the Hugging Face hub is on the internet"),
+    (r"petalnode self-test", PARSED, "it takes two minutes; test_self_test.py runs it in parts"),
     (r"petalnode demo", PARSED, "it downloads a model; test_demo.py runs it with another one"),
 )
 """What a command needs that is not here, or why it would not end."""
