@@ -76,7 +76,7 @@ class ChatOptions(TrustedOptions):
         typer.Option(
             metavar="MULTIADDR",
             help="Send receipts and hidden states to this auditor (a `petalnode validate`), which can infer the text "
-            "from them; repeatable.",
+            "from them, and publishes those of a wrong answer; repeatable.",
         ),
     ] = None
     require_pledge: Annotated[
