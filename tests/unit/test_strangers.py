@@ -12,10 +12,12 @@ import pytest
 import trio
 import typer
 
+from petalnode.crypto.identity import Identity
 from petalnode.node.cli import dialogue
 from petalnode.node.cli.dialogue import Chatter
 from petalnode.node.cli.output import Output
-from petalnode.node.cli.strangers import StrangerNotice, told_file
+from petalnode.node.cli.strangers import StrangerNotice, TrustedOptions, told_file
+from petalnode.node.errors import BadInput
 from petalnode.node.network.transport.raw_connection import Path as Way
 from petalnode.node.swarm.trusted_servers import TrustedServers
 from petalnode.protocols.announcement import Announcement, ServerState
@@ -152,6 +154,29 @@ def test_with_trusted_servers_the_middle_is_named(file: Path, capsys: pytest.Cap
     only_ends = [replace(SERVER, span=Span(0, 2)), own]
     file.unlink()
     assert ask(client_of(only_ends, trusted=trusted), file, named=["own"]) == (True, 0)
+
+
+PEER = Identity.generate().peer_id
+
+
+@pytest.mark.parametrize(
+    ("options", "limits", "said"),
+    [
+        (TrustedOptions(trusted=["my server"]), {}, "--trusted my server: this is no peer id"),
+        (TrustedOptions(trusted_blocks=3), {}, "need trusted servers"),
+        (TrustedOptions(trusted=[PEER]), {"blocked": [PEER]}, "may not be used"),
+        (TrustedOptions(trusted=[PEER]), {"allowed": ["another"]}, "may not be used"),
+    ],
+)
+def test_options_that_contradict_each_other(options: TrustedOptions, limits: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        options.trusted_servers(**limits)
+
+
+def test_options_make_trusted_servers() -> None:
+    assert TrustedOptions().trusted_servers() == TrustedServers()
+    options = TrustedOptions(trusted=[PEER], trusted_blocks=4)
+    assert options.trusted_servers(allowed=[PEER]) == TrustedServers(frozenset({PEER}), 4)
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
