@@ -1,6 +1,7 @@
 """How much of a text a server can read off the hidden states that pass through it: inversion attacks on a real model.
 
     python benchmarks/inversion.py [--json] [--model smollm2] [--after 0 1 2 5 10 29] [--train 16384] [--test 2048]
+        [--search 32]
 
 For the hidden states after each block of `--after`, on held-out English Wikipedia (`perplexity.py` says where it is
 from), the share of tokens that come out right by
@@ -39,8 +40,6 @@ from petalnode.node.models import resolve
 from petalnode.protocols.ids import Span
 
 WINDOW: Final = 128
-SEARCHED_TOKENS: Final = 32
-"""Of each of the two texts that are searched."""
 ROWS: Final = 64
 """Tokens that are tried at a time."""
 MOST_TRIED: Final = 512
@@ -127,18 +126,19 @@ def search(
     text: torch.Tensor,
     likely: torch.Tensor,
     after: int,
+    count: int,
 ) -> tuple[int, int, int]:
-    """How many tokens of `text` are found, how many are sure to be right by then, and how many were tried.
+    """How many of the next `count` tokens of `text` are found, how many of them surely, and how many were tried.
 
     `hidden` float [tokens, size] after block `after`, `likely` float [tokens, vocabulary]. The attacker goes on behind
     what he has found, right or wrong.
     """
-    cache = blocks.make_cache(ROWS, SEARCHED_TOKENS + 1, part=Span(0, after + 1))
+    cache = blocks.make_cache(ROWS, count + 1, part=Span(0, after + 1))
     blocks.forward(client.embed(text[:1].repeat(ROWS, 1)), cache)
     right = sure = tried = 0
-    for position in range(1, SEARCHED_TOKENS + 1):
+    for position in range(1, count + 1):
         order = likely[position].topk(MOST_TRIED).indices
-        nearest = (float("inf"), 0)
+        nearest, row = (float("inf"), 0), None
         for candidates in order.split(ROWS):
             cache.rollback(position)
             out = blocks.forward(client.embed(candidates.unsqueeze(1), position), cache)[:, 0]
@@ -146,10 +146,13 @@ def search(
             tried += len(candidates)
             nearest = min(nearest, (float(distances.min()), int(candidates[distances.argmin()])))
             if nearest[0] < SAME:
+                row = int(distances.argmin())
                 break
-        found = torch.full((ROWS, 1), nearest[1])
-        cache.rollback(position)
-        blocks.forward(client.embed(found, position), cache)
+        if row is not None:
+            cache.reorder([row] * ROWS)
+        else:
+            cache.rollback(position)
+            blocks.forward(client.embed(torch.full((ROWS, 1), nearest[1]), position), cache)
         right += nearest[1] == int(text[position])
         sure += nearest[0] < SAME
     cache.free()
@@ -169,8 +172,10 @@ def attack(
     trained: tuple[dict[int, torch.Tensor], torch.Tensor],
     held_out: tuple[dict[int, torch.Tensor], torch.Tensor],
     epochs: int,
+    count: int,
 ) -> dict[str, float]:
-    """The shares of one block; `trained` and `held_out` are hidden states and int64 [texts, tokens]."""
+    """The shares of one block; `trained` and `held_out` are hidden states and int64 [texts, tokens].
+    `count` tokens of each of two texts are searched."""
     begun = time.process_time()
     with torch.inference_mode():
         vocabulary = int(client.head(held_out[0][after][:1, :1]).shape[-1])
@@ -189,12 +194,12 @@ def attack(
     right = sure = tried = 0
     for text in (0, 1):
         hidden = held_out[0][after][text].float()
-        likely = (decoder(hidden[: SEARCHED_TOKENS + 1]) @ directions.T).log_softmax(-1)
-        final = held_out[0][blocks.span.end - 1][text : text + 1, :SEARCHED_TOKENS]
+        likely = (decoder(hidden[: count + 1]) @ directions.T).log_softmax(-1)
+        final = held_out[0][blocks.span.end - 1][text : text + 1, :count]
         likely[1:] += client.head(final)[0].float().log_softmax(-1)
-        found = search(client, blocks, hidden, held_out[1][text], likely, after)
+        found = search(client, blocks, hidden, held_out[1][text], likely, after, count)
         right, sure, tried = right + found[0], sure + found[1], tried + found[2]
-    searched = 2 * SEARCHED_TOKENS
+    searched = 2 * count
     return {
         "after_block": after,
         "nearest_embedding": float(nearest),
@@ -220,6 +225,7 @@ def main() -> None:
     parser.add_argument("--after", type=int, nargs="+", default=[0, 1, 2, 5, 10, 29], help="numbers of blocks")
     parser.add_argument("--train", type=int, default=16384, help="tokens that the decoder is trained on")
     parser.add_argument("--test", type=int, default=2048, help="held-out tokens")
+    parser.add_argument("--search", type=int, default=32, help="tokens of each of two texts that are searched")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--text", type=Path, help="a text file")
     options = parser.parse_args()
@@ -241,7 +247,7 @@ def main() -> None:
     results = []
     for after in options.after:
         print(f"after block {after} ...", file=sys.stderr)
-        results.append(attack(after, client, blocks, sets[0], sets[1], options.epochs))
+        results.append(attack(after, client, blocks, sets[0], sets[1], options.epochs, options.search))
     summary = {"model": model.name, "train": options.train, "test": options.test, "hidden_states_seconds": computing}
     if options.json:
         print(json.dumps({"inversion": {**summary, "results": results}}))
