@@ -21,9 +21,10 @@ pytest_plugins = ["tests.processor_time", "tests.slowness"]
 # Before torch is imported. Of tiny models, threads of torch mostly wait for each other, on cores that other tests want.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that starts us in the background has Ctrl-C ignored, by us and by every process that we start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that starts us in the background has Ctrl-C ignored, nohup SIGHUP, by us and all processes that we start.
+for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, handler)
 
 
 @pytest.hookimpl(optionalhook=True)
