@@ -224,7 +224,7 @@ class ServerSelection:
 
     def _is_choosy(self) -> bool:
         """Whether not any server of a block will do: then all servers have to be known, not some of each block."""
-        return bool(self._allowed) or self._require_pledge is not None
+        return bool(self._allowed or self.trusted.peers) or self._require_pledge is not None
 
     async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
         """The cheapest chain for `spec` without the `excluded` servers.

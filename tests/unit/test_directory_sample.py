@@ -14,8 +14,10 @@ import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.client.server_selection import ServerSelection
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.sample import SAMPLE, in_turn, known_well, sampled
+from petalnode.node.swarm.trusted_servers import TrustedServers
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
@@ -218,3 +220,26 @@ def test_a_client_takes_a_page_and_a_server_everything(
 
     run_autojumping(main)
     assert queries and all(query.sample == sample for query in queries)
+
+
+@pytest.mark.parametrize(
+    ("limits", "sample"),
+    [
+        ({}, True),
+        ({"blocked": ["a peer"]}, True),
+        ({"allowed": ["a peer"]}, False),
+        ({"trusted": TrustedServers(frozenset({"a peer"}))}, False),
+        ({"require_pledge": 0}, False),
+    ],
+)
+def test_who_wants_certain_servers_asks_for_all(limits: dict[str, Any], sample: bool) -> None:
+    asked: list[bool] = []
+
+    async def refresh(*, sample: bool, **_: object) -> None:
+        asked.append(sample)
+
+    swarm: Any = SimpleNamespace(refresh=refresh)
+    model: Any = SimpleNamespace(version=MODEL)
+    nursery: Any = None
+    trio.run(ServerSelection(swarm, model, nursery, **limits).refresh)
+    assert asked == [sample]
