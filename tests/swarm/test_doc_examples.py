@@ -83,6 +83,7 @@ SHOWN: Final = {
     "docs/nat.md": ("reachability: public",),
     "docs/placement.md": ("blocks = (free", "the whole model:", "taking blocks", '{"event":"moving"'),
     "docs/planning.md": ("time per token =", "{\n", "name,blocks"),
+    "docs/privacy.md": ("$ petalnode chat",),
     "docs/protocol.md": ("varint length", "canonical(domain"),
     "docs/recovery.md": ("Send -> SENT",),
     "docs/validation.md": ('{"event":"verdict"',),
