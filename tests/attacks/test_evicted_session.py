@@ -129,16 +129,19 @@ def test_a_client_that_is_lost_while_it_takes_its_session_up_holds_no_cache(
             async with one_server(blocks) as server:
                 client = Identity.generate()
                 first = server.session(client)
-                await first.open(keep_ms=100)
-                monkeypatch.setattr(ServerSession, "_granted", lost)
-                back = server.session(client)
-                resume = wire.Resume(nonce=first.nonce, session_epoch=first.granted.session_epoch, attempt=1)
-                await back.stream.send(wire.InferenceFrame(resume=resume), timeout=10)
-                with pytest.raises(PeerError):
-                    await back.receive()
-                while server.service.sessions:  # noqa: ASYNC110  (what it waits for tells nobody)
-                    await trio.sleep(0.01)
-                assert server.service.cache.free == server.service.cache.capacity
+                await first.open(batch=ROWS, max_length=LENGTH, keep_ms=600_000)
+                await first.stream.reset()
+                await trio.testing.wait_all_tasks_blocked()
+                with monkeypatch.context() as patched:
+                    patched.setattr(ServerSession, "_granted", lost)
+                    back = server.session(client)
+                    resume = wire.Resume(nonce=first.nonce, session_epoch=first.granted.session_epoch, attempt=1)
+                    await back.stream.send(wire.InferenceFrame(resume=resume), timeout=10)
+                    with pytest.raises(PeerError):
+                        await back.receive()
+                second = server.session(Identity.generate())
+                answer = await second.open(batch=ROWS, max_length=LENGTH, wait_ms=60_000)
+                assert answer.HasField("granted")
 
     trio.run(main)
 
