@@ -19,6 +19,8 @@ from petalnode.node.errors import MachineError
 from petalnode.node.models.manifest import compute_manifest
 from petalnode.node.models.progress import no_progress
 from petalnode.node.models.sources.gguf_import import import_gguf
+from petalnode.node.verification.judging import distance
+from petalnode.node.verification.tolerances import Kind, find_tolerance
 from petalnode.protocols.ids import Span
 from tests.tiny_gguf import BLOCKS, write_tiny_gguf
 from tests.tiny_models import HIDDEN, save_tiny
@@ -242,6 +244,18 @@ def test_quantised_weights_by_the_kernels(tmp_path: Path, quantisation: str) -> 
     assert native.quantisation == quantisation and native.step is not None
     for expected, given in zip(conversation(by_torch), conversation(native), strict=True):
         assert off(given, expected) < (1e-2 if quantisation == "int8" else 3e-2)  # torch's round activations or scales
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantisation", ["none", "int8", "nf4"])
+def test_validators_find_the_kernels_answers_right(tmp_path: Path, quantisation: str) -> None:
+    """They recompute by torch, and judge by what was measured of servers of the same dtype and quantisation."""
+    folder = save_tiny("llama", tmp_path / "model", intermediate_size=128)
+    by_torch, native = pair(folder, SPAN, quantisation)
+    tolerance = find_tolerance(Kind("float32", quantisation, blocks=len(SPAN)))
+    assert tolerance is not None and native.step is not None
+    for truth, claimed in zip(conversation(by_torch), conversation(native), strict=True):
+        assert distance(claimed, truth).worst < tolerance.ok_worst
 
 
 def test_without_the_library_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
