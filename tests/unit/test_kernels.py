@@ -141,7 +141,8 @@ def test_products_are_exact_to_rounding(isa: str) -> None:
         exact = rows.double() @ values.double().t()
         for count in (1, 2, 3, 5, 8, 16, 32, MOST_ROWS):
             off = (matrix.product(rows[:count]) - exact[:count]).norm() / exact[:count].norm()
-            assert off < 1e-6, (name, count)
+            rounded = name == "int8" and count > 32  # as `Int8Matrix` rounds activations: to sixteen bits
+            assert off < (1e-4 if rounded else 1e-6), (name, count)
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(isa: str) -> None:

@@ -16,7 +16,16 @@ import torch
 
 from ...errors import MachineError
 from ...models.quantisation import NF4_BLOCK
-from ..quantisation.matrix import Int8Matrix, Nf4Matrix, QuantisedMatrix, TensorKind
+from ..quantisation.matrix import (
+    LOW_STEPS,
+    Int8Matrix,
+    Nf4Matrix,
+    QuantisedMatrix,
+    TensorKind,
+    _multiplies_bytes,
+    halves,
+    pieces,
+)
 from .library import Library, Matrix, library
 
 LANES: Final = 16
@@ -202,7 +211,9 @@ class TiledNf4Matrix(TiledMatrix):
 
 
 class TiledInt8Matrix(TiledMatrix):
-    """`Int8Matrix` in tiles: the same weights, with activations that are not rounded."""
+    """`Int8Matrix` in tiles: the same weights. Activations of a few rows are not rounded; those of many are as there,
+    where bytes are multiplied quickly.
+    """
 
     def __init__(self, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__("int8", shape, tensors)
@@ -210,6 +221,19 @@ class TiledInt8Matrix(TiledMatrix):
     @staticmethod
     def suits(shape: tuple[int, int]) -> bool:
         return FORMS["int8"].fits(shape)
+
+    def product(self, values: torch.Tensor) -> torch.Tensor:
+        if len(values) <= MOST_ROWS or not _multiplies_bytes():
+            return super().product(values)
+        high, low, steps = halves(values.float())
+        parts = []
+        for start, end in pieces(self.shape, values):
+            tiles = slice(start // LANES, -(-end // LANES))
+            integers = self._weight[tiles].transpose(1, 2).reshape(-1, self.shape[1])[: end - start].t()
+            upper, lower = torch._int_mm(high, integers), torch._int_mm(low, integers)
+            step = self._scale[tiles].reshape(-1)[: end - start]
+            parts.append(upper.float().add_(lower, alpha=1 / LOW_STEPS).mul_(steps * step))
+        return torch.cat(parts, 1).to(values.dtype)
 
     @classmethod
     def quantise(cls, weight: torch.Tensor) -> Self:

@@ -31,7 +31,7 @@ _PIECE_ROWS = 64  # pieces begin at multiples of this, where every layout can be
 
 TensorKind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
-_LOW_STEPS = 254.0  # what rounding leaves is within half a step: 127 parts of it on either side
+LOW_STEPS = 254.0  # what rounding leaves is within half a step: 127 parts of it on either side
 
 
 class QuantisedMatrix(ABC):
@@ -219,12 +219,12 @@ class Int8Matrix(QuantisedMatrix):
     def product(self, values: torch.Tensor) -> torch.Tensor:
         if not (values.is_cuda or _multiplies_bytes()):
             return self.product_in_pieces(values)
-        high, low, steps = _halves(values.float())
+        high, low, steps = halves(values.float())
         if len(values) == 1:  # for which alone the weights are not brought into another order first
             upper, lower = self._times(high), self._times(low)
         else:
             upper, lower = self._times(torch.cat([high, low])).chunk(2)
-        return upper.float().add_(lower, alpha=1 / _LOW_STEPS).mul_(steps * self._step).to(values.dtype)
+        return upper.float().add_(lower, alpha=1 / LOW_STEPS).mul_(steps * self._step).to(values.dtype)
 
     def _times(self, integers: torch.Tensor) -> torch.Tensor:
         """Int8 [rows, in] times the transpose of the weights: int32."""
@@ -234,12 +234,12 @@ class Int8Matrix(QuantisedMatrix):
         return torch._int_mm(integers, self._weight.t())  # what that comes to on a CPU, without its overhead
 
 
-def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Float32 [rows, in] as `(high + low / 254) * steps`: int8, int8 and float32 [rows, 1]."""
     steps = values.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny).div_(127.0)
     scaled = values / steps
     high = scaled.round()
-    low = scaled.sub_(high).mul_(_LOW_STEPS).round_()
+    low = scaled.sub_(high).mul_(LOW_STEPS).round_()
     return high.to(torch.int8), low.to(torch.int8), steps
 
 
