@@ -46,34 +46,22 @@ def ask_endless(api: MemoryApi, **fields: Any) -> socket.socket:
     return connection
 
 
-def wait_for_sessions(api: MemoryApi, count: int) -> None:
-    """Until the API has so many sessions at servers."""
-
-    async def reached() -> bool:
-        return await trio.to_thread.run_sync(lambda: api.open_sessions) == count
-
-    trio.run(eventually, reached, f"there are {count} sessions")
-
-
 def settled(api: MemoryApi) -> None:
     """Until the API has no session at a server, and nothing to do."""
-    wait_for_sessions(api, 0)
 
     async def idle() -> bool:
-        return await trio.to_thread.run_sync(lambda: api.running) == 0
+        return not any(await trio.to_thread.run_sync(lambda: (api.open_sessions, api.running)))
 
     trio.run(eventually, idle, "no request is being answered")
 
 
-@pytest.mark.parametrize("after", ["headers", "tokens"])
+@pytest.mark.parametrize("after", ["request", "tokens"])
 def test_an_abandoned_answer_stops_and_gives_its_caches_back(after: str, alone: MemoryApi) -> None:
     with ask_endless(alone) as connection:
         if after == "tokens":
             received = b""
             while received.count(b"data: ") < 3:
                 received += connection.recv(4096)
-        else:
-            wait_for_sessions(alone, 1)
     settled(alone)
     # Another one is answered as before.
     answer = httpx.post(f"{alone.url}/v1/completions", json={**LONG, "max_tokens": 2, "stream": False}, timeout=None)
@@ -81,12 +69,10 @@ def test_an_abandoned_answer_stops_and_gives_its_caches_back(after: str, alone: 
 
 
 def test_the_requests_that_are_left_make_room_for_others(alone: MemoryApi) -> None:
-    for _ in range(2):  # each time as many as there may be
+    for _ in range(3):  # each time as many as there may be
         connections = [ask_endless(alone) for _ in range(4)]
         for connection in connections:
             assert connection.recv(12) == b"HTTP/1.1 200"
-        refused = httpx.post(f"{alone.url}/v1/completions", json=LONG, timeout=None)
-        assert refused.status_code == 429
         for connection in connections:
             connection.close()
         settled(alone)
