@@ -80,7 +80,7 @@ _MODULES = {
 """The module in `commands`, where it is not named after the command."""
 
 
-def _register(arguments: list[str]) -> None:
+def register(arguments: list[str]) -> None:
     """Adds the command that is called, and only the names of the others: importing a command takes time and memory.
 
     Without arguments, all of them.
@@ -110,7 +110,7 @@ def main() -> NoReturn:
     try:
         if arguments[:1] in (["chat"], ["tune"], ["api"]) and "--help" not in arguments:
             start.stage("starting")
-        _register(arguments or ["--help"])
+        register(arguments or ["--help"])
         gc.freeze()
         gc.enable()  # `petalnode.__main__` has disabled it
         code = run(arguments)

@@ -119,7 +119,7 @@ def test_the_command_says_what_they_show(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
-    command_line._register(["verify-receipts"])
+    command_line.register(["verify-receipts"])
     stated, replies = load(file)
     assert command_line.run(["verify-receipts", str(file), "--json", "--digest", stated.hex()]) == 0
     said = json.loads(capsys.readouterr().out)

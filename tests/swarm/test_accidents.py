@@ -65,11 +65,11 @@ ALL = tuple(COMMANDS)
 _SIGNAL = """
 import signal
 from petalnode.node.cli import app
-register = app._register
+register = app.register
 def interrupted(arguments):
     signal.raise_signal(signal.{})
     register(arguments)
-app._register = interrupted
+app.register = interrupted
 """
 
 
@@ -170,7 +170,7 @@ def test_what_was_typed_is_printed_as_it_was(capsys: pytest.CaptureFixture[str])
 def test_the_help_says_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the texts without the commands, which take long to import."""
     monkeypatch.setattr(command_line, "app", typer.Typer())
-    command_line._register([])
+    command_line.register([])
     commands = typer.main.get_command(command_line.app).commands  # type: ignore[attr-defined]
     texts = {name: " ".join((command.help or "").split("\n\n")[0].split()) for name, command in commands.items()}
     assert texts == command_line.COMMANDS
@@ -216,7 +216,7 @@ def test_an_interrupt_at_work_is_told(
     monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
     arguments = COMMANDS[name].format(models=models, nobody=NOBODY, scratch=tmp_path).split()
-    command_line._register(arguments)
+    command_line.register(arguments)
     assert command_line.run(arguments) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "petalnode: interrupted"
 
@@ -268,7 +268,7 @@ def test_a_mistake_is_told_before_the_network_is_asked(
     monkeypatch.delenv("PETALNODE_PEERS", raising=False)
     command, says = MISTAKES[name]
     arguments = command.format(**places).split()
-    command_line._register(arguments)
+    command_line.register(arguments)
     assert command_line.run(arguments) == (4 if name == "a folder that cannot be" else 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("petalnode: ") and re.search(says.format(**places), line), line
@@ -279,7 +279,7 @@ def test_the_variable_with_a_bad_address_is_named(
 ) -> None:
     monkeypatch.setenv("PETALNODE_PEERS", "garbage")
     monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
-    command_line._register(["status"])
+    command_line.register(["status"])
     assert command_line.run(["status"]) == 2
     said = capsys.readouterr().err
     assert "the variable PETALNODE_PEERS: 'garbage' is no multiaddr" in said and said.count("garbage") == 1

@@ -52,7 +52,7 @@ class Person:
         with self.monkeypatch.context() as here:
             here.setattr(command_line, "app", typer.Typer(callback=lambda: None))
             here.setattr(sys, "stdin", io.StringIO(""))
-            command_line._register(list(arguments))
+            command_line.register(list(arguments))
             code = command_line.run(list(arguments))
         shown = self.capsys.readouterr()
         assert "Traceback" not in shown.err

@@ -213,7 +213,7 @@ def parser(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> typer.Typer
     """The command line with the command that is called."""
     fresh = typer.Typer(callback=lambda: None)
     monkeypatch.setattr(command_line, "app", fresh)
-    command_line._register(arguments)
+    command_line.register(arguments)
     return fresh
 
 

@@ -65,7 +65,7 @@ def test_every_attack_is_in_the_threat_model_and_is_tested() -> None:
 @cache
 def commands() -> dict[str, tuple[set[str], set[str]]]:
     """The options and the sub-commands of every command of `petalnode`."""
-    command_line._register([])
+    command_line.register([])
     found = {}
     for name, command in typer.main.get_command(command_line.app).commands.items():  # type: ignore[attr-defined]
         inner = getattr(command, "commands", {})
