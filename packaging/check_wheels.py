@@ -30,8 +30,8 @@ from typing import Final
 HERE: Final = Path(__file__).resolve().parent
 PYTHONS: Final = ("3.11", "3.12", "3.13")
 SYSTEMS: Final = {
-    "Linux x86-64": "x86_64-manylinux_2_28",
-    "Linux arm64": "aarch64-manylinux_2_28",
+    "Linux x86-64": "x86_64-manylinux_2_31",
+    "Linux arm64": "aarch64-manylinux_2_31",
     "Windows x86-64": "x86_64-pc-windows-msvc",
     "macOS arm64": "aarch64-apple-darwin",
 }
