@@ -33,7 +33,7 @@ def test_nobody_announces_a_server_without_its_key() -> None:
     assert held.content.peer_id == OWN.peer_id
 
 
-@pytest.mark.parametrize("name", [OWN.peer_id, OWN.peer_id[-8:], "my own server"])
+@pytest.mark.parametrize("name", [OWN.peer_id, OWN.peer_id[-8:], "my own server"], ids=["peer id", "its end", "words"])
 def test_a_public_name_makes_nobody_trusted(name: str) -> None:
     async def main(swarm: VirtualSwarm) -> None:
         stranger: VirtualServer = swarm.start("0:6")
