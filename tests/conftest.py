@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, handler)
+
+
+@pytest.fixture(autouse=True)
+def levels_of_loggers() -> Iterator[None]:
+    """A command that a test runs in this process sets them for all of it, as `--log-level` has it."""
+    loggers = [logging.getLogger(name) for name in ("petalnode", "libp2p")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.hookimpl(optionalhook=True)
