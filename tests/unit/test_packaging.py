@@ -110,18 +110,24 @@ def test_the_bytes_of_an_integer_are_counted(number: int) -> None:
 
 
 def test_files_are_added_to_a_wheel_and_its_record(tmp_path: Path) -> None:
-    backend = load("build_backend", PACKAGING / "build_backend.py")
     wheel, record = tmp_path / "a-1-py3-none-any.whl", "a-1.dist-info/RECORD"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("a/__init__.py", "x = 1\n")
         archive.writestr(record, f"a/__init__.py,sha256=abc,6\n{record},,\n")
-    backend.add_files(wheel, {"a/bundled/b.py": b"y = 2\n", "a/odd, name": b""})
+    # In a process of its own: setuptools cannot be imported once the standard library's distutils has been.
+    added = {"a/bundled/b.py": b"y = 2\n", "a/odd, name": b""}
+    script = (
+        f"import sys; sys.path.insert(0, {str(PACKAGING)!r}); import build_backend, pathlib; "
+        f"build_backend.add_files(pathlib.Path({str(wheel)!r}), {added!r}); "
+        f"print(build_backend.digest({added['a/bundled/b.py']!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
         assert set(archive.namelist()) == {"a/__init__.py", record, "a/bundled/b.py", "a/odd, name"}
         assert archive.read("a/bundled/b.py") == b"y = 2\n"
         rows = list(csv.reader(archive.read(record).decode().splitlines()))
-    assert ["a/bundled/b.py", backend.digest(b"y = 2\n"), "6"] in rows
+    assert ["a/bundled/b.py", done.stdout.strip(), "6"] in rows
     assert ["a/odd, name", "sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU", "0"] in rows
     assert [record, "", ""] in rows
 
