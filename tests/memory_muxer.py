@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -16,10 +16,11 @@ from noise.connection import NoiseConnection
 
 from petalnode.node.network.transport.bandwidth import Throttle
 from petalnode.node.network.transport.limits import NodeLimits
-from petalnode.node.network.transport.muxed_stream import DATA, HEADER, SYN, WINDOW_UPDATE
+from petalnode.node.network.transport.muxed_stream import DATA, HEADER, SYN, WINDOW_UPDATE, MuxedStream
 from petalnode.node.network.transport.noise import MAX_PLAINTEXT, NoiseSession
 from petalnode.node.network.transport.raw_connection import READ_SIZE, Path, PskConnection, RawConnection
 from petalnode.node.network.transport.yamux import Muxer
+from petalnode.node.testing import run_autojumping
 
 Frame = tuple[int, int, int, int, bytes]
 """Kind, flags, stream, length, data."""
@@ -181,3 +182,20 @@ async def muxer(
 async def settled() -> None:
     """Returns when everything that was said has been heard."""
     await trio.testing.wait_all_tasks_blocked()
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    """Runs a test on a clock that jumps."""
+
+    async def bounded() -> None:
+        with trio.fail_after(3600):  # of the clock that jumps: what waits for ever fails at once
+            await main()
+
+    run_autojumping(bounded)
+
+
+async def read(stream: MuxedStream, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += await stream.read(size - len(data))
+    return data

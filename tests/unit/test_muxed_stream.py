@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,28 +24,11 @@ from petalnode.node.network.transport.muxed_stream import (
     SYN,
     WINDOW,
     WINDOW_UPDATE,
-    MuxedStream,
 )
 from petalnode.node.network.transport.stream_bytes import StreamBytes
-from petalnode.node.testing import run_autojumping
-from tests.memory_muxer import MemoryRaw, muxer, settled
+from tests.memory_muxer import MemoryRaw, muxer, read, run, settled
 
 MIB = 1 << 20
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with trio.fail_after(3600):  # of the clock that jumps: what waits for ever fails at once
-            await main()
-
-    run_autojumping(bounded)
-
-
-async def read(stream: MuxedStream, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        data += await stream.read(size - len(data))
-    return data
 
 
 @pytest.fixture

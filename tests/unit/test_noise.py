@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import pytest
@@ -18,18 +17,9 @@ from petalnode.node.network.transport.muxed_stream import (
     SYN,
 )
 from petalnode.node.network.transport.yamux import Muxer
-from petalnode.node.testing import run_autojumping
-from tests.memory_muxer import MemoryRaw, muxer, noise_session, settled
+from tests.memory_muxer import MemoryRaw, muxer, noise_session, run, settled
 
 MIB = 1 << 20
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with trio.fail_after(3600):  # of the clock that jumps: what waits for ever fails at once
-            await main()
-
-    run_autojumping(bounded)
 
 
 def test_messages_may_be_cut_anywhere() -> None:
