@@ -340,8 +340,9 @@ def run_chaos(pool: ServerPool, folder: Path, *, seconds: float, seed: int, clie
     until(lambda: threading.active_count() <= threads_before, "the clients' threads have ended")
     until(lambda: len(here.net_connections()) <= sockets_before, "the clients' connections are closed")
     report.server_files = [psutil.Process(server.pid).num_fds() for server in chaos.servers]
-    report.left |= {"threads": threading.active_count() - threads_before}
-    report.left |= {"sockets": len(here.net_connections()) - sockets_before}
+    # Fewer than before is not left over: threads and connections of whatever ran before may end in the meantime.
+    report.left |= {"threads": max(0, threading.active_count() - threads_before)}
+    report.left |= {"sockets": max(0, len(here.net_connections()) - sockets_before)}
     return report
 
 
