@@ -1,8 +1,8 @@
 """`petalnode api`: the HTTP interfaces that people's programs already speak, over the client of a swarm.
 
-`http_server` carries HTTP over trio and ends what nobody waits for any more; `app` has the routes, keys and limits, and
-is where pages are mounted; `core` answers requests, each in a session of its own; the other files say what OpenAI's
-endpoints take and give.
+`app` has the routes, and is where pages are mounted; `http` carries HTTP over trio and lets requests in; `engine`
+answers requests, each choice in a session of its own, whatever endpoint asks; `openai` says what OpenAI's endpoints
+take and give. All of them use `errors` and `fields`; `openai` uses `http`, which uses `engine`.
 
 May use `credits` and the rooms before it, but not `server`.
 """

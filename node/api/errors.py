@@ -53,6 +53,11 @@ class ApiError(Exception):
         return {"error": error}
 
 
+def error_object(error: ApiError, path: str) -> dict[str, Any]:
+    """The JSON object of an error, as clients of the interface at `path` understand it."""
+    return error.fields()
+
+
 def api_error(error: Exception) -> ApiError:
     """What a client is told of an error. Of a fault of the program it is told nothing but that."""
     match error:

@@ -10,11 +10,11 @@ import trio
 from starlette.routing import BaseRoute
 
 from ...crypto.identity import Identity
-from ..api.admission import Admission, AdmissionMiddleware
 from ..api.app import create_app
-from ..api.core import Core
-from ..api.generation import ApiLimits, ServedModel
-from ..api.http_server import HttpLimits, serve_http
+from ..api.engine.core import Core
+from ..api.engine.generation import ApiLimits, ServedModel
+from ..api.http.admission import Admission, AdmissionMiddleware
+from ..api.http.server import HttpLimits, serve_http
 from ..blocks.client_part import load_client
 from ..client.chat import Text
 from ..client.core import open_client

@@ -13,8 +13,8 @@ import openai
 import pytest
 import trio
 
-from petalnode.node.api.admission import Admission
-from petalnode.node.api.generation import ApiLimits
+from petalnode.node.api.engine.generation import ApiLimits
+from petalnode.node.api.http.admission import Admission
 from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from tests.api.conftest import Served

@@ -10,7 +10,7 @@ import pytest
 import torch
 import trio
 
-from petalnode.node.api.generation import ServedModel
+from petalnode.node.api.engine.generation import ServedModel
 from petalnode.node.client.session_adapter import choose_adapter
 from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from tests.api.conftest import Served

@@ -12,7 +12,7 @@ import openai
 import pytest
 import trio
 
-from petalnode.node.api.keys import ApiKeys, hash_of_key
+from petalnode.node.api.http.keys import ApiKeys, hash_of_key
 from petalnode.node.cli.commands.api import ApiOptions, _admission, _listeners, _make_key
 from petalnode.node.cli.output import Output
 from petalnode.node.errors import BadInput, MachineError

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petalnode.node.api.conversations import reserved, suits
+from petalnode.node.api.engine.conversations import reserved, suits
+from petalnode.node.api.engine.requests import Grammar
+from petalnode.node.api.engine.stops import StopStrings
+from petalnode.node.api.engine.tools import ToolCall, ToolText, tool_form
 from petalnode.node.api.errors import ApiError, api_error
 from petalnode.node.api.fields import Fields
-from petalnode.node.api.keys import ApiKeys, add_key
-from petalnode.node.api.requests import Grammar, parse_chat, parse_completion
-from petalnode.node.api.stops import StopStrings
-from petalnode.node.api.tools import ToolCall, ToolText, tool_form
+from petalnode.node.api.http.keys import ApiKeys, add_key
+from petalnode.node.api.openai.requests import parse_chat, parse_completion
 from petalnode.node.errors import BadInput, MachineError, NoChainError, SwarmError
 
 HERMES, MISTRAL, LLAMA = (

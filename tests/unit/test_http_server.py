@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from petalnode.node.api.http_server import HttpLimits, HttpServer
+from petalnode.node.api.http.server import HttpLimits, HttpServer
 
 GET = b"GET /some%20place?a=1 HTTP/1.1\r\nHost: here\r\n\r\n"
 LIMITS = HttpLimits(connections=2, head_seconds=10, idle_seconds=60, body_seconds=120, write_seconds=30)

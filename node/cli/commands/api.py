@@ -27,8 +27,8 @@ from ..process import start
 from ..strangers import TrustedOptions
 
 if TYPE_CHECKING:
-    from ...api.admission import Admission
-    from ...api.generation import ServedModel
+    from ...api.engine.generation import ServedModel
+    from ...api.http.admission import Admission
     from ...blocks.client_part import ClientModel
 
 
@@ -96,7 +96,7 @@ def api(model: SwarmModelArgument = None, *, options: ApiOptions, join: JoinOpti
 
 
 def _make_key(options: ApiOptions, output: Output) -> None:
-    from ...api.keys import add_key
+    from ...api.http.keys import add_key
 
     if options.api_key_file is None:
         raise BadInput("--new-api-key needs the file that its hash is added to: give --api-key-file FILE")
@@ -111,8 +111,8 @@ def _admission(options: ApiOptions) -> Admission:
     Raises:
         BadInput: a key file or an origin that cannot be used, or a port that others reach without keys.
     """
-    from ...api.admission import LOOPBACK, Admission
-    from ...api.keys import ApiKeys
+    from ...api.http.admission import LOOPBACK, Admission
+    from ...api.http.keys import ApiKeys
 
     for origin in options.cors_origin or ():
         scheme, _, host = origin.partition("://")
@@ -147,9 +147,9 @@ async def _api(model: str | None, options: ApiOptions, join: JoinOptions, output
         identified = await identify_model(swarm, folder)
         # torch, transformers and starlette, which the thread has imported.
         from ...api.app import create_app
-        from ...api.core import Core
-        from ...api.generation import ApiLimits
-        from ...api.http_server import serve_http
+        from ...api.engine.core import Core
+        from ...api.engine.generation import ApiLimits
+        from ...api.http.server import serve_http
 
         limits = ApiLimits(context=options.context, kept=options.keep_sessions)
         allowed, blocked = options.allow or (), options.deny or ()
@@ -176,8 +176,8 @@ def _load(folder: ModelFolder, adapters: Sequence[str]) -> tuple[ClientModel, Te
 
     with collector_paused():
         from ...api import app  # noqa: F401
-        from ...api.core import check_adapters
-        from ...api.generation import ServedModel
+        from ...api.engine.core import check_adapters
+        from ...api.engine.generation import ServedModel
         from ...blocks.client_part import load_client
         from ...client.session_adapter import choose_adapter, fit_adapter
         from ...models.adapter import Adapter

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..client.sampling import Sampling
-from ..models.adapter import Adapter
-from ..trust.receipt_file import SignedReply
-from .errors import ApiError
+from ...client.sampling import Sampling
+from ...models.adapter import Adapter
+from ...trust.receipt_file import SignedReply
+from ..errors import ApiError
 
 
 @dataclass(frozen=True)

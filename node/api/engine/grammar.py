@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from ..errors import BadInput
-from .errors import ApiError
+from ...errors import BadInput
+from ..errors import ApiError
 
 if TYPE_CHECKING:
     from .requests import Grammar

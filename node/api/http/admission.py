@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError
+from ..errors import ApiError
 from .keys import ApiKeys
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from ..client.sampling import Sampling
-from .fields import Fields
+from ...client.sampling import Sampling
+from ..engine.requests import ChatRequest, CompletionRequest, Grammar, TextRequest
+from ..fields import Fields
 
 MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 16
@@ -17,63 +16,6 @@ MAX_TOP_LOGPROBS: Final = 20
 MAX_MESSAGES: Final = 4096
 MAX_GRAMMAR_CHARACTERS: Final = 100_000
 LARGEST: Final = 1 << 31
-
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice"]
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """What an answer has to look like: `text` is a JSON schema, a regular expression, or a JSON list of choices."""
-
-    kind: GrammarKind
-    text: str
-
-
-@dataclass(frozen=True)
-class TextRequest:
-    """What answers to texts have in common.
-
-    Attributes:
-        choices: answers to each prompt.
-        max_tokens: None for as many as there is room for, up to the server's default.
-        logprobs: whether the log-probability of each token is asked for; `top_logprobs` likeliest tokens beside it.
-    """
-
-    model: str
-    sampling: Sampling
-    choices: int
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    logprobs: bool
-    top_logprobs: int
-    stream: bool
-    include_usage: bool
-    grammar: Grammar | None
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """Of /v1/chat/completions. `messages` and `tools` are as chat templates take them.
-
-    Attributes:
-        tool: "auto", "none" or "required", or the name of the function that has to be called.
-    """
-
-    text: TextRequest
-    messages: tuple[dict[str, Any], ...]
-    tools: tuple[dict[str, Any], ...] = ()
-    tool: str = "auto"
-    named: bool = False
-    parallel: bool = True
-
-
-@dataclass(frozen=True)
-class CompletionRequest:
-    """Of /v1/completions: prompts as texts or as token ids."""
-
-    text: TextRequest
-    prompts: tuple[str | tuple[int, ...], ...]
-    echo: bool = False
 
 
 def parse_chat(fields: Fields) -> ChatRequest:
@@ -326,13 +268,3 @@ def _tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[str
     if name not in {tool["function"]["name"] for tool in tools}:
         raise fields.wrong("tool_choice", f"there is no tool {name[:100]!r}")
     return name, True
-
-
-def usage(prompt: int, completion: int, cached: int) -> Mapping[str, Any]:
-    """Tokens as OpenAI counts them; `cached` is what the servers held already."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }

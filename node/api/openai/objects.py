@@ -7,11 +7,13 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from ..trust.receipt_file import digest_of
-from .generation import ChosenToken, Finished, Piece
-from .tools import ToolCall
+from ...trust.receipt_file import digest_of
+from ..engine.generation import ChosenToken, Finished
+from ..engine.tools import ToolCall
+
+EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 
 TokenText = Callable[[int], str]
 
@@ -169,15 +171,4 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-DONE = b"data: [DONE]\n\n"
-
-
-def merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces of the same choice as one, in the order in which their choices first came."""
-    found: dict[int, Piece] = {}
-    for piece in pieces:
-        before = found.get(piece.choice)
-        found[piece.choice] = (
-            piece if before is None else Piece(piece.choice, before.text + piece.text, (*before.tokens, *piece.tokens))
-        )
-    return list(found.values())
+DONE: Final = b"data: [DONE]\n\n"

@@ -11,18 +11,18 @@ from typing import Any, Final
 import torch
 import trio
 
-from ..blocks.client_part import ClientModel
-from ..client.chat import Text
-from ..client.core import SwarmClient
-from ..client.generation import Conversation
-from ..client.sampling import Sampler, Sampling
-from ..client.session_adapter import SessionAdapter, named
-from ..errors import BadInput, NoChainError
-from ..models.adapter import Adapter
-from ..trust.receipt_file import AnswerReceipts, SignedReply
-from ..trust.receipt_log import SessionLog
+from ...blocks.client_part import ClientModel
+from ...client.chat import Text
+from ...client.core import SwarmClient
+from ...client.generation import Conversation
+from ...client.sampling import Sampler, Sampling
+from ...client.session_adapter import SessionAdapter, named
+from ...errors import BadInput, NoChainError
+from ...models.adapter import Adapter
+from ...trust.receipt_file import AnswerReceipts, SignedReply
+from ...trust.receipt_log import SessionLog
+from ..errors import ApiError, api_error
 from .conversations import CacheScope, Conversations
-from .errors import ApiError, api_error
 from .generation import (
     ApiLimits,
     ChosenToken,

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ...crypto.identity import write_private
-from ..errors import BadInput, MachineError
+from ....crypto.identity import write_private
+from ...errors import BadInput, MachineError
 
 _PREFIX: Final = "pn-"
 _LINE: Final = re.compile(r"sha256:([0-9a-f]{64})(?:\s+(\S.*))?")

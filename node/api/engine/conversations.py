@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 if TYPE_CHECKING:
-    from ..client.generation import Conversation
+    from ...client.generation import Conversation
 
 _LEAST: Final = 256
 _LOOK: Final = 5.0

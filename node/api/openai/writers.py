@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from ..trust.receipt_file import SignedReply
-from .generation import ChosenToken, Finished, Piece
-from .openai_format import Head, TokenText, chat_choice, chat_delta, provenance, text_choice, usage
-from .requests import TextRequest
-from .tools import ToolCall, ToolForm, ToolText
-
-
-class Writer(Protocol):
-    """Takes the events of the core in order."""
-
-    def opening(self) -> list[dict[str, Any]]:
-        """The chunks before the first piece."""
-
-    def take(self, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks of a piece."""
-
-    def close(self, end: Finished) -> list[dict[str, Any]]:
-        """The chunks at the end of a choice."""
-
-    def replies(self) -> list[SignedReply]:
-        """The receipts of the choices that have ended, in their order."""
-
-    def usage(self) -> dict[str, Any]:
-        """The chunk behind all choices that counts the tokens."""
-
-    def whole(self) -> dict[str, Any]:
-        """The response of a request without `stream`."""
+from ...trust.receipt_file import SignedReply
+from ..engine.generation import ChosenToken, Finished, Piece
+from ..engine.preparing import PreparedChat
+from ..engine.requests import TextRequest
+from ..engine.tools import ToolCall, ToolText
+from ..errors import ApiError
+from .objects import (
+    DONE,
+    EVENT_STREAM,
+    Head,
+    TokenText,
+    chat_choice,
+    chat_delta,
+    event,
+    provenance,
+    text_choice,
+    usage,
+)
 
 
 class _Writer:
-    """What chats and completions have in common."""
+    """What chats and completions have in common, as `Writer` has it."""
+
+    media_type = EVENT_STREAM
 
     kind = ""
     chunk_kind = ""
 
     def __init__(self, request: TextRequest, head: Head, choices: int, of: TokenText) -> None:
+        self.streams = request.stream
         self._request = request
         self._head = head
         self._of = of
@@ -58,6 +52,10 @@ class _Writer:
         chunk = self._head.fields(self.chunk_kind, choices)
         return {**chunk, "usage": None} if self._request.include_usage else chunk
 
+    @property
+    def name(self) -> str:
+        return self._head.id
+
     def replies(self) -> list[SignedReply]:
         return [reply for end in self._done for reply in end.receipts]
 
@@ -70,9 +68,17 @@ class _Writer:
         ended = len(self._ends) == len(self._texts) and not self._request.include_usage
         return {**chunk, "x_petalnode": provenance(self._done)} if ended else chunk
 
-    def usage(self) -> dict[str, Any]:
+    def encoded(self, chunk: dict[str, Any] | None) -> bytes:
+        return DONE if chunk is None else event(chunk)
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        return error.fields()
+
+    def ending(self) -> list[dict[str, Any]]:
+        if not self._request.include_usage:
+            return []
         chunk = self._head.fields(self.chunk_kind, ())
-        return {**chunk, "usage": usage(self._done, self._request.choices), "x_petalnode": provenance(self._done)}
+        return [{**chunk, "usage": usage(self._done, self._request.choices), "x_petalnode": provenance(self._done)}]
 
     def _whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -83,22 +89,15 @@ class _Writer:
 
 
 class ChatWriter(_Writer):
-    """Of /v1/chat/completions. `form` is how calls of the tools `names` stand in the text."""
+    """Of /v1/chat/completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        request: TextRequest,
-        head: Head,
-        choices: int,
-        of: TokenText,
-        form: ToolForm | None = None,
-        names: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, request: TextRequest, head: Head, of: TokenText, chat: PreparedChat) -> None:
+        choices = len(chat.generation.prompts)
         super().__init__(request, head, choices, of)
-        self._tools = [ToolText(form, names) for _ in range(choices)]
+        self._tools = [ToolText(chat.form, chat.tools) for _ in range(choices)]
         self._calls: list[list[ToolCall]] = [[] for _ in range(choices)]
 
     def opening(self) -> list[dict[str, Any]]:

@@ -1,0 +1,132 @@
+"""From what is asked for to what the core does: tokens of prompts, grammars, calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import trio
+
+from ..errors import ApiError
+from .core import Core
+from .generation import GenerationRequest, ServedModel
+from .requests import ChatRequest, CompletionRequest, TextRequest
+from .tools import ToolForm, call_grammar, grammar_after_mark, tool_form
+
+_CHARACTERS_PER_TOKEN: Final = 100
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """What the core does for a chat.
+
+    Attributes:
+        form: how calls stand in the answer; None if there are none.
+        tools: the names of what may be called.
+    """
+
+    generation: GenerationRequest
+    form: ToolForm | None = None
+    tools: tuple[str, ...] = ()
+
+
+async def prepare_chat(core: Core, owner: str, asked: ChatRequest) -> PreparedChat:
+    """
+    Raises:
+        ApiError: there is no such model, it cannot call tools, the form cannot be enforced, the text is too long.
+    """
+    text, with_tools = asked.text, bool(asked.tools) and asked.tool != "none"
+    model = core.model(text.model)
+    form = tool_form(core.text.template) if with_tools else None
+    if with_tools and form is None:
+        raise ApiError(
+            400,
+            f"the chat template of {core.base.name} has no tools: use response_format, or a model that was trained to "
+            "call tools",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if form is not None and text.grammar is not None:
+        raise ApiError(400, "response_format does not go with tools", param="response_format")
+    tools = asked.tools if form is not None else ()
+    prompt = await chat_prompt(core, model, asked)
+    grammar = await _grammar(core, text) if form is None else await _call_grammar(core, form, asked)
+    generation = replace(
+        _generation(owner, text, model, [prompt] * text.choices, grammar),
+        bound_after=form.mark if form is not None and asked.tool == "auto" else "",
+        shows_special=form is not None,
+    )
+    return PreparedChat(generation, form, tuple(tool["function"]["name"] for tool in tools))
+
+
+async def chat_prompt(core: Core, model: ServedModel, asked: ChatRequest) -> tuple[int, ...]:
+    """The tokens of a conversation, by the model's chat template. Raises ApiError."""
+    check_size(core, sum(len(message["content"] or "") for message in asked.messages), model)
+    tools = asked.tools if asked.tool != "none" else ()
+    return tuple(await trio.to_thread.run_sync(core.text.chat_prompt, asked.messages, tools))
+
+
+async def prepare_completion(core: Core, owner: str, asked: CompletionRequest) -> GenerationRequest:
+    """
+    Raises:
+        ApiError: as `prepare_chat`.
+    """
+    text = asked.text
+    model = core.model(text.model)
+    prompts: list[tuple[int, ...]] = []
+    for prompt in asked.prompts:
+        if isinstance(prompt, str):
+            prompt = await text_prompt(core, model, prompt)
+        prompts.extend([prompt] * text.choices)
+    generation = _generation(owner, text, model, prompts, await _grammar(core, text))
+    return replace(generation, echo=asked.echo, continues=True)
+
+
+async def text_prompt(core: Core, model: ServedModel, text: str) -> tuple[int, ...]:
+    """The tokens of a text. Raises ApiError if it is too long."""
+    check_size(core, len(text), model)
+    return tuple(await trio.to_thread.run_sync(core.text.encode, text))
+
+
+def check_size(core: Core, characters: int, model: ServedModel) -> None:
+    """Refuses what cannot fit, before its tokens are counted, which takes long. Raises ApiError."""
+    context = core.context(model)
+    if characters > _CHARACTERS_PER_TOKEN * context:
+        raise ApiError(
+            400,
+            f"the text has {characters:,} characters, and the context {context} tokens",
+            code="context_length_exceeded",
+        )
+
+
+async def _grammar(core: Core, text: TextRequest) -> str | None:
+    return None if text.grammar is None else await trio.to_thread.run_sync(core.grammars.compiled, text.grammar)
+
+
+async def _call_grammar(core: Core, form: ToolForm, asked: ChatRequest) -> str | None:
+    """Of calls of tools; None if nothing but the whole answer tells that it is one, and none has to be."""
+    special = core.text.special_token
+    if asked.tool != "auto":
+        only, many = (asked.tool, False) if asked.named else (None, asked.parallel)
+        grammar = call_grammar(form, asked.tools, special, only=only, many=many)
+    elif form.mark:
+        grammar = grammar_after_mark(form, asked.tools, special, many=asked.parallel)
+    else:
+        return None
+    return await trio.to_thread.run_sync(core.grammars.checked, grammar)
+
+
+def _generation(
+    owner: str, text: TextRequest, model: ServedModel, prompts: Sequence[tuple[int, ...]], grammar: str | None
+) -> GenerationRequest:
+    return GenerationRequest(
+        owner=owner,
+        model=model,
+        prompts=tuple(prompts),
+        sampling=text.sampling,
+        max_tokens=text.max_tokens,
+        stop=text.stop,
+        top_logprobs=text.top_logprobs if text.logprobs else None,
+        grammar=grammar,
+    )

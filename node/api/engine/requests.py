@@ -1,0 +1,65 @@
+"""What is asked of a model, in one form for all endpoints; read and checked by whoever knows the endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...client.sampling import Sampling
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer has to look like: `text` is a JSON schema, a regular expression, or a JSON list of choices."""
+
+    kind: GrammarKind
+    text: str
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """What answers to texts have in common.
+
+    Attributes:
+        choices: answers to each prompt.
+        max_tokens: None for as many as there is room for, up to the server's default.
+        logprobs: whether the log-probability of each token is asked for; `top_logprobs` likeliest tokens beside it.
+    """
+
+    model: str
+    sampling: Sampling
+    choices: int
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    logprobs: bool
+    top_logprobs: int
+    stream: bool
+    include_usage: bool
+    grammar: Grammar | None
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """An answer to a conversation. `messages` and `tools` are as chat templates take them.
+
+    Attributes:
+        tool: "auto", "none" or "required", or the name of the function that has to be called.
+    """
+
+    text: TextRequest
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    tool: str = "auto"
+    named: bool = False
+    parallel: bool = True
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """What follows prompts, as texts or as token ids."""
+
+    text: TextRequest
+    prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool = False

@@ -1,0 +1,174 @@
+"""The events of an answer as a response: whole, or as a stream of which nothing is computed that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import trio
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from ...trust.receipt_file import SignedReply
+from ..engine.core import Core
+from ..engine.generation import Event, Failed, Finished, GenerationRequest, Piece
+from ..errors import ApiError, error_object
+from ..fields import Fields, parse_object
+
+_LARGE: Final = 64 << 10
+
+
+class Writer(Protocol):
+    """Takes the events of the core in order, and writes them as an interface has it.
+
+    Attributes:
+        media_type: of a stream.
+        streams: whether a stream is asked for.
+        name: the id of the answer.
+    """
+
+    media_type: str
+    streams: bool
+
+    @property
+    def name(self) -> str: ...
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The chunks before the first piece."""
+
+    def take(self, piece: Piece) -> list[dict[str, Any]]:
+        """The chunks of a piece."""
+
+    def close(self, end: Finished) -> list[dict[str, Any]]:
+        """The chunks at the end of a choice."""
+
+    def ending(self) -> list[dict[str, Any]]:
+        """The chunks behind all choices."""
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The chunk that ends a stream in the middle."""
+
+    def replies(self) -> list[SignedReply]:
+        """The receipts of the choices that have ended, in their order."""
+
+    def encoded(self, chunk: dict[str, Any] | None) -> bytes:
+        """A chunk as it travels; None stands for the end of a stream that was not cut short."""
+
+    def whole(self) -> dict[str, Any]:
+        """The response of a request without a stream."""
+
+
+class Answers(Response):
+    """The response of a request for answers: nothing is computed before it is sent, or when its client has gone."""
+
+    def __init__(self, core: Core, wanted: GenerationRequest, writer: Writer) -> None:
+        super().__init__()
+        self._core = core
+        self._wanted = wanted
+        self._writer = writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._core.answering(self._wanted) as events:
+            if self._writer.streams:
+                refusal = await self._stream(events, send)
+            else:
+                refusal = await self._whole(events)
+        if isinstance(refusal, Failed):
+            error = refusal.error
+            await JSONResponse(error_object(error, scope["path"]), error.status, error.headers)(scope, receive, send)
+        elif not self._writer.streams:
+            await JSONResponse(self._writer.whole())(scope, receive, send)
+
+    async def _whole(self, events: trio.MemoryReceiveChannel[Event]) -> Failed | None:
+        async for happened in events:
+            if isinstance(happened, Failed):
+                return happened
+            if isinstance(happened, Piece):
+                self._writer.take(happened)
+            else:
+                self._close(happened)
+        return None
+
+    def _close(self, end: Finished) -> list[dict[str, Any]]:
+        chunks = self._writer.close(end)
+        # Before the client is told the digest, it can have what that is of.
+        self._core.receipts.keep(self._wanted.owner, self._writer.name, self._writer.replies())
+        return chunks
+
+    async def _stream(self, events: trio.MemoryReceiveChannel[Event], send: Send) -> Failed | None:
+        """Nothing is sent before the first token, so that what goes wrong until then has a status of its own."""
+        writer = self._writer
+        happened = await _waiting(events)
+        if isinstance(happened[0], Failed):
+            return happened[0]
+        headers = [(b"content-type", writer.media_type.encode()), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        chunks = writer.opening()
+        while happened:
+            for one in happened:
+                if isinstance(one, Failed):
+                    await _write(send, [*map(writer.encoded, [*chunks, writer.failed(one.error)])], more=False)
+                    return None
+                chunks += self._close(one) if isinstance(one, Finished) else writer.take(one)
+            await _write(send, list(map(writer.encoded, chunks)), more=True)
+            chunks = []
+            happened = await _waiting(events)
+        await _write(send, list(map(writer.encoded, [*writer.ending(), None])), more=False)
+        return None
+
+
+async def _waiting(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
+    """The next event with all that has come meanwhile, pieces of one choice merged; empty at the end."""
+    found: list[Event] = []
+    pieces: list[Piece] = []
+    try:
+        happened: Event = await events.receive()
+        while True:
+            if isinstance(happened, Piece):
+                pieces.append(happened)
+            else:
+                found += [*_merged(pieces), happened]
+                pieces = []
+            happened = events.receive_nowait()
+    except (trio.EndOfChannel, trio.WouldBlock):
+        return [*found, *_merged(pieces)]
+
+
+def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces of the same choice as one, in the order in which their choices first came."""
+    found: dict[int, Piece] = {}
+    for piece in pieces:
+        before = found.get(piece.choice)
+        found[piece.choice] = (
+            piece if before is None else Piece(piece.choice, before.text + piece.text, (*before.tokens, *piece.tokens))
+        )
+    return list(found.values())
+
+
+async def _write(send: Send, parts: Sequence[bytes], *, more: bool) -> None:
+    if parts or not more:
+        await send({"type": "http.response.body", "body": b"".join(parts), "more_body": more})
+
+
+async def read_fields(request: Request, limit: int) -> Fields:
+    """The JSON object of a request's body. Raises ApiError if it is none, or has more than `limit` bytes."""
+    body = await read_body(request, limit)
+    return await trio.to_thread.run_sync(parse_object, body) if len(body) > _LARGE else parse_object(body)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """
+    Raises:
+        ApiError: it has more than `limit` bytes.
+    """
+    too_large = ApiError(413, f"the body has more than {limit:,} bytes", code="request_too_large")
+    if int(request.headers.get("content-length", "0")) > limit:
+        raise too_large
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise too_large
+        chunks.append(chunk)
+    return b"".join(chunks)

@@ -1,0 +1,123 @@
+"""Where OpenAI's endpoints are: models, chats, completions, embeddings; and the receipts of answers."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import time
+from typing import Any, Final
+
+import torch
+import trio
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from ...client.sampling import Sampling
+from ...trust.receipt_file import to_json
+from ..engine.core import Core
+from ..engine.generation import GenerationRequest, ServedModel
+from ..engine.preparing import prepare_chat, prepare_completion, text_prompt
+from ..errors import ApiError
+from ..fields import Fields
+from ..http.answers import Answers, read_fields
+from .objects import Head
+from .requests import parse_chat, parse_completion
+from .writers import ChatWriter, TextWriter
+
+_GREEDY: Final = Sampling()
+_MAX_INPUTS: Final = 64
+
+
+def openai_routes(core: Core) -> list[BaseRoute]:
+    """The routes of OpenAI's endpoints."""
+    endpoints = _Endpoints(core)
+    return [
+        Route("/v1/models", endpoints.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", endpoints.one_model, methods=["GET"]),
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/v1/petalnode/receipts/{name}", endpoints.receipts, methods=["GET"]),
+        Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
+    ]
+
+
+class _Endpoints:
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._since = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        listed = [self._model(model) for model in self._core.models.values()]
+        return JSONResponse({"object": "list", "data": listed})
+
+    async def one_model(self, request: Request) -> Response:
+        return JSONResponse(self._model(self._core.model(request.path_params["name"])))
+
+    def _model(self, model: ServedModel) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "petalnode",
+            "max_model_len": self._core.context(model),
+        }
+
+    async def chat(self, request: Request) -> Response:
+        core, asked = self._core, parse_chat(await self._fields(request))
+        prepared = await prepare_chat(core, request.state.owner, asked)
+        wanted = prepared.generation
+        head = Head(wanted.model.name, "chatcmpl")
+        return Answers(core, wanted, ChatWriter(asked.text, head, core.text.token_text, prepared))
+
+    async def completions(self, request: Request) -> Response:
+        core, asked = self._core, parse_completion(await self._fields(request))
+        wanted = await prepare_completion(core, request.state.owner, asked)
+        head = Head(wanted.model.name, "cmpl")
+        return Answers(core, wanted, TextWriter(asked.text, head, len(wanted.prompts), core.text.token_text))
+
+    async def embeddings(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        fields.refuse(dimensions="a model's hidden states have one size only")
+        core, model = self._core, self._core.model(fields.text("model", ""))
+        form = fields.one_of("encoding_format", ("float", "base64"), "float")
+        pooling = fields.one_of("pooling", ("mean", "last"), "mean")
+        prompts = await self._inputs(fields, model)
+        owner = request.state.owner
+        await core.check(GenerationRequest(owner, model, tuple(prompts), _GREEDY))
+        data = []
+        for index, prompt in enumerate(prompts):
+            states = await core.hidden_states(owner, model, prompt)
+            vector = states.mean(0) if pooling == "mean" else states[-1]
+            values = torch.nn.functional.normalize(vector, dim=0).tolist()
+            packed = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+            data.append({"object": "embedding", "index": index, "embedding": packed if form == "base64" else values})
+        tokens = sum(map(len, prompts))
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+    async def receipts(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        replies = self._core.receipts.find(request.state.owner, name)
+        if replies is None:
+            raise ApiError(404, f"there are no receipts of an answer {name[:200]!r} (any more)", code="not_found")
+        return JSONResponse(await trio.to_thread.run_sync(to_json, name, replies))
+
+    async def _inputs(self, fields: Fields, model: ServedModel) -> list[tuple[int, ...]]:
+        given = fields.get("input")
+        if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
+            given = [given]
+        if not isinstance(given, list) or not 0 < len(given) <= _MAX_INPUTS:
+            raise fields.wrong("input", f"a text, token ids, or a list of up to {_MAX_INPUTS} of either is expected")
+        prompts: list[tuple[int, ...]] = []
+        for item in given:
+            if isinstance(item, str):
+                prompts.append(await text_prompt(self._core, model, item))
+            elif isinstance(item, list) and all(type(token) is int and token >= 0 for token in item):
+                prompts.append(tuple(item))
+            else:
+                raise fields.wrong("input", "a text or token ids are expected")
+        return prompts
+
+    async def _fields(self, request: Request) -> Fields:
+        return await read_fields(request, self._core.limits.body_bytes)
