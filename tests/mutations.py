@@ -100,7 +100,7 @@ def _changed_values(node: ast.AST) -> Iterator[Change]:
         case ast.Constant(bool() as value):
             yield "constant", ast.Constant(not value)
         case ast.Constant(int() | float() as value):
-            yield "constant", ast.Constant(value + 1)
+            yield "constant", ast.Constant(value + 1 if value + 1 != value else value / 2)
 
 
 def _changed_statements(node: ast.AST) -> Iterator[Change]:

@@ -163,3 +163,7 @@ def test_only_so_many_receipts_are_kept(answered: tuple[dict[str, Any], dict[str
         book.keep("", name, replies)
     assert book.find("", "first") is None
     assert book.find("", "second") == book.find("", "third") == tuple(replies)
+    book.keep("", "long", [*replies, *replies, *replies])
+    book.keep("", "longer", [*replies, *replies, *replies])
+    assert book.find("", "long") is None and book.find("", "third") is None
+    assert book.find("", "longer") is not None  # the last answer's are kept, however many

@@ -255,6 +255,14 @@ def test_most_chains_ban_nobody_for_what_came_into_its_blocks(change: float, ste
     assert (set(settled.liars), settled.suspects) == (({"c-last"}, set()) if banned else (set(), {"c-last"}))
 
 
+def test_chains_of_one_server_each_are_settled() -> None:
+    whole, end = Span(0, 6), hidden(3, seed=2)
+    answered = [[asked(name, whole, hidden(3), left)] for name, left in (("a", end), ("b", end), ("c", 1.5 * end))]
+    counts = torch.ones(1, 3, dtype=torch.bool)
+    settled = settle(Agreement((0, 1), (2,), 0.5, 0.02), answered, counts, LIMITS, lambda blocks: None)
+    assert (settled.settled, settled.kept, set(settled.liars)) == ("majority", [0, 1], {"c"})
+
+
 def test_mixtures_of_experts_are_known_by_their_configuration(tmp_path: Path) -> None:
     assert has_experts(save_tiny("mixtral", tmp_path / "mixtral", num_hidden_layers=1))
     assert not has_experts(save_tiny("llama", tmp_path / "llama", num_hidden_layers=1))

@@ -262,10 +262,12 @@ def test_what_a_node_has_checked_itself_is_published_with_its_own_endorsement() 
     assert [signed.validator for signed in published.endorsements] == [BEN.peer_id, ANN.peer_id]
     assert published.bundle == bundle and published.addrs == ("/ip4/1.2.3.4",)
     assert abs(published.endorsements[0].time_ms / 1000 - NOW) < 1 and proven == [bundle]
+    assert known_evidence(gossip, LIAR.peer_id) == (1, 1)
     ban = store.ban_of(LIAR.peer_id)
     assert ban is not None and ban.source == "evidence" and bundle.id.hex()[:12] in ban.reason
     other = equivocation(STRANGER)
     assert EvidenceMessage.from_bytes(gossip.record_proven(other, recomputed=False), NOW).endorsements == ()
+    assert known_evidence(gossip, STRANGER.peer_id) == (2, 1)
 
 
 def test_a_message_has_few_and_short_addresses_and_small_evidence_only() -> None:

@@ -19,6 +19,7 @@ from petalnode.node.models.adapter import Adapter, read_adapter
 from petalnode.protocols.adapter import (
     AnnouncedAdapter,
     TensorDigest,
+    block_of,
     hash_of_adapter,
     hash_of_block,
     hashes_of_blocks,
@@ -221,6 +222,11 @@ def test_a_part_is_checked_alone(entries: list[tuple[int, str, bytes]]) -> None:
     assert part == tuple((block, value) for block, value in hashes if block < 3)
     assert hash_of_adapter(hashes) == hash_of_adapter(list(reversed(hashes)))
     assert all(value == hash_of_block(tensor for tensor in tensors if tensor.name[0] == str(b)) for b, value in hashes)
+
+
+@pytest.mark.parametrize("name", ["3.other", "3.", "3", "x.prompts", ".prompts", "-3.prompts", f"{10**9}.prompts"])
+def test_names_of_no_block(name: str) -> None:
+    assert block_of("3.prompts") == 3 and block_of(name) is None
 
 
 @given(st.text(max_size=80))

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import (
     DOMAIN,
@@ -22,7 +25,15 @@ from petalnode.protocols.announcement import (
     open_signed,
     sign_announcement,
 )
-from petalnode.protocols.directory import MAX_PAGE, NodeInfo, last_peer_id, open_records, records_page
+from petalnode.protocols.directory import (
+    MAX_PAGE,
+    NodeInfo,
+    answer_manifests,
+    ask_manifest,
+    last_peer_id,
+    open_records,
+    records_page,
+)
 from petalnode.protocols.ids import Span
 from tests.statements import pledge_of
 
@@ -244,4 +255,25 @@ def test_a_known_record_is_not_taken_for_a_forged_one_of_the_same_peer():
     (good,) = many(1)
     page = wire.DirectoryRecords(records=[good.to_wire()])
     page.records[0].signature = bytes(64)
+    assert open_records(page, {good.content.peer_id: good}, now=NOW) == []
+
+
+def test_a_stream_for_manifests_answers_several_questions():
+    manifest = wire.Manifest(config=b"{}", blocks=[bytes(32)])
+
+    async def main() -> None:
+        ours, theirs = message_streams(wire.ManifestFrame, "asking", "asked")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(answer_manifests, theirs, {b"v" * 32: manifest}, timeout=10))
+            for version, expected in ((b"x" * 32, None), (b"v" * 32, manifest), (b"v" * 32, manifest)):
+                assert await ask_manifest(ours, version, timeout=10) == expected
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_a_known_signature_under_another_announcement_is_a_forgery():
+    (good,) = many(1)
+    page = wire.DirectoryRecords(records=[good.to_wire()])
+    page.records[0].announcement = sign_announcement(OTHER, announcement(OTHER)).announcement
     assert open_records(page, {good.content.peer_id: good}, now=NOW) == []

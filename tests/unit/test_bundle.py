@@ -84,6 +84,16 @@ def test_a_wrong_answer_is_proved_and_a_right_one_refuted(
         assert not earlier.proven, earlier
 
 
+def test_what_a_server_gives_for_padding_proves_nothing(server: SigningServer, folder: ModelFolder) -> None:
+    def spoil_row(output: torch.Tensor) -> torch.Tensor:
+        return torch.cat([output[:1], torch.cat([spoiled(output[1:, :3]), output[1:, 3:]], dim=1)])
+
+    for padding, proven in (((), True), ((0, 3), False), ((0, 2), True)):
+        log = server.session(STEPS[:1], left_padding=padding, spoil=spoil_row)
+        outcome = check_evidence(session_bundle(ACCUSER, log, 0), folder)
+        assert outcome.proven == proven, (padding, outcome)
+
+
 def test_what_was_rolled_back_is_not_needed(server: SigningServer) -> None:
     steps = [(0, hidden(6), ()), (6, hidden(1), ()), (4, hidden(2), ()), (6, hidden(1), ())]
     bundle = session_bundle(ACCUSER, server.session(steps), 3)

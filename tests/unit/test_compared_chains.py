@@ -15,6 +15,7 @@ from petalnode.node.client.session.comparing import (
     parting,
     partition,
     plan_chains,
+    tail,
     tolerance_between,
 )
 from petalnode.node.errors import NoChainError
@@ -137,3 +138,9 @@ def test_tolerances_are_those_that_were_measured() -> None:
     assert tolerance_between(Weights("float16", "nf4"), ["cpu"], 6, "none", "float32", 2) is None
     assert tolerance_between(FLOAT, ["cpu", "abacus"], 6, "none", "float32", 2) is None
     assert tolerance_between(FLOAT, [""], 6, "none", "float32", 2) is not None
+
+
+def test_the_end_of_a_session_in_parts() -> None:
+    parts = [(0, TRUTH), (3, 2 * TRUTH), (6, 3 * TRUTH)]
+    assert torch.equal(tail(parts, 5), torch.cat([2 * TRUTH[:, 2:], 3 * TRUTH], dim=1))
+    assert torch.equal(tail(parts, 6), 3 * TRUTH)

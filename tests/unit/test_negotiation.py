@@ -93,3 +93,30 @@ def test_asking_takes_one_write_and_the_consent_is_the_question():
         assert answer == question("/a/1")
 
     run_autojumping(main)
+
+
+@pytest.mark.parametrize("responder", [Multiselect, OneAnswer])
+def test_several_protocols_are_asked_for_one_after_the_other(responder):
+    async def main() -> None:
+        left, right = pipes()
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(responder({"/a/1": None, "/b/1": None}).negotiate, MultiselectCommunicator(right), 5)
+                agreed = await OneRoundTrip().select_one_of(["/x/1", "/b/1"], MultiselectCommunicator(left), 5)
+        assert agreed == "/b/1"
+
+    run_autojumping(main)
+
+
+@pytest.mark.parametrize("goes", [True, False], ids=["goes", "is silent"])
+def test_a_peer_that_goes_or_is_silent_is_an_error(goes):
+    async def main() -> None:
+        left, right = pipes()
+        if goes:
+            await right.stream.send_stream.aclose()
+        begun = trio.current_time()
+        with pytest.raises(MultiselectClientError, match="went away" if goes else "did not agree on /b/1 within 5 s"):
+            await OneRoundTrip().select_one_of(["/b/1"], MultiselectCommunicator(left), 5)
+        assert trio.current_time() - begun == (0 if goes else 5)
+
+    run_autojumping(main)

@@ -383,8 +383,12 @@ def test_an_answer_is_checked_and_told_of() -> None:
             answer = await received(session, step, chunk)
         assert session.timing.total == pytest.approx(3.0) and not session.draining and not answer.handed_on
         assert session.pushed_steps == 1
+        first, second = log.entries
+        assert first.receipt == receipt and first.output == output.payload
+        assert second.step == step and second.input == chunk.payload and log.complete
 
-    talk(main)
+    log = SessionLog(SERVER.peer_id, keeps_tensors=True)
+    talk(main, log=log)
 
 
 def test_a_large_answer_is_checked_as_well() -> None:
@@ -600,6 +604,20 @@ def pushing(shown: Callable[[Receipt], wire.Receipt | None], *, targeted: bool =
 
     talk(main, log=SessionLog(SERVER.peer_id, keeps_tensors=True))
     return errors[0]
+
+
+def test_a_step_that_the_server_before_pushed_is_logged_with_what_it_took() -> None:
+    async def main(server: Server, session: SessionStream) -> None:
+        chunk = chunk_of()
+        assert session.target().sequence == 1
+        step = wire.Step(sequence=1, position=0, route_epoch=1, previous_receipt=b"b" * 32)
+        receipt = await server.answer(step, chunk, pushed=True)
+        await received(session, step, chunk)
+        (entry,) = log.entries
+        assert (entry.receipt, entry.step, entry.input, log.complete) == (receipt, step, chunk.payload, True)
+
+    log = SessionLog(SERVER.peer_id, keeps_tensors=True)
+    talk(main, log=log)
 
 
 def test_a_server_that_was_pushed_something_else_shows_by_whom() -> None:

@@ -103,9 +103,22 @@ def test_autonat_messages_are_libp2ps() -> None:
     assert read.dial_response.status == DialStatus.DIAL_REFUSED and read.dial_response.status_text == "no"
 
 
-def test_what_is_no_request_is_answered_as_such() -> None:
+HERE = standard.AutoNat.Dial(peer=standard.AutoNat.PeerInfo(id=peer_id_to_bytes(US), addrs=[]))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        standard.AutoNat(type=standard.AutoNat.DIAL_RESPONSE),
+        standard.AutoNat(type=standard.AutoNat.DIAL_RESPONSE, dial=HERE),
+        standard.AutoNat(type=standard.AutoNat.DIAL),
+        standard.AutoNat(type=standard.AutoNat.DIAL, dial=standard.AutoNat.Dial()),
+    ],
+    ids=["an answer", "both", "no peer", "nothing"],
+)
+def test_what_is_no_request_is_answered_as_such(asked: standard.AutoNat) -> None:
     async def nonsense(stream: DelimitedStream) -> standard.AutoNat:
-        await stream.send(standard.AutoNat(type=standard.AutoNat.DIAL_RESPONSE), timeout=5)
+        await stream.send(asked, timeout=5)
         return await stream.receive(standard.AutoNat, timeout=5)
 
     async def never(peer_id: str, addrs: tuple[str, ...]) -> DialAnswer:
@@ -113,6 +126,27 @@ def test_what_is_no_request_is_answered_as_such() -> None:
 
     answer = converse(nonsense, lambda stream: answer_dial_back(stream, never, timeout=5))
     assert answer.dial_response.status == DialStatus.BAD_REQUEST
+    assert "no request" in answer.dial_response.status_text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        standard.AutoNat(type=standard.AutoNat.DIAL_RESPONSE, dial_response=standard.AutoNat.DialResponse()),
+        standard.AutoNat(
+            type=standard.AutoNat.DIAL,
+            dial_response=standard.AutoNat.DialResponse(status=standard.AutoNat.OK),
+        ),
+    ],
+    ids=["no status", "a question"],
+)
+def test_an_answer_without_a_status_says_nothing(said: standard.AutoNat) -> None:
+    async def answer(stream: DelimitedStream) -> None:
+        await stream.receive(standard.AutoNat, timeout=5)
+        await stream.send(said, timeout=5)
+
+    found = converse(lambda stream: ask_dial_back(stream, US, ADDRS, timeout=5), answer)
+    assert found == DialAnswer(DialStatus.INTERNAL_ERROR, "the answer says nothing")
 
 
 def test_an_unreadable_address_in_an_answer_is_left_out() -> None:

@@ -175,6 +175,10 @@ class ShareCount:
         self.total += 1
         return True
 
+    def __len__(self) -> int:
+        """How many hold something."""
+        return len(self._held)
+
     def remove(self, holder: str) -> None:
         self.total -= 1
         self._held[holder] -= 1
