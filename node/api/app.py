@@ -16,6 +16,7 @@ from .engine.core import Core
 from .errors import ApiError, api_error, error_object
 from .http.admission import Admission, AdmissionMiddleware
 from .openai.endpoints import openai_routes
+from .openai.response_endpoints import response_routes
 
 
 def create_app(core: Core, admission: Admission, pages: Sequence[BaseRoute] = ()) -> AdmissionMiddleware:
@@ -25,7 +26,7 @@ def create_app(core: Core, admission: Admission, pages: Sequence[BaseRoute] = ()
         pages: routes beside the API, such as `Mount("/", StaticFiles(...))` for a web page. They come after the API's,
             need no key, and are told nothing that does.
     """
-    routes = [*openai_routes(core), *pages]
+    routes = [*openai_routes(core), *response_routes(core), *pages]
     handlers: Mapping[Any, Any] = {
         ApiError: _error_response,
         PetalnodeError: _error_response,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any, Final
 
 from ...client.sampling import Sampling
@@ -15,7 +16,9 @@ MAX_STOP_CHARACTERS: Final = 256
 MAX_TOP_LOGPROBS: Final = 20
 MAX_MESSAGES: Final = 4096
 MAX_GRAMMAR_CHARACTERS: Final = 100_000
+MAX_TOOLS: Final = 128
 LARGEST: Final = 1 << 31
+JSON_OBJECT: Final = Grammar("json_object", json.dumps({"type": "object"}))
 
 
 def parse_chat(fields: Fields) -> ChatRequest:
@@ -43,7 +46,7 @@ def parse_chat(fields: Fields) -> ChatRequest:
     messages = tuple(_message(message) for message in fields.objects("messages", MAX_MESSAGES))
     if not messages:
         raise fields.wrong("messages", "at least one message is needed")
-    tools = tuple(_tool(tool) for tool in fields.objects("tools", 128))
+    tools = tuple(_tool(tool) for tool in fields.objects("tools", MAX_TOOLS))
     tool, named = _tool_choice(fields, tools)
     parallel = fields.get("parallel_tool_calls") is not False
     return ChatRequest(text, messages, tools, tool, named, parallel)
@@ -95,7 +98,7 @@ def _text_request(fields: Fields, *, max_tokens: int | None, logprobs: bool, top
         raise fields.wrong("stream_options", "it needs stream: true")
     return TextRequest(
         model=fields.text("model", ""),
-        sampling=_sampling(fields),
+        sampling=sampling(fields),
         choices=fields.integer("n", 1, MAX_CHOICES) or 1,
         max_tokens=max_tokens,
         stop=stop,
@@ -107,7 +110,8 @@ def _text_request(fields: Fields, *, max_tokens: int | None, logprobs: bool, top
     )
 
 
-def _sampling(fields: Fields) -> Sampling:
+def sampling(fields: Fields) -> Sampling:
+    """How tokens are chosen, by the fields that all of OpenAI's endpoints for text have. Raises ApiError."""
     return Sampling(
         temperature=fields.number("temperature", 1.0, 0, 99),
         top_p=_positive(fields, "top_p"),
@@ -145,25 +149,35 @@ def _grammar(fields: Fields) -> Grammar | None:
     if wanted is not None:
         kind = wanted.one_of("type", ("text", "json_object", "json_schema"), "text")
         if kind == "json_object":
-            found.append(Grammar("json_object", json.dumps({"type": "object"})))
+            found.append(JSON_OBJECT)
         elif kind == "json_schema":
             given = wanted.object("json_schema")
             schema = given.object("schema") if given is not None else None
             if schema is None:
                 raise wanted.wrong("json_schema", "it is missing, or has no schema")
-            found.append(Grammar("json_schema", json.dumps(schema.data)))
+            found.append(schema_grammar(schema))
     if fields.get("guided_json") is not None:
         schema = fields.object("guided_json")
-        found.append(Grammar("json_schema", json.dumps(schema.data if schema is not None else {})))
+        found.append(schema_grammar(schema or Fields({})))
     if fields.get("guided_regex") is not None:
         found.append(Grammar("regex", fields.text("guided_regex")))
     if fields.get("guided_choice") is not None:
         found.append(_choice(fields))
     if len(found) > 1:
         raise fields.wrong("response_format", "an answer can be bound to one form only")
-    if found and len(found[0].text) > MAX_GRAMMAR_CHARACTERS:
-        raise fields.wrong("response_format", f"it has more than {MAX_GRAMMAR_CHARACTERS} characters")
-    return found[0] if found else None
+    return bounded(fields, found[0]) if found else None
+
+
+def schema_grammar(schema: Fields) -> Grammar:
+    """Of a JSON schema."""
+    return Grammar("json_schema", json.dumps(schema.data))
+
+
+def bounded(fields: Fields, grammar: Grammar, name: str = "response_format") -> Grammar:
+    """`grammar`, which the field `name` has given. Raises ApiError if it is too long."""
+    if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+        raise fields.wrong(name, f"it has more than {MAX_GRAMMAR_CHARACTERS} characters")
+    return grammar
 
 
 def _choice(fields: Fields) -> Grammar:
@@ -195,7 +209,10 @@ def _are_tokens(values: list[Any]) -> bool:
 
 def _message(message: Fields) -> dict[str, Any]:
     role = message.one_of("role", ("system", "developer", "user", "assistant", "tool"), "")
-    parsed: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _content(message)}
+    parsed: dict[str, Any] = {
+        "role": "system" if role == "developer" else role,
+        "content": content_text(message, "content", ("text",)),
+    }
     if role == "assistant":
         calls = [_call(call) for call in message.objects("tool_calls", 128)]
         if calls:
@@ -209,15 +226,17 @@ def _message(message: Fields) -> dict[str, Any]:
     return parsed
 
 
-def _content(message: Fields) -> str | None:
-    content = message.get("content")
+def content_text(message: Fields, name: str, kinds: Collection[str]) -> str | None:
+    """The text of a field that is one, or a list of parts of these types or refusals. Raises ApiError."""
+    content = message.get(name)
     if content is None or isinstance(content, str):
         return content
     texts = []
-    for part in message.objects("content", MAX_MESSAGES):
-        if part.text("type") not in ("text", "refusal"):
+    for part in message.objects(name, MAX_MESSAGES):
+        kind = part.text("type")
+        if kind not in (*kinds, "refusal"):
             raise part.wrong("type", "there is only text here", "unsupported_content")
-        texts.append(part.text("text" if part.get("type") == "text" else "refusal"))
+        texts.append(part.text("refusal" if kind == "refusal" else "text"))
     return "".join(texts)
 
 
@@ -225,15 +244,16 @@ def _call(call: Fields) -> dict[str, Any]:
     function = call.object("function")
     if function is None:
         raise call.wrong("function", "it is missing", "missing_field")
+    return function_call(function, call.text("id", ""))
+
+
+def function_call(function: Fields, name: str) -> dict[str, Any]:
+    """A call with the id `name`, as chat templates take it. Raises ApiError."""
     try:
         arguments = json.loads(function.text("arguments", "{}") or "{}")
     except (ValueError, RecursionError):
         raise function.wrong("arguments", "they are no JSON") from None
-    return {
-        "id": call.text("id", ""),
-        "type": "function",
-        "function": {"name": function.text("name"), "arguments": arguments},
-    }
+    return {"id": name, "type": "function", "function": {"name": function.text("name"), "arguments": arguments}}
 
 
 def _tool(tool: Fields) -> dict[str, Any]:
@@ -241,6 +261,11 @@ def _tool(tool: Fields) -> dict[str, Any]:
     function = tool.object("function")
     if function is None:
         raise tool.wrong("function", "it is missing", "missing_field")
+    return function_tool(function)
+
+
+def function_tool(function: Fields) -> dict[str, Any]:
+    """A tool as chat templates take it. Raises ApiError."""
     name = function.text("name")
     if not 0 < len(name) <= 64 or not all(letter.isalnum() or letter in "_-." for letter in name):
         raise function.wrong("name", "1 to 64 letters, digits, dots, dashes and underscores are expected")
@@ -254,17 +279,24 @@ def _tool(tool: Fields) -> dict[str, Any]:
 
 
 def _tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[str, bool]:
-    choice = fields.get("tool_choice")
-    if choice is None:
-        return ("auto" if tools else "none"), False
-    if isinstance(choice, str):
-        mode = fields.one_of("tool_choice", ("auto", "none", "required"), "auto")
-        if mode != "none" and not tools:
-            raise fields.wrong("tool_choice", "it needs tools")
-        return mode, False
+    if isinstance(fields.get("tool_choice"), str | None):
+        return tool_mode(fields, tools), False
     given = fields.object("tool_choice")
     function = given.object("function") if given is not None else None
     name = function.text("name") if function is not None else ""
+    return known_tool(fields, tools, name), True
+
+
+def tool_mode(fields: Fields, tools: tuple[dict[str, Any], ...]) -> str:
+    """`tool_choice` where it is absent or a text. Raises ApiError."""
+    mode = fields.one_of("tool_choice", ("auto", "none", "required"), "auto" if tools else "none")
+    if mode == "required" and not tools:
+        raise fields.wrong("tool_choice", "it needs tools")
+    return mode if tools else "none"
+
+
+def known_tool(fields: Fields, tools: tuple[dict[str, Any], ...], name: str) -> str:
+    """`name`, which has to be that of a tool. Raises ApiError."""
     if name not in {tool["function"]["name"] for tool in tools}:
         raise fields.wrong("tool_choice", f"there is no tool {name[:100]!r}")
-    return name, True
+    return name
