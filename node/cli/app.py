@@ -59,6 +59,8 @@ COMMANDS: Final = {
     "self-test": "Test this machine: speed of the devices, exactness against plain transformers, a swarm on loopback, "
     "reachability.",
     "swarm-key": "Create the key of a private swarm, which only nodes with a copy of this file can join.",
+    "manifest": "Write the manifest of a model, for its repository to say which version it is to whoever has a part of "
+    "it.",
     "plan": "Plan which machine should serve which blocks: for the lowest latency, and for the highest throughput.",
     "tune": "Fine-tune a model over the swarm that serves it.",
     "adapters": "Search, fetch and share adapters (in folders, git repositories or on the hub).",

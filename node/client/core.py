@@ -134,6 +134,7 @@ class SwarmClient(ServerSelection):
         super().__init__(swarm, model, nursery, **limits)
         self._adapter = adapter
         self._compare_chains = compare_chains
+        self._noted = False  # that this version has computed
         self.payments: Payments | None = None
         self.receipts = ReceiptArchive()
         self.batches = BatchClient(self)
@@ -157,6 +158,9 @@ class SwarmClient(ServerSelection):
 
     def note_tokens(self, peer_id: str, tokens: int) -> None:
         """Counts tokens that a server answered with a valid receipt, if anybody could tell whether they are right."""
+        if self.model.held is not None and not self._noted:
+            self.swarm.trust.note_version(self.model.held, self.model.version)
+            self._noted = True
         said = self.swarm.view.get(peer_id, time.time())
         if said is None or doubt(said.dtype, said.quantisation, said.device).earns:
             self.swarm.trust.note_tokens(peer_id, tokens)

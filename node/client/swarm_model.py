@@ -7,19 +7,32 @@ from dataclasses import dataclass
 import trio
 
 from ..errors import ModelError, SwarmError
-from ..models import Manifest, ModelFolder, Progress, check_pinned, compute_manifest, verify_part
+from ..models import (
+    Manifest,
+    ModelFolder,
+    Progress,
+    check_pinned,
+    compute_manifest,
+    held_weights,
+    stated_manifest,
+    verify_part,
+)
 from ..models.progress import no_progress
 from ..swarm.swarm import Swarm
-from ..swarm.versions import choose_version
+from ..swarm.versions import choose_version, used_before
 from .deadlines import REFRESH_TIMEOUT
 
 
 @dataclass(frozen=True)
 class SwarmModel:
-    """The model that a client uses: `folder` holds at least embeddings, norm and head."""
+    """The model that a client uses: `folder` holds at least embeddings, norm and head.
+
+    `held` stands for these weights where the version was taken from what servers say (`held_weights`), else None.
+    """
 
     version: bytes
     folder: ModelFolder
+    held: bytes | None = None
 
     @property
     def name(self) -> str:
@@ -33,13 +46,14 @@ class SwarmModel:
 async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress = no_progress) -> SwarmModel:
     """Finds out which model version `folder` is.
 
-    From its own weights where it has them all; else by the manifests of servers that announce a model of this name,
-    against which the client's part is checked. Who makes other blocks with the same embeddings and head makes a version
-    that fits as well: see `choose_version`.
+    From its own weights where it has them all; else from the manifest in the folder, if whoever published the model has
+    put one there; else it is the version that this node has used with these weights before, if it is served; else that
+    of the manifests of servers that announce a model of this name, against which the client's part is checked. Who
+    makes other blocks with the same embeddings and head makes a version that fits as well: see `choose_version`.
 
     Raises:
         ModelError: the folder's part is not that of the swarm's model, or of the version that was asked for; or several
-            versions fit.
+            versions fit, or another one than was used before.
         SwarmError: the folder holds a part only, and no server tells what the whole is.
     """
     try:
@@ -51,6 +65,15 @@ async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress =
     else:
         check_pinned(folder, manifest.version)
         return SwarmModel(manifest.version, folder)
+    stated = await trio.to_thread.run_sync(stated_manifest, folder, "client", progress, abandon_on_cancel=True)
+    if stated is not None:
+        return SwarmModel(stated.version, folder)
+    held = await trio.to_thread.run_sync(held_weights, folder, "client", progress, abandon_on_cancel=True)
+    used = swarm.trust.version_used(held)
+    if used is not None and not folder.pinned:
+        await swarm.refresh(model_version=used, sample=True, timeout=REFRESH_TIMEOUT)
+        if used_before(folder, held, swarm.view, swarm.trust) is not None:
+            return SwarmModel(used, folder, held)
     await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
     mismatch: ModelError | None = None
     fitting: set[bytes] = set()
@@ -64,7 +87,7 @@ async def identify_model(swarm: Swarm, folder: ModelFolder, progress: Progress =
         else:
             fitting.add(version)
     if fitting:
-        return SwarmModel(choose_version(folder.name, fitting, swarm.view, swarm.trust), folder)
+        return SwarmModel(choose_version(folder, fitting, swarm.view, swarm.trust, held), folder, held)
     if mismatch is not None:
         raise mismatch
     asked_for = f" in version {pinned}" if pinned else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .cache_dir import cache_dir
 from .checkpoint import Checkpoint
 from .folder import ModelFolder, hidden_size, num_blocks
-from .manifest import Manifest, check_pinned, compute_manifest, verify_part
+from .manifest import Manifest, check_pinned, compute_manifest, held_weights, stated_manifest, verify_part
 from .parts import EMBEDDINGS, HEAD, Need, Part
 from .progress import Progress, no_progress
 from .sources.alias import ALIASES
@@ -29,10 +29,12 @@ __all__ = [
     "cache_dir",
     "check_pinned",
     "compute_manifest",
+    "held_weights",
     "hidden_size",
     "no_progress",
     "num_blocks",
     "resolve",
     "split_version",
+    "stated_manifest",
     "verify_part",
 ]

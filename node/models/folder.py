@@ -30,6 +30,7 @@ class ModelFolder:
         hidden_size: width of the hidden states that travel.
         revision: the hub commit that it came from, else None.
         pinned: the first hexadecimal digits of the model version that was asked for, else None.
+        asked: what a person called the model, without a version; empty where nobody did.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ModelFolder:
     hidden_size: int
     revision: str | None = None
     pinned: str | None = None
+    asked: str = field(default="", compare=False)
 
 
 def open_folder(path: Path, name: str, revision: str | None = None) -> ModelFolder:

@@ -3,6 +3,9 @@
 A manifest holds the canonical architecture and one digest for the embeddings, for each block, and for norm
 and head (see `canonical_architecture` and `part_digests`). It is a few kilobytes, is made by a node that
 has the whole model, and lets a node that holds a part of the model check that part.
+
+A folder may have it as a file (`MANIFEST_FILE`), next to the weights: who publishes a model, on the hub or elsewhere,
+so says which version its repository is at a commit, and who has only a part of the weights need not ask strangers.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 
-from ...crypto.canonical import digest
+from ...crypto.canonical import Field, digest
 from ...protocols.wire_pb2 import Manifest as WireManifest
 from ..errors import ModelError
 from .checkpoint import Checkpoint
@@ -23,9 +27,12 @@ from .parts import EMBEDDINGS, HEAD, Need, Part, describe, parts_of_need
 from .progress import Progress, no_progress
 
 _DOMAIN = "petalnode/model/1"
+MANIFEST_FILE: Final = "petalnode-manifest.json"
 _DIGEST_BYTES = 32
 MAX_CONFIG_BYTES = 256 << 10
 MAX_WIRE_BYTES = MAX_CONFIG_BYTES + (MAX_BLOCKS + 2) * (_DIGEST_BYTES + 8) + 64
+MAX_FILE_BYTES: Final = 2 * MAX_WIRE_BYTES + (MAX_BLOCKS + 2) * 8
+"""Of a manifest file: digests are written in hexadecimal digits, and a configuration with its quotes escaped."""
 _LEFT_OUT: Final = frozenset(
     {
         *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "_model_name_or_path"),
@@ -115,6 +122,35 @@ class Manifest:
             )
         return manifest
 
+    def to_json(self) -> str:
+        """What `MANIFEST_FILE` has."""
+        fields = {
+            "model_version": self.version.hex(),
+            "config": self.config.decode(),
+            "embeddings": self.embeddings.hex(),
+            "blocks": [sha.hex() for sha in self.blocks],
+            "head": self.head.hex(),
+        }
+        return json.dumps(fields, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Reads what `to_json` wrote. `text` is not trusted.
+
+        Raises:
+            ModelError: if it is malformed, or its version is not that of its digests.
+        """
+        try:
+            said = json.loads(text)
+            blocks = tuple(bytes.fromhex(sha) for sha in said["blocks"])
+            parts = bytes.fromhex(said["embeddings"]), blocks, bytes.fromhex(said["head"])
+            manifest = cls(said["config"].encode(), *parts)
+            if bytes.fromhex(said["model_version"]) != manifest.version:
+                raise ModelError("A manifest whose model version is not that of its digests.")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ModelError("A manifest that cannot be read.") from error
+        return manifest
+
 
 def compute_manifest(folder: ModelFolder, progress: Progress = no_progress) -> Manifest:
     """The manifest of a model that is on this disk as a whole. Reads all of it once; later calls are quick.
@@ -156,9 +192,10 @@ def verify_part(folder: ModelFolder, manifest: Manifest, need: Need, progress: P
             f"{folder.path / 'config.json'} describes another architecture than the swarm's model "
             f"{manifest.version.hex()[:12]} has. Use the folder or revision that the swarm was started with."
         )
-    checkpoint = Checkpoint(folder.path, folder.num_blocks)
     parts = parts_of_need(need, folder.num_blocks)
-    digests = part_digests(checkpoint, parts, progress, f"Checking {folder.name}")
+    if not parts:
+        return
+    digests = part_digests(Checkpoint(folder.path, folder.num_blocks), parts, progress, f"Checking {folder.name}")
     differing = [part for part, found in digests.items() if found != manifest.digest_of(part)]
     if differing:
         raise ModelError(
@@ -166,6 +203,61 @@ def verify_part(folder: ModelFolder, manifest: Manifest, need: Need, progress: P
             f"{_listed(differing)} {'differs' if len(differing) == 1 else 'differ'}. Use the folder or "
             "revision that the swarm was started with, or copy the model again."
         )
+
+
+def stated_manifest(folder: ModelFolder, need: Need, progress: Progress = no_progress) -> Manifest | None:
+    """The manifest that the folder has as a file, which the parts that `need` asks for were checked against; None if it
+    has none, or if another version was asked for.
+
+    Raises:
+        ModelError: it cannot be read, or is that of other weights than those beside it.
+    """
+    file = folder.path / MANIFEST_FILE
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ModelError(f"Cannot read {file}: {error.strerror}.") from error
+    instead = "Get the model again, or remove that file: then servers of the swarm are asked."
+    if len(text) > MAX_FILE_BYTES:
+        raise ModelError(f"{file} is larger than {MAX_FILE_BYTES >> 10} KiB: it is no manifest. {instead}")
+    try:
+        manifest = Manifest.from_json(text)
+        if folder.pinned is not None and not manifest.version.hex().startswith(folder.pinned):
+            return None
+        verify_part(folder, manifest, need, progress)
+    except ModelError as error:
+        raise ModelError(f"{file} is not that of the model beside it: {error} {instead}") from error
+    return manifest
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> Path:
+    """Writes the manifest into a folder, and returns the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file = folder / MANIFEST_FILE
+    file.write_text(manifest.to_json())
+    return file
+
+
+def held_weights(folder: ModelFolder, need: Need, progress: Progress = no_progress) -> bytes:
+    """32 bytes that stand for what is here of a model: its name, the hub's commit, its architecture, and the parts that
+    `need` asks for.
+
+    Raises:
+        ModelError: if a part is missing, truncated or malformed; names the file.
+    """
+    parts = parts_of_need(need, folder.num_blocks)
+    digests: Mapping[Part, bytes] = {}
+    if parts:
+        digests = part_digests(Checkpoint(folder.path, folder.num_blocks), parts, progress, f"Checking {folder.name}")
+    held: list[Field] = [[str(part), digests[part]] for part in parts]
+    named = [folder.name, folder.revision or ""]
+    return digest(f"{_DOMAIN}/held", named, canonical_architecture(folder.config), held)
 
 
 def _listed(parts: Iterable[Part]) -> str:

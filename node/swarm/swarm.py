@@ -83,7 +83,7 @@ class Swarm(MessageStreams):
             open_stream=self._open_directory,
             bootstrap=bootstrap,
             address_of=host.origin_of,
-            is_proven=lambda peer_id: config.trust.reputation(peer_id) > 0,
+            is_proven=config.trust.is_proven,
         )
         dht.weigh_models(lambda version: self.view.backing(version, now=time.time()))
         self._announcer = Announcer(
@@ -315,8 +315,9 @@ class Swarm(MessageStreams):
         Raises:
             ModelError: more versions than can be asked for.
         """
-        named = versions_named(self.view.servers(now=time.time()), name, num_blocks, pinned)
-        proven = {server.peer_id for server in named if self.trust.reputation(server.peer_id) > 0}
+        known = self.view.servers(now=time.time())
+        named = versions_named(known, name, num_blocks, pinned, proven=self.trust.is_proven)
+        proven = set(filter(self.trust.is_proven, (server.peer_id for server in named)))
         asked = manifests_to_ask(named, connected=set(self.connected()), proven=proven)
         found: dict[bytes, bytes] = {}
 

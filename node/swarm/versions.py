@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
 from ...protocols.announcement import Announcement
 from ..errors import ModelError
+from ..models import ModelFolder
 from ..trust.store import TrustStore
-from .view import SwarmView
+from .view import SwarmView, nobody
 
 VERSIONS_ASKED: Final = 64
 """Versions of one model whose manifests are asked for."""
@@ -18,11 +20,21 @@ _DIGITS: Final = 16  # of a version, in what a person is to type
 _NAMED: Final = 8  # versions in an error
 
 
-def versions_named(servers: Iterable[Announcement], name: str, num_blocks: int, pinned: str = "") -> list[Announcement]:
+def versions_named(
+    servers: Iterable[Announcement],
+    name: str,
+    num_blocks: int,
+    pinned: str = "",
+    *,
+    proven: Callable[[str], bool] = nobody,
+) -> list[Announcement]:
     """The servers of a model of this name in the versions that begin with the hexadecimal digits `pinned`.
 
+    Where these are more versions than are asked for, only those that have a `proven` server: no other one could be
+    taken beside them (`most_proven`).
+
     Raises:
-        ModelError: they have more versions than are asked for, so that the one that is meant could be left out.
+        ModelError: so many versions, and none is proven: the one that is meant could be left out.
     """
     named = [
         server
@@ -32,7 +44,10 @@ def versions_named(servers: Iterable[Announcement], name: str, num_blocks: int, 
     ]
     versions = {server.model_version for server in named}
     if len(versions) > VERSIONS_ASKED:
-        raise several_versions(name, versions)
+        served = {server.model_version for server in named if proven(server.peer_id)}
+        if not 0 < len(served) <= VERSIONS_ASKED:
+            raise several_versions(name, versions)
+        named = [server for server in named if server.model_version in served]
     return named
 
 
@@ -61,32 +76,60 @@ def most_proven(fitting: Collection[bytes], proven: Mapping[bytes, int]) -> byte
     return ranked[0] if ranked else None
 
 
-def choose_version(name: str, fitting: Collection[bytes], view: SwarmView, trust: TrustStore) -> bytes:
-    """The version that is meant by a model of this name, of those that fit the weights here: as `most_proven` has it.
+def used_before(model: ModelFolder, weights: bytes, view: SwarmView, trust: TrustStore) -> bytes | None:
+    """The version that this node has used with these weights the last time (`TrustStore.note_version`), if somebody
+    serves it and the person has asked for no other. Then it is the one that is meant, whatever else is announced."""
+    used = None if model.pinned else trust.version_used(weights)
+    return used if used is not None and view.servers(used, now=time.time()) else None
+
+
+def choose_version(
+    model: ModelFolder, fitting: Collection[bytes], view: SwarmView, trust: TrustStore, weights: bytes | None = None
+) -> bytes:
+    """The version that is meant by this model, of those that fit the weights here: as `most_proven` has it.
 
     Anybody can announce a version that fits, so neither the number of its servers nor their order says anything; that a
-    server has computed for this node before does.
+    server has computed for this node before does. It does not where a version was used before with these `weights` (as
+    for `used_before`) that nobody serves now: whoever has served may announce another one.
 
     Raises:
-        ModelError: several, which it names.
+        ModelError: several, or others than the one that was used, which it names.
     """
+    used = None if model.pinned or weights is None else trust.version_used(weights)
+    if used is not None and used not in fitting:
+        raise other_version(model, used, fitting)
     now = time.time()
     proven = {
-        version: sum(trust.reputation(server.peer_id) > 0 for server in view.servers(version, now=now))
+        version: sum(trust.is_proven(server.peer_id) for server in view.servers(version, now=now))
         for version in fitting
     }
     chosen = most_proven(fitting, proven)
     if chosen is not None:
         return chosen
-    raise several_versions(name, fitting)
+    raise several_versions(model.asked or model.name, fitting)
 
 
 def several_versions(name: str, fitting: Collection[bytes]) -> ModelError:
-    """What a person is told who has to say which of these versions is meant."""
-    digits = [version.hex()[:_DIGITS] for version in sorted(fitting)]
-    more = f" and {len(digits) - _NAMED} more" if len(digits) > _NAMED else ""
+    """What a person is told who has to say which of these versions is meant by `name`."""
     return ModelError(
-        f"servers announce several versions of {name} that may be meant: {', '.join(digits[:_NAMED])}{more}. "
-        f"Name the one that you mean, as {name}@{digits[0]} names the first; who gave you the address of the swarm "
-        "knows which (`petalnode serve` prints it)"
+        f"servers announce several versions of {name} that may be meant. Give the one that you mean in place of "
+        f"{name}: {_as_typed(name, fitting)}. Who gave you the address of the swarm knows which (`petalnode serve` "
+        "prints it); once it has computed for you, it is remembered"
     )
+
+
+def other_version(model: ModelFolder, used: bytes, fitting: Collection[bytes]) -> ModelError:
+    """What a person is told when the version that was used before is not served, and others are."""
+    name = model.asked or model.name
+    return ModelError(
+        f"nobody serves the version of {name} that you have used before, {used.hex()[:_DIGITS]}. Servers announce "
+        f"what has the same embeddings and head and may be anything else: if you mean that, give it in place of "
+        f"{name}: {_as_typed(name, fitting)}"
+    )
+
+
+def _as_typed(name: str, versions: Collection[bytes]) -> str:
+    """What a person may give in place of MODEL."""
+    typed = [shlex.quote(f"{name}@{version.hex()[:_DIGITS]}") for version in sorted(versions)]
+    more = f" and {len(typed) - _NAMED} more" if len(typed) > _NAMED else ""
+    return f"{', '.join(typed[:_NAMED])}{more}"

@@ -1,4 +1,4 @@
-"""Bans and reputations of peers, kept from run to run in one sqlite file."""
+"""Bans and reputations of peers, and which model versions were used, kept from run to run in one sqlite file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import trio
 
@@ -22,11 +22,14 @@ log = logging.getLogger(__name__)
 SAVE_INTERVAL: Final = 15.0
 """Seconds."""
 MAX_STANDINGS: Final = 20_000
+MAX_VERSIONS: Final = 1_000
 _BUSY_SECONDS: Final = 5.0
+T = TypeVar("T", str, bytes)
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS bans (peer_id TEXT PRIMARY KEY, until REAL, reason TEXT, source TEXT, count INTEGER);
 CREATE TABLE IF NOT EXISTS standings
   (peer_id TEXT PRIMARY KEY, first_seen REAL, updated REAL, tokens REAL, faults REAL);
+CREATE TABLE IF NOT EXISTS versions (weights BLOB PRIMARY KEY, version BLOB, used REAL);
 """
 
 
@@ -53,8 +56,10 @@ class TrustStore:
         self._clock = clock
         self._bans: dict[str, Ban] = {}
         self._standings: dict[str, Standing] = {}
+        self._versions: dict[bytes, tuple[bytes, float]] = {}  # and when it was used, by what is held of the model
         self._dirty_bans: set[str] = set()
         self._dirty_standings: set[str] = set()
+        self._dirty_versions: set[bytes] = set()
 
     # --- bans
 
@@ -110,6 +115,10 @@ class TrustStore:
         """From 0 to 1."""
         return reputation(self._standings.get(peer_id), self._clock())
 
+    def is_proven(self, peer_id: str) -> bool:
+        """Whether the peer has computed for this node, as far as that is not forgotten."""
+        return self.reputation(peer_id) > 0
+
     def penalty_seconds(self, peer_id: str) -> float:
         """What routing adds to the cost of the peer."""
         return penalty_seconds(self._standings.get(peer_id), self._clock())
@@ -121,6 +130,19 @@ class TrustStore:
             by_age = sorted(self._standings, key=lambda peer: self._standings[peer].updated)
             for oldest in by_age[: MAX_STANDINGS // 10]:
                 del self._standings[oldest]
+
+    # --- model versions
+
+    def note_version(self, weights: bytes, version: bytes) -> None:
+        """Remembers which model version this node has used with these weights of its own (`held_weights`)."""
+        self._versions[weights] = version, self._clock()
+        self._dirty_versions.add(weights)
+        while len(self._versions) > MAX_VERSIONS:
+            del self._versions[min(self._versions, key=lambda held: self._versions[held][1])]
+
+    def version_used(self, weights: bytes) -> bytes | None:
+        """The model version that was used with these weights the last time."""
+        return self._versions.get(weights, (None, 0.0))[0]
 
     # --- the file
 
@@ -137,10 +159,16 @@ class TrustStore:
         for peer_id, *rest in rows:
             if peer_id not in self._dirty_standings:
                 self._standings[peer_id] = Standing(*rest)
+        for weights, version, used in connection.execute(
+            "SELECT * FROM versions ORDER BY used DESC LIMIT ?", (MAX_VERSIONS,)
+        ):
+            if weights not in self._dirty_versions:
+                self._versions[weights] = version, used
 
     def save(self) -> None:
         """Writes what has changed, and reads what others have."""
         bans = [self._bans[peer] for peer in self._take(self._dirty_bans) if peer in self._bans]
+        used = [(held, *self._versions[held]) for held in self._take(self._dirty_versions) if held in self._versions]
         names = self._take(self._dirty_standings)
         standings = [(name, self._standings[name]) for name in names if name in self._standings]
 
@@ -155,13 +183,18 @@ class TrustStore:
                 "INSERT OR REPLACE INTO standings VALUES (?, ?, ?, ?, ?)",
                 [(name, held.first_seen, held.updated, held.tokens, held.faults) for name, held in standings],
             )
+            connection.executemany("INSERT OR REPLACE INTO versions VALUES (?, ?, ?)", used)
+            connection.execute(
+                "DELETE FROM versions WHERE weights NOT IN (SELECT weights FROM versions ORDER BY used DESC LIMIT ?)",
+                (MAX_VERSIONS,),
+            )
             connection.execute("DELETE FROM bans WHERE until < ?", (self._clock(),))
             self._read(connection)
 
         self._use(work)
 
     @staticmethod
-    def _take(names: set[str]) -> list[str]:
+    def _take(names: set[T]) -> list[T]:
         taken = []
         while names:
             taken.append(names.pop())

@@ -17,15 +17,18 @@ import trio
 
 from petalnode.node.cli import model_choice
 from petalnode.node.cli.model_choice import is_here, served_model
+from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.swarm_model import SwarmModel, identify_model
 from petalnode.node.errors import BadInput, ModelError
-from petalnode.node.models import Manifest, compute_manifest, resolve
+from petalnode.node.models import Manifest, compute_manifest, held_weights, resolve
 from petalnode.node.models.folder import ModelFolder
+from petalnode.node.models.manifest import MANIFEST_FILE, MAX_FILE_BYTES, write_manifest
 from petalnode.node.server.lifecycle.options import ServerOptions
 from petalnode.node.server.lifecycle.server import find_source
 from petalnode.node.swarm.swarm import Swarm
 from petalnode.node.swarm.versions import VERSIONS_ASKED, versions_named
 from petalnode.node.testing import MemoryNetwork, MemoryNode, run_autojumping
+from petalnode.node.trust.store import TrustStore
 from petalnode.protocols.announcement import Announcement, ServerState
 from petalnode.protocols.ids import Span
 from tests.tiny_models import NUM_BLOCKS, save_tiny
@@ -68,13 +71,19 @@ def announce(network: MemoryNetwork, manifest: Manifest, count: int = 1, name: s
     return nodes
 
 
-def identified(folder: ModelFolder, *served: tuple[Manifest, int], proven: Sequence[Manifest] = ()) -> SwarmModel:
-    """As a client finds it where these versions have so many servers, one of each `proven` one known from before."""
+def identified(
+    folder: ModelFolder,
+    *served: tuple[Manifest, int],
+    proven: Sequence[Manifest] = (),
+    trust: TrustStore | None = None,
+) -> SwarmModel:
+    """As a client finds it where these versions have so many servers, one of each `proven` one known from before, and
+    `trust` is what it remembers."""
 
     async def main() -> SwarmModel:
         async with trio.open_nursery() as nursery:
             network = MemoryNetwork(nursery)
-            client = network.node()
+            client = network.node(trust=trust)
             for manifest, count in served:
                 nodes = announce(network, manifest, count)
                 if manifest in proven:
@@ -110,6 +119,85 @@ def test_servers_that_have_computed_for_this_node_decide(part: Path, manifest: M
     )
 
 
+def used(folder: ModelFolder, manifest: Manifest) -> TrustStore:
+    """What a client remembers that has used this version with the weights of `folder`."""
+    trust = TrustStore()
+    trust.note_version(held_weights(folder, "client"), manifest.version)
+    return trust
+
+
+def test_the_version_that_was_used_before_is_taken_whatever_else_is_announced(part: Path, manifest: Manifest) -> None:
+    """Else announcing another one, which costs nothing, stops every client that has not named a version."""
+    folder, false = resolve(part, need="client"), lower(manifest)
+    assert identified(folder, (false, 100), (manifest, 1), trust=used(folder, manifest)).version == manifest.version
+
+
+def test_servers_that_have_computed_for_this_node_do_not_lead_it_elsewhere(part: Path, manifest: Manifest) -> None:
+    """They served well for a while, under keys that now announce another version."""
+    folder, false = resolve(part, need="client"), lower(manifest)
+    trust = used(folder, manifest)
+    assert identified(folder, (false, 9), (manifest, 1), proven=[false], trust=trust).version == manifest.version
+    with pytest.raises(ModelError, match="nobody serves the version") as caught:
+        identified(folder, (false, 9), proven=[false], trust=trust)
+    to_type = f"{part}@{false.version.hex()[:16]}"
+    assert to_type in str(caught.value) and manifest.version.hex()[:16] in str(caught.value)
+    asked_for = resolve(to_type, need="client")
+    assert identified(asked_for, (false, 9), trust=trust).version == false.version
+
+
+def test_a_version_is_remembered_once_it_has_computed(part: Path, manifest: Manifest) -> None:
+    folder = resolve(part, need="client")
+    held = held_weights(folder, "client")
+
+    async def main() -> tuple[bytes | None, bytes | None]:
+        async with trio.open_nursery() as nursery:
+            network = MemoryNetwork(nursery)
+            (server,) = announce(network, manifest)
+            swarm = cast(Swarm, network.node())
+            client = SwarmClient(swarm, await identify_model(swarm, folder), nursery)
+            before = swarm.trust.version_used(held)
+            client.note_tokens(server.peer_id, 1)
+            nursery.cancel_scope.cancel()
+            return before, swarm.trust.version_used(held)
+
+    assert run_autojumping(main) == (None, manifest.version)
+
+
+def test_what_was_used_with_other_weights_does_not_count(part: Path, manifest: Manifest) -> None:
+    folder, false = resolve(part, need="client"), lower(manifest)
+    trust = used(replace(folder, revision="another commit"), false)
+    assert identified(folder, (manifest, 1), trust=trust).version == manifest.version
+
+
+def test_the_manifest_of_the_repository_says_which_version_is_meant(
+    part: Path, manifest: Manifest, tmp_path: Path
+) -> None:
+    """Whoever has published the model has put it beside the weights, so nobody else is asked."""
+    folder = shutil.copytree(part, tmp_path / "tiny-llama")
+    write_manifest(manifest, folder)
+    false = lower(manifest)
+    resolved = resolve(folder, need="client")
+    assert identified(resolved, (false, 100), proven=[false], trust=used(resolved, false)).version == manifest.version
+    pinned = resolve(f"{folder}@{false.version.hex()[:16]}", need="client")
+    assert identified(pinned, (false, 1)).version == false.version  # the person has said so
+
+
+def test_a_manifest_of_other_weights_or_none_at_all_is_refused(part: Path, manifest: Manifest, tmp_path: Path) -> None:
+    folder = shutil.copytree(part, tmp_path / "tiny-llama")
+    forged = json.loads(manifest.to_json()) | {"model_version": lower(manifest).version.hex()}
+    for text in (
+        replace(manifest, head=bytes(32)).to_json(),
+        json.dumps(forged),
+        "[" * 100_000,
+        "[]",
+        "{}",
+        " " * (MAX_FILE_BYTES + 1),
+    ):
+        (folder / MANIFEST_FILE).write_text(text)
+        with pytest.raises(ModelError, match=f"{MANIFEST_FILE} is .*remove that file"):
+            identified(resolve(folder, need="client"), (manifest, 1))
+
+
 def test_the_version_that_was_asked_for_is_taken(part: Path, manifest: Manifest) -> None:
     pinned = resolve(f"{part}@{manifest.version.hex()[:12]}", need="client")
     assert pinned.name == "tiny-llama"
@@ -139,18 +227,27 @@ def test_more_versions_than_can_be_asked_for_are_too_many_to_choose_from() -> No
     assert versions_named(made, "tiny-llama", 6, pinned=made[7].model_version.hex()) == [made[7]]
 
 
+def test_thousands_of_versions_do_not_hide_one_of_servers_that_have_computed_for_this_node() -> None:
+    made = [
+        Announcement(f"peer {number}", number.to_bytes(32, "big"), "tiny-llama", 6, Span(0, 6), ServerState.ONLINE)
+        for number in range(3000)
+    ]
+    assert versions_named(made, "tiny-llama", 6, proven={"peer 7"}.__contains__) == [made[7]]
+
+
 def test_a_server_does_not_load_blocks_of_the_first_version_either(
     part: Path, manifest: Manifest, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_bytes((part / "config.json").read_bytes())
     folder = replace(resolve(tmp_path, need="config"), name="tiny-llama")
+    trust = TrustStore()
 
     async def main(pinned: str | None) -> bytes:
         async with trio.open_nursery() as nursery:
             network = MemoryNetwork(nursery)
             announce(network, lower(manifest), 9)
             announce(network, manifest)
-            node = cast(Swarm, network.node())
+            node = cast(Swarm, network.node(trust=trust))
             options = ServerOptions(model=str(tmp_path))
             source = await find_source(node, replace(folder, pinned=pinned), options, lambda *_: None)
             nursery.cancel_scope.cancel()
@@ -160,6 +257,11 @@ def test_a_server_does_not_load_blocks_of_the_first_version_either(
     with pytest.raises(BaseExceptionGroup) as caught:
         run_autojumping(main, None)
     assert caught.group_contains(ModelError, match="several versions")
+    trust.note_version(held_weights(folder, "config"), manifest.version)
+    assert run_autojumping(main, None) == manifest.version  # whose blocks it has checked before
+    trust.note_version(held_weights(folder, "config"), bytes(32))
+    write_manifest(manifest, tmp_path)
+    assert run_autojumping(main, None) == manifest.version
 
 
 # --- which model, where none is named

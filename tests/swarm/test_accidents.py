@@ -50,6 +50,7 @@ COMMANDS = {
     "bootstrap": "bootstrap --peer {nobody} --listen /ip4/127.0.0.1/tcp/0",
     "doctor": "doctor --peer {nobody}",
     "swarm-key": "swarm-key {scratch}/swarm.key",
+    "manifest": "manifest {models}/tiny-llama",
     "plan": "plan --machines {scratch}/machines.json --num-blocks 6 --block-mb 1 --seconds 0.01",
     "tune": "tune {models}/tiny-llama --peer {nobody} --data {scratch}/data.jsonl --out {scratch}/out",
     "adapters": "adapters search --at {scratch}",

@@ -35,6 +35,7 @@ STANDS_FOR: Final = {
     "smollm2": MODEL,
     "MODEL": MODEL,
     "meta-llama/Llama-3.1-70B-Instruct": MODEL,
+    "./my-model": MODEL,
     "./my-adapter": "my-adapter",
     "./poet": "my-adapter",
     "/srv/adapters": "adapters",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from petalnode.node.models import Manifest, compute_manifest, resolve
+from petalnode.node.models.manifest import MANIFEST_FILE, MAX_FILE_BYTES, write_manifest
 from tests.model_hub import COMMIT, Hub, serve_hub
 from tests.swarm import warm_python
 from tests.swarm.processes import run_to_end
@@ -121,6 +124,19 @@ def test_a_client_gets_tokenizer_embeddings_and_head(person: Person, model: Path
     text = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
     assert set(found["files"]) == {"config.json", "model.safetensors.index.json", *text, *needed}
     assert found["name"] == "org/tiny@v1"
+
+
+def test_the_manifest_of_the_repository_comes_with_whatever_is_fetched(tmp_path: Path, model: Path) -> None:
+    published = shutil.copytree(model, tmp_path / "published")
+    manifest = compute_manifest(resolve(str(model)))
+    write_manifest(manifest, published)
+    with serve_hub(published) as hub:
+        found = Person(tmp_path / "home", hub.url).fetch(need="2:3")
+        assert MANIFEST_FILE in found["files"]
+        stated = Manifest.from_json((Path(found["path"]) / MANIFEST_FILE).read_bytes())
+        assert stated == manifest
+        (published / MANIFEST_FILE).write_bytes(b" " * (MAX_FILE_BYTES + 1))
+        assert MANIFEST_FILE not in Person(tmp_path / "other", hub.url).fetch(need="config")["files"]
 
 
 def test_what_is_there_is_not_fetched_again_and_serves_without_the_hub(hub: Hub, person: Person) -> None:

@@ -170,6 +170,24 @@ def test_a_new_key_is_a_newcomer_whatever_the_old_one_was() -> None:
     assert store.reputation("new") == 0 and store.penalty_seconds("new") == NEWCOMER_SECONDS
 
 
+def test_versions_that_were_used_outlive_the_process_and_are_bounded(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "trust.sqlite"
+    one, other = TrustStore(file, clock=clock), TrustStore(file, clock=clock)
+    for number in range(store_module.MAX_VERSIONS):
+        one.note_version(number.to_bytes(32, "big"), b"1")
+    one.save()
+    clock.now += 1
+    other.note_version(bytes(32), b"2")
+    other.note_version(b"new", b"3")
+    other.save()
+    again = TrustStore(file, clock=clock)
+    again.load()
+    assert again.version_used(bytes(32)) == b"2" and again.version_used(b"new") == b"3"
+    assert again.version_used(b"never") is None
+    kept = sqlite3.connect(file).execute("SELECT count(*) FROM versions").fetchall()
+    assert kept == [(store_module.MAX_VERSIONS,)]
+
+
 def test_two_processes_share_a_book_and_the_longer_ban_stays(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "trust.sqlite"
     one, other = TrustStore(file, clock=clock), TrustStore(file, clock=clock)

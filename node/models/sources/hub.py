@@ -21,6 +21,7 @@ from ..checkpoint import INDEX, SINGLE, Checkpoint, read_index
 from ..digests import sha256_of
 from ..disk_limit import BeforeDownload, no_disk_limit
 from ..folder import ModelFolder, open_folder
+from ..manifest import MANIFEST_FILE, MAX_FILE_BYTES
 from ..parts import Need, Part, find_layout, parts_of_need
 from ..progress import Progress
 from .download import download
@@ -126,6 +127,8 @@ def _download_needed(
     path = _small_file(remote, _CONFIG, progress).parent
     folder = open_folder(path, remote.model_id)
     parts = parts_of_need(need, folder.num_blocks)
+    if 0 < remote.files.get(MANIFEST_FILE, 0) <= MAX_FILE_BYTES:
+        _small_file(remote, MANIFEST_FILE, progress)
     if need in ("client", "all"):
         for name in remote.files:
             if any(fnmatch.fnmatch(name, pattern) for pattern in _TEXT_FILES):

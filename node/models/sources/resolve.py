@@ -68,7 +68,8 @@ def resolve(
     the same name in the working folder: write `./name` for that one.
 
     Args:
-        model: a folder, a `.gguf` file, a hub id, or an alias; `MODEL@VERSION` sets `ModelFolder.pinned`.
+        model: a folder, a `.gguf` file, a hub id, or an alias; `MODEL@VERSION` sets `ModelFolder.pinned`, and
+            `ModelFolder.asked` is what comes before.
         need: "client" (embeddings, norm, head), a Span of blocks, "all", or "config" for no weights at all.
         revision: branch, tag or commit on the hub; `org/name@revision` says the same.
         offline: fetch nothing; only what is on this disk already is used.
@@ -85,7 +86,7 @@ def resolve(
     if isinstance(model, str):
         name, pinned = split_version(name)
     folder = _find(name, isinstance(model, str), need, progress, revision, offline, before_download)
-    return replace(folder, pinned=pinned)
+    return replace(folder, pinned=pinned, asked=name)
 
 
 def _find(

@@ -21,14 +21,23 @@ from ....protocols.announcement import Announcement, ServerState
 from ....protocols.ids import Span
 from ...blocks.kernels.library import library
 from ...errors import ModelError, PetalnodeError, SwarmError
-from ...models import Manifest, ModelFolder, check_pinned, compute_manifest, resolve, verify_part
+from ...models import (
+    Manifest,
+    ModelFolder,
+    check_pinned,
+    compute_manifest,
+    held_weights,
+    resolve,
+    stated_manifest,
+    verify_part,
+)
 from ...models.cache_dir import cache_dir
 from ...models.disk_limit import evict_for_download, in_use, keep_within, note_use
 from ...models.manifest import canonical_architecture
 from ...models.progress import Progress
 from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
-from ...swarm.versions import choose_version
+from ...swarm.versions import choose_version, used_before
 from ...version import __version__
 from .memory import (
     USUAL_CACHE_TOKENS,
@@ -61,16 +70,24 @@ _ASK_TIMEOUT: Final = 5.0
 
 
 class ModelSource:
-    """A model of the swarm. `folder` may hold only a part of it; `weights` brings the blocks that are wanted."""
+    """A model of the swarm. `folder` may hold only a part of it; `weights` brings the blocks that are wanted, and calls
+    `verified` when they are those of the manifest."""
 
     def __init__(
-        self, folder: ModelFolder, manifest: Manifest, whole: bool, options: ServerOptions, progress: Progress
+        self,
+        folder: ModelFolder,
+        manifest: Manifest,
+        whole: bool,
+        options: ServerOptions,
+        progress: Progress,
+        verified: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
         self.manifest = manifest
         self._whole = whole
         self._options = options
         self._progress = progress
+        self._verified = verified
 
     async def weights(self, span: Span) -> Path:
         """A folder with the blocks of `span`, checked by the manifest.
@@ -82,11 +99,13 @@ class ModelSource:
             return self.folder.path
         part = await in_thread(lambda: _fetch(self._options, span, self._progress))
         await in_thread(lambda: verify_part(part, self.manifest, span, self._progress))
+        self._verified()
         return part.path
 
 
 async def find_source(swarm: Swarm, folder: ModelFolder, options: ServerOptions, progress: Progress) -> ModelSource:
-    """The manifest of the model in `folder`: its own if it is all there, else the swarm's.
+    """The manifest of the model in `folder`: its own if it is all there, else the one that is beside the weights, else
+    the swarm's.
 
     Raises:
         ModelError, MachineError: the model cannot be had.
@@ -95,12 +114,17 @@ async def find_source(swarm: Swarm, folder: ModelFolder, options: ServerOptions,
         manifest = await in_thread(lambda: compute_manifest(folder, progress))
     except ModelError:
         # Only a part is on this disk: what the whole is, somebody else must say.
-        remote = await _manifest_of_swarm(swarm, folder)
+        stated = await in_thread(lambda: stated_manifest(folder, "config", progress))
+        if stated is not None:
+            return ModelSource(folder, stated, False, options, progress)
+        held = held_weights(folder, "config")
+        remote = await _manifest_of_swarm(swarm, folder, held)
     else:
         check_pinned(folder, manifest.version)
         return ModelSource(folder, manifest, True, options, progress)
     if remote is not None:
-        return ModelSource(folder, remote, False, options, progress)
+        verified = partial(swarm.trust.note_version, held, remote.version)
+        return ModelSource(folder, remote, False, options, progress, verified)
     # The first server of a swarm makes the manifest, for which it needs the whole model once.
     whole = await in_thread(lambda: _fetch(options, "all", progress))
     manifest = await in_thread(lambda: compute_manifest(whole, progress))
@@ -133,20 +157,23 @@ def _fetch(options: ServerOptions, need: Any, progress: Progress) -> ModelFolder
     )
 
 
-async def _manifest_of_swarm(swarm: Swarm, folder: ModelFolder) -> Manifest | None:
+async def _manifest_of_swarm(swarm: Swarm, folder: ModelFolder, held: bytes) -> Manifest | None:
     """The manifest of the version that is meant, by those of the swarm that have the architecture of `folder`.
+
+    It may be another one than was served before: the blocks are checked against it.
 
     Raises:
         ModelError: they are several.
     """
+    used = used_before(folder, held, swarm.view, swarm.trust)
     fitting: dict[bytes, Manifest] = {}
-    pinned = folder.pinned or ""
+    pinned = folder.pinned or ("" if used is None else used.hex())
     async for version, data in swarm.manifests(folder.name, folder.num_blocks, pinned=pinned, timeout=_ASK_TIMEOUT):
         with suppress(ModelError):
             manifest = Manifest.from_wire(data, version)
             if manifest.config == canonical_architecture(folder.config):
                 fitting[version] = manifest
-    return fitting[choose_version(folder.name, fitting, swarm.view, swarm.trust)] if fitting else None
+    return fitting[choose_version(folder, fitting, swarm.view, swarm.trust)] if fitting else None
 
 
 async def run_server(
