@@ -90,6 +90,7 @@ class Host:
         self._addresses = addresses
         self.libp2p = libp2p  # for the DHT
         self.peer_id = str(network.self_id)
+        self.socket_bytes, self.traffic = network.bandwidth.sockets, network.limits.traffic
 
     # --- addresses
 

@@ -30,6 +30,7 @@ from ..blocks.passes import PassGenerator
 from ..blocks.span import BlockSpan
 from ..blocks.span_adapter import SpanAdapter
 from .steps import ComputeSession, Step, StepInput, StepOutput, StepRunner, synchronise
+from .tallies import ServerTallies
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -68,15 +69,15 @@ class PassResult(Generic[T]):
 
 
 class ComputeThread:
-    """Runs steps of many sessions on one device. Start it inside trio; `stop` ends the thread.
+    """Runs steps of many sessions on one device, and counts them. Start it inside trio; `stop` ends the thread.
 
     Attributes:
         steps: what runs steps, on the compute thread; whoever wants to hear of their times sets its callbacks.
     """
 
-    def __init__(self, blocks: BlockSpan) -> None:
+    def __init__(self, blocks: BlockSpan, tallies: ServerTallies | None = None) -> None:
         self.blocks = blocks
-        self.steps = StepRunner(blocks)
+        self.steps = StepRunner(blocks, tallies)
         self._queue: SimpleQueue[Step | _Call | _PassRequest | None] = SimpleQueue()
         self._passes: deque[_PassRequest] = deque()
         self._resumed: deque[_PassRequest] = deque()

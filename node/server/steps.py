@@ -24,6 +24,7 @@ from ..blocks.cache import SpanCache
 from ..blocks.span import PREFILL_CHUNK, BlockSpan
 from ..blocks.span_adapter import SpanAdapter
 from .budget import next_in_line, now_overtaken
+from .tallies import ServerTallies
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +147,9 @@ class StepRunner:
         on_prefill: told likewise of each part of a prefill: its tokens (of all rows), share, and seconds.
     """
 
-    def __init__(self, blocks: BlockSpan) -> None:
+    def __init__(self, blocks: BlockSpan, tallies: ServerTallies | None = None) -> None:
         self._blocks = blocks
+        self._tallies = tallies or ServerTallies()
         self._waiting: list[Step] = []
         self._overtaken = 0  # prefills by those of sessions that have paid
         self.on_decode: OnComputed = lambda rows, share, seconds: None
@@ -230,6 +232,7 @@ class StepRunner:
         seconds = time.perf_counter() - begun
         blocks = sum(len(step.session.cache.specs) for step in batch)
         rows = sum(step.session.cache.batch for step in batch)
+        self._tallies.batch_rows.add(rows)
         self.on_decode(rows, blocks / len(batch) / len(self._blocks.span), seconds)
         for step, output in zip(batch, outputs, strict=True):
             step.seconds = seconds
@@ -256,9 +259,14 @@ class StepRunner:
 
     def _answer(self, step: Step, output: torch.Tensor) -> None:
         try:
-            step.answer(_packed(step, output))
+            packed = _packed(step, output)
         except Exception as error:
             step.answer(_refusal(error))
+            return
+        rows, tokens = step.hidden.shape[:2]
+        kind = self._tallies.decode if tokens == 1 else self._tallies.prefill
+        kind.add(rows * tokens, packed.queue_seconds, packed.compute_seconds)
+        step.answer(packed)
 
 
 def _packed(step: Step, output: torch.Tensor) -> StepOutput:

@@ -90,8 +90,8 @@ class Swarm(MessageStreams):
             identity=config.identity, ttl=config.announcement_ttl, host=host, dht=dht, directory=self._directory
         )
         nat = NatConfig(bool(config.listen), config.announce, config.peers, config.relay, config.relay_limits)
-        self._nat = NatManager(host, self._directory, nursery, nat, addrs_changed=self._announcer.addrs_changed)
-        self._directory.about = self._nat.about
+        self.nat = NatManager(host, self._directory, nursery, nat, addrs_changed=self._announcer.addrs_changed)
+        self._directory.about = self.nat.about
         self._discovery = Discovery(
             host,
             self._directory,
@@ -196,14 +196,14 @@ class Swarm(MessageStreams):
     @property
     def reachability(self) -> Reachability:
         """How others reach this node, as far as is known by now."""
-        return self._nat.reachability
+        return self.nat.reachability
 
     async def wait_reachability_changed(self) -> None:
-        await self._nat.wait_changed()
+        await self.nat.wait_changed()
 
     def about(self) -> NodeInfo:
         """What this node says of itself to a peer that asks: its role, its reachability, what it relays."""
-        return self._nat.about()
+        return self.nat.about()
 
     async def ask_node(self, peer_id: str, *, timeout: float) -> NodeInfo:
         """What a peer says of itself. Nobody vouches for that.
@@ -360,7 +360,7 @@ class Swarm(MessageStreams):
 
     async def join(self) -> None:
         """Meets the peers to join by, or looks for a swarm. Called by `open_swarm`."""
-        self._nat.start()
+        self.nat.start()
         if not self._config.peers:
             self._discovery.start()
             if self._discovery.searches:

@@ -12,6 +12,7 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network.transport import limits
+from petalnode.node.network.transport.bandwidth import Traffic
 from petalnode.node.network.transport.muxed_stream import (
     DATA,
     HEADER,
@@ -112,6 +113,7 @@ class Connection:
     upload = None
     has_room = True
     buffered = 0
+    traffic = Traffic()
 
     def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> None: ...
 

@@ -1,4 +1,5 @@
-"""Limits in bytes per second that are shared fairly: a token bucket, and who may take from it next."""
+"""Limits in bytes per second that are shared fairly (a token bucket, and who may take from it next), and the bytes that
+went."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import math
 import re
 from collections import OrderedDict, deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import trio
@@ -129,12 +130,44 @@ class Throttle:
         self._at = now
 
 
+class ByteCount:
+    """Bytes that went each way so far."""
+
+    __slots__ = ("received", "sent")
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.sent = 0
+
+
+NEGOTIATION: Final = "negotiation"
+OTHER_PROTOCOLS: Final = "other"
+_MOST_PROTOCOLS: Final = 64
+
+
+class Traffic:
+    """What the streams of a node have carried so far, by the protocol that is spoken on them.
+
+    A circuit is a stream between two peers and their relay: what streams within it carry counts for both.
+    """
+
+    def __init__(self) -> None:
+        self.by_protocol: dict[str, ByteCount] = {}
+
+    def of(self, protocol: str) -> ByteCount:
+        """The count of one protocol. Beyond 64 of them, whose names peers may have chosen, they share one."""
+        if protocol not in self.by_protocol and len(self.by_protocol) >= _MOST_PROTOCOLS:
+            protocol = OTHER_PROTOCOLS
+        return self.by_protocol.setdefault(protocol, ByteCount())
+
+
 @dataclass(frozen=True)
 class Bandwidth:
-    """The limits of a node over all its connections; None is without limit."""
+    """The limits of a node over all its connections (None is without limit), and the bytes on its sockets."""
 
     upload: Throttle | None = None
     download: Throttle | None = None
+    sockets: ByteCount = field(default_factory=ByteCount)
 
     @classmethod
     def of(cls, max_upload: int | None, max_download: int | None) -> Bandwidth:

@@ -12,6 +12,8 @@ from typing import Final, Protocol
 
 import trio
 
+from .bandwidth import Traffic
+
 MAX_CONNECTIONS: Final = 4096
 MAX_INBOUND: Final = 3072
 """Of these, how many others may make; the rest is for our own."""
@@ -115,9 +117,10 @@ class PeerUse:
 
 
 class NodeLimits:
-    """What the peers of one host take of it."""
+    """What the peers of one host take of it, and what all streams with them have carried."""
 
     def __init__(self) -> None:
+        self.traffic = Traffic()
         self.streams = 0
         self.unread = 0
         self._peers: dict[str, PeerUse] = {}

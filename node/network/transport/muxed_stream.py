@@ -12,7 +12,7 @@ import trio
 from libp2p.abc import IMuxedStream
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
 
-from .bandwidth import Throttle
+from .bandwidth import NEGOTIATION, Throttle, Traffic
 from .noise import MAX_PLAINTEXT
 from .raw_connection import Path
 
@@ -33,6 +33,7 @@ class StreamConnection(Protocol):
 
     path: Path
     max_data: int  # bytes of one frame
+    traffic: Traffic
 
     def hold(self, size: int) -> None:
         """Counts bytes that came and were not read yet, fewer if `size` is negative."""
@@ -80,6 +81,11 @@ class MuxedStream(IMuxedStream):
         self._writers = trio.lowlevel.ParkingLot()
         self._lost_event: trio.Event | None = None
         self._divert: Callable[[bytes], bool] | None = None
+        self._count = muxed_conn.traffic.of(NEGOTIATION)
+
+    def agree(self, protocol: str) -> None:
+        """From now on what the stream carries counts for this protocol."""
+        self._count = self.muxed_conn.traffic.of(protocol)
 
     async def read(self, n: int | None = None) -> bytes:
         """1 to `n` bytes as soon as there are any. Cancelled, nothing is lost.
@@ -166,6 +172,7 @@ class MuxedStream(IMuxedStream):
                 raise MuxedStreamClosed("the stream is closed for writing")
             size = min(self.send_window, largest, len(data) - start)
             self.send_window -= size
+            self._count.sent += size
             self.muxed_conn.put(DATA, 0, self.stream_id, size, data[start : start + size])
             start += size
 
@@ -185,6 +192,7 @@ class MuxedStream(IMuxedStream):
         if upload is not None and not upload.is_free(urgent=size <= _SMALL):
             return False
         self.send_window -= size
+        self._count.sent += size
         self.muxed_conn.put(DATA, 0, self.stream_id, size, data)
         return True
 
@@ -238,6 +246,7 @@ class MuxedStream(IMuxedStream):
         return self._granted >= 0
 
     def on_data(self, data: bytes) -> None:
+        self._count.received += len(data)
         if (
             self.discarding
             or self.lost is not None

@@ -26,6 +26,8 @@ from libp2p.protocol_muxer.multiselect_client import (
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.utils import encode_delim
 
+from .muxed_stream import MuxedStream
+
 
 def question(protocol: str) -> bytes:
     """What asks a peer for `protocol`, and is its answer if it agrees."""
@@ -42,7 +44,9 @@ class OneRoundTrip(MultiselectClient):
         negotiate_timeout: int = DEFAULT_NEGOTIATE_TIMEOUT,
     ) -> TProtocol:
         if len(protocols) != 1 or not isinstance(communicator, MultiselectCommunicator):
-            return await super().select_one_of(protocols, communicator, negotiate_timeout)
+            agreed = await super().select_one_of(protocols, communicator, negotiate_timeout)
+            _agreed(communicator, agreed)
+            return agreed
         (protocol,) = protocols
         with trio.move_on_after(negotiate_timeout):
             try:
@@ -52,6 +56,7 @@ class OneRoundTrip(MultiselectClient):
                 raise MultiselectClientError(f"the peer went away instead of agreeing on {protocol}") from error
             if answers != [MULTISELECT_PROTOCOL_ID, protocol]:
                 raise MultiselectClientError(f"the peer does not speak {protocol}: it answered {answers}")
+            _agreed(communicator, protocol)
             return protocol
         raise MultiselectClientError(f"the peer did not agree on {protocol} within {negotiate_timeout} s")
 
@@ -70,7 +75,16 @@ class OneAnswer(Multiselect):
         gathering = _Gathering(communicator.read_writer)
         agreed: tuple[TProtocol | None, StreamHandlerFn | None] = await super().negotiate(gathering, negotiate_timeout)
         await gathering.flush()
+        _agreed(communicator, agreed[0])
         return agreed
+
+
+def _agreed(communicator: IMultiselectCommunicator, protocol: TProtocol | None) -> None:
+    """Lets the stream, if it is about one, count its bytes for the protocol that was agreed on."""
+    stream = getattr(communicator, "read_writer", None)
+    muxed = stream.muxed_stream if isinstance(stream, NetStream) else None
+    if isinstance(muxed, MuxedStream) and protocol is not None:
+        muxed.agree(protocol)
 
 
 class _Gathering(MultiselectCommunicator):

@@ -128,6 +128,7 @@ class SocketConnection(RawConnection):
         super().__init__(path, bandwidth.upload)
         self._stream = stream
         self._download = bandwidth.download
+        self._count = bandwidth.sockets
         self._recent = Recent()
         with contextlib.suppress(OSError):  # the peer may be gone already
             self.local_host = str(stream.socket.getsockname()[0])
@@ -143,23 +144,29 @@ class SocketConnection(RawConnection):
         if os.name != "posix":
             return 0
         try:
-            return os.write(self._stream.socket.fileno(), data)
+            sent = os.write(self._stream.socket.fileno(), data)
         except BlockingIOError:
             return 0
+        self._count.sent += sent
+        return sent
 
     async def send(self, data: bytes) -> None:
         try:
             await self._stream.send_all(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise ConnectionResetError("the connection is gone") from error
+        self._count.sent += len(data)
 
     async def receive(self, n: int = READ_SIZE) -> bytes:
         try:
             if self._download is not None:
-                return await self._receive_in_turn(n, self._download)
-            return bytes(await self._stream.receive_some(n))
+                data = await self._receive_in_turn(n, self._download)
+            else:
+                data = bytes(await self._stream.receive_some(n))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise ConnectionResetError("the connection is gone") from error
+        self._count.received += len(data)
+        return data
 
     async def _receive_in_turn(self, n: int, download: Throttle) -> bytes:
         await trio.lowlevel.wait_readable(self._stream.socket)

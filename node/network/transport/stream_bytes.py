@@ -60,6 +60,7 @@ class Connection:
             muxed = await self._muxer.open_stream(window)
             stream = await self._conn._add_stream(muxed)
             stream.set_protocol(TProtocol(protocol))
+            muxed.agree(protocol)
             await muxed.write(question(protocol))
         except Exception as error:  # libp2p raises many kinds
             raise ConnectionError(str(error) or type(error).__name__) from error

@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 _FRAMES_AT_ONCE: Final = 256  # then it is others' turn, for whom a millisecond is much
 _PROTOCOL_ERROR: Final = 1  # why we go away, by the specification
-
 _IDLE: Final = 1.0  # seconds of silence after which we ask for a sign of life while streams are open
 _IDLE_WITHOUT_STREAMS: Final = 8.0  # keeps the mappings of NATs alive, too
 _PATIENCE: Final = 3.0  # seconds for the answer
@@ -80,6 +79,7 @@ class Muxer(IMuxedConn):
         assert isinstance(conn, NoiseSession)
         self.peer_id = peer_id
         self.secured_conn = conn
+        self.traffic = limits.traffic
         self.path = conn.path
         self.max_data = MAX_DATA if conn.path.direct else MAX_DATA - _SEALING
         self.event_started = trio.Event()

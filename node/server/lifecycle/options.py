@@ -15,6 +15,7 @@ from ...models.adapter import Adapter, read_adapter
 from ...models.quantisation import Kernels, Quantisation
 from ...swarm.swarm import Swarm
 from ..requests.admission import PriorityPayments
+from ..tallies import ServerTallies
 from .placement_state import PlacementState
 from .pledging import Depositor
 from .speed import SpeedKey
@@ -68,6 +69,7 @@ class ServerContext:
 
     `placement` is how it sees the swarm, `speed_key` what a measured speed is kept under, `adapters` are its owner's.
     `payments` makes what takes points of some validators for priority; `depositor` leaves those of a pledge with one.
+    `tallies` is what all spans count in.
     """
 
     swarm: Swarm
@@ -80,6 +82,7 @@ class ServerContext:
     payments: MakePayments
     depositor: Depositor | None
     adapters: tuple[Adapter, ...]
+    tallies: ServerTallies
 
 
 def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:

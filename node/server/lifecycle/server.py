@@ -39,6 +39,7 @@ from ...placement.plan import DEFAULT
 from ...swarm.swarm import Swarm
 from ...swarm.versions import choose_version, used_before
 from ...version import __version__
+from ..tallies import ServerTallies
 from .memory import (
     USUAL_CACHE_TOKENS,
     Sizing,
@@ -185,8 +186,9 @@ async def run_server(
     stop: trio.Event,
     payments: MakePayments,
     depositor: Depositor | None = None,
+    tallies: ServerTallies | None = None,
 ) -> None:
-    """Serves until `stop` is set or the task is cancelled, and retracts its announcement.
+    """Serves until `stop` is set or the task is cancelled, and retracts its announcement. Counts in `tallies`.
 
     Raises:
         BadInput, ModelError: the model or the blocks that were asked for cannot be.
@@ -220,6 +222,7 @@ async def run_server(
             payments,
             depositor,
             tuple(adapters),
+            tallies or ServerTallies(),
         )
         try:
             await Server(context, source, progress, started).run(imported, stop)
@@ -263,6 +266,7 @@ class Server:
             if move is None:
                 return
             span, came_from = move.target, move.source
+            self._context.tallies.block_changes += 1
             self._blocks_reason = self._context.placement.reason
 
     def _on_ready(self, event: str, since: float, fields: dict[str, object]) -> None:

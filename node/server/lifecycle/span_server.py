@@ -27,6 +27,7 @@ from ..requests.adapters import Adapters
 from ..requests.admission import Hosted
 from ..requests.request import RequestContext
 from ..requests.service import MAX_SESSIONS, RequestService
+from ..tallies import Serving
 from .memory import cache_tokens_that_fit, claim, device_memory, return_memory, unused
 from .options import ServerContext
 from .other_servers import ServerConnector, keep_measured, keep_rtts, measure_network
@@ -62,7 +63,7 @@ async def serve_span(
     `load_seconds` is what loading a block took. When this returns all sessions have left or had the time to, and
     nothing here holds the blocks any more.
     """
-    compute = ComputeThread(blocks)
+    compute = ComputeThread(blocks, context.tallies)
     compute.start()
     try:
         network = partial(measure_network, context.swarm, announcement.model_version, timeout=_NETWORK_TIMEOUT)
@@ -73,6 +74,7 @@ async def serve_span(
         server = SpanServer(context, replace(announcement, load_seconds=load_seconds), compute, speed, tokens)
         return await server.run(on_ready, stop)
     finally:
+        context.tallies.serving = None
         with trio.CancelScope(shield=True):
             _refuse(context.swarm)
             await compute.stop()
@@ -114,6 +116,7 @@ class SpanServer:
             context.identity,
             frozenset(context.options.allow_clients),
             self._pledging.current,
+            tallies=context.tallies,
         )
         self._adapters = Adapters(self._requests)
         self._service = RequestService(
@@ -132,6 +135,7 @@ class SpanServer:
         self._compute.steps.on_prefill = self._speed.live.note_prefill
         await self._compute.call(return_memory)
         self._announce()
+        self._context.tallies.serving = self.serving
         on_ready(self._ready())
         move: Move | None = None
         async with trio.open_nursery() as nursery:
@@ -245,6 +249,26 @@ class SpanServer:
             device=blocks.device.type,
             credits_of=self._issuers(),
             adapters=self._adapters.announced,
+        )
+
+    def serving(self) -> Serving:
+        """What is served now."""
+        hosted, service = self._hosted, self._service
+        return Serving(
+            model=hosted.model_name,
+            num_blocks=hosted.num_blocks,
+            span=hosted.span,
+            state="draining" if self._requests.draining else "online",
+            dtype=hosted.dtype,
+            quantisation=hosted.quantisation,
+            device=self._compute.blocks.device.type,
+            sessions=service.sessions,
+            batch_streams=service.batch_streams,
+            cache_capacity=service.cache.capacity,
+            cache_free=service.cache.free,
+            waiting=service.cache.waiting,
+            queue_depth=self._compute.depth,
+            steps_per_second=1 / self._speed.live.step_seconds,
         )
 
     def _issuers(self) -> tuple[str, ...]:

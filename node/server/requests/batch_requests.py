@@ -339,6 +339,10 @@ class BatchRequests:
                 return
             packed = await trio.to_thread.run_sync(pack, done.job, done.result.value)
             sequence = done.job.request.sequence
+            kind = "backward" if self._protocol == BACKWARD else "forward"
+            rows, tokens = done.job.request.tensors[0].shape[:2]
+            self._context.tallies.batches[kind] += 1
+            self._context.tallies.batch_tokens[kind] += rows * tokens
             reply = wire.BatchReply(
                 sequence=sequence,
                 receipt=receipt_to_wire(self._receipts.sign(sequence, done.job.request_hash, packed.hash)),

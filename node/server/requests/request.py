@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import trio
@@ -22,6 +22,7 @@ from ....protocols.training import BatchTerms
 from ...network.transport.limits import may_have_more
 from ..budget import BudgetFull, Lease, MemoryBudget
 from ..compute_thread import ComputeThread
+from ..tallies import ServerTallies
 from .admission import Hosted, check_client, check_terms
 
 OPEN_TIMEOUT: Final = 10.0
@@ -39,6 +40,7 @@ class RequestContext:
         allowed_clients: the peer ids that are served; none lets everybody.
         pledger: gives the pledge for what is opened now; None for none.
         draining: set it and nothing new is admitted, and present clients are told to leave.
+        tallies: what is counted.
     """
 
     hosted: Hosted
@@ -47,6 +49,11 @@ class RequestContext:
     allowed_clients: frozenset[str] = frozenset()
     pledger: Callable[[], Pledge | None] = lambda: None
     draining: bool = False
+    tallies: ServerTallies = field(default_factory=ServerTallies)
+
+    def refused(self, refusal: Refusal) -> None:
+        """Counts what a client was refused."""
+        self.tallies.refusals[wire.ErrorCode.Name(refusal.code)] += 1
 
     def admit(self, client: str, terms: SessionTerms | BatchTerms, kind: OpenCount) -> None:
         """
@@ -98,8 +105,12 @@ class OpenCount:
             await self._none.wait()
 
 
-async def serve_stream(stream: MessageStream[F], serve: Callable[[MessageStream[F], F], Awaitable[None]]) -> None:
-    """Gives `serve` a stream with its first frame; what it refuses is said to the client.
+async def serve_stream(
+    stream: MessageStream[F],
+    serve: Callable[[MessageStream[F], F], Awaitable[None]],
+    refused: Callable[[Refusal], None] = lambda refusal: None,
+) -> None:
+    """Gives `serve` a stream with its first frame; what it refuses is said to the client, and to `refused`.
 
     Never raises for anything that the client did.
     """
@@ -108,6 +119,7 @@ async def serve_stream(stream: MessageStream[F], serve: Callable[[MessageStream[
         try:
             await serve(stream, frame)
         except Refusal as refusal:
+            refused(refusal)
             await stream.send(type(frame)(error=refusal.to_wire()), timeout=SEND_TIMEOUT)
         await stream.close()
     except PeerError:

@@ -74,6 +74,10 @@ class RequestService:
         """Those that are open, or wait for cache."""
         return self._sessions.count
 
+    @property
+    def batch_streams(self) -> int:
+        return self._streams.count
+
     async def wait_idle(self) -> None:
         """Returns once there are no sessions, and no batch is under way."""
         await self._sessions.wait_none()
@@ -83,7 +87,7 @@ class RequestService:
 
     async def handle_session(self, stream: InferenceStream) -> None:
         """One stream from Open or Resume to its end. Never raises for anything that the client did."""
-        await serve_stream(stream, self._serve_session)
+        await serve_stream(stream, self._serve_session, self.context.refused)
 
     async def _serve_session(self, stream: InferenceStream, frame: wire.InferenceFrame) -> None:
         body = frame.WhichOneof("body")
@@ -101,6 +105,7 @@ class RequestService:
             try:
                 lease, paid = await self._reserve(stream, frame.open, terms)
                 try:
+                    self.context.tallies.sessions_opened += 1
                     self._on_change()
                     compute = await self.context.compute.open(
                         terms.batch, terms.max_length, terms.left_padding, terms.codec, terms.span, adapter, paid
@@ -204,11 +209,11 @@ class RequestService:
 
     async def handle_forward(self, stream: BatchFrames) -> None:
         """One stream of forward passes. Never raises for anything that the client did."""
-        await serve_stream(stream, partial(self._serve_batches, FORWARD))
+        await serve_stream(stream, partial(self._serve_batches, FORWARD), self.context.refused)
 
     async def handle_backward(self, stream: BatchFrames) -> None:
         """One stream of backward passes. Never raises for anything that the client did."""
-        await serve_stream(stream, partial(self._serve_batches, BACKWARD))
+        await serve_stream(stream, partial(self._serve_batches, BACKWARD), self.context.refused)
 
     async def _serve_batches(self, protocol: str, stream: BatchFrames, frame: wire.BatchFrame) -> None:
         if frame.WhichOneof("body") != "open":

@@ -1,0 +1,77 @@
+"""The HTTP endpoint at which a node's metrics are read: one page, nothing that changes the node."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import trio
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+from ..api.http_server import Application, HttpLimits, serve_http
+from ..errors import MachineError
+from .metrics import Metrics
+
+LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_LIMITS: Final = HttpLimits(connections=16)
+_NOT_FOUND: Final = b"there is nothing here but /metrics\n"
+_OTHER_HOST: Final = b"this endpoint does not answer for that host\n"
+
+
+def metrics_application(metrics: Metrics, hosts: frozenset[str] = frozenset()) -> Application:
+    """An ASGI application that answers GET /metrics in Prometheus' text format.
+
+    `hosts` are the names by which it may be asked; none for any. A web page whose name is made to mean 127.0.0.1 (DNS
+    rebinding) could else read it.
+    """
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
+        kind = b"text/plain; charset=utf-8"
+        if hosts and _host_name(host) not in hosts:
+            status, body = 403, _OTHER_HOST
+        elif scope["path"] != "/metrics" or scope["method"] not in ("GET", "HEAD"):
+            status, body = 404, _NOT_FOUND
+        else:
+            status, body, kind = 200, generate_latest(metrics.registry), CONTENT_TYPE_PLAIN_0_0_4.encode()
+        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return application
+
+
+async def listen(host: str, port: int, option: str) -> list[trio.SocketListener]:
+    """Listeners for an endpoint; `option` is named in errors.
+
+    Raises:
+        MachineError: the port is taken, or this machine has no such address.
+    """
+    try:
+        return list(await trio.open_tcp_listeners(port, host=host))
+    except OSError as error:
+        what = f"{option} {port} at {host}"
+        if error.errno == errno.EADDRINUSE:
+            raise MachineError(f"{what} is in use by another program: give another port, or 0 for any") from None
+        raise MachineError(f"{what} cannot be used: {error.strerror or error}") from None
+
+
+def url_of(host: str, listeners: Sequence[trio.SocketListener]) -> str:
+    """Where an endpoint is reached, without a path."""
+    port = listeners[0].socket.getsockname()[1]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def serve_metrics(metrics: Metrics, host: str, listeners: Sequence[trio.SocketListener]) -> None:
+    """Serves the page until cancelled."""
+    hosts = LOOPBACK if host in LOOPBACK else frozenset[str]()
+    await serve_http(metrics_application(metrics, hosts), listeners, _LIMITS)
+
+
+def _host_name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

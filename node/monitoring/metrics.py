@@ -1,0 +1,319 @@
+"""The metrics of a node by Prometheus' conventions, made of the counts of its parts when somebody asks.
+
+No label has a value that a peer can choose: none is a peer's id, a session's or an address.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+import psutil
+import trio
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from ..client.deadlines import WAIT_BOUNDS, Waits
+from ..network.nat.reachability import KINDS
+from ..server.tallies import STATES, Distribution, ServerTallies, Serving, StepTallies
+from ..swarm.swarm import Swarm
+from ..version import __version__
+from .process import WINDOW, LoopDelay, process_figures
+
+Source = Callable[[], Iterable[Metric]]
+VERDICTS: Final = ("ok", "faulty", "inconclusive")
+
+
+class Metrics(Collector):
+    """All metrics of one node, in a registry of its own.
+
+    Attributes:
+        registry: for `prometheus_client.exposition`.
+    """
+
+    def __init__(self, *sources: Source) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._sources = list(sources)
+        self.registry.register(self)
+
+    def add(self, source: Source) -> None:
+        """From now on, what `source()` gives is among them."""
+        self._sources.append(source)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # asked at registration, when there may be nothing to ask
+
+    def collect(self) -> Iterator[Metric]:
+        for source in self._sources:
+            yield from source()
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Cumulative, as Prometheus has them."""
+    found, total = [], 0
+    for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
+        total += count
+        found.append(("+Inf" if bound == float("inf") else repr(bound), float(total)))
+    return found
+
+
+def _histogram(name: str, text: str, values: Distribution) -> Metric:
+    return HistogramMetricFamily(name, text, buckets=_buckets(values.bounds, values.buckets), sum_value=values.total)
+
+
+def _histograms(name: str, text: str, label: str, values: Mapping[str, Distribution]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], _buckets(value.bounds, value.buckets), value.total)
+    return family
+
+
+# --- every node
+
+
+def process_metrics(delay: LoopDelay) -> Source:
+    """Of the process and its event loop; `delay` has to be run."""
+    process = psutil.Process()
+
+    def collect() -> Iterator[Metric]:
+        figures = process_figures(process)
+        yield _counter("process_cpu_seconds", "Processor time, user and system.", figures.cpu_seconds)
+        yield _gauge("process_resident_memory_bytes", "Resident memory.", figures.resident_bytes)
+        yield _gauge("process_virtual_memory_bytes", "Virtual memory.", figures.virtual_bytes)
+        yield _gauge("process_start_time_seconds", "Start of the process, seconds since 1970.", figures.started)
+        yield _gauge("process_threads", "Threads.", figures.threads)
+        if figures.open_files is not None:
+            yield _gauge("process_open_fds", "Open file descriptors.", figures.open_files)
+        yield _histogram(
+            "petalnode_event_loop_delay_seconds",
+            "How much later than due a task of the event loop woke up, measured four times a second.",
+            delay.seconds,
+        )
+        yield _gauge(
+            "petalnode_event_loop_delay_max_seconds",
+            f"The longest of these delays in the last {WINDOW:.0f} seconds.",
+            delay.longest(trio.current_time()),
+        )
+
+    return collect
+
+
+def node_metrics(swarm: Swarm, role: str) -> Source:
+    """Of connections, bytes, reachability, relaying, and what is known of others."""
+
+    def collect() -> Iterator[Metric]:
+        info = GaugeMetricFamily("petalnode_build_info", "Version and role of this node.", labels=["version", "role"])
+        info.add_metric([__version__, role], 1)
+        yield info
+        yield from _connections(swarm)
+        yield from _traffic(swarm)
+        kind = swarm.reachability.kind
+        yield _gauges(
+            "petalnode_reachability",
+            "How others reach this node: 1 for the kind that holds.",
+            "kind",
+            {name: float(name == kind) for name in KINDS},
+        )
+        yield from _relay(swarm)
+        yield _gauge(
+            "petalnode_known_servers", "Servers whose announcements this node holds.", len(swarm.view.records)
+        )
+        yield _gauge("petalnode_banned_servers", "Servers that this node does not use.", len(swarm.trust.bans()))
+        yield _gauge(
+            "petalnode_message_memory_bytes",
+            "Memory for messages received in part or worked with.",
+            swarm.received.taken,
+        )
+
+    return collect
+
+
+def _connections(swarm: Swarm) -> Iterator[Metric]:
+    found = Counter(
+        ("direct" if path.direct else "relayed", "inbound" if path.inbound else "outbound")
+        for peer_id in swarm.connected()
+        for path in swarm.host.paths(peer_id)
+    )
+    family = GaugeMetricFamily("petalnode_connections", "Open connections to peers.", labels=["path", "direction"])
+    for path in ("direct", "relayed"):
+        for direction in ("inbound", "outbound"):
+            family.add_metric([path, direction], found[path, direction])
+    yield family
+    yield _gauge("petalnode_connected_peers", "Peers with a connection.", len(swarm.connected()))
+
+
+def _traffic(swarm: Swarm) -> Iterator[Metric]:
+    sockets, streams = swarm.host.socket_bytes, swarm.host.traffic.by_protocol
+    yield _counter("petalnode_socket_sent_bytes", "Bytes sent on all sockets to peers.", sockets.sent)
+    yield _counter("petalnode_socket_received_bytes", "Bytes received on all sockets to peers.", sockets.received)
+    yield _counters(
+        "petalnode_protocol_sent_bytes",
+        "Bytes sent on streams, by protocol; what a circuit carries counts for both.",
+        "protocol",
+        {protocol: count.sent for protocol, count in sorted(streams.items())},
+    )
+    yield _counters(
+        "petalnode_protocol_received_bytes",
+        "Bytes received on streams, by protocol; what a circuit carries counts for both.",
+        "protocol",
+        {protocol: count.received for protocol, count in sorted(streams.items())},
+    )
+
+
+def _relay(swarm: Swarm) -> Iterator[Metric]:
+    relay = swarm.nat.relay.stats
+    yield _gauge("petalnode_relay_reservations", "Peers that have a reservation here.", relay.reservations)
+    yield _gauge("petalnode_relay_circuits", "Circuits that this node carries.", relay.circuits)
+    yield _counter("petalnode_relay_circuits_opened", "Circuits that this node has made.", relay.circuits_made)
+    yield _counter("petalnode_relay_refusals", "Reservations and circuits that were refused.", relay.refused)
+    yield _counter("petalnode_relay_carried_bytes", "Bytes that this node has relayed.", relay.bytes_relayed)
+
+
+# --- servers
+
+
+def server_metrics(tallies: ServerTallies) -> Source:
+    """Of what a server has computed, and what it holds now."""
+
+    def collect() -> Iterator[Metric]:
+        serving = tallies.serving() if tallies.serving is not None else None
+        yield from _serving(serving)
+        yield from _work(tallies)
+
+    return collect
+
+
+def _serving(serving: Serving | None) -> Iterator[Metric]:
+    state = "loading" if serving is None else serving.state
+    yield _gauges(
+        "petalnode_server_state",
+        "1 for the state that holds.",
+        "state",
+        {name: float(name == state) for name in STATES},
+    )
+    if serving is None:
+        return
+    info = GaugeMetricFamily(
+        "petalnode_server_info",
+        "The model that is served, and how.",
+        labels=["model", "dtype", "quantisation", "device"],
+    )
+    info.add_metric([serving.model, serving.dtype, serving.quantisation, serving.device], 1)
+    yield info
+    yield _gauge("petalnode_server_first_block", "The first block held here.", serving.span.start)
+    yield _gauge("petalnode_server_blocks", "Blocks held here.", len(serving.span))
+    yield _gauge("petalnode_server_model_blocks", "Blocks of the model.", serving.num_blocks)
+    yield _gauge("petalnode_server_sessions", "Open sessions, and those that wait for cache.", serving.sessions)
+    yield _gauge("petalnode_server_batch_streams", "Open streams of training batches.", serving.batch_streams)
+    yield _gauge("petalnode_server_cache_capacity_tokens", "Size of the attention cache.", serving.cache_capacity)
+    yield _gauge(
+        "petalnode_server_cache_used_tokens",
+        "Attention cache that sessions have reserved.",
+        serving.cache_capacity - serving.cache_free,
+    )
+    yield _gauge("petalnode_server_cache_waiting_sessions", "Sessions that wait for cache.", serving.waiting)
+    yield _gauge("petalnode_server_queue_length", "Steps and calls that wait or run.", serving.queue_depth)
+    yield _gauge(
+        "petalnode_server_announced_steps_per_second",
+        "Decode steps of one row per second, as announced.",
+        serving.steps_per_second,
+    )
+
+
+def _work(tallies: ServerTallies) -> Iterator[Metric]:
+    kinds: dict[str, StepTallies] = {"decode": tallies.decode, "prefill": tallies.prefill}
+    yield _counters(
+        "petalnode_server_steps",
+        "Steps of sessions that were computed.",
+        "kind",
+        {kind: steps.steps for kind, steps in kinds.items()},
+    )
+    yield _counters(
+        "petalnode_server_tokens",
+        "Tokens of sessions that were computed through this server's blocks.",
+        "kind",
+        {kind: steps.tokens for kind, steps in kinds.items()},
+    )
+    yield _histogram(
+        "petalnode_server_batch_rows", "Rows of decode steps that were computed together.", tallies.batch_rows
+    )
+    yield _histograms(
+        "petalnode_server_queue_seconds",
+        "From a step's arrival to the turn in which it began.",
+        "kind",
+        {kind: steps.queue for kind, steps in kinds.items()},
+    )
+    yield _histograms(
+        "petalnode_server_compute_seconds",
+        "Time of a step on the device.",
+        "kind",
+        {kind: steps.compute for kind, steps in kinds.items()},
+    )
+    yield _counter("petalnode_server_sessions_opened", "Sessions that were granted.", tallies.sessions_opened)
+    yield _counters(
+        "petalnode_server_refusals",
+        "Sessions, steps and batches that were refused, by the protocol's error code.",
+        "code",
+        {code.removeprefix("ERROR_").lower(): count for code, count in sorted(tallies.refusals.items())},
+    )
+    for name, text, counts in (
+        ("petalnode_server_batches", "Training batches that were computed.", tallies.batches),
+        ("petalnode_server_batch_tokens", "Tokens of training batches.", tallies.batch_tokens),
+    ):
+        yield _counters(name, text, "direction", {kind: counts[kind] for kind in ("forward", "backward")})
+    yield _counter("petalnode_server_block_changes", "Changes to other blocks.", tallies.block_changes)
+
+
+# --- clients and validators
+
+
+def client_metrics(waits: Callable[[], Waits], recoveries: Callable[[], int]) -> Source:
+    """Of the sessions of a client, together."""
+
+    def collect() -> Iterator[Metric]:
+        yield _counter("petalnode_client_recoveries", "Servers that were replaced within sessions.", recoveries())
+        family = HistogramMetricFamily(
+            "petalnode_client_wait_seconds", "What sessions waited for, by cause.", labels=["cause"]
+        )
+        for cause, found in sorted(waits().by_cause.items()):
+            family.add_metric([cause], _buckets(WAIT_BOUNDS, found.buckets), found.total)
+        yield family
+
+    return collect
+
+
+def verdict_metrics(verdicts: Counter[str]) -> Source:
+    """Of what a validator has found."""
+
+    def collect() -> Iterator[Metric]:
+        yield _counters(
+            "petalnode_verdicts",
+            "Verdicts on servers' answers.",
+            "verdict",
+            {verdict: verdicts[verdict] for verdict in VERDICTS},
+        )
+
+    return collect
