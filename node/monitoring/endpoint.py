@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import trio
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from ..api.http_server import Application, HttpLimits, serve_http
+from ..api.http.server import Application, HttpLimits, serve_http
 from ..errors import MachineError
 from .metrics import Metrics
 

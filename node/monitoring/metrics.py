@@ -138,9 +138,7 @@ def node_metrics(swarm: Swarm, role: str) -> Source:
             {name: float(name == kind) for name in KINDS},
         )
         yield from _relay(swarm)
-        yield _gauge(
-            "petalnode_known_servers", "Servers whose announcements this node holds.", len(swarm.view.records)
-        )
+        yield _gauge("petalnode_known_servers", "Servers whose announcements this node holds.", len(swarm.view.records))
         yield _gauge("petalnode_banned_servers", "Servers that this node does not use.", len(swarm.trust.bans()))
         yield _gauge(
             "petalnode_message_memory_bytes",
@@ -210,7 +208,7 @@ def _serving(serving: Serving | None) -> Iterator[Metric]:
     state = "loading" if serving is None else serving.state
     yield _gauges(
         "petalnode_server_state",
-        "1 for the state that holds.",
+        "State of the server: 1 for the one that holds.",
         "state",
         {name: float(name == state) for name in STATES},
     )

@@ -1,5 +1,5 @@
-"""What a server counts for whoever watches it: plain numbers, which the thread that does the work writes without a lock,
-and another one may read."""
+"""What a server counts for whoever watches it: plain numbers, which the thread that does the work writes without a
+lock, and another one may read."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from ..credits.payment_verifier import PaymentVerifier
 from ..models.progress import no_progress
 from ..server.lifecycle.options import ServerOptions
 from ..server.lifecycle.server import run_server
+from ..server.tallies import ServerTallies
 from .memory_network import Link, MemoryNetwork, MemoryNode
 
 T = TypeVar("T")
@@ -41,12 +42,14 @@ class MemoryServer:
 
     Attributes:
         events: what it has told so far, as the lines of `petalnode serve --json`.
+        tallies: what it counts.
     """
 
     def __init__(self, node: MemoryNode, token: trio.lowlevel.TrioToken) -> None:
         self.node = node
         self.peer_id = node.peer_id
         self.events: list[dict[str, Any]] = []
+        self.tallies = ServerTallies()
         self.alive = True
         self._token = token
         self._stop = trio.Event()
@@ -84,7 +87,16 @@ class MemoryServer:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     await node.start(nursery)  # its handlers end with it
-                    await run_server(node, node.identity, options, self._on_event, no_progress, self._stop, payments)
+                    await run_server(
+                        node,
+                        node.identity,
+                        options,
+                        self._on_event,
+                        no_progress,
+                        self._stop,
+                        payments,
+                        tallies=self.tallies,
+                    )
                     nursery.cancel_scope.cancel()
         except Exception as error:
             self._failure = error

@@ -9,8 +9,11 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -284,8 +287,12 @@ def test_a_second_server_fills_the_gap(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_bootstrap_until_it_is_told_to_stop(number: signal.Signals, code: int, node_starter: Nodes) -> None:
-    node = node_starter.bootstrap()
+    node = node_starter.bootstrap("--metrics-port", "0")
+    url = node.event("metrics")["url"]
     assert node.ready["addrs"] and node.address.endswith(node.peer_id)
+    with closing(HTTPConnection(urlsplit(url).netloc)) as connection:
+        connection.request("GET", "/metrics")
+        assert b'petalnode_build_info{role="bootstrap"' in connection.getresponse().read()
     node.signal(number)
     assert node.wait() == code, node.errors
     assert "Traceback" not in node.errors

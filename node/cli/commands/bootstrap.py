@@ -12,24 +12,29 @@ from ....crypto.swarm_key import SwarmKeyError, make_swarm_key
 from ...errors import BadInput
 from ...network.nat.relay import RelayLimits
 from ..join import JoinOptions, RelayOptions, joined, joins_swarm
+from ..metrics import MetricsOptions, add_node, metrics_served
 from ..node_report import how_joined, how_joined_json, join_by, report_reachability
 from ..output import Output
 from ..terminal import StopSignal
 
 
 @joins_swarm
-def bootstrap(*, relay_options: RelayOptions, join: JoinOptions) -> None:
+def bootstrap(*, relay_options: RelayOptions, metrics_options: MetricsOptions, join: JoinOptions) -> None:
     """Run a DHT node and relay without a model: other nodes join and reach each other through it."""
     join.check()
-    trio.run(_bootstrap, join, relay_options.limits())
+    trio.run(_bootstrap, join, relay_options.limits(), metrics_options)
 
 
-async def _bootstrap(join: JoinOptions, limits: RelayLimits) -> None:
+async def _bootstrap(join: JoinOptions, limits: RelayLimits, metrics_options: MetricsOptions) -> None:
     output = Output(join.json)
     stop = StopSignal()
     async with trio.open_nursery() as nursery:
         await nursery.start(stop.watch)
-        async with joined(join, output, role="bootstrap", listens=True, relay_limits=limits) as (swarm, _):
+        async with (
+            metrics_served(metrics_options, output) as metrics,
+            joined(join, output, role="bootstrap", listens=True, relay_limits=limits) as (swarm, _),
+        ):
+            add_node(metrics, swarm, "bootstrap")
             addrs = list(swarm.addrs)
             output.say(how_joined(join, swarm.joined))
             output.say(f"ready: {swarm.peer_id}")

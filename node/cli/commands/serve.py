@@ -25,7 +25,9 @@ from ...network.addresses import parse_peer
 from ...network.nat.relay import RelayLimits
 from ...server.lifecycle.options import ServerOptions, check_blocks
 from ...server.lifecycle.server import run_server
+from ...server.tallies import ServerTallies
 from ..join import JoinOptions, RelayOptions, joined, joins_swarm
+from ..metrics import MetricsOptions, add_node, metrics_served
 from ..model_choice import check_device, check_model
 from ..node_report import how_joined, how_joined_json, join_by, report_reachability
 from ..output import Output, ProgressBars
@@ -113,6 +115,7 @@ def serve(
     ] = False,
     *,
     relay_options: RelayOptions,
+    metrics_options: MetricsOptions,
     join: JoinOptions,
 ) -> None:
     """Host blocks of a model for the swarm."""
@@ -145,11 +148,16 @@ def serve(
         check_blocks(options, found)
     for folder in options.adapters:
         check_adapter_files(folder)
-    trio.run(_serve, options, join, relay_options.limits(), _deposit_at(deposit_at, pledge), until_eof)
+    trio.run(_serve, options, join, relay_options.limits(), _deposit_at(deposit_at, pledge), until_eof, metrics_options)
 
 
 async def _serve(
-    options: ServerOptions, join: JoinOptions, limits: RelayLimits, deposit_at: str | None, until_eof: bool
+    options: ServerOptions,
+    join: JoinOptions,
+    limits: RelayLimits,
+    deposit_at: str | None,
+    until_eof: bool,
+    metrics_options: MetricsOptions,
 ) -> None:
     output = Output(join.json)
     bars = ProgressBars(output.console)
@@ -191,11 +199,20 @@ async def _serve(
         if until_eof:
             nursery.start_soon(stop.watch_stdin)
         with cancelled:
-            async with joined(join, output, role="serve", listens=True, relay_limits=limits) as (swarm, identity):
+            async with (
+                metrics_served(metrics_options, output) as metrics,
+                joined(join, output, role="serve", listens=True, relay_limits=limits) as (swarm, identity),
+            ):
+                tallies = ServerTallies()
+                add_node(metrics, swarm, "server")
+                if metrics is not None:
+                    from ...monitoring.metrics import server_metrics
+
+                    metrics.add(server_metrics(tallies))
                 output.say(how_joined(join, swarm.joined))
                 payments = partial(PaymentVerifier, identity.peer_id)
                 wallet = None if deposit_at is None else Wallet(swarm, identity, deposit_at)
-                await run_server(swarm, identity, options, on_event, bars, stop.event, payments, wallet)
+                await run_server(swarm, identity, options, on_event, bars, stop.event, payments, wallet, tallies)
         nursery.cancel_scope.cancel()
     if stop.event.is_set() and not ready:
         with suppress(typer.Exit):

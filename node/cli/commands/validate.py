@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from ...network.nat.relay import RelayLimits
 from ...swarm.swarm import Swarm
 from ...trust.bundle import Bundle
 from ..join import JoinOptions, joined, joins_swarm
+from ..metrics import MetricsOptions, add_node, metrics_served
 from ..model_choice import check_device, check_model, model_folder, served_model
 from ..output import Output, ProgressBars
 from ..process import say_error
@@ -66,6 +68,7 @@ def validate(
     ] = None,
     *,
     options: ValidateOptions,
+    metrics_options: MetricsOptions,
     join: JoinOptions,
 ) -> None:
     """Check servers: send requests like those of a client, and recompute the answers block by block."""
@@ -78,10 +81,12 @@ def validate(
         say_error(f"warning: others on this machine can look into {folder}, {told}: chmod 700 {folder}")
     check_device(options.device)
     check_model(model)
-    raise typer.Exit(trio.run(_validate, model, options, join))
+    raise typer.Exit(trio.run(_validate, model, options, join, metrics_options))
 
 
-async def _validate(model: str | None, options: ValidateOptions, join: JoinOptions) -> int:
+async def _validate(
+    model: str | None, options: ValidateOptions, join: JoinOptions, metrics_options: MetricsOptions
+) -> int:
     from ...blocks.config import choose_device
     from ...validator.endorsing import Endorser
     from ...validator.history import History
@@ -105,8 +110,14 @@ async def _validate(model: str | None, options: ValidateOptions, join: JoinOptio
         nursery.start_soon(cancel_when_stopped)
         async with (
             AsyncExitStack() as stack,
+            metrics_served(metrics_options, output) as metrics,
             joined(join, output, role="validate", listens=not options.once) as (swarm, identity),
         ):
+            add_node(metrics, swarm, "validator")
+            if metrics is not None:
+                from ...monitoring.metrics import verdict_metrics
+
+                metrics.add(verdict_metrics(table.verdicts))
             probe_model = await _probe_model(swarm, model, output)
             folder = probe_model.swarm_model.folder
             rewards: Rewards | None = None
@@ -192,13 +203,14 @@ _WIDE = 110
 
 
 class _VerdictTable:
-    """Prints verdicts: as JSON lines, as lines of text, or as a live table on a terminal."""
+    """Prints verdicts (as JSON lines, as lines of text, or as a live table on a terminal), and counts them."""
 
     def __init__(self, output: Output, once: bool) -> None:
         self._output = output
         self._once = once
         self._last: dict[str, tuple[float, Verdict]] = {}
         self._counts: dict[str, int] = {}
+        self.verdicts: Counter[str] = Counter()
         self._live = Live(console=output.console, auto_refresh=False) if self._drawn and not once else None
 
     @property
@@ -218,6 +230,7 @@ class _VerdictTable:
             self._output.table(self._table())
 
     def on_verdict(self, verdict: Verdict) -> None:
+        self.verdicts[verdict.verdict] += 1
         self._last[verdict.peer_id] = (time.time(), verdict)
         self._counts[verdict.peer_id] = self._counts.get(verdict.peer_id, 0) + 1
         if self._output.as_json:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from ipaddress import IPv4Network, IPv6Network
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from ..addresses import Endpoint, IPAddress
 
@@ -214,6 +214,7 @@ def _says_something(observation: Observation | None, now: float) -> bool:
 
 
 Kind = Literal["unknown", "public", "upnp", "relayed", "unreachable"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,74 @@
+"""The metrics of commands that run for long: their options, and the endpoint at which Prometheus reads them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import trio
+import typer
+
+from ..swarm.swarm import Swarm
+from .output import Output
+
+if TYPE_CHECKING:
+    from ..monitoring.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class MetricsOptions:
+    """Where the metrics of a node are served."""
+
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics; 0 is any free port.",
+        ),
+    ] = None
+    metrics_host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="Address for --metrics-port; everybody who reaches it can read the metrics."
+        ),
+    ] = "127.0.0.1"
+
+
+@asynccontextmanager
+async def metrics_served(options: MetricsOptions, output: Output) -> AsyncIterator[Metrics | None]:
+    """Serves metrics for the length of the block, if that was asked for: those of the process, and what is added.
+
+    Raises:
+        MachineError: the port is taken, or this machine has no such address.
+    """
+    if options.metrics_port is None:
+        yield None
+        return
+    # Imported only here: a node without metrics needs neither HTTP nor Prometheus' client.
+    from ..monitoring.endpoint import listen, serve_metrics, url_of
+    from ..monitoring.metrics import Metrics, process_metrics
+    from ..monitoring.process import LoopDelay
+
+    listeners = await listen(options.metrics_host, options.metrics_port, "--metrics-port")
+    delay = LoopDelay()
+    metrics = Metrics(process_metrics(delay))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(delay.run)
+        nursery.start_soon(serve_metrics, metrics, options.metrics_host, listeners)
+        url = f"{url_of(options.metrics_host, listeners)}/metrics"
+        output.say(f"metrics: {url}")
+        output.emit(event="metrics", url=url)
+        yield metrics
+        nursery.cancel_scope.cancel()
+
+
+def add_node(metrics: Metrics | None, swarm: Swarm, role: str) -> None:
+    """From now on the metrics are those of this node, too."""
+    if metrics is not None:
+        from ..monitoring.metrics import node_metrics
+
+        metrics.add(node_metrics(swarm, role))
