@@ -102,6 +102,7 @@ wheelhouse: setup
 clean-install: wheelhouse
 	packaging/clean_install.sh source
 	packaging/clean_install.sh wheel
+	packaging/clean_install.sh compiled
 	packaging/clean_install.sh wheelhouse
 
 check: lint types test

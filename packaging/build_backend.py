@@ -7,6 +7,9 @@ require libp2p but brings it along in `petalnode/bundled`: unchanged, as the pac
 which is used where the real one is not installed. An editable install has both in build/bundled, and a .pth file that
 leads there.
 
+Where there is a C compiler, the wheel also has the compiled kernels (node/blocks/kernels), and is named after the platform that
+they were compiled on; without one (CC=/bin/false says so) it is for any platform, has no compiled file, and torch computes.
+
 A build backend is not told the options of pip's command line: to fetch libp2p from elsewhere, set PIP_INDEX_URL,
 PIP_FIND_LINKS or pip's configuration.
 """
@@ -16,10 +19,13 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
+import importlib.util
 import io
+import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -49,13 +55,22 @@ __all__ = [
 
 HERE: Final = Path(__file__).resolve().parent
 FALLBACK: Final = "fallback"
+KERNELS: Final = "node/blocks/kernels"
 _WANTED: Final = ("libp2p/", "libp2p-")  # its wheel has folders `docs`, `examples` and `interop` too
 _UNWANTED: Final = ("RECORD", "entry_points.txt", "top_level.txt")  # of its dist-info: the commands are not installed
 
 
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    name: str = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
-    add_files(Path(wheel_directory) / name, {f"petalnode/bundled/{path}": data for path, data in bundled().items()})
+    shutil.rmtree(HERE.parent / "build" / "lib", ignore_errors=True)  # else what was deleted since is in the wheel, too
+    compiled = compiled_kernels()
+    settings: dict[str, Any] = dict(config_settings or {})
+    if compiled:
+        given = settings.get("--build-option", [])
+        given = given.split() if isinstance(given, str) else [*given]
+        settings["--build-option"] = [f"--plat-name={platform_name()}", *given]
+    name: str = build_meta.build_wheel(wheel_directory, settings, metadata_directory)
+    added = {f"petalnode/bundled/{path}": data for path, data in bundled().items()}
+    add_files(Path(wheel_directory) / name, added | compiled, for_platform=bool(compiled))
     return name
 
 
@@ -70,6 +85,27 @@ def build_editable(wheel_directory: str, config_settings: Any = None, metadata_d
     # Lines of a .pth file are searched after site-packages: what is installed there comes first.
     add_files(Path(wheel_directory) / name, {"petalnode_bundled.pth": f"{folder}\n{folder / FALLBACK}\n".encode()})
     return name
+
+
+def compiled_kernels() -> dict[str, bytes]:
+    """The compiled kernels, by their path in the wheel: from build/kernels, or compiled now; nothing if that cannot be."""
+    spec = importlib.util.spec_from_file_location("kernels_library", HERE.parent / KERNELS / "library.py")
+    assert spec is not None and spec.loader is not None
+    library = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = library  # its dataclasses look for their module
+    spec.loader.exec_module(library)
+    file: Path = library.built_file()
+    if not file.is_file() and (problem := library.build(file)) is not None:
+        print(f"kernels: not built, torch computes: {problem}")
+        return {}
+    return {f"petalnode/{KERNELS}/{library.SHIPPED.name}": file.read_bytes()}
+
+
+def platform_name() -> str:
+    """The platform of a wheel with a file that was compiled here, as setuptools' option `--plat-name` takes it."""
+    if sys.platform == "darwin":  # Python's own name may be that of an older macOS, and of two kinds of processors
+        return f"macosx-{platform.mac_ver()[0].partition('.')[0]}.0-{platform.machine()}"
+    return sysconfig.get_platform()
 
 
 def bundled() -> dict[str, bytes]:
@@ -103,19 +139,24 @@ def _fetched(folder: Path) -> Path:
     return wheels[0]
 
 
-def add_files(wheel: Path, files: Mapping[str, bytes]) -> None:
-    """Adds files, by their path inside, to a wheel and its RECORD."""
+def add_files(wheel: Path, files: Mapping[str, bytes], *, for_platform: bool = False) -> None:
+    """Adds files, by their path inside, to a wheel and its RECORD. `for_platform`: the wheel says that it is not pure Python."""
     with zipfile.ZipFile(wheel) as archive:
-        entries = [(entry, archive.read(entry)) for entry in archive.infolist()]
-    (record,) = (number for number, (entry, _) in enumerate(entries) if entry.filename.endswith(".dist-info/RECORD"))
+        entries = {entry.filename: (entry, archive.read(entry)) for entry in archive.infolist()}
+    (record,) = (name for name in entries if name.endswith(".dist-info/RECORD"))
     listed, rows = entries.pop(record)
-    text = io.StringIO(rows.decode(), newline="")
-    text.seek(0, io.SEEK_END)
-    csv.writer(text, lineterminator="\n").writerows((path, digest(data), len(data)) for path, data in files.items())
-    added = [(zipfile.ZipInfo(path, date_time=listed.date_time), data) for path, data in files.items()]
+    changed = {path: (zipfile.ZipInfo(path, date_time=listed.date_time), data) for path, data in files.items()}
+    about = record.removesuffix("RECORD") + "WHEEL"
+    if for_platform:
+        entry, data = entries[about]
+        changed[about] = entry, data.replace(b"Root-Is-Purelib: true", b"Root-Is-Purelib: false")
+    kept = [row for row in csv.reader(rows.decode().splitlines()) if row and row[0] not in (record, *changed)]
+    text = io.StringIO(newline="")
+    new = [[path, digest(data), str(len(data))] for path, (_, data) in changed.items()]
+    csv.writer(text, lineterminator="\n").writerows([*kept, *new, [record, "", ""]])
     made = wheel.with_suffix(".made")
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
-        for entry, data in [*entries, *added, (listed, text.getvalue().encode())]:
+        for entry, data in [*(entries | changed).values(), (listed, text.getvalue().encode())]:
             entry.external_attr = entry.external_attr or 0o644 << 16
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
     made.replace(wheel)

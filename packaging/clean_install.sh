@@ -3,6 +3,7 @@
 #
 #   packaging/clean_install.sh source      pip install of what is committed, nothing taken from pip's cache
 #   packaging/clean_install.sh wheel       the same of the wheel that is built from it
+#   packaging/clean_install.sh compiled    the same of the wheel that the C compiler here has its part in: the compiled kernels
 #   packaging/clean_install.sh wheelhouse  from dist/wheelhouse (make wheelhouse), without any index
 #
 # The virtual environment is in a scratch folder and removed at the end. PYTHON chooses another Python.
@@ -10,7 +11,7 @@ set -euo pipefail
 export CC=/bin/false CXX=/bin/false LD=/bin/false  # every compilation fails
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 root=$(cd "$(dirname "$0")/.." && pwd)
-from=${1:?source, wheel or wheelhouse}
+from=${1:?source, wheel, compiled or wheelhouse}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 mkdir "$scratch/home" "$scratch/source"
@@ -26,11 +27,13 @@ if [ "$from" = wheelhouse ]; then
 else
     git -C "$root" archive HEAD | tar -x -C "$scratch/source"
     install=("${constraints[@]}" "$scratch/source")
-    if [ "$from" = wheel ]; then
+    if [ "$from" = wheel ] || [ "$from" = compiled ]; then
+        if [ "$from" = compiled ]; then unset CC CXX LD; fi
         "${pip[@]}" wheel --quiet --no-cache-dir --no-deps --wheel-dir "$scratch/dist" "$scratch/source"
+        export CC=/bin/false CXX=/bin/false LD=/bin/false
         install=("${constraints[@]}" "$scratch"/dist/petalnode-*.whl)
     elif [ "$from" != source ]; then
-        echo "$from: give source, wheel or wheelhouse" >&2
+        echo "$from: give source, wheel, compiled or wheelhouse" >&2
         exit 2
     fi
 fi
@@ -42,6 +45,10 @@ cd "$scratch/home"
 export HOME=$scratch/home XDG_DATA_HOME=$scratch/home/data XDG_CACHE_HOME=$scratch/home/cache
 "${pip[@]}" check
 "$scratch/venv/bin/petalnode" --version
+kernels=$("$scratch/venv/bin/python" -c 'from petalnode.node.blocks.kernels.library import SHIPPED; print(SHIPPED.is_file())')
+echo "compiled kernels are installed: $kernels"
+if [ "$from" = compiled ] && [ "$kernels" != True ]; then exit 1; fi
+if { [ "$from" = source ] || [ "$from" = wheel ]; } && [ "$kernels" != False ]; then exit 1; fi
 began=$SECONDS
 "$scratch/venv/bin/petalnode" self-test --new-swarm --no-mdns --timeout 600
 echo "self-test passed in $((SECONDS - began)) s"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import hashlib
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -20,6 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from petalnode.node import network
+from petalnode.node.blocks.kernels import library
 from tests.import_graph import ROOT
 
 PACKAGING = ROOT / "packaging"
@@ -130,6 +135,64 @@ def test_files_are_added_to_a_wheel_and_its_record(tmp_path: Path) -> None:
     assert ["a/bundled/b.py", done.stdout.strip(), "6"] in rows
     assert ["a/odd, name", "sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU", "0"] in rows
     assert [record, "", ""] in rows
+
+
+_BUILD = """
+import json, pathlib, sys, zipfile
+sys.path.insert(0, {packaging!r})
+import build_backend
+
+def setuptools_build(folder, settings, metadata):
+    (tag,) = [option.partition("=")[2] for option in settings.get("--build-option", [])] or ["any"]
+    name = f"a-1-py3-none-{{tag.replace('-', '_').replace('.', '_')}}.whl"
+    with zipfile.ZipFile(pathlib.Path(folder) / name, "w") as archive:
+        archive.writestr("a-1.dist-info/WHEEL", f"Root-Is-Purelib: true\\nTag: {{name[4:-4]}}\\n")
+        archive.writestr("a-1.dist-info/RECORD", "a-1.dist-info/WHEEL,sha256=x,1\\na-1.dist-info/RECORD,,\\n")
+    return name
+
+build_backend.HERE = pathlib.Path({checkout!r}, "packaging")
+build_backend.build_meta.build_wheel = setuptools_build
+build_backend.bundled = lambda: {{"libp2p/__init__.py": b""}}
+name = build_backend.build_wheel({out!r})
+with zipfile.ZipFile(pathlib.Path({out!r}, name)) as archive:
+    texts = {{path: archive.read(path).decode() for path in archive.namelist()}}
+print("\\n" + json.dumps([name, texts]))
+"""
+
+
+@pytest.mark.parametrize("compiler", ["true", "false"])
+def test_a_wheel_with_the_compiled_kernels_is_for_their_platform_only(compiler: str, tmp_path: Path) -> None:
+    """One that is made without a compiler has no compiled file and is for all platforms."""
+    kernels = tmp_path / "node" / "blocks" / "kernels"
+    kernels.mkdir(parents=True)
+    for name in ("library.py", "kernels.c"):
+        (kernels / name).write_bytes((ROOT / "node" / "blocks" / "kernels" / name).read_bytes())
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "build" / "lib").mkdir(parents=True)
+    (tmp_path / "build" / "lib" / "petalnode_kernels.so").write_text("of another version")
+    cc = tmp_path / "cc"
+    cc.write_text('#!/bin/sh\nfor target; do :; done; echo compiled > "$target"\n' if compiler == "true" else "")
+    cc.chmod(0o755)
+    script = _BUILD.format(packaging=str(PACKAGING), checkout=str(tmp_path), out=str(tmp_path))
+    told = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, env=os.environ | {"CC": str(cc)}
+    ).stdout
+    name, texts = json.loads(told.splitlines()[-1])
+    (about,) = (texts[path] for path in texts if path.endswith("/WHEEL"))
+    compiled = [path for path in texts if path.startswith("petalnode/node/blocks/kernels/")]
+    assert not (tmp_path / "build" / "lib").exists()
+    if compiler == "true":
+        assert compiled == [f"petalnode/node/blocks/kernels/{library.SHIPPED.name}"]
+        assert not name.endswith("-any.whl") and "Root-Is-Purelib: false" in about
+    else:
+        assert not compiled and name.endswith("-any.whl") and "Root-Is-Purelib: true" in about
+        assert "kernels: not built, torch computes" in told
+    assert name[4:-4] in about
+    rows = {row[0]: row[1:] for row in csv.reader(texts["a-1.dist-info/RECORD"].splitlines())}
+    assert set(rows) == set(texts)
+    if compiled:
+        sha = base64.urlsafe_b64encode(hashlib.sha256(b"compiled\n").digest()).rstrip(b"=").decode()
+        assert rows[compiled[0]] == [f"sha256={sha}", "9"]
 
 
 def test_what_comes_with_the_wheel_is_found_before_what_is_installed(tmp_path: Path) -> None:
@@ -346,7 +409,7 @@ def test_a_release_that_is_not_prepared_is_refused(tmp_path: Path, version: str,
 def test_a_clean_install_wants_to_know_from_where(tmp_path: Path) -> None:
     script, empty = PACKAGING / "clean_install.sh", {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)}
     result = subprocess.run(["bash", str(script)], env=empty, capture_output=True, text=True)
-    assert result.returncode and "source, wheel or wheelhouse" in result.stderr
+    assert result.returncode and "source, wheel, compiled or wheelhouse" in result.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -1,8 +1,8 @@
 """The compiled kernels (`kernels.c`): finding them, building them, and calling them by ctypes.
 
-They are never required: without them, or on a processor for which they were not built, torch computes. A wheel for a
-platform may bring them beside this file; in a checkout `make setup` compiles them into build/kernels, if there is a
-compiler. Nothing is compiled when a program starts.
+They are never required: without them, or on a processor for which they were not built, torch computes. If there is a
+compiler, `make setup` compiles them into build/kernels, and the build of a wheel puts them beside this file
+(packaging/build_backend.py, which runs this module alone). Nothing is compiled when a program starts.
 """
 
 from __future__ import annotations
@@ -182,13 +182,11 @@ def _declare(functions: ctypes.CDLL) -> None:
 
 
 def main() -> None:
-    """Builds the library for this checkout where that is possible; it is no error where it is not. With `--ship` it is
-    put beside this file, where a wheel for this platform takes it from.
-    """
-    target = SHIPPED if sys.argv[1:] == ["--ship"] else built_file()
+    """Builds the library for this checkout where that is possible; it is no error where it is not."""
+    target = built_file()
     if target is None:
         print("kernels: no checkout, nothing is built")
-    elif target.is_file() and target != SHIPPED:
+    elif target.is_file():
         print(f"kernels: {target} is there")
     else:
         problem = build(target)
