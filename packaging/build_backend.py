@@ -7,8 +7,9 @@ require libp2p but brings it along in `petalnode/bundled`: unchanged, as the pac
 which is used where the real one is not installed. An editable install has both in build/bundled, and a .pth file that
 leads there.
 
-Where there is a C compiler, the wheel also has the compiled kernels (node/blocks/kernels), and is named after the platform that
-they were compiled on; without one (CC=/bin/false says so) it is for any platform, has no compiled file, and torch computes.
+Where there is a C compiler, the wheel also has the compiled kernels (node/blocks/kernels), and is named after the
+platform that they were compiled on. Without one (CC=/bin/false says so) it has no compiled file and is for any
+platform, and torch computes.
 
 A build backend is not told the options of pip's command line: to fetch libp2p from elsewhere, set PIP_INDEX_URL,
 PIP_FIND_LINKS or pip's configuration.
@@ -88,7 +89,7 @@ def build_editable(wheel_directory: str, config_settings: Any = None, metadata_d
 
 
 def compiled_kernels() -> dict[str, bytes]:
-    """The compiled kernels, by their path in the wheel: from build/kernels, or compiled now; nothing if that cannot be."""
+    """The compiled kernels, by their path in the wheel: from build/kernels, or compiled now; empty if they cannot be."""
     spec = importlib.util.spec_from_file_location("kernels_library", HERE.parent / KERNELS / "library.py")
     assert spec is not None and spec.loader is not None
     library = importlib.util.module_from_spec(spec)
@@ -140,7 +141,7 @@ def _fetched(folder: Path) -> Path:
 
 
 def add_files(wheel: Path, files: Mapping[str, bytes], *, for_platform: bool = False) -> None:
-    """Adds files, by their path inside, to a wheel and its RECORD. `for_platform`: the wheel says that it is not pure Python."""
+    """Adds files, by their path inside, to a wheel and its RECORD. `for_platform`: it is marked as not pure Python."""
     with zipfile.ZipFile(wheel) as archive:
         entries = {entry.filename: (entry, archive.read(entry)) for entry in archive.infolist()}
     (record,) = (name for name in entries if name.endswith(".dist-info/RECORD"))
