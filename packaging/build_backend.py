@@ -89,7 +89,7 @@ def build_editable(wheel_directory: str, config_settings: Any = None, metadata_d
 
 
 def compiled_kernels() -> dict[str, bytes]:
-    """The compiled kernels, by their path in the wheel: from build/kernels, or compiled now; empty if they cannot be."""
+    """The compiled kernels, by their path in the wheel: from build/kernels, or compiled now; none if they cannot be."""
     spec = importlib.util.spec_from_file_location("kernels_library", HERE.parent / KERNELS / "library.py")
     assert spec is not None and spec.loader is not None
     library = importlib.util.module_from_spec(spec)

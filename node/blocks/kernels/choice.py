@@ -38,8 +38,8 @@ def native_kernels(wanted: Kernels, device: torch.device, dtype: torch.dtype) ->
                 "take --kernels auto"
             )
         raise MachineError(
-            "--kernels native: the compiled kernels are not here; `make setup` and `pip install .` build them where there "
-            "is a C compiler, or take --kernels auto"
+            "--kernels native: the compiled kernels are not here; `make setup` and `pip install .` build them where "
+            "there is a C compiler, or take --kernels auto"
         )
     return found
 
