@@ -80,6 +80,8 @@ _MODULES = {
     "verify-receipts": "validate",
 }
 """The module in `commands`, where it is not named after the command."""
+_OPTIONAL_VALUES: Final = {("status", "--watch"): "2"}
+"""Options whose value may be left out, which typer has not got; with the value that is taken then."""
 
 
 def register(arguments: list[str]) -> None:
@@ -99,6 +101,17 @@ def register(arguments: list[str]) -> None:
             app.command(name)(found)
 
 
+def with_values(arguments: list[str]) -> list[str]:
+    """The arguments, with a value for options whose value may be left out, and is: no number follows."""
+    found: list[str] = []
+    for index, argument in enumerate(arguments):
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
+        usual = _OPTIONAL_VALUES.get((arguments[0], argument))
+        has_value = usual is None or following.replace(".", "", 1).isdecimal()
+        found.append(argument if has_value else f"{argument}={usual}")
+    return found
+
+
 def _another() -> None:
     """Stands for a command that was not called."""
 
@@ -112,6 +125,7 @@ def main() -> NoReturn:
     try:
         if arguments[:1] in (["chat"], ["tune"], ["api"]) and "--help" not in arguments:
             start.stage("starting")
+        arguments = with_values(arguments)
         register(arguments or ["--help"])
         gc.freeze()
         gc.enable()  # `petalnode.__main__` has disabled it

@@ -7,9 +7,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
 from .process import say_error, writing
 
@@ -38,7 +37,7 @@ class Output:
         with writing():
             self.console.print(text, style=style)
 
-    def table(self, table: Table) -> None:
+    def table(self, table: RenderableType) -> None:
         with writing():
             self.console.print(table, soft_wrap=False)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import trio
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -17,8 +21,10 @@ from ....protocols.adapter import AnnouncedAdapter
 from ....protocols.announcement import Announcement, ServerState
 from ....protocols.framing import PeerError
 from ...client.session_adapter import announced
+from ...errors import SwarmError
 from ...swarm.routing import describe_blocks
 from ...swarm.swarm import Swarm
+from ...swarm.view import SwarmView
 from ..join import JoinOptions, joined, joins_swarm
 from ..model_choice import is_named
 from ..node_report import nobody_serves
@@ -27,6 +33,8 @@ from ..output import Output
 _BAR_WIDTH = 60
 _WIDE = 80
 """Columns of a terminal from which on the blocks are drawn."""
+WATCH_SECONDS = 2
+_RELAYS_INTERVAL = 15.0
 _MAX_ASKED = 32
 _ANSWER_TIMEOUT = 2.5  # seconds
 
@@ -34,47 +42,124 @@ _ANSWER_TIMEOUT = 2.5  # seconds
 @joins_swarm
 def status(
     model: Annotated[str | None, typer.Argument(help="Show only the model of this name.")] = None,
+    watch: Annotated[
+        float | None,
+        typer.Option(
+            min=0.5,
+            metavar="[SECONDS]",
+            help=f"Go on, and look again every so many seconds ({WATCH_SECONDS} unless given) until Ctrl-C.",
+        ),
+    ] = None,
     *,
     join: JoinOptions,
 ) -> None:
     """Show the models of a swarm, its servers and the blocks that they hold, and its relays."""
     join.check()
-    trio.run(_status, model, join)
+    trio.run(_status, model, join, watch)
 
 
-async def _status(model: str | None, join: JoinOptions) -> None:
+async def _status(model: str | None, join: JoinOptions, watch: float | None) -> None:
     output = Output(join.json)
     async with joined(join, output, role="status", listens=False) as (swarm, _):
+        if watch is not None:
+            await _watch(swarm, model, output, watch)
+            return
         view = await swarm.refresh(timeout=5)
-        models = {
-            version: (name, num_blocks)
-            for version, (name, num_blocks) in view.models(now=time.time()).items()
-            if is_named(model, name, version)
-        }
+        models = models_of(view, model, time.time())
         if not models:
             raise await nobody_serves(swarm, "any model" if model is None else model)
         relays = await known_relays(swarm)
-        for version, (name, num_blocks) in sorted(models.items(), key=lambda item: item[1]):
-            known = sorted(view.servers(version, now=time.time()), key=lambda server: (server.span, server.peer_id))
-            servers = [server for server in known if server.num_blocks == num_blocks]
-            coverage = coverage_of(servers, num_blocks)
-            output.emit(**_as_json(name, version, num_blocks, servers, coverage), relays=list(map(asdict, relays)))
-            if not join.json:
-                narrow = output.console.width < _WIDE
-                output.table(server_table(name, version, num_blocks, servers, narrow=narrow))
-                for line in adapter_lines(servers):
-                    output.say(line)
-                missing = [block for block, count in enumerate(coverage) if not count]
-                for server in known:
-                    if server.num_blocks != num_blocks:
-                        output.say(f"ignored: {server.peer_id} announces that {name} has {server.num_blocks} blocks")
-                if missing:
-                    output.say(f"nobody serves {describe_blocks(missing)}: no answers until somebody does", style="red")
-        if not join.json:
-            for relay in relays:
-                output.say(f"relay {relay}")
-            if not relays:
-                output.say("relays: none known, so nodes behind NAT cannot be reached from outside their network")
+        if join.json:
+            for found in models:
+                output.emit(**_as_json(found), relays=list(map(asdict, relays)))
+        else:
+            for part in picture(models, relays, output.console.width):
+                if isinstance(part, Table):
+                    output.table(part)
+                else:
+                    output.say(part.plain, style=str(part.style))
+
+
+async def _watch(swarm: Swarm, model: str | None, output: Output, seconds: float) -> None:
+    """Shows the swarm again every so many seconds, in the same place where standard output is a terminal."""
+    relays: list[Relay] = []
+    asked = -math.inf
+    drawn = output.console.is_terminal and not output.as_json
+    # What stands below the last line of the terminal is left out; nothing scrolls.
+    with Live(console=output.console, auto_refresh=False) if drawn else nullcontext() as live:
+        while True:
+            due = trio.current_time() + seconds
+            with suppress(SwarmError):  # nobody answers just now: what was heard is shown, and expires
+                await swarm.refresh(timeout=5)
+            if trio.current_time() - asked >= _RELAYS_INTERVAL:
+                asked = trio.current_time()
+                relays = await known_relays(swarm)
+            now = time.time()
+            models = models_of(swarm.view, model, now)
+            if output.as_json:
+                for found in models:
+                    output.emit(**_as_json(found), relays=list(map(asdict, relays)), time=now)
+                if not models:
+                    output.emit(**_as_json(ModelServers("", b"", 0)), relays=list(map(asdict, relays)), time=now)
+            else:
+                parts = [*picture(models, relays, output.console.width), _looked(now, seconds, bool(models))]
+                if live is not None:
+                    live.update(Group(*parts), refresh=True)
+                else:
+                    output.table(Group(*parts))
+            await trio.sleep_until(due)
+
+
+def _looked(now: float, seconds: float, found: bool) -> Text:
+    said = "" if found else "nobody serves a model (yet); "
+    return Text(
+        f"{said}{time.strftime('%H:%M:%S', time.localtime(now))}, every {seconds:g} s until Ctrl-C", style="dim"
+    )
+
+
+@dataclass(frozen=True)
+class ModelServers:
+    """The servers of one model version, in the order of their spans; `ignored` say that it has other blocks."""
+
+    name: str
+    version: bytes
+    num_blocks: int
+    servers: tuple[Announcement, ...] = ()
+    ignored: tuple[Announcement, ...] = ()
+
+
+def models_of(view: SwarmView, model: str | None, now: float) -> list[ModelServers]:
+    """The models that are served, or the versions of one; `now` in seconds since 1970."""
+    found = []
+    for version, (name, num_blocks) in sorted(view.models(now=now).items(), key=lambda item: item[1]):
+        if is_named(model, name, version):
+            known = sorted(view.servers(version, now=now), key=lambda server: (server.span, server.peer_id))
+            fitting = tuple(server for server in known if server.num_blocks == num_blocks)
+            others = tuple(server for server in known if server.num_blocks != num_blocks)
+            found.append(ModelServers(name, version, num_blocks, fitting, others))
+    return found
+
+
+def picture(models: Sequence[ModelServers], relays: Sequence[Relay], width: int) -> list[Table | Text]:
+    """The swarm for a person: a table for each model, lines for what is missing, adapters and relays."""
+    parts: list[Table | Text] = []
+    for model in models:
+        parts.append(
+            server_table(model.name, model.version, model.num_blocks, model.servers, narrow=width < _WIDE),
+        )
+        parts += map(Text, adapter_lines(model.servers))
+        parts += [
+            Text(f"ignored: {server.peer_id} announces that {model.name} has {server.num_blocks} blocks")
+            for server in model.ignored
+        ]
+        missing = [block for block, count in enumerate(coverage_of(model.servers, model.num_blocks)) if not count]
+        if missing:
+            text = f"nobody serves {describe_blocks(missing)}: no answers until somebody does"
+            parts.append(Text(text, style="red"))
+    parts += [Text(f"relay {relay}") for relay in relays]
+    if not relays:
+        parts.append(Text("relays: none known, so nodes behind NAT cannot be reached from outside their network"))
+    return parts
 
 
 def adapter_lines(servers: Sequence[Announcement]) -> list[str]:
@@ -95,14 +180,12 @@ def coverage_of(servers: Sequence[Announcement], num_blocks: int) -> list[int]:
     return [sum(block in span for span in online) for block in range(num_blocks)]
 
 
-def _as_json(
-    name: str, version: bytes, num_blocks: int, servers: Sequence[Announcement], coverage: list[int]
-) -> dict[str, object]:
+def _as_json(model: ModelServers) -> dict[str, object]:
     return {
-        "model": name,
-        "model_version": version.hex(),
-        "num_blocks": num_blocks,
-        "coverage": coverage,
+        "model": model.name,
+        "model_version": model.version.hex(),
+        "num_blocks": model.num_blocks,
+        "coverage": coverage_of(model.servers, model.num_blocks),
         "servers": [
             {
                 "peer_id": server.peer_id,
@@ -121,7 +204,7 @@ def _as_json(
                 "addrs": list(server.addrs),
                 "software_version": server.software_version,
             }
-            for server in servers
+            for server in model.servers
         ],
     }
 
@@ -156,6 +239,8 @@ def server_table(
     table.add_column("state", min_width=6 if narrow else 8)
     table.add_column("steps/s", justify="right", no_wrap=True)
     table.add_column("cache" if narrow else "free cache", justify="right", no_wrap=narrow)
+    if not narrow and servers:
+        table.add_row(_coverage_bar(coverage_of(servers, num_blocks)), "", "servers online", "", "", "", style="bold")
     for server in servers:
         table.add_row(
             *([] if narrow else [_bar(server, num_blocks)]),
@@ -168,8 +253,22 @@ def server_table(
     return table
 
 
+def _width(num_blocks: int) -> int:
+    return min(_BAR_WIDTH, max(num_blocks, 20))
+
+
+def _coverage_bar(coverage: Sequence[int]) -> Text:
+    """For each column of the bars the least number of servers that are online for its blocks; + for ten and more."""
+    width, bar = _width(len(coverage)), Text()
+    for column in range(width):
+        first = column * len(coverage) // width
+        least = min(coverage[first : max(first + 1, (column + 1) * len(coverage) // width)])
+        bar.append(str(least) if least < 10 else "+", "red" if not least else "yellow" if least == 1 else "green")
+    return bar
+
+
 def _bar(server: Announcement, num_blocks: int) -> Text:
-    width = min(_BAR_WIDTH, max(num_blocks, 20))
+    width = _width(num_blocks)
     start = round(server.span.start * width / num_blocks)
     end = min(width, max(start + 1, round(server.span.end * width / num_blocks)))
     colour = {ServerState.ONLINE: "green", ServerState.JOINING: "yellow"}.get(server.state, "red")
