@@ -12,9 +12,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
 from ..errors import PetalnodeError
+from .anthropic.endpoints import anthropic_routes
 from .engine.core import Core
 from .errors import ApiError, api_error, error_object
 from .http.admission import Admission, AdmissionMiddleware
+from .ollama.endpoints import ollama_routes
 from .openai.endpoints import openai_routes
 from .openai.response_endpoints import response_routes
 
@@ -26,7 +28,7 @@ def create_app(core: Core, admission: Admission, pages: Sequence[BaseRoute] = ()
         pages: routes beside the API, such as `Mount("/", StaticFiles(...))` for a web page. They come after the API's,
             need no key, and are told nothing that does.
     """
-    routes = [*openai_routes(core), *response_routes(core), *pages]
+    routes = [*openai_routes(core), *response_routes(core), *anthropic_routes(core), *ollama_routes(core), *pages]
     handlers: Mapping[Any, Any] = {
         ApiError: _error_response,
         PetalnodeError: _error_response,

@@ -10,6 +10,15 @@ from ..errors import BadInput, NoChainError, PetalnodeError, SwarmError
 RETRY_SECONDS: Final = 10
 """After which a client may ask again where the swarm cannot serve: servers announce themselves every 15 s."""
 
+_ANTHROPIC_KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 
 class ApiError(Exception):
     """What a request is refused with.
@@ -55,7 +64,10 @@ class ApiError(Exception):
 
 def error_object(error: ApiError, path: str) -> dict[str, Any]:
     """The JSON object of an error, as clients of the interface at `path` understand it."""
-    return error.fields()
+    if path.startswith("/v1/messages"):
+        kind = _ANTHROPIC_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(error), **error.more}}
+    return {"error": str(error)} if path.startswith("/api/") else error.fields()
 
 
 def api_error(error: Exception) -> ApiError:

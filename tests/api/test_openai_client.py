@@ -81,9 +81,10 @@ def test_a_stream_is_the_same_answer_in_pieces(client: Any, api: MemoryApi) -> N
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_the_example_of_the_page(api: MemoryApi, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("library", ["openai", "anthropic"])
+def test_the_examples_of_the_page(library: str, api: MemoryApi, capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs/api.md").read_text()
-    (program,) = re.findall(r"^```\n(from openai.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (program,) = re.findall(rf"^```\n(from {library}.*?)^```", page, re.DOTALL | re.MULTILINE)
     program = program.replace("http://127.0.0.1:8000", api.url).replace('"smollm2"', repr(MODEL))
     exec(compile(program, "docs/api.md", "exec"), {})
     assert len(capsys.readouterr().out) > 10

@@ -79,7 +79,7 @@ TOOLS: Final = {
 """Programs that are none of this project, and what they do."""
 
 SHOWN: Final = {
-    "docs/api.md": ("from openai import",),
+    "docs/api.md": ("from openai import", "from anthropic import"),
     "docs/fine-tuning.md": ('{"event":"step"', "prompt: 40 steps", "model = PeftModel"),
     "docs/nat.md": ("reachability: public",),
     "docs/placement.md": ("blocks = (free", "the whole model:", "taking blocks", '{"event":"moving"'),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...client.sampling import Sampling
 from ...models.adapter import Adapter
-from ...trust.receipt_file import SignedReply
+from ...trust.receipt_file import SignedReply, digest_of
 from ..errors import ApiError
 
 
@@ -129,3 +131,29 @@ class GenerationRequest:
     continues: bool = False
     bound_after: str = ""
     shows_special: bool = False
+
+
+def provenance(ends: Sequence[Finished]) -> dict[str, Any]:
+    """`x_petalnode`: for each choice, how the answer came about, and a digest of all receipts."""
+    replies = [reply for end in ends for reply in end.receipts]
+    return {
+        "receipts": {"count": len(replies), "digest": digest_of(replies).hex()},
+        "choices": [
+            {
+                "index": end.choice,
+                "recoveries": end.recoveries,
+                "route": [{"peer_id": hop.peer_id, "blocks": list(hop.blocks)} for hop in end.hops],
+                "hops": [
+                    {
+                        "peer_id": hop.peer_id,
+                        "blocks": list(hop.blocks),
+                        "last_step_ms": hop.milliseconds,
+                        "bytes_sent": hop.bytes_sent,
+                        "bytes_received": hop.bytes_received,
+                    }
+                    for hop in end.hops
+                ],
+            }
+            for end in ends
+        ],
+    }

@@ -11,10 +11,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import ApiError
+from ..errors import ApiError, error_object
 from .keys import ApiKeys
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_LOCKED: Final = ("/v1/", "/api/")
 _BUSY_SECONDS: Final = "2"
 
 
@@ -64,7 +65,7 @@ class AdmissionMiddleware:
             owner = self._owner(scope["path"], headers)
         except ApiError as error:
             refusal = send if not allowed else _with_cors(send, origin or "")
-            await JSONResponse(error.fields(), error.status, error.headers)(scope, receive, refusal)
+            await JSONResponse(error_object(error, scope["path"]), error.status, error.headers)(scope, receive, refusal)
             return
         scope.setdefault("state", {})["owner"] = owner
         await self._counted(scope, receive, _with_cors(send, origin or "") if allowed else send)
@@ -79,7 +80,9 @@ class AdmissionMiddleware:
                 f"{self.running} requests are being answered, and no more are allowed at once: ask again later",
                 code="too_many_requests",
             )
-            await JSONResponse(error.fields(), 429, {"Retry-After": _BUSY_SECONDS})(scope, receive, send)
+            await JSONResponse(error_object(error, scope["path"]), 429, {"Retry-After": _BUSY_SECONDS})(
+                scope, receive, send
+            )
             return
         self.running += 1
         try:
@@ -97,10 +100,12 @@ class AdmissionMiddleware:
 
     def _owner(self, path: str, headers: Headers) -> str:
         keys = self._admission.keys
-        if keys is None or not path.startswith("/v1/"):
+        if keys is None or not path.startswith(_LOCKED):
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        owner = keys.owner(key.strip()) if scheme.lower() == "bearer" else None
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")  # as Anthropic's clients have it
+        owner = keys.owner(key.strip())
         if owner is None:
             raise ApiError(
                 401,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import time
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import torch
@@ -49,7 +50,8 @@ class _Endpoints:
 
     async def models(self, request: Request) -> Response:
         listed = [self._model(model) for model in self._core.models.values()]
-        return JSONResponse({"object": "list", "data": listed})
+        ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]}
+        return JSONResponse({"object": "list", "data": listed, "has_more": False, **ends})
 
     async def one_model(self, request: Request) -> Response:
         return JSONResponse(self._model(self._core.model(request.path_params["name"])))
@@ -61,6 +63,10 @@ class _Endpoints:
             "created": self._since,
             "owned_by": "petalnode",
             "max_model_len": self._core.context(model),
+            # As Anthropic's clients read it.
+            "type": "model",
+            "display_name": model.name,
+            "created_at": datetime.fromtimestamp(self._since, UTC).isoformat(),
         }
 
     async def chat(self, request: Request) -> Response:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ...trust.receipt_file import digest_of
 from ..engine.generation import ChosenToken, Finished
 from ..engine.tools import ToolCall
 
@@ -52,32 +51,6 @@ def usage(ends: Sequence[Finished], per_prompt: int) -> dict[str, Any]:
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
         "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def provenance(ends: Sequence[Finished]) -> dict[str, Any]:
-    """`x_petalnode`: for each choice, how the answer came about, and a digest of all receipts."""
-    replies = [reply for end in ends for reply in end.receipts]
-    return {
-        "receipts": {"count": len(replies), "digest": digest_of(replies).hex()},
-        "choices": [
-            {
-                "index": end.choice,
-                "recoveries": end.recoveries,
-                "route": [{"peer_id": hop.peer_id, "blocks": list(hop.blocks)} for hop in end.hops],
-                "hops": [
-                    {
-                        "peer_id": hop.peer_id,
-                        "blocks": list(hop.blocks),
-                        "last_step_ms": hop.milliseconds,
-                        "bytes_sent": hop.bytes_sent,
-                        "bytes_received": hop.bytes_received,
-                    }
-                    for hop in end.hops
-                ],
-            }
-            for end in ends
-        ],
     }
 
 

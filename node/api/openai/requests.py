@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from typing import Any, Final
 
 from ...client.sampling import Sampling
 from ..engine.requests import ChatRequest, CompletionRequest, Grammar, TextRequest
 from ..fields import Fields
+from ..parts import (
+    JSON_OBJECT,
+    LARGEST,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    bounded,
+    content_text,
+    function_call,
+    function_tool,
+    known_tool,
+    positive,
+    schema_grammar,
+    stop_strings,
+)
 
 MAX_CHOICES: Final = 16
-MAX_STOPS: Final = 16
-MAX_STOP_CHARACTERS: Final = 256
 MAX_TOP_LOGPROBS: Final = 20
-MAX_MESSAGES: Final = 4096
-MAX_GRAMMAR_CHARACTERS: Final = 100_000
-MAX_TOOLS: Final = 128
-LARGEST: Final = 1 << 31
-JSON_OBJECT: Final = Grammar("json_object", json.dumps({"type": "object"}))
 
 
 def parse_chat(fields: Fields) -> ChatRequest:
@@ -89,9 +95,6 @@ def _limit(fields: Fields, name: str, default: int | None, least: int = 1) -> in
 
 
 def _text_request(fields: Fields, *, max_tokens: int | None, logprobs: bool, top_logprobs: int) -> TextRequest:
-    stop = fields.texts("stop", MAX_STOPS)
-    if any(not 0 < len(text) <= MAX_STOP_CHARACTERS for text in stop):
-        raise fields.wrong("stop", f"each has to have 1 to {MAX_STOP_CHARACTERS} characters")
     options = fields.object("stream_options")
     stream = fields.flag("stream")
     if options is not None and not stream:
@@ -101,7 +104,7 @@ def _text_request(fields: Fields, *, max_tokens: int | None, logprobs: bool, top
         sampling=sampling(fields),
         choices=fields.integer("n", 1, MAX_CHOICES) or 1,
         max_tokens=max_tokens,
-        stop=stop,
+        stop=stop_strings(fields, "stop"),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         stream=stream,
@@ -114,7 +117,7 @@ def sampling(fields: Fields) -> Sampling:
     """How tokens are chosen, by the fields that all of OpenAI's endpoints for text have. Raises ApiError."""
     return Sampling(
         temperature=fields.number("temperature", 1.0, 0, 99),
-        top_p=_positive(fields, "top_p"),
+        top_p=positive(fields, "top_p"),
         seed=fields.integer("seed", -(1 << 63), (1 << 63) - 1),
         top_k=max(0, fields.integer("top_k", -1, LARGEST) or 0),
         min_p=fields.number("min_p", 0.0, 0, 1),
@@ -123,13 +126,6 @@ def sampling(fields: Fields) -> Sampling:
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
         logit_bias=_biases(fields),
     )
-
-
-def _positive(fields: Fields, name: str) -> float:
-    value = fields.number(name, 1.0, 0, 1)
-    if value == 0:
-        raise fields.wrong(name, "0 leaves no token: for greedy decoding set temperature to 0")
-    return value
 
 
 def _biases(fields: Fields) -> dict[int, float]:
@@ -166,18 +162,6 @@ def _grammar(fields: Fields) -> Grammar | None:
     if len(found) > 1:
         raise fields.wrong("response_format", "an answer can be bound to one form only")
     return bounded(fields, found[0]) if found else None
-
-
-def schema_grammar(schema: Fields) -> Grammar:
-    """Of a JSON schema."""
-    return Grammar("json_schema", json.dumps(schema.data))
-
-
-def bounded(fields: Fields, grammar: Grammar, name: str = "response_format") -> Grammar:
-    """`grammar`, which the field `name` has given. Raises ApiError if it is too long."""
-    if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
-        raise fields.wrong(name, f"it has more than {MAX_GRAMMAR_CHARACTERS} characters")
-    return grammar
 
 
 def _choice(fields: Fields) -> Grammar:
@@ -226,34 +210,11 @@ def _message(message: Fields) -> dict[str, Any]:
     return parsed
 
 
-def content_text(message: Fields, name: str, kinds: Collection[str]) -> str | None:
-    """The text of a field that is one, or a list of parts of these types or refusals. Raises ApiError."""
-    content = message.get(name)
-    if content is None or isinstance(content, str):
-        return content
-    texts = []
-    for part in message.objects(name, MAX_MESSAGES):
-        kind = part.text("type")
-        if kind not in (*kinds, "refusal"):
-            raise part.wrong("type", "there is only text here", "unsupported_content")
-        texts.append(part.text("refusal" if kind == "refusal" else "text"))
-    return "".join(texts)
-
-
 def _call(call: Fields) -> dict[str, Any]:
     function = call.object("function")
     if function is None:
         raise call.wrong("function", "it is missing", "missing_field")
     return function_call(function, call.text("id", ""))
-
-
-def function_call(function: Fields, name: str) -> dict[str, Any]:
-    """A call with the id `name`, as chat templates take it. Raises ApiError."""
-    try:
-        arguments = json.loads(function.text("arguments", "{}") or "{}")
-    except (ValueError, RecursionError):
-        raise function.wrong("arguments", "they are no JSON") from None
-    return {"id": name, "type": "function", "function": {"name": function.text("name"), "arguments": arguments}}
 
 
 def _tool(tool: Fields) -> dict[str, Any]:
@@ -262,20 +223,6 @@ def _tool(tool: Fields) -> dict[str, Any]:
     if function is None:
         raise tool.wrong("function", "it is missing", "missing_field")
     return function_tool(function)
-
-
-def function_tool(function: Fields) -> dict[str, Any]:
-    """A tool as chat templates take it. Raises ApiError."""
-    name = function.text("name")
-    if not 0 < len(name) <= 64 or not all(letter.isalnum() or letter in "_-." for letter in name):
-        raise function.wrong("name", "1 to 64 letters, digits, dots, dashes and underscores are expected")
-    parameters = function.object("parameters")
-    parsed: dict[str, Any] = {
-        "name": name,
-        "description": function.text("description", ""),
-        "parameters": dict(parameters.data) if parameters is not None else {"type": "object", "properties": {}},
-    }
-    return {"type": "function", "function": parsed}
 
 
 def _tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[str, bool]:
@@ -293,10 +240,3 @@ def tool_mode(fields: Fields, tools: tuple[dict[str, Any], ...]) -> str:
     if mode == "required" and not tools:
         raise fields.wrong("tool_choice", "it needs tools")
     return mode if tools else "none"
-
-
-def known_tool(fields: Fields, tools: tuple[dict[str, Any], ...], name: str) -> str:
-    """`name`, which has to be that of a tool. Raises ApiError."""
-    if name not in {tool["function"]["name"] for tool in tools}:
-        raise fields.wrong("tool_choice", f"there is no tool {name[:100]!r}")
-    return name

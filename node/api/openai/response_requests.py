@@ -8,21 +8,19 @@ from typing import Any, Final
 
 from ..engine.requests import ChatRequest, Grammar, TextRequest
 from ..fields import Fields
-from .requests import (
+from ..parts import (
     JSON_OBJECT,
     LARGEST,
     MAX_MESSAGES,
     MAX_TOOLS,
-    MAX_TOP_LOGPROBS,
     bounded,
     content_text,
     function_call,
     function_tool,
     known_tool,
-    sampling,
     schema_grammar,
-    tool_mode,
 )
+from .requests import MAX_TOP_LOGPROBS, sampling, tool_mode
 
 MAX_METADATA: Final = 16
 _LOGPROBS: Final = "message.output_text.logprobs"

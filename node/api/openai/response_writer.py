@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...trust.receipt_file import SignedReply
-from ..engine.generation import ChosenToken, Finished, Piece
+from ..engine.generation import ChosenToken, Finished, Piece, provenance
 from ..engine.preparing import PreparedChat
 from ..engine.tools import ToolCall, ToolText
 from ..errors import ApiError
-from .objects import EVENT_STREAM, TokenText, chat_logprobs, provenance
+from .objects import EVENT_STREAM, TokenText, chat_logprobs
 from .response_requests import ResponseRequest
 
 Chunk = dict[str, Any]

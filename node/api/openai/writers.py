@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...trust.receipt_file import SignedReply
-from ..engine.generation import ChosenToken, Finished, Piece
+from ..engine.generation import ChosenToken, Finished, Piece, provenance
 from ..engine.preparing import PreparedChat
 from ..engine.requests import TextRequest
 from ..engine.tools import ToolCall, ToolText
@@ -19,7 +19,6 @@ from .objects import (
     chat_choice,
     chat_delta,
     event,
-    provenance,
     text_choice,
     usage,
 )

@@ -1,0 +1,33 @@
+"""Where Anthropic's endpoints are."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from ..engine.core import Core
+from ..engine.preparing import chat_prompt, prepare_chat
+from ..http.answers import Answers, read_fields
+from .requests import parse_messages
+from .writer import PATH, MessageWriter
+
+
+def anthropic_routes(core: Core) -> list[BaseRoute]:
+    """The routes of /v1/messages."""
+
+    async def create(request: Request) -> Response:
+        asked = parse_messages(await read_fields(request, core.limits.body_bytes))
+        prepared = await prepare_chat(core, request.state.owner, asked)
+        return Answers(core, prepared.generation, MessageWriter(asked.text, prepared))
+
+    async def count(request: Request) -> Response:
+        """How many tokens the prompt of such a request has."""
+        asked = parse_messages(await read_fields(request, core.limits.body_bytes), counted=True)
+        prompt = await chat_prompt(core, core.model(asked.text.model), asked)
+        return JSONResponse({"input_tokens": len(prompt)})
+
+    return [
+        Route(PATH, create, methods=["POST"]),
+        Route(f"{PATH}/count_tokens", count, methods=["POST"]),
+    ]

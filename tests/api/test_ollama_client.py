@@ -1,0 +1,119 @@
+"""Ollama's endpoints by the official `ollama` client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import ollama
+import pytest
+
+from petalnode.node.api.http.admission import Admission
+from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.testing.memory_api import MemoryApi, memory_api
+from tests.api.conftest import CONTEXT, Served
+
+MODEL = "tiny-llama"
+MESSAGES = [{"role": "user", "content": "say something"}]
+GREEDY: dict[str, Any] = {"temperature": 0, "num_predict": 12}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "wait", "description": "waits", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.fixture(scope="module")
+def other(api: MemoryApi) -> ollama.Client:
+    return ollama.Client(host=api.url)
+
+
+def test_the_models_that_there_are(other: ollama.Client, api: MemoryApi) -> None:
+    (model,) = other.list().models
+    assert model.model == MODEL
+    assert model.details is not None and model.details.family == "llama"
+    shown = other.show(f"{MODEL}:latest")
+    assert shown.template == api.core.text.template
+    assert shown.modelinfo is not None and shown.modelinfo["llama.context_length"] == CONTEXT
+    assert shown.capabilities == ["completion", "tools"]
+    with pytest.raises(ollama.ResponseError) as raised:
+        other.show("other")
+    assert raised.value.status_code == 404
+    assert "other" in raised.value.error
+
+
+def test_a_chat_says_what_openais_says(other: ollama.Client, client: Any) -> None:
+    chat = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=12)
+    expected = chat.choices[0].message.content
+    answer = other.chat(model=MODEL, messages=MESSAGES, options=GREEDY)
+    assert answer.message.content == expected
+    assert (answer.done, answer.done_reason) == (True, chat.choices[0].finish_reason)
+    assert (answer.prompt_eval_count, answer.eval_count) == (chat.usage.prompt_tokens, chat.usage.completion_tokens)
+    lines = list(other.chat(model=MODEL, messages=MESSAGES, options=GREEDY, stream=True))
+    assert "".join(line.message.content or "" for line in lines) == expected
+    assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert lines[-1].eval_count == answer.eval_count
+    assert other.chat(model=MODEL, messages=[]).done_reason == "load"
+
+
+def test_a_text_by_the_template_and_without(other: ollama.Client, client: Any) -> None:
+    expected = other.chat(model=MODEL, messages=MESSAGES, options=GREEDY).message.content
+    assert other.generate(model=MODEL, prompt="say something", options=GREEDY).response == expected
+    raw = client.completions.create(model=MODEL, prompt="say something", temperature=0, max_tokens=12)
+    lines = other.generate(model=MODEL, prompt="say something", raw=True, options=GREEDY, stream=True, logprobs=True)
+    found = list(lines)
+    assert "".join(line.response or "" for line in found) == raw.choices[0].text
+    assert sum(len(line.logprobs or ()) for line in found) == raw.usage.completion_tokens
+    assert other.generate(model=MODEL).done_reason == "load"
+
+
+def test_an_answer_has_the_form_that_is_asked_for(other: ollama.Client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    answer = other.chat(model=MODEL, messages=MESSAGES, format=schema, options={"seed": 3, "temperature": 1.5})
+    assert isinstance(json.loads(answer.message.content or "")["ok"], bool)
+
+
+def test_messages_with_calls_and_their_results(other: ollama.Client) -> None:
+    messages: list[dict[str, Any]] = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "wait", "arguments": {}}}]},
+        {"role": "tool", "tool_name": "wait", "content": "waited"},
+    ]
+    answer = other.chat(model=MODEL, messages=messages, tools=[TOOL], options=GREEDY)
+    assert answer.done_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"think": True}, "think"),
+        ({"options": {"temperature": -1}}, "temperature"),
+        ({"options": {"num_predict": 5000}}, "context"),
+        ({"format": "xml"}, "format"),
+        ({"images": ["aGFsbG8="]}, "only text"),
+        ({"suffix": "x"}, "suffix"),
+    ],
+    ids=["think", "temperature", "context", "format", "images", "suffix"],
+)
+def test_what_cannot_be_asked_for(fields: dict[str, Any], told: str, other: ollama.Client) -> None:
+    if "format" in fields:  # the client lets only known ones through
+        answer = other._client.post("/api/generate", json={"model": MODEL, "prompt": "a", **fields})
+        assert (answer.status_code, told in answer.json()["error"]) == (400, True)
+        return
+    with pytest.raises(ollama.ResponseError, match=told) as raised:
+        other.generate(model=MODEL, prompt="a", **fields)
+    assert raised.value.status_code == 400
+
+
+def test_the_key_is_needed_here_too(served: Served) -> None:
+    keys = ApiKeys({hash_of_key("pn-a"): "alice"})
+    with memory_api(served.swarm, served.folder, admission=Admission(keys)) as running:
+        alice = ollama.Client(host=running.url, headers={"Authorization": "Bearer pn-a"})
+        assert alice.list().models
+        with pytest.raises(ollama.ResponseError) as raised:
+            ollama.Client(host=running.url).list()
+        assert raised.value.status_code == 401
