@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?=
+# `make demo WEB=1` chats in the browser.
+WEB ?=
 SERVERS ?= 3
 # Test files at once; for two cores. Most of a test is waiting for processes.
 JOBS ?= 3
@@ -34,7 +36,7 @@ $(VENV)/.ready: pyproject.toml packaging/constraints.txt packaging/bundled.txt
 	touch $@
 
 demo: setup
-	$(BIN)/petalnode demo --servers $(SERVERS) $(if $(PROMPT),--prompt "$(PROMPT)")
+	$(BIN)/petalnode demo --servers $(SERVERS) $(if $(PROMPT),--prompt "$(PROMPT)") $(if $(WEB),--web)
 
 # tests/conftest.py says in which order the files are handed out.
 test: setup nat-tools

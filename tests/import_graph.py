@@ -13,7 +13,7 @@ TREES = ("node", "protocols", "crypto")
 # Each room of node/ may import the rooms before it; `client` and `server` stand side by side.
 ROOM_ORDER = (
     *("errors", "version", "models", "blocks", "network", "trust", "swarm", "verification", "placement"),
-    *("client", "server", "validator", "tuning", "credits", "api", "monitoring", "cli", "testing"),
+    *("client", "server", "validator", "tuning", "credits", "api", "monitoring", "web", "cli", "testing"),
 )
 SIDE_BY_SIDE = {("server", "client")}
 

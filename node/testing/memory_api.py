@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def memory_api(
     limits: ApiLimits | None = None,
     admission: Admission | None = None,
     http_limits: HttpLimits | None = None,
-    pages: Sequence[BaseRoute] = (),
+    pages: Callable[[Core], Sequence[BaseRoute]] = lambda core: (),
 ) -> Iterator[MemoryApi]:
     """The API of the model in `folder`, and of its `models` with adapters, for the length of the block."""
 
@@ -85,7 +85,7 @@ def memory_api(
             url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
             async with open_client(node, identified) as client, trio.open_nursery() as nursery:
                 core = Core(client, local, text, [ServedModel(given.name), *models], limits or ApiLimits())
-                application = create_app(core, admission or Admission(), pages)
+                application = create_app(core, admission or Admission(), pages(core))
                 nursery.start_soon(core.conversations.run)
                 nursery.start_soon(serve_http, application, listeners, http_limits)
                 yield MemoryApi(swarm, url, core, application, trio.lowlevel.current_trio_token())

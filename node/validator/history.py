@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -75,3 +77,20 @@ class History(Database):
             (model_version, peer_id, count),
         )
         return [Verdict(peer_id, Span(start, end), *rest) for start, end, *rest in rows]
+
+
+def last_verdicts(file: Path, model_version: bytes) -> Mapping[str, tuple[str, str, float]]:
+    """(verdict, reason, seconds since 1970) of the last verdict of each server, from the file of a validator that may
+    be running; empty if there is no such file, or none that can be read."""
+    if not file.is_file():
+        return {}
+    try:
+        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=1)) as database:
+            rows = database.execute(
+                "SELECT peer_id, verdict, reason, time, MAX(number) FROM verdicts WHERE model_version = ? "
+                "GROUP BY peer_id",
+                (model_version,),
+            )
+            return {peer_id: (verdict, reason, then) for peer_id, verdict, reason, then, _ in rows}
+    except sqlite3.Error:
+        return {}

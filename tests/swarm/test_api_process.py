@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from petalnode.node.api.http.keys import ApiKeys, hash_of_key
-from petalnode.node.cli.commands.api import ApiOptions, _admission, _listeners, _make_key
+from petalnode.node.cli.commands.api import ApiOptions, _make_key, admission_of, listeners_of
 from petalnode.node.cli.output import Output
 from petalnode.node.errors import BadInput, MachineError
 from tests.swarm.conftest import SharedSwarm
@@ -59,11 +59,11 @@ def test_a_new_key_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_others_than_this_machine_are_let_in_with_keys_only(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
         with pytest.raises(BadInput, match="--api-key-file"):
-            _admission(ApiOptions(host=host))
-    assert _admission(ApiOptions()).hosts
+            admission_of(ApiOptions(host=host))
+    assert admission_of(ApiOptions()).hosts
     file = tmp_path / "keys"
     _make_key(ApiOptions(api_key_file=file, new_api_key="alice"), Output(True))
-    admission = _admission(ApiOptions(host="0.0.0.0", api_key_file=file))
+    admission = admission_of(ApiOptions(host="0.0.0.0", api_key_file=file))
     assert admission.keys is not None
     assert not admission.hosts
 
@@ -71,17 +71,17 @@ def test_others_than_this_machine_are_let_in_with_keys_only(tmp_path: Path) -> N
 @pytest.mark.parametrize("origin", ["chat.example.org", "https://", "https://chat.example.org/", "file:///x"])
 def test_an_origin_has_to_be_one(origin: str) -> None:
     with pytest.raises(BadInput, match="--cors-origin"):
-        _admission(ApiOptions(cors_origin=[origin]))
+        admission_of(ApiOptions(cors_origin=[origin]))
 
 
 def test_a_port_that_is_taken_is_told_in_one_line() -> None:
     async def main() -> None:
-        first = await _listeners(ApiOptions(http_port=0))
+        first = await listeners_of(ApiOptions(http_port=0))
         port = first[0].socket.getsockname()[1]
         with pytest.raises(MachineError, match=f"--http-port {port}.*in use"):
-            await _listeners(ApiOptions(http_port=port))
+            await listeners_of(ApiOptions(http_port=port))
         with pytest.raises(MachineError, match=r"192\.0\.2\.1"):
-            await _listeners(ApiOptions(host="192.0.2.1", http_port=0))
+            await listeners_of(ApiOptions(host="192.0.2.1", http_port=0))
         for listener in first:
             await listener.aclose()
 

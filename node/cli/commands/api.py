@@ -1,14 +1,15 @@
-"""`petalnode api`: an OpenAI-compatible HTTP API over the servers of a swarm."""
+"""`petalnode api`: an OpenAI-compatible HTTP API, and the pages of a chat, over the servers of a swarm."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import platformdirs
 import trio
 import typer
 
@@ -20,6 +21,7 @@ from ...client.swarm_model import identify_model
 from ...errors import BadInput, MachineError, SwarmError
 from ...models import ModelFolder
 from ...models.adapter import check_adapter_files
+from ...swarm.swarm import Swarm
 from ..join import JoinOptions, check_peer_id, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, check_model, model_folder, served_model
 from ..output import Output
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from ...api.engine.generation import ServedModel
     from ...api.http.admission import Admission
     from ...blocks.client_part import ClientModel
+    from ...web.swarm_report import LastVerdict
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class ApiOptions(TrustedOptions):
 
 @joins_swarm
 def api(model: SwarmModelArgument = None, *, options: ApiOptions, join: JoinOptions) -> None:
-    """Serve an OpenAI-compatible HTTP API, which answers over the servers of a swarm."""
+    """Serve an OpenAI-compatible HTTP API and a chat page, which answer over the servers of a swarm."""
     output = Output(join.json)
     if options.new_api_key is not None:
         _make_key(options, output)
@@ -92,7 +95,7 @@ def api(model: SwarmModelArgument = None, *, options: ApiOptions, join: JoinOpti
     for adapter in options.adapter or ():
         if not is_adapter_name(adapter):
             check_adapter_files(Path(adapter))
-    trio.run(_api, model, options, join, output, _admission(options))
+    trio.run(_api, model, options, join, output, admission_of(options))
 
 
 def _make_key(options: ApiOptions, output: Output) -> None:
@@ -106,7 +109,7 @@ def _make_key(options: ApiOptions, output: Output) -> None:
     output.emit(event="api-key", name=options.new_api_key, key=key)
 
 
-def _admission(options: ApiOptions) -> Admission:
+def admission_of(options: ApiOptions) -> Admission:
     """
     Raises:
         BadInput: a key file or an origin that cannot be used, or a port that others reach without keys.
@@ -133,38 +136,68 @@ def _admission(options: ApiOptions) -> Admission:
 
 
 async def _api(model: str | None, options: ApiOptions, join: JoinOptions, output: Output, admission: Admission) -> None:
-    listeners = await _listeners(options)
+    listeners = await listeners_of(options)
     start.stage("joining the swarm")
     async with joined(join, output, role="chat", listens=False) as (swarm, _):
         start.stage("looking for the model")
         with suppress(SwarmError):
             await swarm.refresh(sample=True, timeout=REFRESH_TIMEOUT)
         folder = await model_folder(model or await served_model(swarm), output, need="client")
-        start.stage(f"loading embeddings and head of {folder.name}")
-        local, text, models = await trio.to_thread.run_sync(
-            _load, folder, options.adapter or (), abandon_on_cancel=True
-        )
-        identified = await identify_model(swarm, folder)
-        # torch, transformers and starlette, which the thread has imported.
-        from ...api.app import create_app
-        from ...api.engine.core import Core
-        from ...api.engine.generation import ApiLimits
-        from ...api.http.server import serve_http
+        await api_in(swarm, folder, options, admission, output, listeners, join.peers)
 
-        limits = ApiLimits(context=options.context, kept=options.keep_sessions)
-        allowed, blocked = options.allow or (), options.deny or ()
-        trusted = options.trusted_servers(allowed, blocked)
-        async with (
-            open_client(swarm, identified, allowed=allowed, blocked=blocked, trusted=trusted) as client,
-            trio.open_nursery() as nursery,
-        ):
-            core = Core(client, local, text, models, limits)
-            nursery.start_soon(core.conversations.run)
-            nursery.start_soon(serve_http, create_app(core, admission), listeners)
-            start.done()
-            url = _url(options.host, listeners)
-            output.say(f"ready: {', '.join(core.models)} at {url}/v1")
-            output.emit(event="ready", url=url, models=list(core.models))
+
+async def api_in(
+    swarm: Swarm,
+    folder: ModelFolder,
+    options: ApiOptions,
+    admission: Admission,
+    output: Output,
+    listeners: Sequence[trio.SocketListener],
+    peers: Sequence[str] = (),
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serves the API and the pages over the servers of `swarm` until cancelled. `peers` are the addresses by which this
+    node joined; `on_ready` is told the URL.
+
+    Raises:
+        PetalnodeError: the model or an adapter cannot be used.
+    """
+    start.stage(f"loading embeddings and head of {folder.name}")
+    local, text, models = await trio.to_thread.run_sync(_load, folder, options.adapter or (), abandon_on_cancel=True)
+    identified = await identify_model(swarm, folder)
+    # torch, transformers and starlette, which the thread has imported.
+    from ...api.app import create_app
+    from ...api.engine.core import Core
+    from ...api.engine.generation import ApiLimits
+    from ...api.http.server import serve_http
+    from ...web.pages import page_routes
+    from ...web.swarm_endpoint import swarm_routes
+
+    limits = ApiLimits(context=options.context, kept=options.keep_sessions)
+    allowed, blocked = options.allow or (), options.deny or ()
+    trusted = options.trusted_servers(allowed, blocked)
+    async with (
+        open_client(swarm, identified, allowed=allowed, blocked=blocked, trusted=trusted) as client,
+        trio.open_nursery() as nursery,
+    ):
+        core = Core(client, local, text, models, limits)
+        pages = [*swarm_routes(core, peers=peers, verdicts=_verdicts), *page_routes()]
+        nursery.start_soon(core.conversations.run)
+        nursery.start_soon(serve_http, create_app(core, admission, pages), listeners)
+        start.done()
+        url = url_of(options.host, listeners)
+        output.say(f"ready: {', '.join(core.models)} at {url}/v1, and a page for the browser at {url}")
+        output.emit(event="ready", url=url, models=list(core.models))
+        on_ready(url)
+
+
+def _verdicts(model_version: bytes) -> Mapping[str, LastVerdict]:
+    """Those of the validator that this person runs, if there is one."""
+    from ...validator.history import last_verdicts
+    from ...web.swarm_report import LastVerdict
+
+    file = platformdirs.user_data_path("petalnode", appauthor=False) / "validator" / "history.sqlite"
+    return {peer_id: LastVerdict(*last) for peer_id, last in last_verdicts(file, model_version).items()}
 
 
 def _load(folder: ModelFolder, adapters: Sequence[str]) -> tuple[ClientModel, Text, list[ServedModel]]:
@@ -181,6 +214,7 @@ def _load(folder: ModelFolder, adapters: Sequence[str]) -> tuple[ClientModel, Te
         from ...blocks.client_part import load_client
         from ...client.session_adapter import choose_adapter, fit_adapter
         from ...models.adapter import Adapter
+        from ...web import pages, swarm_endpoint  # noqa: F401
 
     local = load_client(folder.path)
     models = [ServedModel(folder.name)]
@@ -193,7 +227,7 @@ def _load(folder: ModelFolder, adapters: Sequence[str]) -> tuple[ClientModel, Te
     return local, Text(folder), models
 
 
-async def _listeners(options: ApiOptions) -> list[trio.SocketListener]:
+async def listeners_of(options: ApiOptions) -> list[trio.SocketListener]:
     """
     Raises:
         MachineError: the port is taken, or this machine has no such address.
@@ -207,6 +241,6 @@ async def _listeners(options: ApiOptions) -> list[trio.SocketListener]:
         raise MachineError(f"{what} cannot be used: {error.strerror or error}") from None
 
 
-def _url(host: str, listeners: Sequence[trio.SocketListener]) -> str:
+def url_of(host: str, listeners: Sequence[trio.SocketListener]) -> str:
     port = listeners[0].socket.getsockname()[1]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -9,8 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import webbrowser
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import trio
 import typer
@@ -20,9 +25,13 @@ from ....protocols.ids import Span
 from ...errors import BadInput, MachineError
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...swarm.config import SwarmConfig
-from ...swarm.swarm import open_swarm
+from ...swarm.swarm import Swarm, open_swarm
 from ..model_choice import model_folder
 from ..output import Output
+
+if TYPE_CHECKING:
+    from ...models import ModelFolder
+    from .api import ApiOptions
 
 READY_TIMEOUT = 180.0
 STOP_TIMEOUT = 10.0
@@ -35,16 +44,36 @@ def demo(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="Chat on a page in the browser, with the API beside it.")] = False,
+    no_open: Annotated[bool, typer.Option("--no-open", help="With --web: do not open the page.")] = False,
+    http_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="With --web: the port of the page. Default: 8000, or any free one."),
+    ] = None,
 ) -> None:
     """Start a swarm of the default model on this machine, separate from all others, and chat with it."""
-    trio.run(_demo, servers, prompt, max_new_tokens, as_json)
+    if web and prompt is not None:
+        raise BadInput("--prompt is asked on the terminal, and --web on a page: give one of them")
+    if not web and (no_open or http_port is not None):
+        raise BadInput("--no-open and --http-port are for the page: give --web too")
+    page = WebOptions(http_port, opens=not no_open and not as_json) if web else None
+    trio.run(_demo, servers, prompt, max_new_tokens, as_json, page)
 
 
-async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: bool) -> None:
+@dataclass(frozen=True)
+class WebOptions:
+    """Of `--web`: the port, None for the usual one or any, and whether a browser opens the page."""
+
+    port: int | None
+    opens: bool
+
+
+async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: bool, page: WebOptions | None) -> None:
     from .chat import ChatOptions, chat_in, question
 
-    prompt = question(prompt)
+    prompt = question(prompt) if page is None else None
     output = Output(as_json)
+    served = None if page is None else await _page(page, output)
     folder = await model_folder(DEFAULT_MODEL, output, need="all")
     if servers > folder.num_blocks:
         raise BadInput(f"--servers {servers}: {folder.name} has {folder.num_blocks} blocks, one for each at least")
@@ -65,9 +94,62 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
                         starting.start_soon(start, span)
             if scope.cancelled_caught:
                 raise MachineError(f"the servers were not ready within {READY_TIMEOUT:.0f} s")
-            options = ChatOptions(prompt=prompt, max_new_tokens=max_new_tokens, show_route=True, yes=True)
-            await chat_in(swarm, folder, options, output)
+            if page is not None and served is not None:
+                await _serve_page(swarm, folder, page, *served, output)
+            else:
+                options = ChatOptions(prompt=prompt, max_new_tokens=max_new_tokens, show_route=True, yes=True)
+                await chat_in(swarm, folder, options, output)
             nursery.cancel_scope.cancel()
+
+
+async def _page(page: WebOptions, output: Output) -> tuple[ApiOptions, list[trio.SocketListener]]:
+    """Takes the port, before anything is started, and says where the page will be.
+
+    Raises:
+        MachineError: the port that was asked for is taken.
+    """
+    from .api import ApiOptions, listeners_of, url_of
+
+    options = ApiOptions() if page.port is None else ApiOptions(http_port=page.port)
+    try:
+        listeners = await listeners_of(options)
+    except MachineError:
+        if page.port is not None:
+            raise
+        listeners = await listeners_of(ApiOptions(http_port=0))
+    output.say(f"{url_of(options.host, listeners)} has the chat page as soon as the servers are ready; Ctrl-C ends all")
+    return options, listeners
+
+
+async def _serve_page(
+    swarm: Swarm,
+    folder: ModelFolder,
+    page: WebOptions,
+    options: ApiOptions,
+    listeners: list[trio.SocketListener],
+    output: Output,
+) -> None:
+    """Serves the page and the API until cancelled."""
+    from .api import admission_of, api_in
+
+    def on_ready(url: str) -> None:
+        if page.opens and has_screen(sys.platform, os.environ):
+            # Some browsers keep their caller until they end. Nobody waits for them, nor for this thread.
+            threading.Thread(target=_open, args=(url,), daemon=True).start()
+
+    await api_in(swarm, folder, options, admission_of(options), output, listeners, swarm.addrs[:1], on_ready)
+
+
+def has_screen(platform: str, environment: Mapping[str, str]) -> bool:
+    """Whether a browser would open beside the terminal, and not in it."""
+    if platform in ("win32", "cygwin", "darwin"):
+        return not environment.get("SSH_CONNECTION")
+    return bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY") or environment.get("WSL_DISTRO_NAME"))
+
+
+def _open(url: str) -> None:
+    with suppress(webbrowser.Error, OSError):
+        webbrowser.open(url)
 
 
 async def _end_on_sigterm(scope: trio.CancelScope) -> None:

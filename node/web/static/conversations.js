@@ -1,0 +1,86 @@
+// A conversation is a tree of messages: an edited question and an answer made anew are branches. No DOM, no storage.
+//
+// {id, title, created, updated, system, nodes: {ID: node}, top: {chosen}}; a node is {id, parent, role, content, chosen,
+// way, state, created}, its `parent` null for a first message, and `chosen` the child that is shown.
+
+const TITLE = 48;
+
+/** A new identifier. */
+export function newId() {
+  return [...crypto.getRandomValues(new Uint8Array(9))].map((byte) => byte.toString(36).padStart(2, "0")).join("");
+}
+
+export function newConversation(now, system = "") {
+  return { id: newId(), title: "", created: now, updated: now, system, nodes: {}, top: { chosen: null } };
+}
+
+/** Adds a message behind `parent` (an id, or null) and shows it; returns it. */
+export function add(conversation, parent, role, content, now) {
+  const node = { id: newId(), parent, role, content, chosen: null, way: null, state: "done", created: now };
+  conversation.nodes[node.id] = node;
+  holder(conversation, parent).chosen = node.id;
+  conversation.updated = now;
+  if (!conversation.title && role === "user") conversation.title = titleOf(content);
+  return node;
+}
+
+function holder(conversation, parent) {
+  return parent === null ? conversation.top : conversation.nodes[parent];
+}
+
+/** The messages that are shown, in their order. */
+export function path(conversation) {
+  const found = [];
+  let id = conversation.top.chosen;
+  while (id && conversation.nodes[id] && found.length < 10000) {
+    found.push(conversation.nodes[id]);
+    id = conversation.nodes[id].chosen;
+  }
+  return found;
+}
+
+/** The messages that stand in the place of one, oldest first, and which of them it is. */
+export function branches(conversation, id) {
+  const { parent } = conversation.nodes[id];
+  const ids = Object.values(conversation.nodes)
+    .filter((node) => node.parent === parent)
+    .sort((one, other) => one.created - other.created || (one.id < other.id ? -1 : 1))
+    .map((node) => node.id);
+  return { ids, index: ids.indexOf(id) };
+}
+
+/** Shows the branch `step` places away from that of the message. */
+export function turn(conversation, id, step) {
+  const { ids, index } = branches(conversation, id);
+  const next = ids[Math.max(0, Math.min(ids.length - 1, index + step))];
+  holder(conversation, conversation.nodes[id].parent).chosen = next;
+  return next;
+}
+
+/** What is sent for an answer behind the message `id`: the messages that lead to it, and the system prompt. */
+export function messagesTo(conversation, id) {
+  const found = [];
+  for (let at = id; at !== null; at = conversation.nodes[at].parent) {
+    const { role, content } = conversation.nodes[at];
+    if (content || role === "user") found.push({ role, content });
+  }
+  if (conversation.system.trim()) found.push({ role: "system", content: conversation.system });
+  return found.reverse();
+}
+
+/** A short name of a conversation that begins with this question. */
+export function titleOf(text) {
+  const line = text.trim().split("\n", 1)[0].replace(/\s+/g, " ");
+  const chars = [...line];
+  return chars.length > TITLE ? `${chars.slice(0, TITLE - 1).join("").trimEnd()}…` : line;
+}
+
+/** What came from storage if it is a conversation; else null. Answers that were being made have stopped. */
+export function restored(data) {
+  if (typeof data?.id !== "string" || typeof data.nodes !== "object" || !data.top) return null;
+  for (const node of Object.values(data.nodes)) {
+    if (typeof node.content !== "string") return null;
+    if (node.state === "answering") node.state = "stopped";
+  }
+  return { title: "", system: "", created: 0, updated: 0, ...data };
+}

@@ -1,0 +1,98 @@
+// Draws the way of an answer: you, the servers with their milliseconds, and back; who is lost, and who took over.
+
+import { h } from "./dom.js";
+import { bytes, milliseconds, span } from "./text.js";
+import { stepMilliseconds } from "./way.js";
+
+/** Draws the way of the message `node` into `place`. `name` tells servers' names, `receipts` fetches the receipts. */
+export function paintWay(place, node, name, receipts) {
+  const { way } = node;
+  if (!way) return;
+  const drawing = JSON.stringify([way, node.state]);
+  if (place.drawing === drawing) return;
+  place.drawing = drawing;
+  const opened = place.querySelector("details")?.open ?? false;
+  place.replaceChildren(chain(way, node, name), ...below(way, node, name, receipts, opened));
+}
+
+function chain(way, node, name) {
+  const live = node.state === "answering";
+  if (!way.hops.length && !way.waiting) {
+    return h("p", { class: "chain-none" }, live ? "Looking for servers and reading your question …" : "");
+  }
+  const most = Math.max(...way.hops.map((hop) => hop.ms), 0.001);
+  const hops = way.hops.map((hop) => {
+    const waiting = way.waiting && way.waiting.peer === hop.peer;
+    const share = h("span", { class: "share", "aria-hidden": "true" });
+    share.style.setProperty("--share", `${Math.round((100 * hop.ms) / most)}%`);
+    const fresh = way.changes.some((change) => change.came.some((one) => one.peer === hop.peer));
+    return h(
+      "li",
+      { class: `hop${waiting ? " lost" : ""}${fresh ? " fresh" : ""}`, title: hop.peer },
+      h("span", { class: "hop-name" }, name(hop.peer)),
+      h("span", { class: "hop-blocks" }, `blocks ${span(hop.blocks)}`),
+      h("span", { class: "hop-ms" }, waiting ? (way.waiting.lost ? "lost" : "silent") : milliseconds(hop.ms)),
+      share,
+    );
+  });
+  return h(
+    "ol",
+    { class: `chain${live ? " live" : ""}${way.waiting ? " held" : ""}`, "aria-label": "The way of this answer" },
+    h("li", { class: "end" }, "you"),
+    hops,
+    h("li", { class: "end" }, "answer"),
+  );
+}
+
+function below(way, node, name, receipts, opened) {
+  const parts = [];
+  if (way.waiting) {
+    const { peer, blocks, lost, reason, seconds } = way.waiting;
+    const what = lost ? "is gone" : "does not answer";
+    const why = reason ? ` (${reason})` : "";
+    const wait = seconds ? ` Others for its blocks are looked for, up to ${Math.round(seconds)} s.` : " Others for its blocks are looked for.";
+    parts.push(h("p", { class: "held-by" }, `Server ${name(peer)}, blocks ${span(blocks)}, ${what}${why}.${wait}`));
+  }
+  for (const change of way.changes) parts.push(h("p", { class: "change" }, changeText(change, name)));
+  if (!way.hops.length) return parts;
+  const rows = way.hops.map((hop) =>
+    h(
+      "tr",
+      {},
+      h("th", { scope: "row", title: hop.peer }, name(hop.peer)),
+      h("td", {}, span(hop.blocks)),
+      h("td", { class: "right" }, milliseconds(hop.ms)),
+      h("td", { class: "right" }, bytes(hop.sent)),
+      h("td", { class: "right" }, bytes(hop.received)),
+    ),
+  );
+  const table = h(
+    "table",
+    {},
+    h("thead", {}, h("tr", {}, ["Server", "Blocks", "Last step", "Sent", "Received"].map((text, at) => h("th", { scope: "col", class: at > 1 ? "right" : null }, text)))),
+    h("tbody", {}, rows),
+  );
+  const scroll = h("div", { class: "wide", role: "group", tabindex: "0", "aria-label": "Servers of this answer" }, table);
+  const details = h("details", { open: opened }, h("summary", {}, summary(way, node)), scroll);
+  if (way.receipts) details.append(proof(way.receipts, receipts));
+  return [...parts, details];
+}
+
+function summary(way, node) {
+  const parts = [`${way.hops.length} server${way.hops.length === 1 ? "" : "s"}`, `${milliseconds(stepMilliseconds(way))} a step`];
+  if (way.tokens && node.seconds) parts.push(`${(way.tokens / node.seconds).toFixed(1)} tokens/s`);
+  if (way.recoveries) parts.push(`${way.recoveries} recover${way.recoveries === 1 ? "y" : "ies"}`);
+  return parts.join(" · ");
+}
+
+function changeText({ at, lost, came }, name) {
+  const names = (hops) => hops.map((hop) => `${name(hop.peer)} (${span(hop.blocks)})`).join(", ");
+  if (lost.length && came.length) return `Recovered after ${at} tokens: ${names(came)} took over from ${names(lost)}.`;
+  return `Recovered after ${at} tokens${lost.length ? `: ${names(lost)} is back` : ""}.`;
+}
+
+function proof({ count, digest }, receipts) {
+  const button = h("button", { type: "button", class: "plain small", onclick: receipts }, "Save receipts");
+  const text = `${count} signed receipts, digest ${digest.slice(0, 12)}…`;
+  return h("p", { class: "receipts" }, h("span", { title: digest }, text), " ", button);
+}

@@ -1,0 +1,181 @@
+// <pn-swarm>: who serves which blocks, what is missing and what would help, and the round trips between servers.
+
+import { copied, h, iconButton, svg } from "./dom.js";
+import { graph, lanes, ticks } from "./layout.js";
+import { count, milliseconds, shortPeer, span } from "./text.js";
+
+class Swarm extends HTMLElement {
+  connectedCallback() {
+    this.failure = h("p", { class: "notice", hidden: true });
+    this.body = h("div", {}, h("p", { class: "note" }, "Asking the swarm …"));
+    this.live = h("div", { class: "unseen", role: "status", "aria-live": "polite" });
+    this.append(h("div", { class: "scroll swarm-scroll", tabindex: "-1" }, this.failure, this.body, this.live));
+  }
+
+  fail(message) {
+    this.failure.hidden = false;
+    this.failure.textContent = message;
+  }
+
+  show(swarm) {
+    this.failure.hidden = true;
+    const drawing = JSON.stringify({ ...swarm, time: 0 });
+    if (this.hidden || drawing === this.drawing) return;
+    this.drawing = drawing;
+    const said = headline(swarm);
+    if (said !== this.said) this.live.textContent = said;
+    this.said = said;
+    const focused = this.body.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
+    this.body.replaceChildren(
+      h("section", { class: "facts" }, facts(swarm)),
+      swarm.help ? help(swarm.help) : "",
+      h("section", {}, h("h2", {}, "Blocks"), picture(swarm), legend()),
+      h("section", {}, h("h2", {}, "Servers"), table(swarm.servers)),
+      h("section", {}, h("h2", {}, "Round trips"), trips(swarm)),
+    );
+    // What had the focus before the drawing was made anew has it again.
+    if (focused) [...this.body.querySelectorAll("[aria-label]")].find((one) => one.getAttribute("aria-label") === focused)?.focus();
+  }
+}
+
+const label = (server) => server.name || shortPeer(server.peer_id);
+
+function headline({ num_blocks: blocks, missing_blocks: missing, servers }) {
+  const lacking = missing.reduce((sum, [start, end]) => sum + end - start, 0);
+  const held = `${blocks - lacking} of ${blocks} blocks are served`;
+  return `${servers.length} server${servers.length === 1 ? "" : "s"}, ${held}.`;
+}
+
+function facts(swarm) {
+  const missing = swarm.missing_blocks.reduce((sum, [start, end]) => sum + end - start, 0);
+  const online = swarm.servers.filter((server) => server.state === "online");
+  const free = online.reduce((sum, server) => sum + server.cache_tokens_free, 0);
+  const least = swarm.coverage.length ? Math.min(...swarm.coverage) : 0;
+  return [
+    fact("Model", swarm.model, swarm.model_version.slice(0, 12)),
+    fact("Servers", String(swarm.servers.length), `${online.length} online`),
+    fact("Blocks served", `${swarm.num_blocks - missing} of ${swarm.num_blocks}`, missing ? "no answers until all are" : `each by at least ${least}`, missing > 0),
+    fact("Free cache", count(free), "tokens, all servers together"),
+  ];
+}
+
+function fact(name, value, note, bad = false) {
+  return h("div", { class: `fact${bad ? " bad" : ""}` }, h("p", { class: "fact-name" }, name), h("p", { class: "value" }, value), h("p", { class: "note" }, note));
+}
+
+function help({ text, command }) {
+  const code = h("pre", { tabindex: "0", "aria-label": "Command" }, h("code", {}, command));
+  const copy = iconButton("copy", "Copy the command", () => copied(command, copy));
+  return h("section", { class: "help" }, h("h2", {}, "What would help"), h("p", {}, text), h("div", { class: "command" }, code, copy));
+}
+
+function picture({ num_blocks: blocks, coverage, servers }) {
+  const drawing = lanes(blocks, coverage, servers);
+  const { width, height, left, cell, row } = drawing;
+  const parts = [svg("text", { x: 0, y: drawing.coverTop + 15, class: "axis" }, "covered")];
+  for (const { block, number, x } of drawing.cover) {
+    const level = number === 0 ? "none" : number === 1 ? "one" : "more";
+    const square = svg("rect", { x, y: drawing.coverTop, width: cell - 1, height: 20, rx: 3, class: `cover ${level}` });
+    square.append(svg("title", {}, `block ${block}: ${number} server${number === 1 ? "" : "s"}`));
+    parts.push(square);
+    if (number === 0 && cell > 9) parts.push(svg("text", { x: x + (cell - 1) / 2, y: drawing.coverTop + 15, class: "in-cover" }, "!"));
+  }
+  for (const tick of ticks(blocks)) {
+    parts.push(svg("text", { x: left + tick * cell, y: height - 4, class: tick === blocks ? "axis end" : "axis" }, String(tick)));
+    parts.push(svg("line", { x1: left + tick * cell, x2: left + tick * cell, y1: drawing.coverTop + 26, y2: height - 18, class: "grid" }));
+  }
+  for (const { server, x, y, size, next } of drawing.bars) {
+    if (next) parts.push(svg("rect", { x: next.x, y, width: next.size, height: row - 8, rx: 5, class: "bar-next" }));
+    const bar = svg("rect", { x, y, width: size, height: row - 8, rx: 5, class: `bar ${server.state}${server.banned_until ? " banned" : ""}` });
+    bar.append(svg("title", {}, `${label(server)}: blocks ${span(server.blocks)}, ${stateText(server)}`));
+    const text = `${span(server.blocks)} · ${server.throughput.toFixed(0)}/s`;
+    parts.push(
+      svg("text", { x: 0, y: y + 16, class: "axis who" }, label(server).slice(0, 12)),
+      bar,
+      size > text.length * 7 + 8 ? svg("text", { x: x + 8, y: y + 15, class: "in-bar" }, text) : "",
+    );
+  }
+  const text = `Servers over ${blocks} blocks. ${headline({ num_blocks: blocks, missing_blocks: missingOf(coverage), servers })} The table below says the same.`;
+  const image = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": text, class: "lanes" }, parts);
+  return h("div", { class: "wide", role: "group", tabindex: "0", "aria-label": "Blocks and servers" }, image);
+}
+
+function missingOf(coverage) {
+  return coverage.flatMap((number, block) => (number ? [] : [[block, block + 1]]));
+}
+
+function legend() {
+  const entries = [
+    ["none", "nobody"],
+    ["one", "one server"],
+    ["more", "more servers"],
+    ["online", "online"],
+    ["joining", "loading"],
+    ["draining", "leaving"],
+    ["banned", "not used here"],
+  ];
+  return h("ul", { class: "legend" }, entries.map(([kind, text]) => h("li", {}, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), text)));
+}
+
+function stateText(server) {
+  const goes = server.next_blocks && span(server.next_blocks) !== span(server.blocks) ? `, goes to ${span(server.next_blocks)}` : "";
+  return `${server.state}${goes}`;
+}
+
+const COLUMNS = ["Server", "Blocks", "State", "Steps/s", "Free cache", "Round trip", "Path", "Reputation", "Last verdict"];
+const NUMBERS = new Set(["Steps/s", "Free cache", "Round trip", "Reputation"]);
+
+function table(servers) {
+  if (!servers.length) return h("p", { class: "note" }, "No server is known.");
+  const rows = servers.map((server) => {
+    const free = server.cache_tokens ? `${count(server.cache_tokens_free)} of ${count(server.cache_tokens)}` : count(server.cache_tokens_free);
+    const texts = [
+      span(server.blocks),
+      stateText(server),
+      server.throughput.toFixed(1),
+      free,
+      server.round_trip_ms === null ? "–" : milliseconds(server.round_trip_ms),
+      server.path ?? "not connected",
+      server.reputation.toFixed(2),
+      verdict(server),
+    ];
+    const data = texts.map((text, index) => h("td", { class: NUMBERS.has(COLUMNS[index + 1]) ? "right" : null }, text));
+    return h("tr", { class: server.banned_until ? "banned" : null }, h("th", { scope: "row", title: server.peer_id }, label(server)), data);
+  });
+  const head = h("tr", {}, COLUMNS.map((text) => h("th", { scope: "col", class: NUMBERS.has(text) ? "right" : null }, text)));
+  const inner = h("table", {}, h("thead", {}, head), h("tbody", {}, rows));
+  return h("div", { class: "wide", role: "group", tabindex: "0", "aria-label": "Servers" }, inner);
+}
+
+function verdict({ verdict: last, banned_until: until }) {
+  if (!last) return "none";
+  const text = last.reason ? `${last.verdict}: ${last.reason}` : last.verdict;
+  return until ? `${text} (not used until ${new Date(until * 1000).toLocaleString()})` : text;
+}
+
+function trips(swarm) {
+  const drawing = graph(swarm);
+  if (!drawing.edges.length) return h("p", { class: "note" }, "Nobody has measured any yet.");
+  const named = new Map(swarm.servers.map((server) => [server.peer_id, label(server)])).set(swarm.self, "you");
+  const parts = [];
+  for (const { from, to, ms, slow } of drawing.edges) {
+    const line = svg("line", { x1: from.x, y1: from.y, x2: to.x, y2: to.y, class: `edge slow-${slow}` });
+    line.append(svg("title", {}, `${named.get(from.peer)} – ${named.get(to.peer)}: ${milliseconds(ms)}`));
+    parts.push(line);
+  }
+  for (const { ms, label: at } of drawing.edges) {
+    if (!at) continue;
+    const text = milliseconds(ms);
+    parts.push(svg("rect", { x: at.x - text.length * 3.4 - 3, y: at.y - 9, width: text.length * 6.8 + 6, height: 18, rx: 4, class: "edge-back" }));
+    parts.push(svg("text", { x: at.x, y: at.y + 4, class: "edge-ms" }, text));
+  }
+  for (const { peer, x, y } of drawing.nodes) {
+    parts.push(svg("circle", { cx: x, cy: y, r: 9, class: peer === swarm.self ? "node self" : "node" }));
+    parts.push(svg("text", { x, y: y + (y > drawing.height / 2 ? 26 : -16), class: "node-name" }, named.get(peer).slice(0, 14)));
+  }
+  const image = svg("svg", { viewBox: `0 0 ${drawing.width} ${drawing.height}`, role: "img", "aria-label": "Round trips between you and the servers; the list below says the same", class: "graph" }, parts);
+  const items = swarm.round_trips.map(({ from, to, ms }) => h("li", {}, `${named.get(from) ?? shortPeer(from)} – ${named.get(to) ?? shortPeer(to)}: ${milliseconds(ms)}`));
+  return h("div", {}, image, h("details", {}, h("summary", {}, `All ${items.length} as a list`), h("ul", { class: "trips" }, items)));
+}
+
+customElements.define("pn-swarm", Swarm);

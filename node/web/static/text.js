@@ -1,0 +1,28 @@
+// Numbers and names for people. No DOM.
+
+export function milliseconds(value) {
+  if (!Number.isFinite(value)) return "–";
+  if (value >= 10000) return `${(value / 1000).toFixed(0)} s`;
+  if (value >= 1000) return `${(value / 1000).toFixed(1)} s`;
+  return `${value >= 100 ? value.toFixed(0) : value.toFixed(1)} ms`;
+}
+
+export function bytes(value) {
+  if (value < 1000) return `${value} B`;
+  if (value < 1e6) return `${(value / 1e3).toFixed(1)} kB`;
+  return `${(value / 1e6).toFixed(1)} MB`;
+}
+
+export function count(value) {
+  return value >= 1e6 ? `${(value / 1e6).toFixed(1)} M` : value >= 1e4 ? `${(value / 1e3).toFixed(0)} k` : String(value);
+}
+
+/** The end of a peer id, by which people tell peers apart. */
+export function shortPeer(peer) {
+  return `…${String(peer).slice(-6)}`;
+}
+
+/** Blocks a to b-1, as every command writes them. */
+export function span([start, end]) {
+  return `${start}:${end}`;
+}

@@ -1,0 +1,64 @@
+// The way of an answer through the swarm, as chunks tell of it: the hops, what it waits for, who was replaced. No DOM.
+//
+// {hops: [{peer, blocks, ms, sent, received}], waiting, changes: [{at, lost, came}], recoveries, receipts, tokens}
+
+export const NO_WAY = { hops: [], waiting: null, changes: [], recoveries: 0, receipts: null, tokens: 0 };
+
+/** The way after a chunk; the same object if the chunk says nothing of it. */
+export function followed(way, chunk) {
+  const told = chunk.x_petalnode;
+  if (!told) return way;
+  if (told.progress) return withHops(way, told.progress, told.progress.waiting ?? null, told.progress.tokens);
+  const choice = told.choices?.[0];
+  if (!choice) return way;
+  const tokens = chunk.usage?.completion_tokens ?? way.tokens;
+  return { ...withHops(way, choice, null, tokens), receipts: told.receipts?.count ? { ...told.receipts, id: chunk.id } : null };
+}
+
+function withHops(way, told, waiting, tokens) {
+  const hops = (told.hops ?? []).map((hop) => ({
+    peer: hop.peer_id,
+    blocks: hop.blocks,
+    ms: hop.last_step_ms,
+    sent: hop.bytes_sent,
+    received: hop.bytes_received,
+  }));
+  const recoveries = told.recoveries ?? way.recoveries;
+  const lost = leavers(way.hops, hops);
+  const came = leavers(hops, way.hops);
+  const changed = recoveries > way.recoveries;
+  // The server may have come back itself.
+  const change = { at: tokens, lost: lost.length ? lost : way.waiting ? [asHop(way.waiting)] : [], came };
+  return {
+    ...way,
+    hops: hops.length ? hops : way.hops,
+    waiting: waiting && { peer: waiting.peer_id, blocks: waiting.blocks, lost: waiting.lost, reason: waiting.reason, seconds: waiting.seconds },
+    changes: changed ? [...way.changes, change] : way.changes,
+    recoveries,
+    tokens,
+  };
+}
+
+const asHop = ({ peer, blocks }) => ({ peer, blocks });
+
+function leavers(before, after) {
+  const kept = new Set(after.map((hop) => `${hop.peer} ${hop.blocks}`));
+  return before.filter((hop) => !kept.has(`${hop.peer} ${hop.blocks}`)).map(asHop);
+}
+
+/** Milliseconds in which a step passes all servers. */
+export function stepMilliseconds(way) {
+  return way.hops.reduce((sum, hop) => sum + hop.ms, 0);
+}
+
+/** What a screen reader says of a change, or null if there is nothing to say. */
+export function spoken(before, after, name) {
+  if (after.waiting && before.waiting?.peer !== after.waiting.peer) {
+    return `${after.waiting.lost ? "Lost" : "No answer from"} server ${name(after.waiting.peer)}. Looking for another one.`;
+  }
+  if (after.recoveries > before.recoveries) {
+    const { came } = after.changes[after.changes.length - 1];
+    return came.length ? `Recovered: ${came.map((hop) => name(hop.peer)).join(", ")} took over.` : "Recovered.";
+  }
+  return null;
+}

@@ -1,0 +1,104 @@
+"""GET /v1/petalnode/swarm: gathers what this node knows of the servers of its model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import trio
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from ..api.engine.core import Core
+from ..errors import SwarmError
+from ..version import __version__
+from .swarm_report import KnownServer, LastVerdict, Path, SwarmState, swarm_report
+
+log = logging.getLogger(__name__)
+
+_FRESH_SECONDS: Final = 1.0
+_REFRESH_SECONDS: Final = 15.0
+_REFRESH_TIMEOUT: Final = 5.0
+
+Verdicts = Callable[[bytes], Mapping[str, LastVerdict]]
+"""The last verdict of each server by a validator of this machine, for a model version; may take a while."""
+
+
+def no_verdicts(_model_version: bytes) -> Mapping[str, LastVerdict]:
+    return {}
+
+
+def swarm_routes(core: Core, *, peers: Sequence[str] = (), verdicts: Verdicts = no_verdicts) -> list[BaseRoute]:
+    """The route of the swarm as JSON. `peers` are the addresses that this node joined by."""
+    return [Route("/v1/petalnode/swarm", _SwarmEndpoint(core, peers, verdicts).get, methods=["GET"])]
+
+
+class _SwarmEndpoint:
+    """However often it is asked, the report is made once a second, and the swarm asked every 15 s at most."""
+
+    def __init__(self, core: Core, peers: Sequence[str], verdicts: Verdicts) -> None:
+        self._core = core
+        self._peers = tuple(peers)
+        self._verdicts = verdicts
+        self._making = trio.Lock()
+        self._made = -_FRESH_SECONDS
+        self._report: dict[str, Any] = {}
+        self._asked = -_REFRESH_SECONDS
+
+    async def get(self, request: Request) -> Response:
+        async with self._making:
+            if trio.current_time() - self._made >= _FRESH_SECONDS or not self._report:
+                self._look_soon()
+                found = await trio.to_thread.run_sync(self._verdicts, self._core.client.model.version)
+                self._report = swarm_report(self._state(found))
+                self._made = trio.current_time()
+        return JSONResponse(self._report)
+
+    def _look_soon(self) -> None:
+        """Asks for all servers in the background: a client knows only some of a large swarm."""
+        if trio.current_time() - self._asked >= _REFRESH_SECONDS:
+            self._asked = trio.current_time()
+            self._core.client.start_soon(self._look)
+
+    async def _look(self) -> None:
+        client = self._core.client
+        try:
+            await client.swarm.refresh(model_version=client.model.version, timeout=_REFRESH_TIMEOUT)
+            await client.candidates()  # measures round trips
+        except SwarmError as error:
+            log.debug("the swarm page shows what was known: %s", error)
+
+    def _state(self, verdicts: Mapping[str, LastVerdict]) -> SwarmState:
+        client, now = self._core.client, time.time()
+        swarm, version = client.swarm, client.model.version
+        servers = tuple(
+            KnownServer(
+                said,
+                round_trip=client.round_trip(said.peer_id),
+                path=self._path(said.peer_id, said.addrs),
+                reputation=swarm.trust.reputation(said.peer_id),
+                ban=swarm.trust.ban_of(said.peer_id),
+                verdict=verdicts.get(said.peer_id),
+            )
+            for said in swarm.view.servers(version, now=now)
+        )
+        return SwarmState(
+            model=self._core.base.name,
+            model_version=version,
+            num_blocks=client.model.num_blocks,
+            servers=servers,
+            self_id=swarm.peer_id,
+            peers=self._peers,
+            now=now,
+            software_version=__version__,
+        )
+
+    def _path(self, peer_id: str, addrs: Sequence[str]) -> Path | None:
+        swarm = self._core.client.swarm
+        if swarm.is_connected(peer_id):
+            return "direct" if swarm.is_direct(peer_id) else "relay"
+        behind_nat = bool(addrs) and all("/p2p-circuit" in addr for addr in addrs)
+        return "relay" if behind_nat else None

@@ -1,0 +1,72 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { add, branches, messagesTo, newConversation, path, restored, titleOf, turn } from "../../node/web/static/conversations.js";
+
+function asked() {
+  const chat = newConversation(1);
+  const question = add(chat, null, "user", "one?", 2);
+  const answer = add(chat, question.id, "assistant", "1", 3);
+  const second = add(chat, answer.id, "user", "two?", 4);
+  return { chat, question, answer, second };
+}
+
+const shown = (chat) => path(chat).map((node) => node.content);
+
+test("messages stand in their order, and the first question is the title", () => {
+  const { chat } = asked();
+  assert.deepEqual(shown(chat), ["one?", "1", "two?"]);
+  assert.equal(chat.title, "one?");
+});
+
+test("an edited question begins a branch, and the old one is still there", () => {
+  const { chat, question } = asked();
+  const edited = add(chat, question.parent, "user", "three?", 5);
+  assert.deepEqual(shown(chat), ["three?"]);
+  assert.deepEqual(branches(chat, edited.id), { ids: [question.id, edited.id], index: 1 });
+  turn(chat, edited.id, -1);
+  assert.deepEqual(shown(chat), ["one?", "1", "two?"]);
+  turn(chat, question.id, -1); // there is none before
+  assert.deepEqual(shown(chat), ["one?", "1", "two?"]);
+});
+
+test("an answer made anew is a branch, and what followed the old one stays with it", () => {
+  const { chat, question, answer } = asked();
+  const again = add(chat, question.id, "assistant", "uno", 6);
+  assert.deepEqual(shown(chat), ["one?", "uno"]);
+  turn(chat, again.id, -1);
+  assert.deepEqual(shown(chat), ["one?", "1", "two?"]);
+  assert.equal(branches(chat, answer.id).ids.length, 2);
+});
+
+test("what is sent leads to the message that is answered", () => {
+  const { chat, question, second } = asked();
+  add(chat, question.id, "assistant", "uno", 6);
+  chat.system = "Be brief.";
+  assert.deepEqual(messagesTo(chat, second.id), [
+    { role: "system", content: "Be brief." },
+    { role: "user", content: "one?" },
+    { role: "assistant", content: "1" },
+    { role: "user", content: "two?" },
+  ]);
+});
+
+test("an answer of which nothing came is not sent", () => {
+  const { chat, question } = asked();
+  const empty = add(chat, question.id, "assistant", "", 6);
+  const next = add(chat, empty.id, "user", "and?", 7);
+  assert.deepEqual(messagesTo(chat, next.id).map(({ content }) => content), ["one?", "and?"]);
+});
+
+test("an answer that a closed page left open has stopped", () => {
+  const { chat, answer } = asked();
+  answer.state = "answering";
+  const again = restored(JSON.parse(JSON.stringify(chat)));
+  assert.equal(again.nodes[answer.id].state, "stopped");
+  for (const data of [null, {}, { id: "a" }, { id: "a", nodes: { b: {} }, top: {} }]) assert.equal(restored(data), null);
+});
+
+test("titles are one short line of whole characters", () => {
+  assert.equal(titleOf("  a\n b"), "a");
+  assert.equal([...titleOf("😀".repeat(80))].length, 48);
+});
