@@ -234,11 +234,11 @@ class BlockSpan:
     def _run_together(
         self, batch: Sequence[_Member], caches: Sequence[SpanCache], hidden: torch.Tensor
     ) -> torch.Tensor:
-        adapted = any(member.adapter is not None for member in batch)
-        if self.step is not None and not adapted and self.step.takes(caches):
-            return self.step.run(hidden, caches)
+        adapters = _adapter_rows(batch)
+        if self.step is not None and self.step.takes(caches, adapters):
+            return self.step.run(hidden, caches, adapters)
         positions = [max(cache.length - padding, 0) for cache in caches for padding in cache.left_padding]
-        with with_adapters(_adapter_rows(batch)):
+        with with_adapters(adapters):
             return self.stack.run(
                 hidden,
                 RaggedView(caches),

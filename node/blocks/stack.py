@@ -47,11 +47,12 @@ class BlockStack:
         """
         return any(kind in ("dynamic", "longrope") for kind in _rotary_kinds(self._decoder.config))
 
-    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, [1, n, head dim] each, of int64 `positions` [1, n]; a decoder without them raises
-        `AttributeError`."""
+    def rotary(self, positions: torch.Tensor, layer_type: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, [1, n, rotated dim] each, of int64 `positions` [1, n], for blocks of `layer_type` where
+        these have their own; a decoder without them raises `AttributeError`."""
         rotary: Any = self._decoder.get_submodule("rotary_emb")
-        cosines, sines = rotary(torch.zeros(1), positions)
+        types = () if layer_type is None else (layer_type,)
+        cosines, sines = rotary(torch.zeros(1), positions, *types)
         return cosines, sines
 
     def weight_storages(self) -> set[int]:

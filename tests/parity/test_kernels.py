@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
 from petalnode.node.blocks.quantisation import quantiser
 from petalnode.node.blocks.quantisation.matrix import QuantisedLinear
 from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.blocks.span_adapter import AdapterRows, SpanAdapter
 from petalnode.node.errors import MachineError
 from petalnode.node.models.manifest import compute_manifest
 from petalnode.node.models.progress import no_progress
@@ -22,14 +24,19 @@ from petalnode.node.models.sources.gguf_import import import_gguf
 from petalnode.node.verification.judging import distance
 from petalnode.node.verification.tolerances import Kind, find_tolerance
 from petalnode.protocols.ids import Span
+from petalnode.protocols.training import LORA_PARTS, LoraName
 from tests.tiny_gguf import BLOCKS, write_tiny_gguf
-from tests.tiny_models import HIDDEN, save_tiny
+from tests.tiny_models import _SPECS, HIDDEN, save_tiny
 
 needs_kernels = pytest.mark.skipif(
     library.library() is None, reason="the kernels are not built (make setup, with a C compiler)"
 )
 SPAN = Span(1, 4)
-KNOWN = ("llama", "mistral", "qwen2", "qwen2_sliding", "qwen3")
+KNOWN = (
+    "llama", "mistral", "qwen2", "qwen2_sliding", "qwen3", "phi3", "phi3_partial", "gemma2", "gemma3", "gpt2",
+    "mixtral", "qwen3_moe",
+)  # fmt: skip
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +54,18 @@ def pair(folder: Path, span: Span = SPAN, quantisation: str = "none") -> tuple[B
     """The same blocks by torch and by the kernels."""
     options = {"dtype": "float32", "device": "cpu", "quantisation": quantisation}
     return load_span(folder, span, **options), load_span(folder, span, kernels="native", **options)
+
+
+def saved(name: str, folder: Path) -> Path:
+    """A tiny model of `save_tiny`, or of a family that is close to one of these."""
+    if name == "phi3_partial":
+        return save_tiny("phi3", folder, num_attention_heads=2, num_key_value_heads=1, partial_rotary_factor=0.5)
+    if name == "qwen3_moe":
+        fields = {**_SPECS["qwen3"][1], **FEW_EXPERTS, "norm_topk_prob": False}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(_SPECS, name, (name, fields))
+            return save_tiny(name, folder)
+    return save_tiny(name, folder)
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -86,7 +105,7 @@ def conversation(blocks: BlockSpan, *, part: Span | None = None) -> Script:
 @needs_kernels
 @pytest.mark.parametrize("name", KNOWN)
 def test_steps_are_those_of_torch(name: str, tmp_path: Path) -> None:
-    by_torch, native = pair(save_tiny(name, tmp_path / "model"))
+    by_torch, native = pair(saved(name, tmp_path / "model"))
     assert by_torch.step is None and native.step is not None
     for expected, given in zip(conversation(by_torch), conversation(native), strict=True):
         assert off(given, expected) < 1e-5
@@ -122,6 +141,72 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(tmp_path: Path, quantisatio
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "qwen3_moe"])
+def test_steps_do_not_depend_on_the_number_of_threads(name: str, tmp_path: Path) -> None:
+    blocks = load_span(saved(name, tmp_path / "model"), SPAN, dtype="float32", device="cpu", kernels="native")
+    assert blocks.step is not None
+    expected = conversation(blocks)
+    blocks.step.threads = 3
+    assert all(torch.equal(one, other) for one, other in zip(conversation(blocks), expected, strict=True))
+
+
+@needs_kernels
+def test_more_threads_are_used_where_they_are_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny("llama", tmp_path / "model")
+    monkeypatch.setattr(choice, "usable_threads", lambda: 2)
+    for two, expected in ((0.97, 1), (0.6, 2)):
+        seconds = iter([1.0, two])
+        monkeypatch.setattr(choice, "best_time", lambda work, left=seconds: next(left))
+        step = load_span(folder, SPAN, dtype="float32", device="cpu", kernels="native").step
+        assert step is not None and step.threads == expected
+
+
+def lora(blocks: BlockSpan, layers: tuple[str, ...], seed: int, rank: int = 5) -> SpanAdapter:
+    tensors = {}
+    generator = torch.Generator().manual_seed(seed)
+    for block in range(blocks.span.start, blocks.span.end):
+        for path in layers:
+            into, out = blocks.linears[block][path]
+            name = LoraName(block, path, LORA_PARTS[0])
+            tensors[str(name)] = torch.randn(rank, into, generator=generator) * 0.2
+            tensors[str(replace(name, part=LORA_PARTS[1]))] = torch.randn(out, rank, generator=generator) * 0.2
+    return blocks.make_adapter(tensors)
+
+
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "layers", "known"),
+    [
+        ("qwen3", (*ATTENTION, *MLP), True),
+        ("gemma3", (ATTENTION[1], MLP[2]), True),
+        ("mixtral", ATTENTION, True),
+        ("gpt2", ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"), True),
+        ("gpt2", ("attn.c_attn",), False),  # three matrices in one
+    ],
+    ids=["qwen3", "gemma3", "mixtral", "gpt2", "gpt2-together"],
+)
+def test_adapters_of_some_of_the_rows(name: str, layers: tuple[str, ...], known: bool, tmp_path: Path) -> None:
+    answers = []
+    for blocks in pair(save_tiny(name, tmp_path / "model")):
+        adapters = [lora(blocks, layers, 1), None, lora(blocks, layers[:1], 2, rank=16), None]
+        part = Span(2, 4)
+        caches = [blocks.make_cache(batch, 12, None, part) for batch in (1, 2, 1, 1)]
+        for seed, (cache, adapter) in enumerate(zip(caches, adapters, strict=True)):
+            blocks.forward(values(cache.batch, 3 + seed, seed=seed), cache, adapter)
+        if blocks.step is not None:
+            uses = [AdapterRows(adapter, 0, 1, 5) for adapter in adapters if adapter is not None]
+            assert blocks.step.takes(caches, uses) == known
+        for turn in range(2):
+            steps = [(values(cache.batch, 1, seed=9 * turn + index), cache) for index, cache in enumerate(caches)]
+            answers.append(torch.cat(blocks.decode(steps, adapters)))
+    assert off(answers[2], answers[0]) < 1e-5 and off(answers[3], answers[1]) < 1e-5
+
+
+@needs_kernels
 def test_positions_behind_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("llama", tmp_path / "model")
     expected = conversation(load_span(folder, SPAN, dtype="float32", device="cpu", kernels="native"))
@@ -142,7 +227,7 @@ def test_more_rows_than_the_kernels_take_go_to_torch(tmp_path: Path) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "phi3", "mixtral", "falcon"])
+@pytest.mark.parametrize("name", ["bloom", "granite", "gpt_oss", "falcon"])
 def test_other_blocks_go_to_torch(name: str, tmp_path: Path) -> None:
     by_torch, native = pair(save_tiny(name, tmp_path / "model"))
     assert native.step is None
@@ -155,7 +240,7 @@ def test_a_step_that_computes_something_else_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = choice.SpanStep.run
-    monkeypatch.setattr(choice.SpanStep, "run", lambda self, hidden, caches: right(self, hidden, caches) * 1.001)
+    monkeypatch.setattr(choice.SpanStep, "run", lambda *given: right(*given) * 1.001)
     _, native = pair(save_tiny("llama", tmp_path / "model"))
     assert native.step is None
     assert "the compiled kernels differ" in caplog.text
@@ -237,10 +322,13 @@ def test_packed_weights_that_are_slower_stay_float32(gguf_folder: Path, monkeypa
 
 
 @needs_kernels
-@pytest.mark.parametrize("quantisation", ["int8", "nf4"])
-def test_quantised_weights_by_the_kernels(tmp_path: Path, quantisation: str) -> None:
-    wide = {"intermediate_size": 128}  # whole blocks of NF4
-    by_torch, native = pair(save_tiny("llama", tmp_path / "model", **wide), SPAN, quantisation)
+@pytest.mark.parametrize(
+    ("name", "quantisation"),
+    [("llama", "int8"), ("llama", "nf4"), ("phi3", "int8"), ("gpt2", "nf4"), ("mixtral", "int8")],
+)
+def test_quantised_weights_by_the_kernels(tmp_path: Path, name: str, quantisation: str) -> None:
+    wide = {} if name == "gpt2" else {"intermediate_size": 128}  # whole blocks of NF4
+    by_torch, native = pair(save_tiny(name, tmp_path / "model", **wide), SPAN, quantisation)
     assert native.quantisation == quantisation and native.step is not None
     for expected, given in zip(conversation(by_torch), conversation(native), strict=True):
         assert off(given, expected) < (1e-2 if quantisation == "int8" else 3e-2)  # torch's round activations or scales

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -164,6 +167,59 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(isa: str) -> None:
             assert torch.equal(matrix.product(rows[-count:]), together[-count:]), (name, count)
 
 
+def product(matrix: TiledMatrix, rows: torch.Tensor, threads: int) -> torch.Tensor:
+    output = torch.empty(len(rows), matrix.shape[0])
+    scratch = torch.empty(len(rows) * matrix.shape[1])
+    found().functions.petalnode_multiply(
+        ctypes.byref(matrix.described), rows.data_ptr(), len(rows), output.data_ptr(), scratch.data_ptr(), threads
+    )
+    return output
+
+
+def test_results_do_not_depend_on_the_number_of_threads(isa: str) -> None:
+    for name, matrix, values in matrices():
+        rows = rows_for(values, 32)
+        alone = product(matrix, rows, 1)
+        for threads in (2, 3, 100):
+            assert torch.equal(product(matrix, rows, threads), alone), (name, threads)
+
+
+def test_several_callers_at_once() -> None:
+    """One of them has the helpers; the others compute alone meanwhile."""
+    _, matrix, values = matrices()[0]
+    rows = rows_for(values, 8)
+    expected = product(matrix, rows, 1)
+
+    def work(_: int) -> bool:
+        return all(torch.equal(product(matrix, rows, 2), expected) for _ in range(50))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, range(6)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_of_a_fork_has_helpers_of_its_own() -> None:
+    _, matrix, values = matrices()[0]
+    rows = rows_for(values, 8)
+    expected = product(matrix, rows, 2).numpy().tobytes()
+    output, scratch = torch.empty(8, SHAPE[0]), torch.empty(8 * SHAPE[1])
+    given = ctypes.byref(matrix.described), rows.data_ptr(), 8, output.data_ptr(), scratch.data_ptr(), 3
+    held, call = output.numpy(), found().functions.petalnode_multiply  # no torch in the child, whose pools are gone too
+
+    def right() -> bool:
+        held[:] = 0
+        call(*given)
+        return bool(held.tobytes() == expected)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a process that has threads
+        child = os.fork()
+    if not child:
+        os._exit(0 if all(right() for _ in range(20)) else 1)
+    assert right()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_gradients_are_those_of_the_values(isa: str) -> None:
     for name, matrix, values in matrices():
         rows = rows_for(values, 3).requires_grad_()
@@ -184,7 +240,7 @@ def test_row_major_weights_with_a_bias(isa: str, dtype: torch.dtype) -> None:
     for count in (32, 7, 1):
         output = torch.empty(count, 37)
         found().functions.petalnode_multiply(
-            ctypes.byref(described), rows.data_ptr(), count, output.data_ptr(), torch.empty(512).data_ptr()
+            ctypes.byref(described), rows.data_ptr(), count, output.data_ptr(), torch.empty(512).data_ptr(), 1
         )
         exact = rows[:count].double() @ weight.double().t() + bias
         assert (output - exact).norm() < 1e-6 * exact.norm()
@@ -209,6 +265,18 @@ def test_all_forms_have_the_sizes_that_they_say() -> None:
         kinds = form.kinds((40, 256))
         assert kinds["weight"][1][0] == 3, name
         assert ("offset" in kinds) == form.offset
+
+
+def test_no_more_threads_than_torch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 5}, raising=False)
+    for of_torch, expected in ((1, 1), (2, 2), (16, 3)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=of_torch: count)
+        assert library_module.usable_threads() == expected
+
+
+def test_without_kernels_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library_module.ISA_VARIABLE, "none")
+    assert library.__wrapped__() is None
 
 
 def test_an_unknown_choice_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from ...models.quantisation import Kernels
 from ..cache import BlockCacheSpec, SpanCache
 from ..dot import best_time
 from ..stack import BlockStack
-from .library import Library, library
+from .library import Library, library, usable_threads
 from .step import SpanStep, Unsuitable
 
 _log = logging.getLogger(__name__)
@@ -81,9 +81,10 @@ def find_step(
             if not difference <= _TOLERANCE:
                 _log.warning("torch computes decode steps: the compiled kernels differ by %.1g", difference)
                 return None
+        alone = sessions[:1]
+        _choose_threads(step, lambda: span.decode([(hidden, _back(cache)) for hidden, cache in alone]))
         if always:
             return step
-        alone = sessions[:1]
         own = best_time(lambda: span.decode([(hidden, _back(cache)) for hidden, cache in alone]))
         span.step = None
         torchs = best_time(lambda: span.decode([(hidden, _back(cache)) for hidden, cache in alone]))
@@ -91,6 +92,17 @@ def find_step(
         return step if own <= _WORTH * torchs else None
     finally:
         span.step = None
+
+
+def _choose_threads(step: SpanStep, run: Callable[[], object]) -> None:
+    """Lets as many threads compute a step as are quicker than one."""
+    most = usable_threads()
+    if most == 1:
+        return
+    alone = best_time(run)
+    step.threads = most
+    if not best_time(run) <= _WORTH * alone:
+        step.threads = 1
 
 
 def _sessions(span: Decoder) -> list[tuple[torch.Tensor, SpanCache]]:

@@ -1,12 +1,14 @@
-/* Products of weight matrices with a few rows of float32 values, and a decode step of Llama-like blocks.
+/* Products of weight matrices with a few rows of float32 values, and a decode step of transformer blocks.
  *
  * Weights are multiplied in the form in which they are held; activations stay float32, so that results are exact to
- * rounding. No dependencies. The second half of this file is compiled once for each instruction set: the file includes
- * itself with ISA defined. `petalnode_select` takes the best one that the processor has.
+ * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
+ * calls. products.h and step.h are included once for each instruction set, with ISA defined; `petalnode_select` takes
+ * the best one that the processor has. threads.h has the threads that help, packing.h finds the forms of weights.
  *
- * Two promises hold for every function and every instruction set:
+ * Three promises hold for every function and every instruction set:
  *   - the result for a row does not depend on the rows beside it, to the bit: each result is summed in an order that
  *     follows from the shape of the matrix alone;
+ *   - nor on the number of threads;
  *   - `unpack` gives to the bit the float32 values that the packed weights stand for.
  *
  * Packed forms hold 16 rows (outputs) side by side, one in each lane of a vector, in "tiles"; outputs behind the last
@@ -16,7 +18,9 @@
  *   scales and offsets: [inputs / block][16] float16 or float32, one for each block of a row's inputs.
  * Forms of 16 and 32 bits are row-major, as checkpoints have them.
  */
-#ifndef ISA
+#if defined(__linux__)
+#define _GNU_SOURCE /* threads, beside C11 */
+#endif
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -36,8 +40,10 @@
 #define INLINE static inline __attribute__((always_inline, unused))
 
 #define LANES 16
-#define INTERFACE 1 /* of this file towards library.py */
+#define INTERFACE_VERSION 2 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
+#define GROUP (4 * LANES) /* outputs in a piece of work */
+#define GROUPS(matrix) (((matrix)->out + GROUP - 1) / GROUP)
 
 enum form {
     FORM_F32 = 0,
@@ -50,10 +56,11 @@ enum form {
     FORM_Q8_WIDE = 7,  /* the same with float32 */
     FORM_Q8_PLAIN = 8, /* scale * code; scale float32 */
     FORM_Q8_HALF = 9,  /* scale * code; scale float16 */
+    FORM_F32_COLUMNS = 10, /* the transpose in float32; `block` is the length of its rows */
 };
 
 #define HALF_SCALES(form) ((form) == FORM_Q4 || (form) == FORM_Q8 || (form) == FORM_Q8_HALF)
-#define HAS_OFFSETS(form) ((form) != FORM_NF4 && (form) != FORM_Q8_PLAIN && (form) != FORM_Q8_HALF)
+#define HAS_OFFSETS(form) ((form) == FORM_Q4 || (form) == FORM_Q4_WIDE || (form) == FORM_Q8 || (form) == FORM_Q8_WIDE)
 
 struct matrix {
     int32_t form, out, in, block;
@@ -68,15 +75,46 @@ struct row {
     int64_t batch, row, max_length, length, padding;
 };
 
+/* One block. What may be NULL, and then is not there: biases, norms of queries and keys, norms of what attention and MLP
+ * give, the gate's codes. With `experts`, these are in place of gate, up and down. */
 struct block {
-    const float *input_norm, *output_norm, *query_norm, *key_norm; /* the last two may be NULL */
-    int64_t window;                                                /* tokens that are looked at, 0: all */
-    struct matrix query, key, value, output, gate, up, down;
+    const float *input_norm, *input_bias, *output_norm, *output_bias, *query_norm, *key_norm, *attention_norm, *mlp_norm;
+    int64_t window;          /* tokens that are looked at, 0: all */
+    int32_t rotary, experts; /* which of the tables of cosines and sines; how many */
+    float scale;             /* of the scores of attention */
+    int32_t unused;
+    struct matrix query, key, value, output, gate, up, down, router;
+    const struct matrix *expert; /* [experts][3]: gate, up, down */
 };
 
+enum activation { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
+
+/* `inner`: the most outputs of a gate; `chosen`: experts of a token, whose shares are made to add up to one or not. */
 struct shape {
-    int32_t hidden, heads, kv_heads, head_dim, inner, unused;
-    float eps, scale;
+    int32_t hidden, heads, kv_heads, head_dim, inner, rotary_dim, activation, chosen, shares_add_up;
+    float eps, softcap; /* 0: none */
+};
+
+enum layer { LAYER_QUERY, LAYER_KEY, LAYER_VALUE, LAYER_OUTPUT, LAYER_GATE, LAYER_UP, LAYER_DOWN };
+
+/* LoRA (Hu et al. 2021) of one layer for rows `first` .. `first + rows - 1`: float32 matrices, factors included. */
+struct change {
+    int32_t block, layer;
+    int64_t first, rows;
+    struct matrix down, up;
+};
+
+/* One token of each row through the blocks: `hidden` [number][hidden] in place, keys and values into the rows' caches.
+ * `cosines`, `sines` [tables][number][rotary_dim]. `changes` in the order of their blocks. `scratch`: what
+ * petalnode_step_scratch says, `score_count` for each thread. */
+struct step {
+    const struct shape *shape;
+    const struct block *blocks;
+    const struct row *rows;
+    const struct change *changes;
+    int64_t count, number, changed, score_count;
+    const float *cosines, *sines;
+    float *hidden, *scratch;
 };
 
 static const float NF4_TABLE[LANES] = {
@@ -135,12 +173,18 @@ INLINE float exponential(float x) {
     return (sum * rest * rest + rest + 1.0f) * bits_float(exponent << 23);
 }
 
+/* To about 1e-7 of the whole range. */
+INLINE float hyperbolic_tangent(float x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
+
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+#include "threads.h"
+
 struct kernels {
     const char *name;
-    void (*multiply)(const struct matrix *, const float *x, int64_t rows, float *y, float *scratch);
+    void (*multiply)(const struct matrix *, const float *x, int64_t rows, float *y, float *scratch, int64_t threads);
     void (*unpack)(const struct matrix *, int64_t first, int64_t last, float *panel);
-    void (*step)(const struct shape *, const struct block *, int64_t blocks, const struct row *, int64_t rows,
-                 const float *cosines, const float *sines, float *hidden, float *scratch);
+    void (*step)(const struct step *, int64_t threads);
 };
 
 struct choice {
@@ -188,7 +232,8 @@ INLINE float total_plain(V_plain a) {
 #define ROW_TILE 2
 #define OUTPUTS 2
 #define UNROLL
-#include "kernels.c"
+#include "products.h"
+#include "step.h"
 #undef UNROLL
 /* Loops over the registers of a tile are unrolled, or the tile would not be kept in registers. */
 #if defined(__clang__)
@@ -254,7 +299,8 @@ INLINE float total_avx2(V_avx2 v) {
 #define TILES_MANY 1
 #define ROW_TILE 4
 #define OUTPUTS 2
-#include "kernels.c"
+#include "products.h"
+#include "step.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), apply_to = function)
@@ -297,7 +343,8 @@ INLINE float total_avx512(V_avx512 v) {
 #define TILES_MANY 2
 #define ROW_TILE 8
 #define OUTPUTS 4
-#include "kernels.c"
+#include "products.h"
+#include "step.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
@@ -355,7 +402,8 @@ INLINE float total_neon(V_neon a) {
 #define TILES_MANY 1
 #define ROW_TILE 4
 #define OUTPUTS 2
-#include "kernels.c"
+#include "products.h"
+#include "step.h"
 #endif
 
 /* --- choice of instruction set --- */
@@ -403,12 +451,14 @@ EXPORT const char *petalnode_select(const char *name) {
     return NULL;
 }
 
-EXPORT int32_t petalnode_interface(void) { return INTERFACE; }
+EXPORT int32_t petalnode_interface(void) { return INTERFACE_VERSION; }
 
-/* y [rows][out] = x [rows][in] times the transpose of the matrix, plus its bias.
- * `scratch`: MOST_ROWS * (in / block + 16) float32. */
-EXPORT void petalnode_multiply(const struct matrix *matrix, const float *x, int64_t rows, float *y, float *scratch) {
-    chosen->multiply(matrix, x, rows, y, scratch);
+/* y [rows][out] = x [rows][in] times the transpose of the matrix, plus its bias. `scratch`: rows * in / block float32. */
+EXPORT void petalnode_multiply(const struct matrix *matrix, const float *x, int64_t rows, float *y, float *scratch,
+                               int64_t threads) {
+    threads = claim_threads(threads);
+    chosen->multiply(matrix, x, rows, y, scratch, threads);
+    release_threads(threads);
 }
 
 /* Rows 16 first .. 16 last - 1 of the matrix as float32, transposed: panel [in][16 (last - first)]. */
@@ -416,540 +466,17 @@ EXPORT void petalnode_unpack(const struct matrix *matrix, int64_t first, int64_t
     chosen->unpack(matrix, first, last, panel);
 }
 
-/* One token of each row through the blocks: hidden [rows][hidden] in place, keys and values into the rows' caches.
- * `cosines`, `sines` [rows][head_dim]. `scratch`: petalnode_step_scratch float32. */
-EXPORT void petalnode_step(const struct shape *shape, const struct block *blocks, int64_t count, const struct row *rows,
-                           int64_t number, const float *cosines, const float *sines, float *hidden, float *scratch) {
-    chosen->step(shape, blocks, count, rows, number, cosines, sines, hidden, scratch);
+EXPORT void petalnode_step(const struct step *step, int64_t threads) {
+    threads = claim_threads(threads);
+    chosen->step(step, threads);
+    release_threads(threads);
 }
 
-EXPORT int64_t petalnode_step_scratch(const struct shape *shape, int64_t rows, int64_t longest) {
-    int64_t wide = shape->heads * shape->head_dim, narrow = shape->kv_heads * shape->head_dim;
-    int64_t values = 2 * (int64_t)shape->hidden + 2 * wide + 2 * narrow + 2 * (int64_t)shape->inner;
-    int64_t in = shape->inner > wide ? shape->inner : wide;
-    in = in > shape->hidden ? in : shape->hidden;
-    return rows * values + shape->heads * (longest + LANES) + MOST_ROWS * (in + LANES);
+/* float32 of a step's scratch, of which each of `threads` has `score_count` at the end. */
+EXPORT int64_t petalnode_step_scratch(const struct shape *s, int64_t rows, int64_t score_count, int64_t threads) {
+    int64_t wide = most(s->heads * s->head_dim, s->hidden), narrow = s->kv_heads * s->head_dim;
+    int64_t values = 2 * s->hidden + 2 * wide + 2 * narrow + 2 * s->inner + most(s->inner, wide) / LANES + 1;
+    return rows * values + threads * score_count;
 }
 
-/* --- packing: finds the few numbers that float32 weights were made of, or says that they were not --- */
-
-/* Whether scale * (0 .. levels - 1) + offset gives all the values to the bit; the codes, if so. */
-static int affine(const float *values, int count, int levels, float scale, float offset, uint8_t *codes) {
-    for (int index = 0; index < count; index++) {
-        float code = scale ? (values[index] - offset) / scale + 0.5f : 0.0f;
-        if (!(code >= 0.0f && code < (float)levels)) return 0;
-        int whole = (int)code;
-        if (scale * (float)whole + offset != values[index]) return 0;
-        codes[index] = (uint8_t)whole;
-    }
-    return 1;
-}
-
-/* A block of 32 whose least value is its offset: GGUF's Q4_1 and Q5_1, and Q4_0 and Q5_0, whose value of the largest
- * magnitude is -levels / 2 scales. */
-static int find_affine(const float *values, int levels, uint16_t *scale, uint16_t *offset, uint8_t *codes) {
-    float least = values[0], most = values[0], largest = values[0];
-    for (int index = 1; index < 32; index++) {
-        float value = values[index];
-        if (value < least) least = value;
-        if (value > most) most = value;
-        if ((value < 0 ? -value : value) > (largest < 0 ? -largest : largest)) largest = value;
-    }
-    if (!(least >= -60000.0f && most <= 60000.0f)) return 0;
-    float middle = (float)(levels / 2);
-    *scale = float_half(-largest / middle);
-    *offset = float_half(-middle * half_float(*scale));
-    if (affine(values, 32, levels, half_float(*scale), half_float(*offset), codes)) return 1;
-    *offset = float_half(least);
-    if (half_float(*offset) != least) return 0;
-    for (int top = levels - 1; top > 0; top--) {
-        uint16_t near = float_half((most - least) / (float)top);
-        for (int step = -1; step <= 1; step++) {
-            *scale = (uint16_t)(near + step);
-            if (near + step < 0) continue;
-            if (affine(values, 32, levels, half_float(*scale), least, codes)) return 1;
-        }
-        if (most == least) break;
-    }
-    return 0;
-}
-
-/* A block of 32 whose values are whole multiples, up to 127, of a float16: GGUF's Q8_0. */
-static int find_multiples(const float *values, uint16_t *scale, int8_t *codes) {
-    float largest = 0.0f;
-    for (int index = 0; index < 32; index++) {
-        float size = values[index] < 0 ? -values[index] : values[index];
-        if (size > largest) largest = size;
-    }
-    if (!(largest <= 60000.0f)) return 0;
-    for (int top = 127; top > 63; top--) {
-        uint16_t near = float_half(largest / (float)top);
-        for (int step = -1; step <= 1; step++) {
-            if (near + step < 0) continue;
-            *scale = (uint16_t)(near + step);
-            float unit = half_float(*scale);
-            int index = 0;
-            for (; index < 32; index++) {
-                float code = unit ? values[index] / unit : 0.0f;
-                if (!(code >= -127.5f && code <= 127.5f)) break;
-                codes[index] = (int8_t)(code < 0 ? code - 0.5f : code + 0.5f);
-                if (unit * (float)codes[index] != values[index]) break;
-            }
-            if (index == 32) return 1;
-        }
-        if (largest == 0.0f) break;
-    }
-    return 0;
-}
-
-/* A block of 16 whose values are whole multiples, -32 .. 31, of a float32: GGUF's Q6_K. */
-static int find_wide_multiples(const float *values, float *scale, int8_t *codes) {
-    float smallest = 0.0f;
-    for (int index = 0; index < 16; index++) {
-        float size = values[index] < 0 ? -values[index] : values[index];
-        if (!(size < 1e30f)) return 0;
-        if (size > 0 && (smallest == 0.0f || size < smallest)) smallest = size;
-    }
-    for (int least = 1; least <= 32; least++) {
-        *scale = smallest / (float)least;
-        int index = 0;
-        for (; index < 16; index++) {
-            float code = smallest > 0 ? values[index] / *scale : 0.0f;
-            if (!(code >= -32.5f && code <= 32.5f)) break;
-            codes[index] = (int8_t)(code < 0 ? code - 0.5f : code + 0.5f);
-            if (*scale * (float)codes[index] != values[index]) break;
-        }
-        if (index == 16) return 1;
-        if (smallest == 0.0f) break;
-    }
-    return 0;
-}
-
-/* The nearest number of 17 significant bits: what a float16 times a scale of 6 bits has at most. */
-INLINE float seventeen_bits(float value) { return bits_float((float_bits(value) + 0x40u) & ~0x7fu); }
-
-/* A block of 32 whose values are scale * (0 .. levels - 1) + offset with scale and offset of 17 bits: GGUF's Q4_K, Q5_K. */
-static int find_wide_affine(const float *values, int levels, float *scale, float *offset, uint8_t *codes) {
-    float least = values[0], most = values[0];
-    for (int index = 1; index < 32; index++) {
-        if (values[index] < least) least = values[index];
-        if (values[index] > most) most = values[index];
-    }
-    if (!(least > -1e30f && most < 1e30f)) return 0;
-    *scale = 0.0f;
-    *offset = least;
-    if (most == least) return affine(values, 32, levels, 0.0f, least, codes);
-    for (int range = levels - 1; range > 0; range--) {
-        *scale = seventeen_bits((most - least) / (float)range);
-        for (int first = 0; first + range < levels; first++) { /* the code of the least value */
-            *offset = seventeen_bits(least - *scale * (float)first);
-            if (affine(values, 32, levels, *scale, *offset, codes)) return 1;
-        }
-    }
-    return 0;
-}
-
-/* Packs float32 weights [out][in] if `form` holds them to the bit: one of 4 or 8 bits, in blocks of 16 for Q8_PLAIN and
- * of 32 for the others. `codes`, `scales` and `offsets` are zeroed before. Returns whether it does. */
-EXPORT int32_t petalnode_pack(int32_t form, const float *weights, int64_t out, int64_t in, void *codes, void *scales,
-                              void *offsets) {
-    int64_t block = form == FORM_Q8_PLAIN ? 16 : 32, count = in / block;
-    if (in % 32) return 0;
-    for (int64_t row = 0; row < out; row++) {
-        int64_t tile = row / LANES, lane = row % LANES;
-        for (int64_t number = 0; number < count; number++) {
-            const float *values = weights + row * in + number * block;
-            int64_t place = (tile * count + number) * LANES + lane, first = number * block;
-            uint8_t found[32];
-            int8_t *whole = (int8_t *)found;
-            const int levels = form == FORM_Q4 || form == FORM_Q4_WIDE ? 16 : 32;
-            if (form == FORM_Q4_WIDE || form == FORM_Q8_WIDE) {
-                if (!find_wide_affine(values, levels, (float *)scales + place, (float *)offsets + place, found)) return 0;
-            } else if (form == FORM_Q4 || form == FORM_Q8) {
-                if (!find_affine(values, levels, (uint16_t *)scales + place, (uint16_t *)offsets + place, found)) return 0;
-            } else if (form == FORM_Q8_HALF) {
-                if (!find_multiples(values, (uint16_t *)scales + place, whole)) return 0;
-            } else if (!find_wide_multiples(values, (float *)scales + place, whole)) {
-                return 0;
-            }
-            for (int64_t index = 0; index < block; index++) {
-                int64_t input = first + index;
-                if (levels == 16)
-                    ((uint32_t *)codes)[(tile * (in / 8) + input / 8) * LANES + lane] |=
-                        (uint32_t)((found[index] - 8) & 15) << 4 * (input % 8);
-                else
-                    ((int8_t *)codes)[(tile * in + input) * LANES + lane] = whole[index];
-            }
-        }
-    }
-    return 1;
-}
-
-/* NF4 codes [out][in / 2], two to a byte with the first in the high half, into tiles. `codes` is zeroed before. */
-EXPORT void petalnode_tile_nf4(const uint8_t *pairs, int64_t out, int64_t in, uint32_t *codes) {
-    for (int64_t row = 0; row < out; row++)
-        for (int64_t input = 0; input < in; input++) {
-            uint32_t code = pairs[(row * in + input) / 2] >> (input % 2 ? 0 : 4) & 15u;
-            codes[(row / LANES * (in / 8) + input / 8) * LANES + row % LANES] |= code << 4 * (input % 8);
-        }
-}
-
-#else /* ISA: what follows is compiled for each instruction set */
-
-#define V NAME(V)
-#define I NAME(I)
-
-/* `total` values added up in lanes, then the lanes. */
-INLINE float NAME(dot)(const float *x, const float *y, int64_t count) {
-    V sum = NAME(zero)();
-    for (int64_t index = 0; index < count; index += LANES)
-        sum = NAME(fma)(NAME(load)(x + index), NAME(load)(y + index), sum);
-    return NAME(total)(sum);
-}
-
-/* --- products with tiles of 16 rows side by side --- */
-
-INLINE V NAME(number)(const void *from, int64_t place, int half) {
-    return half ? NAME(half)((const uint16_t *)from + place) : NAME(load)((const float *)from + place);
-}
-
-/* `tiles` tiles from `tile` on, times `rows` rows of x. `kind`: 4 (codes), 5 (NF4) or 8. */
-INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int rows, int64_t tile, const float *x,
-                        const float *sums, float *y) {
-    const int half = HALF_SCALES(m->form), offset = HAS_OFFSETS(m->form);
-    const int64_t in = m->in, block = m->block, count = in / block;
-    const int64_t words = kind == 8 ? in * LANES : in / 8 * LANES;
-    V total[4][MOST_ROWS];
-    UNROLL for (int t = 0; t < tiles; t++)
-        UNROLL for (int r = 0; r < rows; r++) total[t][r] = NAME(zero)();
-    for (int64_t number = 0; number < count; number++) {
-        V part[4][MOST_ROWS];
-        UNROLL for (int t = 0; t < tiles; t++)
-            UNROLL for (int r = 0; r < rows; r++) part[t][r] = NAME(zero)();
-        const float *xs = x + number * block;
-        if (kind == 8) {
-            const int8_t *codes = (const int8_t *)m->codes + tile * words + number * block * LANES;
-            for (int64_t k = 0; k < block; k++) {
-                V w[4];
-                UNROLL for (int t = 0; t < tiles; t++) {
-                    w[t] = NAME(bytes)(codes + t * words + k * LANES);
-                    if (k % 4 == 0) __builtin_prefetch(codes + (tiles + t) * words + k * LANES);
-                }
-                UNROLL for (int r = 0; r < rows; r++) {
-                    V value = NAME(set)(xs[r * in + k]);
-                    UNROLL for (int t = 0; t < tiles; t++) part[t][r] = NAME(fma)(w[t], value, part[t][r]);
-                }
-            }
-        } else {
-            const uint32_t *codes = (const uint32_t *)m->codes + tile * words + number * block / 8 * LANES;
-            for (int64_t k = 0; k < block; k += 8) {
-                I eight[4];
-                UNROLL for (int t = 0; t < tiles; t++) {
-                    eight[t] = NAME(words)(codes + t * words + k / 8 * LANES);
-                    __builtin_prefetch(codes + (tiles + t) * words + k / 8 * LANES); /* for the tiles that come next */
-                }
-                UNROLL for (int j = 0; j < 8; j++) {
-                    V w[4];
-                    UNROLL for (int t = 0; t < tiles; t++)
-                        w[t] = kind == 5 ? NAME(table4)(eight[t], j) : NAME(signed4)(eight[t], j);
-                    UNROLL for (int r = 0; r < rows; r++) {
-                        V value = NAME(set)(xs[r * in + k + j]);
-                        UNROLL for (int t = 0; t < tiles; t++) part[t][r] = NAME(fma)(w[t], value, part[t][r]);
-                    }
-                }
-            }
-        }
-        UNROLL for (int t = 0; t < tiles; t++) {
-            int64_t place = ((tile + t) * count + number) * LANES;
-            V scale = NAME(number)(m->scales, place, half);
-            UNROLL for (int r = 0; r < rows; r++) total[t][r] = NAME(fma)(scale, part[t][r], total[t][r]);
-            if (offset) {
-                V add = NAME(number)(m->offsets, place, half);
-                if (kind == 4) add = NAME(fma)(scale, NAME(set)(8.0f), add); /* codes are held as code - 8 */
-                UNROLL for (int r = 0; r < rows; r++)
-                    total[t][r] = NAME(fma)(add, NAME(set)(sums[r * count + number]), total[t][r]);
-            }
-        }
-    }
-    UNROLL for (int t = 0; t < tiles; t++) {
-        int64_t first = (tile + t) * LANES, left = m->out - first;
-        UNROLL for (int r = 0; r < rows; r++) {
-            float *into = y + (int64_t)r * m->out + first;
-            if (left >= LANES) {
-                V result = total[t][r];
-                if (m->bias) result = NAME(add)(result, NAME(load)(m->bias + first));
-                NAME(store)(into, result);
-            } else {
-                float last[LANES];
-                NAME(store)(last, total[t][r]);
-                for (int64_t lane = 0; lane < left; lane++) into[lane] = last[lane] + (m->bias ? m->bias[first + lane] : 0.0f);
-            }
-        }
-    }
-}
-
-/* A function for each kind and size of tile: `rows` rows of x and as many tiles of the matrix as registers hold. */
-#define TILES(kind, rows, tiles)                                                                                      \
-    static __attribute__((noinline)) void NAME(many_##kind##_##rows)(                                                 \
-        const struct matrix *m, int64_t tile, const float *x, const float *sums, float *y) {                          \
-        NAME(tile_product)(m, kind, tiles, rows, tile, x, sums, y);                                                          \
-    }                                                                                                                 \
-    static __attribute__((noinline)) void NAME(one_##kind##_##rows)(                                                  \
-        const struct matrix *m, int64_t tile, const float *x, const float *sums, float *y) {                          \
-        NAME(tile_product)(m, kind, 1, rows, tile, x, sums, y);                                                              \
-    }
-#if ROW_TILE >= 8
-#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE) TILES(kind, 4, TILES_MANY) TILES(kind, 8, TILES_MANY)
-#define CHOICES(kind)                                                                                                 \
-    { CHOICE(kind, 8, TILES_MANY), CHOICE(kind, 4, TILES_MANY), CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE) }
-#elif ROW_TILE >= 4
-#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE) TILES(kind, 4, TILES_MANY)
-#define CHOICES(kind) { CHOICE(kind, 4, TILES_MANY), CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE) }
-#else
-#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE)
-#define CHOICES(kind) { CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE) }
-#endif
-#define CHOICE(kind, rows, tiles) {rows, tiles, NAME(many_##kind##_##rows), NAME(one_##kind##_##rows)}
-ALL_TILES(4)
-ALL_TILES(5)
-ALL_TILES(8)
-static const struct choice NAME(choices_4)[] = CHOICES(4), NAME(choices_5)[] = CHOICES(5), NAME(choices_8)[] = CHOICES(8);
-
-static void NAME(tiled)(const struct matrix *m, const struct choice *choice, const float *x, int64_t rows, float *y,
-                        float *sums) {
-    const int64_t all = (m->out + LANES - 1) / LANES, in = m->in, count = in / m->block;
-    for (int64_t done = 0; done < rows;) {
-        while (choice->rows > rows - done) choice++; /* the largest first, rows of one at the end */
-        if (HAS_OFFSETS(m->form))
-            for (int64_t r = 0; r < choice->rows; r++)
-                for (int64_t number = 0; number < count; number++) {
-                    V sum = NAME(zero)();
-                    for (int64_t k = 0; k < m->block; k += LANES)
-                        sum = NAME(add)(sum, NAME(load)(x + r * in + number * m->block + k));
-                    sums[r * count + number] = NAME(total)(sum);
-                }
-        int64_t tile = 0;
-        for (; tile + choice->tiles <= all; tile += choice->tiles) choice->many(m, tile, x, sums, y);
-        for (; tile < all; tile++) choice->one(m, tile, x, sums, y);
-        done += choice->rows;
-        x += choice->rows * in;
-        y += choice->rows * (int64_t)m->out;
-    }
-}
-#undef TILES
-#undef ALL_TILES
-#undef CHOICES
-#undef CHOICE
-
-/* --- products with row-major weights: lanes run along the inputs --- */
-
-INLINE V NAME(weights)(const struct matrix *m, int64_t place, int form) {
-    if (form == FORM_F32) return NAME(load)((const float *)m->codes + place);
-    if (form == FORM_BF16) return NAME(brain)((const uint16_t *)m->codes + place);
-    return NAME(half)((const uint16_t *)m->codes + place);
-}
-
-INLINE void NAME(outputs)(const struct matrix *m, int form, int outputs, int rows, int64_t first, const float *x, float *y) {
-    const int64_t in = m->in;
-    V total[OUTPUTS][4];
-    UNROLL for (int o = 0; o < outputs; o++)
-        UNROLL for (int r = 0; r < rows; r++) total[o][r] = NAME(zero)();
-    for (int64_t k = 0; k < in; k += LANES) {
-        V value[4];
-        UNROLL for (int r = 0; r < rows; r++) value[r] = NAME(load)(x + r * in + k);
-        UNROLL for (int o = 0; o < outputs; o++) {
-            V w = NAME(weights)(m, (first + o) * in + k, form);
-            UNROLL for (int r = 0; r < rows; r++) total[o][r] = NAME(fma)(w, value[r], total[o][r]);
-        }
-    }
-    UNROLL for (int o = 0; o < outputs; o++)
-        UNROLL for (int r = 0; r < rows; r++) {
-            float bias = m->bias ? m->bias[first + o] : 0.0f;
-            y[(int64_t)r * m->out + first + o] = NAME(total)(total[o][r]) + bias;
-        }
-}
-
-static void NAME(row_major)(const struct matrix *m, int form, const float *x, int64_t rows, float *y) {
-    /* Outputs outside, in panels that stay in the processor's nearest cache while all rows are taken. */
-    for (int64_t panel = 0; panel < m->out; panel += 16) {
-        int64_t end = panel + 16 < m->out ? panel + 16 : m->out;
-        for (int64_t done = 0; done < rows;) {
-            int take = rows - done >= 4 && ROW_TILE >= 4 ? 4 : rows - done >= 2 ? 2 : 1;
-            const float *xs = x + done * m->in;
-            float *ys = y + done * m->out;
-            int64_t first = panel;
-            for (; first + OUTPUTS <= end; first += OUTPUTS) {
-                if (take == 4) NAME(outputs)(m, form, OUTPUTS, 4, first, xs, ys);
-                else if (take == 2) NAME(outputs)(m, form, OUTPUTS, 2, first, xs, ys);
-                else NAME(outputs)(m, form, OUTPUTS, 1, first, xs, ys);
-            }
-            for (; first < end; first++) {
-                if (take == 4) NAME(outputs)(m, form, 1, 4, first, xs, ys);
-                else if (take == 2) NAME(outputs)(m, form, 1, 2, first, xs, ys);
-                else NAME(outputs)(m, form, 1, 1, first, xs, ys);
-            }
-            done += take;
-        }
-    }
-}
-
-static void NAME(multiply)(const struct matrix *m, const float *x, int64_t rows, float *y, float *scratch) {
-    switch (m->form) {
-    case FORM_F32: NAME(row_major)(m, FORM_F32, x, rows, y); break;
-    case FORM_BF16: NAME(row_major)(m, FORM_BF16, x, rows, y); break;
-    case FORM_F16: NAME(row_major)(m, FORM_F16, x, rows, y); break;
-    case FORM_Q4: case FORM_Q4_WIDE: NAME(tiled)(m, NAME(choices_4), x, rows, y, scratch); break;
-    case FORM_NF4: NAME(tiled)(m, NAME(choices_5), x, rows, y, scratch); break;
-    default: NAME(tiled)(m, NAME(choices_8), x, rows, y, scratch);
-    }
-}
-
-static void NAME(unpack)(const struct matrix *m, int64_t first, int64_t last, float *panel) {
-    const int64_t in = m->in, count = in / m->block, width = (last - first) * LANES;
-    const int half = HALF_SCALES(m->form), offset = HAS_OFFSETS(m->form);
-    for (int64_t tile = first; tile < last; tile++)
-        for (int64_t number = 0; number < count; number++) {
-            int64_t place = (tile * count + number) * LANES;
-            V scale = NAME(number)(m->scales, place, half), add = NAME(zero)();
-            if (offset) add = NAME(number)(m->offsets, place, half);
-            for (int64_t k = number * m->block; k < (number + 1) * m->block; k++) {
-                float *into = panel + k * width + (tile - first) * LANES;
-                V code;
-                if (m->form >= FORM_Q8) code = NAME(bytes)((const int8_t *)m->codes + (tile * in + k) * LANES);
-                else {
-                    I words = NAME(words)((const uint32_t *)m->codes + (tile * (in / 8) + k / 8) * LANES);
-                    code = m->form == FORM_NF4 ? NAME(table4)(words, (int)(k % 8))
-                                               : NAME(add)(NAME(signed4)(words, (int)(k % 8)), NAME(set)(8.0f));
-                }
-                /* scale * code has few enough bits to be exact where an offset is added: one rounding in all */
-                NAME(store)(into, offset ? NAME(fma)(scale, code, add) : NAME(mul)(scale, code));
-            }
-        }
-}
-
-/* --- a decode step --- */
-
-INLINE void NAME(rms_norm)(const float *x, const float *weight, int64_t count, float eps, float *y) {
-    float mean = NAME(dot)(x, x, count) / (float)count + eps;
-    V factor = NAME(set)(1.0f / __builtin_sqrtf(mean));
-    for (int64_t index = 0; index < count; index += LANES)
-        NAME(store)(y + index, NAME(mul)(NAME(load)(weight + index), NAME(mul)(NAME(load)(x + index), factor)));
-}
-
-/* Rotates the two halves of a head (Su et al. 2021, as in Llama's checkpoints). */
-INLINE void NAME(rotate)(float *x, const float *cosines, const float *sines, int64_t dim) {
-    for (int64_t index = 0; index < dim / 2; index++) {
-        float low = x[index], high = x[index + dim / 2];
-        x[index] = low * cosines[index] - high * sines[index];
-        x[index + dim / 2] = high * cosines[index + dim / 2] + low * sines[index + dim / 2];
-    }
-}
-
-static void NAME(softmax)(float *scores, int64_t count) {
-    float most = scores[0], sum = 0.0f;
-    for (int64_t index = 1; index < count; index++) most = scores[index] > most ? scores[index] : most;
-    for (int64_t index = 0; index < count; index++) scores[index] = exponential(scores[index] - most);
-    for (int64_t index = 0; index < count; index++) sum += scores[index];
-    for (int64_t index = 0; index < count; index++) scores[index] /= sum;
-}
-
-/* Query heads of one row over keys and values of one head [tokens][dim]; `scores`: heads * tokens. */
-INLINE void NAME(attend)(const float *query, int64_t heads, const float *keys, const float *values, int64_t tokens,
-                         int64_t dim, float scale, float *scores, float *out) {
-    for (int64_t token = 0; token < tokens; token++)
-        for (int64_t head = 0; head < heads; head++)
-            scores[head * tokens + token] = NAME(dot)(query + head * dim, keys + token * dim, dim) * scale;
-    for (int64_t head = 0; head < heads; head++) NAME(softmax)(scores + head * tokens, tokens);
-    for (int64_t head = 0; head < heads; head++)
-        for (int64_t first = 0; first < dim; first += 4 * LANES) {
-            int parts = dim - first >= 4 * LANES ? 4 : (int)((dim - first) / LANES);
-            V sum[4];
-            UNROLL for (int part = 0; part < 4; part++) sum[part] = NAME(zero)();
-            const float *share = scores + head * tokens;
-            if (parts == 4)
-                for (int64_t token = 0; token < tokens; token++) {
-                    V weight = NAME(set)(share[token]);
-                    UNROLL for (int part = 0; part < 4; part++)
-                        sum[part] = NAME(fma)(weight, NAME(load)(values + token * dim + first + part * LANES), sum[part]);
-                }
-            else
-                for (int64_t token = 0; token < tokens; token++)
-                    UNROLL for (int part = 0; part < parts; part++)
-                        sum[part] = NAME(fma)(NAME(set)(share[token]),
-                                              NAME(load)(values + token * dim + first + part * LANES), sum[part]);
-            UNROLL for (int part = 0; part < parts; part++) NAME(store)(out + head * dim + first + part * LANES, sum[part]);
-        }
-}
-
-INLINE void NAME(add_to)(float *x, const float *y, int64_t count) {
-    for (int64_t index = 0; index < count; index += LANES)
-        NAME(store)(x + index, NAME(add)(NAME(load)(x + index), NAME(load)(y + index)));
-}
-
-static void NAME(attention)(const struct shape *s, const struct block *b, int64_t number, const struct row *rows,
-                            int64_t count, const float *cosines, const float *sines, float *query, float *key,
-                            const float *value, float *scores, float *out) {
-    const int64_t dim = s->head_dim, group = s->heads / s->kv_heads;
-    for (int64_t r = 0; r < count; r++) {
-        const struct row *row = rows + r;
-        const float *cosine = cosines + r * dim, *sine = sines + r * dim;
-        int64_t length = row->length, first = row->padding < length ? row->padding : length;
-        if (b->window && length + 1 - b->window > first) first = length + 1 - b->window;
-        float *own = query + r * s->heads * dim, *fresh = key + r * s->kv_heads * dim;
-        for (int64_t head = 0; head < s->heads; head++) {
-            if (b->query_norm) NAME(rms_norm)(own + head * dim, b->query_norm, dim, s->eps, own + head * dim);
-            NAME(rotate)(own + head * dim, cosine, sine, dim);
-        }
-        int64_t half = row->batch * s->kv_heads * row->max_length * dim;
-        float *keys = row->memory + 2 * number * half + row->row * s->kv_heads * row->max_length * dim;
-        for (int64_t head = 0; head < s->kv_heads; head++) {
-            if (b->key_norm) NAME(rms_norm)(fresh + head * dim, b->key_norm, dim, s->eps, fresh + head * dim);
-            NAME(rotate)(fresh + head * dim, cosine, sine, dim);
-            float *held = keys + head * row->max_length * dim;
-            memcpy(held + length * dim, fresh + head * dim, dim * sizeof(float));
-            memcpy(held + half + length * dim, value + (r * s->kv_heads + head) * dim, dim * sizeof(float));
-            NAME(attend)(own + head * group * dim, group, held + first * dim, held + half + first * dim,
-                         length + 1 - first, dim, s->scale, scores, out + (r * s->heads + head * group) * dim);
-        }
-    }
-}
-
-static void NAME(step)(const struct shape *s, const struct block *blocks, int64_t count, const struct row *rows,
-                       int64_t number, const float *cosines, const float *sines, float *hidden, float *scratch) {
-    const int64_t wide = (int64_t)s->heads * s->head_dim, narrow = (int64_t)s->kv_heads * s->head_dim;
-    float *normed = scratch, *added = normed + number * s->hidden, *query = added + number * s->hidden;
-    float *attended = query + number * wide, *key = attended + number * wide, *value = key + number * narrow;
-    float *gate = value + number * narrow, *up = gate + number * s->inner, *sums = up + number * s->inner;
-    int64_t in = s->inner > wide ? s->inner : wide;
-    float *scores = sums + MOST_ROWS * ((in > s->hidden ? in : s->hidden) + LANES);
-    for (int64_t index = 0; index < count; index++) {
-        const struct block *b = blocks + index;
-        for (int64_t r = 0; r < number; r++)
-            NAME(rms_norm)(hidden + r * s->hidden, b->input_norm, s->hidden, s->eps, normed + r * s->hidden);
-        NAME(multiply)(&b->query, normed, number, query, sums);
-        NAME(multiply)(&b->key, normed, number, key, sums);
-        NAME(multiply)(&b->value, normed, number, value, sums);
-        NAME(attention)(s, b, index, rows, number, cosines, sines, query, key, value, scores, attended);
-        NAME(multiply)(&b->output, attended, number, added, sums);
-        NAME(add_to)(hidden, added, number * s->hidden);
-        for (int64_t r = 0; r < number; r++)
-            NAME(rms_norm)(hidden + r * s->hidden, b->output_norm, s->hidden, s->eps, normed + r * s->hidden);
-        NAME(multiply)(&b->gate, normed, number, gate, sums);
-        NAME(multiply)(&b->up, normed, number, up, sums);
-        for (int64_t place = 0; place < number * s->inner; place++)
-            gate[place] = gate[place] / (1.0f + exponential(-gate[place])) * up[place];
-        NAME(multiply)(&b->down, gate, number, added, sums);
-        NAME(add_to)(hidden, added, number * s->hidden);
-    }
-}
-
-static const struct kernels NAME(kernels) = {STRING(ISA), NAME(multiply), NAME(unpack), NAME(step)};
-
-#undef V
-#undef I
-#undef ISA
-#undef TILES_ONE
-#undef TILES_MANY
-#undef ROW_TILE
-#undef OUTPUTS
-#endif
+#include "packing.h"

@@ -24,11 +24,15 @@ from typing import Final
 _log = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).with_name("kernels.c")
-INTERFACE: Final = 1
+HEADERS: Final = ("products.h", "step.h", "packing.h", "threads.h")
+INTERFACE: Final = 2
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
-"""plain, avx2, avx512 or neon, in place of the best that the processor has: for comparisons."""
-_FLAGS: Final = ("-std=c11", "-O2", "-ftree-vectorize", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")
+"""plain, avx2, avx512 or neon, in place of the best that the processor has: for comparisons. `none`: no kernels."""
+MOST_THREADS: Final = 8
+_FLAGS: Final = (
+    "-std=c11", "-O2", "-ftree-vectorize", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-fPIC", "-shared",
+)  # fmt: skip
 _MOST_SECONDS: Final = 600
 _SUFFIX: Final = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 SHIPPED: Final = Path(__file__).with_name(f"petalnode_kernels{_SUFFIX}")
@@ -58,10 +62,14 @@ class Block(ctypes.Structure):
     """`struct block`: the weights of one transformer block."""
 
     _fields_ = (
-        ("input_norm", ctypes.c_void_p), ("output_norm", ctypes.c_void_p),
-        ("query_norm", ctypes.c_void_p), ("key_norm", ctypes.c_void_p), ("window", ctypes.c_int64),
-        ("query", Matrix), ("key", Matrix), ("value", Matrix), ("output", Matrix),
-        ("gate", Matrix), ("up", Matrix), ("down", Matrix),
+        *((name, ctypes.c_void_p) for name in (
+            "input_norm", "input_bias", "output_norm", "output_bias", "query_norm", "key_norm", "attention_norm",
+            "mlp_norm",
+        )),
+        ("window", ctypes.c_int64), ("rotary", ctypes.c_int32), ("experts", ctypes.c_int32),
+        ("scale", ctypes.c_float), ("unused", ctypes.c_int32),
+        *((name, Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down", "router")),
+        ("expert", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -69,10 +77,30 @@ class Shape(ctypes.Structure):
     """`struct shape`: what the blocks of a model have in common."""
 
     _fields_ = (
-        ("hidden", ctypes.c_int32), ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32), ("inner", ctypes.c_int32), ("unused", ctypes.c_int32),
-        ("eps", ctypes.c_float), ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in (
+            "hidden", "heads", "kv_heads", "head_dim", "inner", "rotary_dim", "activation", "chosen", "shares_add_up",
+        )),
+        ("eps", ctypes.c_float), ("softcap", ctypes.c_float),
     )  # fmt: skip
+
+
+class Change(ctypes.Structure):
+    """`struct change`: LoRA of one layer for some rows."""
+
+    _fields_ = (
+        ("block", ctypes.c_int32), ("layer", ctypes.c_int32), ("first", ctypes.c_int64), ("rows", ctypes.c_int64),
+        ("down", Matrix), ("up", Matrix),
+    )  # fmt: skip
+
+
+class Step(ctypes.Structure):
+    """`struct step`: a decode step of a batch of rows."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("shape", "blocks", "rows", "changes")),
+        *((name, ctypes.c_int64) for name in ("count", "number", "changed", "score_count")),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "hidden", "scratch")),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +123,20 @@ class Library:
 @cache
 def library() -> Library | None:
     """The compiled kernels; None where there are none that fit this software and this machine."""
+    if os.environ.get(ISA_VARIABLE) == "none":
+        return None
     for file in (SHIPPED, built_file()):
         if file is not None and file.is_file() and (loaded := _load(file)) is not None:
             return loaded
     return None
+
+
+def usable_threads() -> int:
+    """How many threads may compute: as many as torch uses, of the processors that this process may run on."""
+    import torch  # not by those who build the library
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(torch.get_num_threads(), allowed, MOST_THREADS))
 
 
 def built_file() -> Path | None:
@@ -109,7 +147,8 @@ def built_file() -> Path | None:
     root = SOURCE.resolve().parents[3]
     if not (root / "pyproject.toml").is_file():
         return None
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:12]
+    parts = [SOURCE.with_name(name).read_bytes() for name in (SOURCE.name, *HEADERS)]
+    key = hashlib.sha256(b"".join(parts) + " ".join(_FLAGS).encode()).hexdigest()[:12]
     return root / "build" / "kernels" / f"{platform.machine() or 'any'}-{key}{_SUFFIX}"
 
 
@@ -129,7 +168,7 @@ def build(target: Path) -> str | None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        flags = [flag for flag in _FLAGS if not (sys.platform == "win32" and flag == "-fPIC")]
+        flags = [flag for flag in _FLAGS if not (sys.platform == "win32" and flag in ("-fPIC", "-pthread"))]
         try:
             run = subprocess.run(
                 [command, *flags, str(SOURCE), "-o", str(made)], capture_output=True, text=True, timeout=_MOST_SECONDS
@@ -166,15 +205,12 @@ def _declare(functions: ctypes.CDLL) -> None:
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     signatures: dict[str, tuple[object, tuple[object, ...]]] = {
         "select": (ctypes.c_char_p, (ctypes.c_char_p,)),
-        "multiply": (None, (ctypes.POINTER(Matrix), pointer, number, pointer, pointer)),
+        "multiply": (None, (ctypes.POINTER(Matrix), pointer, number, pointer, pointer, number)),
         "unpack": (None, (ctypes.POINTER(Matrix), number, number, pointer)),
         "pack": (ctypes.c_int32, (ctypes.c_int32, pointer, number, number, pointer, pointer, pointer)),
         "tile_nf4": (None, (pointer, number, number, pointer)),
-        "step": (
-            None,
-            (ctypes.POINTER(Shape), pointer, number, pointer, number, pointer, pointer, pointer, pointer),
-        ),
-        "step_scratch": (number, (ctypes.POINTER(Shape), number, number)),
+        "step": (None, (ctypes.POINTER(Step), number)),
+        "step_scratch": (number, (ctypes.POINTER(Shape), number, number, number)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(functions, f"petalnode_{name}")

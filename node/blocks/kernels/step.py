@@ -1,45 +1,55 @@
 """A decode step of all blocks of a span in one call of the compiled kernels.
 
-For blocks like Llama's (RMS norm, rotary positions, grouped attention, a gated MLP with SiLU), in float32 on a CPU, for
-rows of many sessions of different lengths. Keys and values go into the sessions' own caches, so that prefill, rollback
-and reorder are as ever. Whether it computes what transformers does is tried out when a span is loaded.
+For blocks of the families in `_MODEL_TYPES`: RMS or layer norms, rotary positions or none, grouped attention, an MLP
+with or without a gate or a mixture of experts, and LoRA of some of the rows; in float32 on a CPU, for rows of many
+sessions of different lengths. Keys and values go into the sessions' own caches, so that prefill, rollback and reorder
+are as ever. Whether it computes what transformers does is tried out when a span is loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ..cache import BlockCacheSpec, SpanCache
 from ..quantisation.matrix import QuantisedLinear
-from .library import Block, Library, Matrix, Row, Shape
-from .tiles import LANES, MOST_ROWS, TiledMatrix
+from ..quantisation.slots import QuantisedExperts, expert_stacks
+from ..span_adapter import AdapterRows, SpanAdapter
+from .library import Block, Change, Library, Matrix, Row, Shape, Step
+from .tiles import LANES, MOST_ROWS, TiledMatrix, rows_of
 
-_MODEL_TYPES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_MODEL_TYPES: Final = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"}
+)
+_ACTIVATIONS: Final = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
 _FORM_F32: Final = 0
+_FORM_F32_COLUMNS: Final = 10
 _POSITIONS: Final = 4096
 """Whose rotations are computed once, when a span is loaded: a few megabytes."""
-_LINEARS: Final = {
-    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj",
-    "output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-}  # fmt: skip
-_NORMS: Final = {
-    "input_norm": "input_layernorm",
-    "output_norm": "post_attention_layernorm",
-    "query_norm": "self_attn.q_norm",
-    "key_norm": "self_attn.k_norm",
-}
+_LAYERS: Final = ("query", "key", "value", "output", "gate", "up", "down")
+"""As `enum layer` counts them."""
 
-Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Positions, int64 [1, n], to cosines and sines, [1, n, head dim] each."""
+Rotary = Callable[[torch.Tensor, str | None], tuple[torch.Tensor, torch.Tensor]]
+"""Positions, int64 [1, n], and a layer's type where these differ, to cosines and sines, [1, n, rotated dim] each."""
 
 
 class Unsuitable(Exception):
     """These blocks are not of the kind that the kernels know."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Adapted:
+    """An adapter's layers, by block and layer of the span, and the tensors that they point into."""
+
+    changes: tuple[Change, ...]
+    kept: tuple[torch.Tensor, ...]
 
 
 class SpanStep:
@@ -51,6 +61,9 @@ class SpanStep:
         config: of the model.
         rotary: the model's own.
 
+    Attributes:
+        threads: that compute a step, if no other thread of the process has them; the results are the same.
+
     Raises:
         Unsuitable: the kernels do not compute such blocks.
     """
@@ -58,34 +71,53 @@ class SpanStep:
     def __init__(
         self, blocks: Sequence[nn.Module], specs: Sequence[BlockCacheSpec], config: Any, rotary: Rotary, found: Library
     ) -> None:
-        if config.model_type not in _MODEL_TYPES or getattr(config, "hidden_act", "") != "silu":
+        activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+        activation = activation or getattr(config, "activation_function", "")
+        if config.model_type not in _MODEL_TYPES or activation not in _ACTIVATIONS:
             raise Unsuitable(config.model_type)
         if len({(spec.heads, spec.key_dim, spec.value_dim) for spec in specs}) != 1:
             raise Unsuitable("blocks that keep different things")
+        self.threads = 1
         self._functions = found.functions
+        self._one_more = config.model_type.startswith("gemma")  # norms multiply with 1 + weight
         self._blocks = (Block * len(blocks))()
-        self._kept: list[torch.Tensor] = []  # tensors that the structures point into
-        for described, block, spec in zip(self._blocks, blocks, specs, strict=True):
-            self._describe(described, block, spec)
-        self._shape = self._checked_shape(blocks[0], specs[0], config)
-        self._rotary = rotary
-        cosines, sines = rotary(torch.arange(_POSITIONS).unsqueeze(0))
-        if cosines.shape[-1] != self._shape.head_dim:
-            raise Unsuitable("rotary positions of a part of each head")
-        self._cosines, self._sines = cosines[0].float(), sines[0].float()
+        self._kept: list[Any] = []  # tensors and arrays that the structures point into
+        self._layers: dict[nn.Module, tuple[int, int]] = {}  # whole modules, to block and layer
+        self._shape = Shape(hidden=int(config.hidden_size), activation=_ACTIVATIONS[activation])
+        self._shape.head_dim, self._shape.kv_heads = specs[0].key_dim, specs[0].heads
+        kinds: list[str | None] = []
+        for index, (block, spec) in enumerate(zip(blocks, specs, strict=True)):
+            kind = _rotary_kind(block, config)
+            if kind not in kinds:
+                kinds.append(kind)
+            self._describe(index, block, spec)
+            self._blocks[index].rotary = kinds.index(kind)
+        self._check(specs[0])
+        self._rotary, self._kinds = rotary, kinds if config.model_type != "gpt2" else []
+        tables = [rotary(torch.arange(_POSITIONS).unsqueeze(0), kind) for kind in self._kinds]
+        self._shape.rotary_dim = tables[0][0].shape[-1] if tables else 0
+        if any(cosines.shape[-1] != self._shape.rotary_dim for cosines, _ in tables):
+            raise Unsuitable("rotary positions of other sizes")
+        self._cosines = torch.stack([cosines[0].float() for cosines, _ in tables]) if tables else torch.zeros(1, 1, 0)
+        self._sines = torch.stack([sines[0].float() for _, sines in tables]) if tables else torch.zeros(1, 1, 0)
         self._scratch = torch.empty(0)
+        self._adapters: WeakKeyDictionary[SpanAdapter, _Adapted | None] = WeakKeyDictionary()
 
-    def takes(self, caches: Sequence[SpanCache]) -> bool:
-        """Whether a step of these sessions has few enough rows."""
-        return sum(cache.batch for cache in caches) <= MOST_ROWS
+    def takes(self, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = ()) -> bool:
+        """Whether a step of these sessions has few enough rows, and adapters of layers that are known here."""
+        few = sum(cache.batch for cache in caches) <= MOST_ROWS
+        return few and all(self._adapted(use.adapter) is not None for use in adapters)
 
-    def run(self, hidden: torch.Tensor, caches: Sequence[SpanCache]) -> torch.Tensor:
+    def run(
+        self, hidden: torch.Tensor, caches: Sequence[SpanCache], adapters: Sequence[AdapterRows] = ()
+    ) -> torch.Tensor:
         """One token for each row: what the last block of the sessions' part makes of `hidden`.
 
         All caches are of the same blocks; they get keys and values, and are not advanced.
 
         Args:
             hidden: float32 [rows of all caches, 1, hidden size].
+            adapters: which change the blocks for some of the rows; `takes` has agreed to them.
         """
         count = len(hidden)
         rows = (Row * count)()
@@ -97,56 +129,195 @@ class SpanStep:
                 positions.append(max(length - padding, 0))
         cosines, sines = self._rotations(torch.tensor(positions))
         output = hidden.clone(memory_format=torch.contiguous_format)
+        first, blocks = caches[0].first, len(caches[0].specs)
+        changes = self._changes_of(adapters, first, blocks)
+        scores = self._score_count(count, max(cache.length for cache in caches) + 1, changes)
         shape = ctypes.byref(self._shape)
-        needed = self._functions.petalnode_step_scratch(shape, count, max(cache.length for cache in caches) + 1)
+        needed = self._functions.petalnode_step_scratch(shape, count, scores, self.threads)
         if len(self._scratch) < needed:
             self._scratch = torch.empty(2 * needed)
-        first, blocks = caches[0].first, len(caches[0].specs)
-        self._functions.petalnode_step(
-            shape,
-            ctypes.addressof(self._blocks) + first * ctypes.sizeof(Block),
-            blocks,
-            rows,
-            count,
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            output.data_ptr(),
-            self._scratch.data_ptr(),
-        )
+        step = Step(
+            ctypes.addressof(self._shape), ctypes.addressof(self._blocks) + first * ctypes.sizeof(Block),
+            ctypes.addressof(rows), ctypes.addressof(changes), blocks, count, len(changes), scores,
+            cosines.data_ptr(), sines.data_ptr(), output.data_ptr(), self._scratch.data_ptr(),
+        )  # fmt: skip
+        self._functions.petalnode_step(ctypes.byref(step), self.threads)
         return output
 
+    def _score_count(self, rows: int, longest: int, changes: Sequence[Change]) -> int:
+        """float32 that each thread needs for itself."""
+        group = self._blocks[0].query.out // (self._shape.kv_heads * self._shape.head_dim)
+        experts = max(block.experts for block in self._blocks)
+        adapted = max((change.rows * (change.down.out + change.up.out) for change in changes), default=0)
+        return int(max(group * (longest + LANES), rows * experts, adapted))
+
     def _rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [rows, head dim]."""
-        near = positions.clamp(max=_POSITIONS - 1)
-        cosines, sines = self._cosines[near], self._sines[near]
+        """Cosines and sines [tables, rows, rotated dim]."""
+        near = positions.clamp(max=self._cosines.shape[1] - 1)
+        cosines, sines = self._cosines[:, near], self._sines[:, near]
         far = positions >= _POSITIONS
-        if bool(far.any()):
-            beyond = self._rotary(positions[far].unsqueeze(0))
-            cosines[far], sines[far] = beyond[0][0].float(), beyond[1][0].float()
+        if self._kinds and bool(far.any()):
+            for table, kind in enumerate(self._kinds):
+                beyond = self._rotary(positions[far].unsqueeze(0), kind)
+                cosines[table, far], sines[table, far] = beyond[0][0].float(), beyond[1][0].float()
         return cosines, sines
 
-    def _describe(self, described: Block, block: nn.Module, spec: BlockCacheSpec) -> None:
-        for field, path in _NORMS.items():
-            module = _submodule(block, path)
-            setattr(described, field, None if module is None else self._pointer(module.weight))
+    # --- adapters ---
+
+    def _adapted(self, adapter: SpanAdapter) -> _Adapted | None:
+        """What `adapter` changes; None if the kernels do not know a layer of it."""
+        if adapter not in self._adapters:
+            self._adapters[adapter] = self._described_changes(adapter)
+        return self._adapters[adapter]
+
+    def _described_changes(self, adapter: SpanAdapter) -> _Adapted | None:
+        changes, kept = [], []
+        for module, (down, up) in adapter.pairs:
+            place = self._layers.get(module)
+            sizes = (*down.shape[1:], *up.shape[:1])
+            if place is None or down.dtype != torch.float32 or any(size % LANES for size in sizes):
+                return None
+            rows, columns = down.contiguous(), up.t().contiguous()
+            kept += [rows, columns]
+            described = Change(*place)
+            described.down = Matrix(_FORM_F32, *down.shape, down.shape[1], rows.data_ptr())
+            described.up = Matrix(_FORM_F32_COLUMNS, *up.shape, up.shape[0], columns.data_ptr())
+            changes.append(described)
+        return _Adapted(tuple(changes), tuple(kept))
+
+    def _changes_of(self, adapters: Sequence[AdapterRows], first: int, blocks: int) -> Any:
+        found = []
+        for use in adapters:
+            adapted = self._adapted(use.adapter)
+            for change in adapted.changes if adapted is not None else ():
+                if first <= change.block < first + blocks:
+                    own = Change.from_buffer_copy(change)
+                    own.block, own.first, own.rows = change.block - first, use.start, use.end - use.start
+                    found.append(own)
+        found.sort(key=lambda change: (change.block, change.layer, change.first))
+        return (Change * len(found))(*found)
+
+    # --- the blocks ---
+
+    def _describe(self, index: int, block: nn.Module, spec: BlockCacheSpec) -> None:
+        described = self._blocks[index]
+        described.window = spec.window or 0
+        attention: Any = _submodule(block, "self_attn") or _submodule(block, "attn")
+        if attention is None:
+            raise Unsuitable("attention of another kind")
+        described.scale = float(attention.scaling)
+        self._shape.softcap = float(getattr(attention, "attn_logit_softcapping", None) or 0.0)
+        self._describe_norms(described, block)
+        self._describe_attention(index, attention)
+        mlp: Any = _submodule(block, "mlp")
+        experts = _submodule(mlp, "experts")
+        if experts is not None:
+            self._describe_experts(described, mlp, experts)
+        else:
+            self._describe_mlp(index, mlp)
+
+    def _describe_norms(self, described: Block, block: nn.Module) -> None:
+        names = {"input_norm": "input_layernorm", "output_norm": "post_attention_layernorm"}
+        if _submodule(block, "ln_1") is not None:
+            names = {"input_norm": "ln_1", "output_norm": "ln_2"}
+        elif _submodule(block, "pre_feedforward_layernorm") is not None:
+            names |= {"attention_norm": "post_attention_layernorm", "output_norm": "pre_feedforward_layernorm"}
+            names |= {"mlp_norm": "post_feedforward_layernorm"}
+        names |= {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+        for field, path in names.items():
+            norm = _submodule(block, path)
+            if norm is None:
+                continue
+            weight = (1.0 + norm.weight.detach()) if self._one_more else norm.weight
+            setattr(described, field, self._pointer(weight))
+            bias = getattr(norm, "bias", None)
+            if bias is not None:
+                setattr(described, field.replace("norm", "bias"), self._pointer(bias))
+            self._shape.eps = float(getattr(norm, "variance_epsilon", 0.0) or norm.eps)
         if described.input_norm is None or described.output_norm is None:
             raise Unsuitable("other norms")
-        described.window = spec.window or 0
-        for field, path in _LINEARS.items():
-            setattr(described, field, self._matrix(_submodule(block, path)))
+
+    def _describe_attention(self, index: int, attention: Any) -> None:
+        described = self._blocks[index]
+        together = _submodule(attention, "qkv_proj") or _submodule(attention, "c_attn")
+        narrow = self._shape.kv_heads * self._shape.head_dim
+        if together is not None:
+            wide = _outputs(together) - 2 * narrow
+            parts = {"query": (0, wide), "key": (wide, narrow), "value": (wide + narrow, narrow)}
+            for field, (start, size) in parts.items():
+                setattr(described, field, rows_of(self._matrix(together), start, size))
+        else:
+            for field, name in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
+                self._put(index, field, _submodule(attention, name))
+        self._put(index, "output", _submodule(attention, "o_proj") or _submodule(attention, "c_proj"))
+
+    def _describe_mlp(self, index: int, mlp: Any) -> None:
+        described = self._blocks[index]
+        together = _submodule(mlp, "gate_up_proj")
+        if together is not None:
+            half = _outputs(together) // 2
+            described.gate = rows_of(self._matrix(together), 0, half)
+            described.up = rows_of(self._matrix(together), half, half)
+        elif _submodule(mlp, "c_fc") is not None:
+            self._put(index, "up", _submodule(mlp, "c_fc"))
+        else:
+            self._put(index, "gate", _submodule(mlp, "gate_proj"))
+            self._put(index, "up", _submodule(mlp, "up_proj"))
+        self._put(index, "down", _submodule(mlp, "down_proj") or _submodule(mlp, "c_proj"))
+        self._shape.inner = max(self._shape.inner, described.up.out)
+
+    def _describe_experts(self, described: Block, mlp: Any, experts: Any) -> None:
+        router = mlp.gate
+        ups, downs = self._expert_matrices(experts)
+        described.experts = len(ups)
+        described.router = Matrix(_FORM_F32, *router.weight.shape, router.weight.shape[1], self._pointer(router.weight))
+        array = (Matrix * (3 * len(ups)))()
+        half = ups[0].out // 2
+        for number, (up, down) in enumerate(zip(ups, downs, strict=True)):
+            array[3 * number : 3 * number + 3] = [rows_of(up, 0, half), rows_of(up, half, half), down]
+        self._kept.append(array)
+        described.expert = ctypes.addressof(array)
+        self._shape.inner = max(self._shape.inner, half)
+        self._shape.chosen = int(router.top_k)
+        self._shape.shares_add_up = bool(getattr(router, "norm_topk_prob", True))
+
+    def _expert_matrices(self, experts: Any) -> tuple[list[Matrix], list[Matrix]]:
+        """Gates and ups, one behind the other, and downs, by expert."""
+        if isinstance(experts, QuantisedExperts):
+            if any(experts._parameters):  # biases
+                raise Unsuitable("experts of another kind")
+            return [self._tiled(one) for one in experts.up], [self._tiled(one) for one in experts.down]
+        names, more = expert_stacks(experts), len(list(experts.parameters())) > 2
+        if names != ("gate_up_proj", "down_proj") or experts.is_transposed or more:
+            raise Unsuitable("experts of another kind")
+        stacks = [getattr(experts, name) for name in names]
+        return tuple(  # type: ignore[return-value]
+            [Matrix(_FORM_F32, *one.shape, one.shape[1], self._pointer(one)) for one in stack] for stack in stacks
+        )
+
+    def _put(self, index: int, field: str, module: Any) -> None:
+        setattr(self._blocks[index], field, self._matrix(module))
+        self._layers[module] = (index, _LAYERS.index(field))
 
     def _matrix(self, module: Any) -> Matrix:
-        if isinstance(module, QuantisedLinear) and isinstance(module.matrix, TiledMatrix):
-            matrix = Matrix.from_buffer_copy(module.matrix.described)
-            self._kept += module.matrix.tensors().values()
+        if isinstance(module, QuantisedLinear):
+            matrix = self._tiled(module.matrix)
         elif isinstance(module, nn.Linear) and module.in_features % LANES == 0:
             matrix = Matrix(_FORM_F32, module.out_features, module.in_features, module.in_features)
             matrix.codes = self._pointer(module.weight)
+        elif isinstance(module, Conv1D) and module.nf % LANES == 0:
+            matrix = Matrix(_FORM_F32_COLUMNS, module.nf, module.nx, module.nf, self._pointer(module.weight))
         else:
             raise Unsuitable("weights in another form")
         if module.bias is not None:
             matrix.bias = self._pointer(module.bias)
         return matrix
+
+    def _tiled(self, matrix: Any) -> Matrix:
+        if not isinstance(matrix, TiledMatrix):
+            raise Unsuitable("weights in another form")
+        self._kept += matrix.tensors().values()
+        return Matrix.from_buffer_copy(matrix.described)
 
     def _pointer(self, tensor: torch.Tensor) -> int:
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -154,39 +325,45 @@ class SpanStep:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _checked_shape(self, block: nn.Module, spec: BlockCacheSpec, config: Any) -> Shape:
-        attention, norm = _submodule(block, "self_attn"), _submodule(block, "input_layernorm")
-        first = self._blocks[0]
-        shape = Shape(
-            int(config.hidden_size),
-            first.query.out // spec.key_dim,
-            spec.heads,
-            spec.key_dim,
-            first.gate.out,
-            0,
-            float(norm.variance_epsilon),
-            float(attention.scaling),
-        )
-        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        expected = {
-            "query": (wide, shape.hidden), "key": (narrow, shape.hidden), "value": (narrow, shape.hidden),
-            "output": (shape.hidden, wide), "gate": (shape.inner, shape.hidden), "up": (shape.inner, shape.hidden),
-            "down": (shape.hidden, shape.inner),
-        }  # fmt: skip
+    def _check(self, spec: BlockCacheSpec) -> None:
+        """That the sizes fit together, and are whole vectors."""
+        shape, first = self._shape, self._blocks[0]
+        shape.heads = first.query.out // spec.key_dim
+        wide, narrow, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
         for described in self._blocks:
+            expected = {
+                "query": (wide, hidden), "key": (narrow, hidden), "value": (narrow, hidden), "output": (hidden, wide)
+            }  # fmt: skip
+            if not described.experts:
+                inner = described.up.out
+                expected |= {"up": (inner, hidden), "down": (hidden, inner)}
+                if described.gate.codes:
+                    expected["gate"] = (inner, hidden)
             for name, (out, into) in expected.items():
                 matrix = getattr(described, name)
                 if (matrix.out, matrix.in_) != (out, into):
                     raise Unsuitable("matrices of other shapes")
-        if spec.key_dim != spec.value_dim or any(size % LANES for size in (shape.hidden, shape.head_dim, shape.inner)):
+            if described.up.out % LANES:
+                raise Unsuitable("sizes that are no multiples of a vector")
+        if spec.key_dim != spec.value_dim or any(size % LANES for size in (hidden, shape.head_dim, shape.inner)):
             raise Unsuitable("sizes that are no multiples of a vector")
         if shape.heads % shape.kv_heads:
             raise Unsuitable("heads that do not share keys evenly")
-        return shape
 
 
-def _submodule(block: nn.Module, path: str) -> Any:
+def _rotary_kind(block: nn.Module, config: Any) -> str | None:
+    """The type of the block's layer, if the types have rotary positions of their own."""
+    entries = getattr(config, "rope_parameters", None) or {}
+    kind = getattr(_submodule(block, "self_attn"), "layer_type", None)
+    return kind if isinstance(entries.get(kind), dict) else None
+
+
+def _outputs(module: Any) -> int:
+    return int(module.nf if isinstance(module, Conv1D) else module.out_features)
+
+
+def _submodule(module: nn.Module | None, path: str) -> Any:
     try:
-        return block.get_submodule(path)
+        return None if module is None else module.get_submodule(path)
     except AttributeError:
         return None

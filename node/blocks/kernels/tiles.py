@@ -26,10 +26,9 @@ from ..quantisation.matrix import (
     halves,
     pieces,
 )
-from .library import Library, Matrix, library
+from .library import Library, Matrix, library, usable_threads
 
 LANES: Final = 16
-_ROWS_AT_A_TIME: Final = 8
 MOST_ROWS: Final = 32
 """Of values for which the kernels are made; more are multiplied by torch with dequantised weights."""
 
@@ -76,8 +75,25 @@ FORMS: Final = {
     "nf4": Form(5, 4, NF4_BLOCK, torch.float32, False),
     "int8": Form(8, 8, 0, torch.float32, False),
 }
+_WORTH_THREADS: Final = 1 << 20  # weights; fewer take less time than waking a thread
 PACKABLE: Final = ("q4", "q4_wide", "q8_half", "q8", "q8_plain", "q8_wide")
 """Forms that `pack` tries, the smallest first. GGUF's Q4_0 and Q4_1; Q4_K; Q8_0 and Q5_0; Q5_1; Q3_K and Q6_K; Q5_K."""
+
+
+def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
+    """Outputs `first` .. `first + count - 1` of a matrix, over the same memory; multiples of `LANES`."""
+    part = Matrix.from_buffer_copy(matrix)
+    part.out = count
+    form = next((form for form in FORMS.values() if form.number == matrix.form), None)
+    if form is None:  # float32: rows, or columns one behind the other
+        part.codes = matrix.codes + 4 * first * (matrix.in_ if matrix.form == 0 else 1)
+    else:
+        part.codes = matrix.codes + first * matrix.in_ * form.bits // 8
+        scales = first * (matrix.in_ // matrix.block) * form.scale.itemsize
+        part.scales = matrix.scales + scales
+        part.offsets = matrix.offsets + scales if form.offset else None
+    part.bias = None if matrix.bias is None else matrix.bias + 4 * first
+    return part
 
 
 def kernels() -> Library:
@@ -101,7 +117,7 @@ class TiledMatrix(QuantisedMatrix):
         self._offset = tensors.get("offset")
         self._functions = kernels().functions
         block = FORMS[form].block or shape[1]
-        self._scratch = _ROWS_AT_A_TIME * (shape[1] // block + LANES)
+        self._blocks = shape[1] // block  # of a row, at each of which a sum of inputs is kept
         self.described = Matrix(
             FORMS[form].number, *shape, block, *(None if part is None else part.data_ptr() for part in self._parts)
         )
@@ -172,9 +188,10 @@ class TiledMatrix(QuantisedMatrix):
             return self.product_in_pieces(values)
         given = values.to(torch.float32).contiguous()
         output = torch.empty(len(given), self.shape[0])
-        scratch = torch.empty(self._scratch)
+        scratch = torch.empty(len(given) * self._blocks)
+        threads = usable_threads() if self.shape[0] * self.shape[1] >= _WORTH_THREADS else 1
         self._functions.petalnode_multiply(
-            self._by_reference, given.data_ptr(), len(given), output.data_ptr(), scratch.data_ptr()
+            self._by_reference, given.data_ptr(), len(given), output.data_ptr(), scratch.data_ptr(), threads
         )
         return output.to(values.dtype)
 

@@ -1,0 +1,276 @@
+/* Products of matrices with a few rows: compiled for each instruction set. */
+#define V NAME(V)
+#define I NAME(I)
+
+/* `total` values added up in lanes, then the lanes. */
+INLINE float NAME(dot)(const float *x, const float *y, int64_t count) {
+    V sum = NAME(zero)();
+    for (int64_t index = 0; index < count; index += LANES)
+        sum = NAME(fma)(NAME(load)(x + index), NAME(load)(y + index), sum);
+    return NAME(total)(sum);
+}
+
+/* --- products with tiles of 16 rows side by side --- */
+
+INLINE V NAME(number)(const void *from, int64_t place, int half) {
+    return half ? NAME(half)((const uint16_t *)from + place) : NAME(load)((const float *)from + place);
+}
+
+/* `tiles` tiles from `tile` on, times `rows` rows of x. `kind`: 4 (codes), 5 (NF4) or 8. */
+INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int rows, int64_t tile, const float *x,
+                        const float *sums, float *y) {
+    const int half = HALF_SCALES(m->form), offset = HAS_OFFSETS(m->form);
+    const int64_t in = m->in, block = m->block, count = in / block;
+    const int64_t words = kind == 8 ? in * LANES : in / 8 * LANES;
+    V total[4][MOST_ROWS];
+    UNROLL for (int t = 0; t < tiles; t++)
+        UNROLL for (int r = 0; r < rows; r++) total[t][r] = NAME(zero)();
+    for (int64_t number = 0; number < count; number++) {
+        V part[4][MOST_ROWS];
+        UNROLL for (int t = 0; t < tiles; t++)
+            UNROLL for (int r = 0; r < rows; r++) part[t][r] = NAME(zero)();
+        const float *xs = x + number * block;
+        if (kind == 8) {
+            const int8_t *codes = (const int8_t *)m->codes + tile * words + number * block * LANES;
+            for (int64_t k = 0; k < block; k++) {
+                V w[4];
+                UNROLL for (int t = 0; t < tiles; t++) {
+                    w[t] = NAME(bytes)(codes + t * words + k * LANES);
+                    if (k % 4 == 0) __builtin_prefetch(codes + (tiles + t) * words + k * LANES);
+                }
+                UNROLL for (int r = 0; r < rows; r++) {
+                    V value = NAME(set)(xs[r * in + k]);
+                    UNROLL for (int t = 0; t < tiles; t++) part[t][r] = NAME(fma)(w[t], value, part[t][r]);
+                }
+            }
+        } else {
+            const uint32_t *codes = (const uint32_t *)m->codes + tile * words + number * block / 8 * LANES;
+            for (int64_t k = 0; k < block; k += 8) {
+                I eight[4];
+                UNROLL for (int t = 0; t < tiles; t++) {
+                    eight[t] = NAME(words)(codes + t * words + k / 8 * LANES);
+                    __builtin_prefetch(codes + (tiles + t) * words + k / 8 * LANES); /* for the tiles that come next */
+                }
+                UNROLL for (int j = 0; j < 8; j++) {
+                    V w[4];
+                    UNROLL for (int t = 0; t < tiles; t++)
+                        w[t] = kind == 5 ? NAME(table4)(eight[t], j) : NAME(signed4)(eight[t], j);
+                    UNROLL for (int r = 0; r < rows; r++) {
+                        V value = NAME(set)(xs[r * in + k + j]);
+                        UNROLL for (int t = 0; t < tiles; t++) part[t][r] = NAME(fma)(w[t], value, part[t][r]);
+                    }
+                }
+            }
+        }
+        UNROLL for (int t = 0; t < tiles; t++) {
+            int64_t place = ((tile + t) * count + number) * LANES;
+            V scale = NAME(number)(m->scales, place, half);
+            UNROLL for (int r = 0; r < rows; r++) total[t][r] = NAME(fma)(scale, part[t][r], total[t][r]);
+            if (offset) {
+                V add = NAME(number)(m->offsets, place, half);
+                if (kind == 4) add = NAME(fma)(scale, NAME(set)(8.0f), add); /* codes are held as code - 8 */
+                UNROLL for (int r = 0; r < rows; r++)
+                    total[t][r] = NAME(fma)(add, NAME(set)(sums[r * count + number]), total[t][r]);
+            }
+        }
+    }
+    UNROLL for (int t = 0; t < tiles; t++) {
+        int64_t first = (tile + t) * LANES, left = m->out - first;
+        UNROLL for (int r = 0; r < rows; r++) {
+            float *into = y + (int64_t)r * m->out + first;
+            if (left >= LANES) {
+                V result = total[t][r];
+                if (m->bias) result = NAME(add)(result, NAME(load)(m->bias + first));
+                NAME(store)(into, result);
+            } else {
+                float last[LANES];
+                NAME(store)(last, total[t][r]);
+                for (int64_t lane = 0; lane < left; lane++) into[lane] = last[lane] + (m->bias ? m->bias[first + lane] : 0.0f);
+            }
+        }
+    }
+}
+
+/* A function for each kind and size of tile: `rows` rows of x and as many tiles of the matrix as registers hold. */
+#define TILES(kind, rows, tiles)                                                                                      \
+    static __attribute__((noinline)) void NAME(many_##kind##_##rows)(                                                 \
+        const struct matrix *m, int64_t tile, const float *x, const float *sums, float *y) {                          \
+        NAME(tile_product)(m, kind, tiles, rows, tile, x, sums, y);                                                          \
+    }                                                                                                                 \
+    static __attribute__((noinline)) void NAME(one_##kind##_##rows)(                                                  \
+        const struct matrix *m, int64_t tile, const float *x, const float *sums, float *y) {                          \
+        NAME(tile_product)(m, kind, 1, rows, tile, x, sums, y);                                                              \
+    }
+#if ROW_TILE >= 8
+#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE) TILES(kind, 4, TILES_MANY) TILES(kind, 8, TILES_MANY)
+#define CHOICES(kind)                                                                                                 \
+    { CHOICE(kind, 8, TILES_MANY), CHOICE(kind, 4, TILES_MANY), CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE) }
+#elif ROW_TILE >= 4
+#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE) TILES(kind, 4, TILES_MANY)
+#define CHOICES(kind) { CHOICE(kind, 4, TILES_MANY), CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE) }
+#else
+#define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE)
+#define CHOICES(kind) { CHOICE(kind, 2, TILES_ONE), CHOICE(kind, 1, TILES_ONE) }
+#endif
+#define CHOICE(kind, rows, tiles) {rows, tiles, NAME(many_##kind##_##rows), NAME(one_##kind##_##rows)}
+ALL_TILES(4)
+ALL_TILES(5)
+ALL_TILES(8)
+static const struct choice NAME(choices_4)[] = CHOICES(4), NAME(choices_5)[] = CHOICES(5), NAME(choices_8)[] = CHOICES(8);
+
+/* What the offsets of a matrix are multiplied with: sums of each block of each row, [rows][in / block]. */
+static void NAME(block_sums)(const struct matrix *m, const float *x, int64_t rows, float *sums) {
+    if (m->form < FORM_Q4 || !HAS_OFFSETS(m->form)) return;
+    for (int64_t place = 0; place < rows * m->in; place += m->block) {
+        V sum = NAME(zero)();
+        for (int64_t k = 0; k < m->block; k += LANES) sum = NAME(add)(sum, NAME(load)(x + place + k));
+        *sums++ = NAME(total)(sum);
+    }
+}
+
+/* Tiles `tile` .. `end` - 1. The rows are taken a few at a time, while the tiles' weights stay in a near cache. */
+static void NAME(tiled)(const struct matrix *m, const struct choice *choices, int64_t tile, int64_t end, const float *x,
+                        int64_t rows, float *y, const float *sums) {
+    const int64_t count = m->in / m->block, from = tile;
+    const struct choice *choice = choices;
+    for (int64_t done = 0; done < rows; done += choice->rows) {
+        while (choice->rows > rows - done) choice++; /* the largest first, rows of one at the end */
+        const float *xs = x + done * m->in, *of_blocks = sums + done * count;
+        float *ys = y + done * m->out;
+        for (tile = from; tile + choice->tiles <= end; tile += choice->tiles) choice->many(m, tile, xs, of_blocks, ys);
+        for (; tile < end; tile++) choice->one(m, tile, xs, of_blocks, ys);
+    }
+}
+#undef TILES
+#undef ALL_TILES
+#undef CHOICES
+#undef CHOICE
+
+/* --- products with row-major weights: lanes run along the inputs --- */
+
+INLINE V NAME(weights)(const struct matrix *m, int64_t place, int form) {
+    if (form == FORM_F32) return NAME(load)((const float *)m->codes + place);
+    if (form == FORM_BF16) return NAME(brain)((const uint16_t *)m->codes + place);
+    return NAME(half)((const uint16_t *)m->codes + place);
+}
+
+INLINE void NAME(outputs)(const struct matrix *m, int form, int outputs, int rows, int64_t first, const float *x, float *y) {
+    const int64_t in = m->in;
+    V total[OUTPUTS][4];
+    UNROLL for (int o = 0; o < outputs; o++)
+        UNROLL for (int r = 0; r < rows; r++) total[o][r] = NAME(zero)();
+    for (int64_t k = 0; k < in; k += LANES) {
+        V value[4];
+        UNROLL for (int r = 0; r < rows; r++) value[r] = NAME(load)(x + r * in + k);
+        UNROLL for (int o = 0; o < outputs; o++) {
+            V w = NAME(weights)(m, (first + o) * in + k, form);
+            UNROLL for (int r = 0; r < rows; r++) total[o][r] = NAME(fma)(w, value[r], total[o][r]);
+        }
+    }
+    UNROLL for (int o = 0; o < outputs; o++)
+        UNROLL for (int r = 0; r < rows; r++) {
+            float bias = m->bias ? m->bias[first + o] : 0.0f;
+            y[(int64_t)r * m->out + first + o] = NAME(total)(total[o][r]) + bias;
+        }
+}
+
+static void NAME(row_major)(const struct matrix *m, int form, int64_t from, int64_t to, const float *x, int64_t rows, float *y) {
+    /* Outputs outside, in panels that stay in the processor's nearest cache while all rows are taken. */
+    for (int64_t panel = from; panel < to; panel += 16) {
+        int64_t end = panel + 16 < to ? panel + 16 : to;
+        for (int64_t done = 0; done < rows;) {
+            int take = rows - done >= 4 && ROW_TILE >= 4 ? 4 : rows - done >= 2 ? 2 : 1;
+            const float *xs = x + done * m->in;
+            float *ys = y + done * m->out;
+            int64_t first = panel;
+            for (; first + OUTPUTS <= end; first += OUTPUTS) {
+                if (take == 4) NAME(outputs)(m, form, OUTPUTS, 4, first, xs, ys);
+                else if (take == 2) NAME(outputs)(m, form, OUTPUTS, 2, first, xs, ys);
+                else NAME(outputs)(m, form, OUTPUTS, 1, first, xs, ys);
+            }
+            for (; first < end; first++) {
+                if (take == 4) NAME(outputs)(m, form, 1, 4, first, xs, ys);
+                else if (take == 2) NAME(outputs)(m, form, 1, 2, first, xs, ys);
+                else NAME(outputs)(m, form, 1, 1, first, xs, ys);
+            }
+            done += take;
+        }
+    }
+}
+
+/* --- products with float32 weights whose columns stand one behind the other (Conv1D): lanes run along the outputs --- */
+
+INLINE void NAME(columns)(const struct matrix *m, int vectors, int64_t first, const float *x, float *y) {
+    V total[4];
+    UNROLL for (int v = 0; v < vectors; v++) total[v] = NAME(zero)();
+    for (int64_t k = 0; k < m->in; k++) {
+        V value = NAME(set)(x[k]);
+        UNROLL for (int v = 0; v < vectors; v++)
+            total[v] = NAME(fma)(NAME(load)((const float *)m->codes + k * m->block + first + v * LANES), value, total[v]);
+    }
+    UNROLL for (int v = 0; v < vectors; v++) {
+        if (m->bias) total[v] = NAME(add)(total[v], NAME(load)(m->bias + first + v * LANES));
+        NAME(store)(y + first + v * LANES, total[v]);
+    }
+}
+
+/* --- products of any form --- */
+
+/* Outputs GROUP piece .. GROUP (piece + 1) - 1, as far as there are so many. */
+static void NAME(outputs_of)(const struct matrix *m, int64_t piece, const float *x, int64_t rows, float *y, const float *sums) {
+    const int64_t from = piece * GROUP, to = from + GROUP < m->out ? from + GROUP : m->out;
+    const int64_t tile = from / LANES, end = (to + LANES - 1) / LANES;
+    switch (m->form) {
+    case FORM_F32: NAME(row_major)(m, FORM_F32, from, to, x, rows, y); break;
+    case FORM_BF16: NAME(row_major)(m, FORM_BF16, from, to, x, rows, y); break;
+    case FORM_F16: NAME(row_major)(m, FORM_F16, from, to, x, rows, y); break;
+    case FORM_F32_COLUMNS:
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t first = from;
+            for (; first + 4 * LANES <= to; first += 4 * LANES) NAME(columns)(m, 4, first, x + r * m->in, y + r * m->out);
+            for (; first < to; first += LANES) NAME(columns)(m, 1, first, x + r * m->in, y + r * m->out);
+        }
+        break;
+    case FORM_Q4: case FORM_Q4_WIDE: NAME(tiled)(m, NAME(choices_4), tile, end, x, rows, y, sums); break;
+    case FORM_NF4: NAME(tiled)(m, NAME(choices_5), tile, end, x, rows, y, sums); break;
+    default: NAME(tiled)(m, NAME(choices_8), tile, end, x, rows, y, sums);
+    }
+}
+
+/* A product of a matrix, ready to be done in pieces of GROUP outputs. */
+struct NAME(product) { const struct matrix *m; const float *x; int64_t rows; float *y; const float *sums; };
+
+static void NAME(product_piece)(const void *job, int64_t piece, int64_t thread) {
+    const struct NAME(product) *p = job;
+    (void)thread;
+    NAME(outputs_of)(p->m, piece, p->x, p->rows, p->y, p->sums);
+}
+
+static void NAME(multiply)(const struct matrix *m, const float *x, int64_t rows, float *y, float *scratch, int64_t threads) {
+    struct NAME(product) job = {m, x, rows, y, scratch};
+    NAME(block_sums)(m, x, rows, scratch);
+    do_pieces(threads, NAME(product_piece), &job, GROUPS(m));
+}
+
+static void NAME(unpack)(const struct matrix *m, int64_t first, int64_t last, float *panel) {
+    const int64_t in = m->in, count = in / m->block, width = (last - first) * LANES;
+    const int half = HALF_SCALES(m->form), offset = HAS_OFFSETS(m->form);
+    for (int64_t tile = first; tile < last; tile++)
+        for (int64_t number = 0; number < count; number++) {
+            int64_t place = (tile * count + number) * LANES;
+            V scale = NAME(number)(m->scales, place, half), add = NAME(zero)();
+            if (offset) add = NAME(number)(m->offsets, place, half);
+            for (int64_t k = number * m->block; k < (number + 1) * m->block; k++) {
+                float *into = panel + k * width + (tile - first) * LANES;
+                V code;
+                if (m->form >= FORM_Q8) code = NAME(bytes)((const int8_t *)m->codes + (tile * in + k) * LANES);
+                else {
+                    I words = NAME(words)((const uint32_t *)m->codes + (tile * (in / 8) + k / 8) * LANES);
+                    code = m->form == FORM_NF4 ? NAME(table4)(words, (int)(k % 8))
+                                               : NAME(add)(NAME(signed4)(words, (int)(k % 8)), NAME(set)(8.0f));
+                }
+                /* scale * code has few enough bits to be exact where an offset is added: one rounding in all */
+                NAME(store)(into, offset ? NAME(fma)(scale, code, add) : NAME(mul)(scale, code));
+            }
+        }
+}

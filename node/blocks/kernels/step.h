@@ -1,0 +1,324 @@
+/* A decode step of all blocks: compiled for each instruction set. */
+
+/* --- norms and activations --- */
+
+INLINE void NAME(rms_norm)(const float *x, const float *weight, int64_t count, float eps, float *y) {
+    float mean = NAME(dot)(x, x, count) / (float)count + eps;
+    V factor = NAME(set)(1.0f / __builtin_sqrtf(mean));
+    for (int64_t index = 0; index < count; index += LANES)
+        NAME(store)(y + index, NAME(mul)(NAME(load)(weight + index), NAME(mul)(NAME(load)(x + index), factor)));
+}
+
+INLINE void NAME(layer_norm)(const float *x, const float *weight, const float *bias, int64_t count, float eps, float *y) {
+    V sum = NAME(zero)(), squares = NAME(zero)();
+    for (int64_t index = 0; index < count; index += LANES) sum = NAME(add)(sum, NAME(load)(x + index));
+    V less = NAME(set)(-NAME(total)(sum) / (float)count);
+    for (int64_t index = 0; index < count; index += LANES) {
+        V off = NAME(add)(NAME(load)(x + index), less);
+        squares = NAME(fma)(off, off, squares);
+    }
+    V factor = NAME(set)(1.0f / __builtin_sqrtf(NAME(total)(squares) / (float)count + eps));
+    for (int64_t index = 0; index < count; index += LANES) {
+        V off = NAME(mul)(NAME(add)(NAME(load)(x + index), less), factor);
+        NAME(store)(y + index, NAME(fma)(off, NAME(load)(weight + index), NAME(load)(bias + index)));
+    }
+}
+
+/* Rows of the hidden size, normalised; `bias` makes it a layer norm. */
+static void NAME(norm_rows)(const struct shape *s, const float *x, const float *weight, const float *bias, int64_t rows,
+                            float *y) {
+    for (int64_t place = 0; place < rows * s->hidden; place += s->hidden)
+        if (bias) NAME(layer_norm)(x + place, weight, bias, s->hidden, s->eps, y + place);
+        else NAME(rms_norm)(x + place, weight, s->hidden, s->eps, y + place);
+}
+
+INLINE void NAME(add_to)(float *x, const float *y, int64_t count) {
+    for (int64_t index = 0; index < count; index += LANES)
+        NAME(store)(x + index, NAME(add)(NAME(load)(x + index), NAME(load)(y + index)));
+}
+
+/* gate = activation(gate) * up; without `up`, the activation alone. */
+static void NAME(activate)(int32_t activation, float *gate, const float *up, int64_t count) {
+    if (activation == ACTIVATION_SILU)
+        for (int64_t i = 0; i < count; i++) gate[i] = gate[i] / (1.0f + exponential(-gate[i]));
+    else
+        for (int64_t i = 0; i < count; i++) {
+            float x = gate[i], inner = 0.7978845608f * (x + 0.044715f * x * x * x);
+            gate[i] = 0.5f * x * (1.0f + hyperbolic_tangent(inner));
+        }
+    if (up)
+        for (int64_t i = 0; i < count; i++) gate[i] *= up[i];
+}
+
+/* --- attention --- */
+
+/* Rotates the two halves of the first `dim` values of a head (Su et al. 2021, as in Llama's checkpoints). */
+INLINE void NAME(rotate)(float *x, const float *cosines, const float *sines, int64_t dim) {
+    for (int64_t index = 0; index < dim / 2; index++) {
+        float low = x[index], high = x[index + dim / 2];
+        x[index] = low * cosines[index] - high * sines[index];
+        x[index + dim / 2] = high * cosines[index + dim / 2] + low * sines[index + dim / 2];
+    }
+}
+
+static void NAME(softmax)(float *scores, int64_t count) {
+    float most = scores[0], sum = 0.0f;
+    for (int64_t index = 1; index < count; index++) most = scores[index] > most ? scores[index] : most;
+    for (int64_t index = 0; index < count; index++) scores[index] = exponential(scores[index] - most);
+    for (int64_t index = 0; index < count; index++) sum += scores[index];
+    for (int64_t index = 0; index < count; index++) scores[index] /= sum;
+}
+
+/* Query heads of one row over keys and values of one head [tokens][dim]; `scores`: heads * tokens. */
+INLINE void NAME(attend)(const float *query, int64_t heads, const float *keys, const float *values, int64_t tokens,
+                         int64_t dim, float scale, float softcap, float *scores, float *out) {
+    for (int64_t token = 0; token < tokens; token++)
+        for (int64_t head = 0; head < heads; head++)
+            scores[head * tokens + token] = NAME(dot)(query + head * dim, keys + token * dim, dim) * scale;
+    if (softcap > 0.0f)
+        for (int64_t index = 0; index < heads * tokens; index++)
+            scores[index] = softcap * hyperbolic_tangent(scores[index] / softcap);
+    for (int64_t head = 0; head < heads; head++) NAME(softmax)(scores + head * tokens, tokens);
+    for (int64_t head = 0; head < heads; head++)
+        for (int64_t first = 0; first < dim; first += 4 * LANES) {
+            int parts = dim - first >= 4 * LANES ? 4 : (int)((dim - first) / LANES);
+            V sum[4];
+            UNROLL for (int part = 0; part < 4; part++) sum[part] = NAME(zero)();
+            const float *share = scores + head * tokens;
+            if (parts == 4)
+                for (int64_t token = 0; token < tokens; token++) {
+                    V weight = NAME(set)(share[token]);
+                    UNROLL for (int part = 0; part < 4; part++)
+                        sum[part] = NAME(fma)(weight, NAME(load)(values + token * dim + first + part * LANES), sum[part]);
+                }
+            else
+                for (int64_t token = 0; token < tokens; token++)
+                    for (int part = 0; part < parts; part++)
+                        sum[part] = NAME(fma)(NAME(set)(share[token]),
+                                              NAME(load)(values + token * dim + first + part * LANES), sum[part]);
+            for (int part = 0; part < parts; part++) NAME(store)(out + head * dim + first + part * LANES, sum[part]);
+        }
+}
+
+/* What the phases of a step share. `scores`: of each thread. */
+struct NAME(state) {
+    const struct shape *s;
+    const struct block *b;
+    const struct row *rows;
+    int64_t number, index, score_count, threads;
+    const float *cosines, *sines;
+    float *hidden, *normed, *added, *query, *key, *value, *attended, *gate, *up, *sums, *scores;
+};
+
+/* A piece: one head of keys and values of one row, and the query heads that share it. */
+static void NAME(attention_piece)(const void *job, int64_t piece, int64_t thread) {
+    const struct NAME(state) *w = job;
+    const struct shape *s = w->s;
+    const struct block *b = w->b;
+    const int64_t dim = s->head_dim, group = s->heads / s->kv_heads, turned = s->rotary_dim;
+    const int64_t r = piece / s->kv_heads, head = piece % s->kv_heads;
+    const struct row *row = w->rows + r;
+    const float *cosine = w->cosines + (b->rotary * w->number + r) * turned, *sine = w->sines + (b->rotary * w->number + r) * turned;
+    int64_t length = row->length, first = row->padding < length ? row->padding : length;
+    if (b->window && length + 1 - b->window > first) first = length + 1 - b->window;
+    float *own = w->query + (r * s->heads + head * group) * dim, *fresh = w->key + (r * s->kv_heads + head) * dim;
+    for (int64_t q = 0; q < group; q++) {
+        if (b->query_norm) NAME(rms_norm)(own + q * dim, b->query_norm, dim, s->eps, own + q * dim);
+        NAME(rotate)(own + q * dim, cosine, sine, turned);
+    }
+    if (b->key_norm) NAME(rms_norm)(fresh, b->key_norm, dim, s->eps, fresh);
+    NAME(rotate)(fresh, cosine, sine, turned);
+    int64_t half = row->batch * s->kv_heads * row->max_length * dim;
+    float *keys = row->memory + 2 * w->index * half + (row->row * s->kv_heads + head) * row->max_length * dim;
+    memcpy(keys + length * dim, fresh, dim * sizeof(float));
+    memcpy(keys + half + length * dim, w->value + (r * s->kv_heads + head) * dim, dim * sizeof(float));
+    NAME(attend)(own, group, keys + first * dim, keys + half + first * dim, length + 1 - first, dim, b->scale, s->softcap,
+                 w->scores + thread * w->score_count, w->attended + (r * s->heads + head * group) * dim);
+}
+
+/* --- linear layers, and what follows them piece by piece --- */
+
+struct NAME(linears) {
+    const struct matrix *m[3];
+    const float *x;
+    int64_t rows, count;
+    float *y[3];
+    const float *sums;
+    float *target;      /* [rows][out]: gets y[0] added, if it is not NULL */
+    int32_t activation; /* of y[0], and its product with y[1], or ACTIVATION_NONE */
+};
+
+static void NAME(linear_piece)(const void *job, int64_t piece, int64_t thread) {
+    const struct NAME(linears) *l = job;
+    (void)thread;
+    if (l->activation != ACTIVATION_NONE || l->target) { /* all matrices have as many outputs */
+        const int64_t out = l->m[0]->out, from = piece * GROUP, count = from + GROUP < out ? GROUP : out - from;
+        for (int64_t index = 0; index < l->count; index++)
+            NAME(outputs_of)(l->m[index], piece, l->x, l->rows, l->y[index], l->sums);
+        for (int64_t place = from; place < l->rows * out; place += out)
+            if (l->target) NAME(add_to)(l->target + place, l->y[0] + place, count);
+            else NAME(activate)(l->activation, l->y[0] + place, l->count > 1 ? l->y[1] + place : NULL, count);
+        return;
+    }
+    int64_t index = 0;
+    for (; piece >= GROUPS(l->m[index]); index++) piece -= GROUPS(l->m[index]);
+    NAME(outputs_of)(l->m[index], piece, l->x, l->rows, l->y[index], l->sums);
+}
+
+/* Products with the same rows, which may have offsets in blocks of one size alone; what they have is in `sums`. */
+static void NAME(linear)(const struct NAME(state) *w, struct NAME(linears) l) {
+    int64_t pieces = 0;
+    for (int64_t index = 0; index < l.count; index++) {
+        if (l.activation == ACTIVATION_NONE && !l.target) pieces += GROUPS(l.m[index]);
+        else pieces = GROUPS(l.m[index]);
+    }
+    for (int64_t index = 0; index < l.count; index++)
+        if (HAS_OFFSETS(l.m[index]->form)) {
+            NAME(block_sums)(l.m[index], l.x, l.rows, w->sums);
+            break;
+        }
+    l.sums = w->sums;
+    do_pieces(w->threads, NAME(linear_piece), &l, pieces);
+}
+
+/* y += B (A x) for the rows of each adapter that changes this layer. */
+static void NAME(adapt)(const struct NAME(state) *w, const struct change *changes, int64_t count, int32_t layer,
+                        const float *x, float *y) {
+    for (int64_t index = 0; index < count; index++) {
+        const struct change *c = changes + index;
+        if (c->layer != layer) continue;
+        float *low = w->scores, *high = low + c->rows * c->down.out;
+        NAME(multiply)(&c->down, x + c->first * c->down.in, c->rows, low, NULL, 1);
+        NAME(multiply)(&c->up, low, c->rows, high, NULL, w->threads);
+        float *into = y + c->first * c->up.out;
+        for (int64_t place = 0; place < c->rows * c->up.out; place++) into[place] += high[place];
+    }
+}
+
+/* --- experts (Fedus et al. 2021; as Mixtral and Qwen3-MoE choose them) --- */
+
+/* What the chosen experts make of `normed`, into `added`. An expert's weights are read once for all rows that chose it. */
+static void NAME(experts)(const struct NAME(state) *w) {
+    const struct shape *s = w->s;
+    const struct block *b = w->b;
+    const int64_t all = b->experts, hidden = s->hidden, number = w->number;
+    float *shares = w->scores, *given = w->query, *made = w->attended; /* free by now, and large enough */
+    NAME(multiply)(&b->router, w->normed, number, shares, w->sums, 1);
+    for (int64_t r = 0; r < number; r++) {
+        float *share = shares + r * all, total = 0.0f;
+        NAME(softmax)(share, all);
+        for (int64_t left = s->chosen; left; left--) { /* a chosen share is marked by its sign */
+            int64_t best = -1;
+            for (int64_t e = 0; e < all; e++)
+                if (!(float_bits(share[e]) >> 31) && (best < 0 || share[e] > share[best])) best = e;
+            total += share[best];
+            share[best] = -share[best];
+        }
+        for (int64_t e = 0; e < all; e++)
+            share[e] = float_bits(share[e]) >> 31 ? -share[e] / (s->shares_add_up ? total : 1.0f) : -1.0f;
+    }
+    memset(w->added, 0, number * hidden * sizeof(float));
+    for (int64_t e = 0; e < all; e++) {
+        const struct matrix *of = b->expert + 3 * e;
+        int64_t count = 0;
+        for (int64_t r = 0; r < number; r++)
+            if (shares[r * all + e] >= 0.0f) memcpy(given + hidden * count++, w->normed + r * hidden, hidden * sizeof(float));
+        if (!count) continue;
+        NAME(linear)(w, (struct NAME(linears)){.m = {of, of + 1}, .x = given, .rows = count, .count = 2,
+                                               .y = {w->gate, w->up}, .activation = s->activation});
+        NAME(linear)(w, (struct NAME(linears)){.m = {of + 2}, .x = w->gate, .rows = count, .count = 1, .y = {made}});
+        count = 0;
+        for (int64_t r = 0; r < number; r++) {
+            float share = shares[r * all + e];
+            if (share < 0.0f) continue;
+            const float *from = made + hidden * count++;
+            for (int64_t index = 0; index < hidden; index++) w->added[r * hidden + index] += share * from[index];
+        }
+    }
+}
+
+/* --- the step --- */
+
+/* The layer's output in `added`, through its norm if it has one, onto `hidden`. */
+static void NAME(take_over)(const struct NAME(state) *w, const float *norm) {
+    if (norm) NAME(norm_rows)(w->s, w->added, norm, NULL, w->number, w->added);
+    NAME(add_to)(w->hidden, w->added, w->number * w->s->hidden);
+}
+
+static void NAME(one_block)(const struct NAME(state) *w, const struct change *changes, int64_t changed) {
+    const struct shape *s = w->s;
+    const struct block *b = w->b;
+    const int64_t number = w->number;
+    NAME(norm_rows)(s, w->hidden, b->input_norm, b->input_bias, number, w->normed);
+    NAME(linear)(w, (struct NAME(linears)){.m = {&b->query, &b->key, &b->value}, .x = w->normed, .rows = number,
+                                           .count = 3, .y = {w->query, w->key, w->value}});
+    NAME(adapt)(w, changes, changed, LAYER_QUERY, w->normed, w->query);
+    NAME(adapt)(w, changes, changed, LAYER_KEY, w->normed, w->key);
+    NAME(adapt)(w, changes, changed, LAYER_VALUE, w->normed, w->value);
+    do_pieces(w->threads, NAME(attention_piece), w, number * s->kv_heads);
+    int apart = b->attention_norm || changed; /* the sum with `hidden` waits for all outputs */
+    NAME(linear)(w, (struct NAME(linears)){.m = {&b->output}, .x = w->attended, .rows = number, .count = 1,
+                                           .y = {w->added}, .target = apart ? NULL : w->hidden});
+    if (apart) {
+        NAME(adapt)(w, changes, changed, LAYER_OUTPUT, w->attended, w->added);
+        NAME(take_over)(w, b->attention_norm);
+    }
+    NAME(norm_rows)(s, w->hidden, b->output_norm, b->output_bias, number, w->normed);
+    if (b->experts) {
+        NAME(experts)(w);
+        NAME(take_over)(w, b->mlp_norm);
+        return;
+    }
+    const int64_t inner = b->up.out, gated = b->gate.codes != NULL;
+    struct NAME(linears) in = {.m = {&b->gate, &b->up}, .x = w->normed, .rows = number, .count = 2,
+                               .y = {w->gate, w->up}, .activation = changed ? ACTIVATION_NONE : s->activation};
+    if (!gated) in.m[0] = &b->up, in.count = 1;
+    NAME(linear)(w, in);
+    if (changed) {
+        if (gated) NAME(adapt)(w, changes, changed, LAYER_GATE, w->normed, w->gate);
+        NAME(adapt)(w, changes, changed, LAYER_UP, w->normed, gated ? w->up : w->gate);
+        NAME(activate)(s->activation, w->gate, gated ? w->up : NULL, number * inner);
+    }
+    apart = b->mlp_norm || changed;
+    NAME(linear)(w, (struct NAME(linears)){.m = {&b->down}, .x = w->gate, .rows = number, .count = 1,
+                                           .y = {w->added}, .target = apart ? NULL : w->hidden});
+    if (apart) {
+        NAME(adapt)(w, changes, changed, LAYER_DOWN, w->gate, w->added);
+        NAME(take_over)(w, b->mlp_norm);
+    }
+}
+
+static void NAME(step)(const struct step *t, int64_t threads) {
+    const struct shape *s = t->shape;
+    const int64_t number = t->number, wide = most(s->heads * s->head_dim, s->hidden), narrow = s->kv_heads * s->head_dim;
+    struct NAME(state) w = {.s = s, .rows = t->rows, .number = number, .threads = threads, .cosines = t->cosines,
+                            .sines = t->sines, .hidden = t->hidden, .score_count = t->score_count};
+    w.normed = t->scratch;
+    w.added = w.normed + number * s->hidden;
+    w.query = w.added + number * s->hidden;
+    w.attended = w.query + number * wide;
+    w.key = w.attended + number * wide;
+    w.value = w.key + number * narrow;
+    w.gate = w.value + number * narrow;
+    w.up = w.gate + number * s->inner;
+    w.sums = w.up + number * s->inner;
+    w.scores = w.sums + number * most(s->inner, wide) / LANES;
+    for (int64_t index = 0, done = 0; index < t->count; index++) {
+        int64_t changed = 0;
+        while (done + changed < t->changed && t->changes[done + changed].block == index) changed++;
+        w.b = t->blocks + index;
+        w.index = index;
+        NAME(one_block)(&w, t->changes + done, changed);
+        done += changed;
+    }
+}
+
+static const struct kernels NAME(kernels) = {STRING(ISA), NAME(multiply), NAME(unpack), NAME(step)};
+
+#undef V
+#undef I
+#undef ISA
+#undef TILES_ONE
+#undef TILES_MANY
+#undef ROW_TILE
+#undef OUTPUTS
