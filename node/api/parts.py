@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Any, Final
 
-from .engine.requests import Grammar
+from .engine.requests import Grammar, SessionOptions
 from .fields import Fields
 
 MAX_STOPS: Final = 16
@@ -14,8 +14,31 @@ MAX_STOP_CHARACTERS: Final = 256
 MAX_MESSAGES: Final = 4096
 MAX_GRAMMAR_CHARACTERS: Final = 100_000
 MAX_TOOLS: Final = 128
+MAX_TRUSTED: Final = 64
+MAX_CHAINS: Final = 4
+OPTIONS: Final = ("trusted_servers", "trusted_blocks", "compare_chains", "adapter")
 LARGEST: Final = 1 << 31
 JSON_OBJECT: Final = Grammar("json_object", json.dumps({"type": "object"}))
+
+
+def session_options(fields: Fields) -> SessionOptions:
+    """What `x_petalnode` of a request asks of the servers.
+
+    Raises:
+        ApiError: a field that is not known too: privacy must not hang on a word that was spelt wrong.
+    """
+    given = fields.object("x_petalnode")
+    if given is None:
+        return SessionOptions()
+    for name in given.data:
+        if name not in OPTIONS:
+            raise given.wrong(name[:100], f"known are {', '.join(OPTIONS)}", "unsupported_parameter")
+    return SessionOptions(
+        frozenset(given.texts("trusted_servers", MAX_TRUSTED)),
+        given.integer("trusted_blocks", 1, LARGEST),
+        given.integer("compare_chains", 1, MAX_CHAINS) or 1,
+        given.text("adapter", ""),
+    )
 
 
 def schema_grammar(schema: Fields) -> Grammar:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,14 @@ class SwarmClient(ServerSelection):
         self.receipts = ReceiptArchive()
         self.batches = BatchClient(self)
         self.disagreements: list[Disagreement] = []
+
+    def variant(self, *, trusted: TrustedServers, compare_chains: int) -> SwarmClient:
+        """A client that demands other things of its sessions, and shares what this one knows of the servers."""
+        found = copy(self)
+        found.trusted = trusted
+        found._compare_chains = compare_chains
+        found.batches = BatchClient(found)
+        return found
 
     @property
     def peer_id(self) -> str:

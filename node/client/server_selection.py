@@ -26,7 +26,7 @@ from ..swarm.routing import (
     second_best,
 )
 from ..swarm.swarm import Swarm
-from ..swarm.trusted_servers import TrustedServers
+from ..swarm.trusted_servers import TrustedServers, trusted_servers
 from ..verification.tolerances import doubt
 from .deadlines import (
     MEASURE_TIMEOUT,
@@ -87,6 +87,23 @@ class ServerSelection:
         self._unmeasured: dict[str, float] = {}  # when a peer did not answer
         self._suspects: dict[str, float] = {}
         self._seconds_per_byte: dict[str, float] = {}
+
+    def narrowed(self, peers: Collection[str], blocks: int | None) -> TrustedServers:
+        """The trusted servers of a session that names `peers` for the first and the last `blocks` blocks: never others,
+        nor for fewer blocks, than those of all sessions.
+
+        Raises:
+            BadInput: they cannot be used, or are others.
+        """
+        if not peers and blocks is None:
+            return self.trusted
+        ours = self.trusted
+        if ours.peers and not ours.peers.issuperset(peers):
+            raise BadInput("only these servers may be trusted: " + ", ".join(sorted(ours.peers)))
+        if ours.peers and blocks is not None and blocks < ours.blocks:
+            raise BadInput(f"trusted servers compute the first and the last {ours.blocks} blocks, not fewer")
+        found = trusted_servers(sorted(peers or ours.peers), blocks, allowed=self._allowed, blocked=self._blocked)
+        return found if blocks is not None or not ours.peers else TrustedServers(found.peers, ours.blocks)
 
     def servers(self) -> tuple[Announcement, ...]:
         """The servers of this model that may be used and take sessions, as far as this node has their announcements."""
@@ -194,8 +211,9 @@ class ServerSelection:
         except (PeerError, SwarmError):
             self._rtts.pop(peer_id, None)
             now = trio.current_time()
-            lately = {peer: since for peer, since in self._unmeasured.items() if now - since <= RTT_RETRY}
-            self._unmeasured = lately | {peer_id: now}
+            for peer in [peer for peer, since in self._unmeasured.items() if now - since > RTT_RETRY]:
+                del self._unmeasured[peer]
+            self._unmeasured[peer_id] = now
         else:
             self._rtts[peer_id] = (rtt, trio.current_time())
             self._unmeasured.pop(peer_id, None)

@@ -29,7 +29,7 @@ class MemoryApi:
 
     Attributes:
         url: with the port, without a path.
-        core: which belongs to the swarm's trio thread.
+        core: which belongs to the swarm's trio thread, `token`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class MemoryApi:
         self.url = url
         self.core = core
         self._admission = admission
-        self._token = token
+        self.token = token
 
     @property
     def port(self) -> int:
@@ -48,17 +48,17 @@ class MemoryApi:
     @property
     def open_sessions(self) -> int:
         """Sessions of it that servers hold, idle conversations included."""
-        return in_loop(self._token, lambda: self.core.conversations.open_count)
+        return in_loop(self.token, lambda: self.core.conversations.open_count)
 
     @property
     def running(self) -> int:
         """Requests that are being answered."""
-        return in_loop(self._token, lambda: self._admission.running)
+        return in_loop(self.token, lambda: self._admission.running)
 
     @property
     def idle(self) -> int:
         """Conversations that are kept between two requests."""
-        return in_loop(self._token, lambda: self.core.conversations.idle)
+        return in_loop(self.token, lambda: self.core.conversations.idle)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from ..parts import (
     known_tool,
     positive,
     schema_grammar,
+    session_options,
     stop_strings,
 )
 
@@ -56,6 +57,7 @@ def parse_messages(fields: Fields, *, counted: bool = False) -> ChatRequest:
         stream=fields.flag("stream"),
         include_usage=True,
         grammar=_grammar(fields),
+        options=session_options(fields),
     )
     messages = tuple(_messages(fields))
     if messages[-1]["role"] == "assistant":

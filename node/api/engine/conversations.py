@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from .requests import PLAIN, SessionOptions
+
 if TYPE_CHECKING:
     from ...client.generation import Conversation
 
@@ -20,13 +22,15 @@ _CLOSE_SECONDS: Final = 2.0
 
 @dataclass(frozen=True)
 class CacheScope:
-    """Whose conversations may go on with each other's tokens: those of one key, with one model.
+    """Whose conversations may go on with each other's tokens: those of one key, with one model, at servers of which the
+    same is asked.
 
     What the servers hold of one owner's words must not be found, or timed, by another.
     """
 
     owner: str
     model: str
+    options: SessionOptions = PLAIN
 
 
 @dataclass
@@ -57,12 +61,12 @@ class Conversations:
     """Lends conversations to requests, and keeps some of them for a while.
 
     Args:
-        make: a new conversation for a model and so many tokens.
+        make: a new conversation for so many tokens.
         keep: idle ones at most.
         seconds: after which an idle one gives the servers their caches back.
     """
 
-    def __init__(self, make: Callable[[str, int], Conversation], keep: int, seconds: float) -> None:
+    def __init__(self, make: Callable[[CacheScope, int], Conversation], keep: int, seconds: float) -> None:
         self._make = make
         self._keep = keep
         self._seconds = seconds
@@ -102,7 +106,7 @@ class Conversations:
 
         It is kept if the block ends well, and given up if it is left by an error or cancelled.
         """
-        conversation = self._found(scope, prompt, needed) or self._make(scope.model, reserved(needed, context))
+        conversation = self._found(scope, prompt, needed) or self._make(scope, reserved(needed, context))
         self._lent.add(conversation)
         try:
             yield conversation

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any, Final
 
 import torch
 import trio
@@ -15,32 +13,25 @@ from ...blocks.client_part import ClientModel
 from ...client.chat import Text
 from ...client.core import SwarmClient
 from ...client.generation import Conversation
-from ...client.sampling import Sampler, Sampling
 from ...client.session_adapter import SessionAdapter, named
 from ...errors import BadInput, NoChainError
 from ...models.adapter import Adapter
-from ...trust.receipt_file import AnswerReceipts, SignedReply
-from ...trust.receipt_log import SessionLog
+from ...trust.receipt_file import AnswerReceipts
 from ..errors import ApiError, api_error
+from .block_outputs import block_outputs
+from .choice import AnswerParts, Choice
 from .conversations import CacheScope, Conversations
 from .generation import (
     ApiLimits,
-    ChosenToken,
     Event,
     Failed,
-    Finished,
     GenerationRequest,
-    HopReport,
-    Piece,
     ServedModel,
 )
-from .grammar import AnyConstraint, Grammars
-from .stops import StopStrings
+from .grammar import Grammars
+from .requests import SessionOptions
 
 log = logging.getLogger(__name__)
-
-_BEFORE: Final = 6
-"""Tokens of a prompt by which the first word of a completion is spaced."""
 
 
 class Core:
@@ -61,6 +52,7 @@ class Core:
                 model.adapter.check_model(client.model.version, client.model.name)
         self.client = client
         self.text = text
+        self.hidden_size = local.hidden_size
         self.models = {model.name: model for model in models}
         self.limits = limits
         self.vocabulary = int(local.model.get_output_embeddings().weight.shape[0])
@@ -85,7 +77,6 @@ class Core:
             )
         return found
 
-    @property
     def is_covered(self) -> bool:
         """Whether the servers that are known hold every block together."""
         held = {block for server in self.client.servers() for block in range(server.span.start, server.span.end)}
@@ -121,7 +112,18 @@ class Core:
                     code="context_length_exceeded",
                 )
         self._check_logprobs(wanted)
-        await self._session_adapter(wanted.model)
+        await self.check_sessions(wanted.model, wanted.options)
+
+    async def check_sessions(self, model: ServedModel, options: SessionOptions) -> None:
+        """Whether sessions can be had as they are asked for. Raises ApiError, BadInput, or NoChainError."""
+        self.client.narrowed(options.trusted, options.trusted_blocks)
+        if options.adapter and model.adapter is not None:
+            raise ApiError(
+                400, f"the model {model.name} has an adapter already", param="x_petalnode.adapter", code="invalid_value"
+            )
+        await self._session_adapter(model)
+        if options.adapter:
+            await self._held_adapter(options.adapter)
 
     def _check_logprobs(self, wanted: GenerationRequest) -> None:
         if wanted.top_logprobs is None:
@@ -143,26 +145,38 @@ class Core:
             if model.name not in self._adapters:
                 self._adapters[model.name] = SessionAdapter.of(model.adapter) if model.adapter.hash else None
         elif model.adapter is not None:
-            found = named(model.adapter, self.client.servers())
-            if found is None:
-                await self.client.refresh()
-                found = named(model.adapter, self.client.servers())
-            if found is None:
-                raise NoChainError(
-                    f"no server holds the adapter {model.adapter}", tuple(range(self.client.model.num_blocks))
-                )
-            self._adapters[model.name] = found
+            self._adapters[model.name] = await self._held_adapter(model.adapter)
         return self._adapters.get(model.name)
 
-    def _conversation(self, name: str, length: int) -> Conversation:
-        model = self.models[name]
+    async def _held_adapter(self, name: str) -> SessionAdapter:
+        """Raises NoChainError if no server holds it."""
+        found = named(name, self.client.servers())
+        if found is None:
+            await self.client.refresh()
+            found = named(name, self.client.servers())
+        if found is None:
+            raise NoChainError(f"no server holds the adapter {name}", tuple(range(self.client.model.num_blocks)))
+        return found
+
+    def client_for(self, options: SessionOptions) -> SwarmClient:
+        """The client of sessions of which so much is asked. Raises BadInput."""
+        trusted = self.client.narrowed(options.trusted, options.trusted_blocks)
+        if trusted == self.client.trusted and options.compare_chains == 1:
+            return self.client
+        return self.client.variant(trusted=trusted, compare_chains=options.compare_chains)
+
+    def _conversation(self, scope: CacheScope, length: int) -> Conversation:
+        model, options = self.models[scope.model], scope.options
+        adapter = self._adapters.get(scope.model)
+        if options.adapter:
+            adapter = named(options.adapter, self.client.servers()) or adapter
         return Conversation(
-            self.client,
+            self.client_for(options),
             self._local,
             max_length=length,
             stop_tokens=self.text.stop_tokens,
             soft_prompt=model.adapter.soft_prompt if isinstance(model.adapter, Adapter) else None,
-            adapter=self._adapters.get(name),
+            adapter=adapter,
         )
 
     @asynccontextmanager
@@ -182,10 +196,13 @@ class Core:
             nursery.cancel_scope.cancel()
 
     async def _answer_all(self, wanted: GenerationRequest, send: trio.MemorySendChannel[Event]) -> None:
+        context = self.context(wanted.model)
+        parts = AnswerParts(self.text, self.grammars, self.conversations, self.limits, context, self.is_covered)
+
         async def answer(index: int) -> None:
             try:
                 async with self._answers:
-                    await _Choice(self, wanted, index, send).run()
+                    await Choice(parts, wanted, index, send).run()
             except Exception as error:
                 failed = api_error(error)
                 if failed.code == "internal_error":
@@ -198,199 +215,30 @@ class Core:
                 for index in range(len(wanted.prompts)):
                     nursery.start_soon(answer, index)
 
-    async def hidden_states(self, owner: str, model: ServedModel, prompt: Sequence[int]) -> torch.Tensor:
+    async def block_outputs(
+        self, model: ServedModel, prompt: Sequence[int], blocks: Sequence[int], options: SessionOptions
+    ) -> dict[int, torch.Tensor]:
+        """The output of each of `blocks` (ascending), [tokens, hidden size]."""
+        adapter = await self._session_adapter(model)
+        if options.adapter:
+            adapter = await self._held_adapter(options.adapter)
+        soft = model.adapter.soft_prompt if isinstance(model.adapter, Adapter) else None
+        async with self._answers:
+            return await block_outputs(self.client_for(options), self._local, prompt, blocks, adapter, soft)
+
+    async def hidden_states(
+        self, owner: str, model: ServedModel, prompt: Sequence[int], options: SessionOptions
+    ) -> torch.Tensor:
         """What enters the head, float32 [tokens, hidden size]."""
         found: list[torch.Tensor] = []
         needed = len(prompt) + 1
         async with (
             self._answers,
-            self.conversations.lent(CacheScope(owner, model.name), prompt, needed, needed) as conversation,
+            self.conversations.lent(CacheScope(owner, model.name, options), prompt, needed, needed) as conversation,
         ):
             await conversation.score(prompt, lambda _, hidden: found.append(hidden.float().cpu()), hidden=True)
             await conversation.aclose()  # nothing goes on with it
         return torch.cat(found)
-
-
-class _Recorder(Sampler):
-    """A sampler that notes how likely the model found what was chosen, before anything changed its logits."""
-
-    def __init__(self, sampling: Sampling, constraint: AnyConstraint | None, top: int | None) -> None:
-        super().__init__(sampling, constraint)
-        self._top = top
-        self.last: ChosenToken | None = None
-
-    def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
-        token = super().next(tokens, logits)
-        self.last = ChosenToken(token, None) if self._top is None else _likelihoods(logits[None], [token], self._top)[0]
-        return token
-
-
-def _likelihoods(logits: torch.Tensor, chosen: Sequence[int], top: int) -> list[ChosenToken]:
-    """For each row of logits [tokens, vocabulary], how likely the chosen token is, and the likeliest ones."""
-    scores = logits.float().log_softmax(-1)
-    own = scores.gather(-1, torch.tensor(chosen, device=scores.device)[:, None])[:, 0].tolist()
-    if not top:
-        return [ChosenToken(token, value) for token, value in zip(chosen, own, strict=True)]
-    best = scores.topk(min(top, scores.shape[-1]), dim=-1)
-    rows = zip(chosen, own, best.indices.tolist(), best.values.tolist(), strict=True)
-    return [ChosenToken(token, value, tuple(zip(ids, values, strict=True))) for token, value, ids, values in rows]
-
-
-class _Choice:
-    """One choice of a request."""
-
-    def __init__(self, core: Core, wanted: GenerationRequest, index: int, send: trio.MemorySendChannel[Event]) -> None:
-        self._core = core
-        self._wanted = wanted
-        self._index = index
-        self._prompt = wanted.prompts[index]
-        self._send = send
-        self._stop = trio.Event()
-        self._stops = StopStrings(wanted.stop)
-        self._made = 0
-        self._logs: list[tuple[SessionLog, int]] = []
-
-    async def run(self) -> None:
-        wanted, core = self._wanted, self._core
-        context = core.context(wanted.model)
-        asked = wanted.max_tokens if wanted.max_tokens is not None else core.limits.answer_tokens
-        needed = min(context, len(self._prompt) + max(1, asked))
-        scope = CacheScope(wanted.owner, wanted.model.name)
-        async with core.conversations.lent(scope, self._prompt, needed, context) as conversation:
-            try:
-                await self._answer(conversation, asked)
-            except NoChainError:
-                reserve = core.conversations.idle or conversation.max_length > needed
-                if self._made or not reserve or not core.is_covered:
-                    raise
-                # Servers may have too little room: ours that nobody uses goes first, then what is only in reserve.
-                await core.conversations.drop_idle()
-                await conversation.aclose()
-                conversation.max_length = needed
-                await self._answer(conversation, asked)
-            if wanted.echo:
-                await conversation.aclose()  # its prompt was scored, and is hardly scored again
-
-    async def _answer(self, conversation: Conversation, asked: int) -> None:
-        wanted, prompt = self._wanted, self._prompt
-        before = conversation.recoveries
-        traffic = {timing.peer_id: (sent, received) for timing, sent, received in conversation.hops}
-        self._logs = [(log, _newest(log)) for log in conversation.logs]
-        if wanted.echo:
-            await self._echo(conversation)
-        length = 0
-        cached = 0
-        if asked:
-            seed = wanted.sampling.seed
-            sampling = replace(
-                wanted.sampling,
-                max_new_tokens=min(asked, conversation.max_length - len(prompt)),
-                seed=None if seed is None else seed + self._index,
-            )
-            constraint = await trio.to_thread.run_sync(self._constraint)
-            recorder = _Recorder(sampling, constraint, wanted.top_logprobs)
-            taking = self._taking(conversation, recorder, constraint)
-            length = len(await conversation.answer(prompt, sampling, taking, self._stop, recorder))
-            cached = 0 if wanted.echo else min(conversation.reused, len(prompt) - 1)  # one is always sent
-            if held_back := self._stops.end():
-                self._send.send_nowait(Piece(self._index, held_back))
-            full = length >= sampling.max_new_tokens
-        reason = "length" if not asked or (full and not self._stop.is_set()) else "stop"
-        self._send.send_nowait(
-            Finished(
-                self._index,
-                reason,
-                len(prompt),
-                length,
-                cached,
-                conversation.recoveries - before,
-                _hops(conversation, traffic),
-                self._receipts(conversation),
-                self._stops.found,
-            )
-        )
-
-    def _note_servers(self, conversation: Conversation) -> None:
-        """Those that came into the chain, while they are in it."""
-        for log in conversation.logs:
-            if not any(log is known for known, _ in self._logs):
-                self._logs.append((log, 0))
-
-    def _receipts(self, conversation: Conversation) -> tuple[SignedReply, ...]:
-        self._note_servers(conversation)
-        return tuple(
-            SignedReply(log.peer_id, entry.receipt)
-            for log, before in self._logs
-            for entry in log.entries
-            if entry.receipt.sequence > before
-        )
-
-    def _constraint(self) -> AnyConstraint | None:
-        grammars, grammar, mark = self._core.grammars, self._wanted.grammar, self._wanted.bound_after
-        if grammar is None:
-            return None
-        return grammars.constraint_after(mark, grammar) if mark else grammars.constraint(grammar)
-
-    def _taking(
-        self,
-        conversation: Conversation,
-        recorder: _Recorder,
-        constraint: AnyConstraint | None,
-    ) -> Any:
-        pieces: list[str] = []
-        before = self._prompt[-_BEFORE:] if self._wanted.continues else ()
-        decode = self._core.text.stream(pieces.append, before, special=self._wanted.shows_special)
-
-        def take(token: int) -> None:
-            self._made += 1
-            self._note_servers(conversation)
-            decode(token)
-            text = self._stops.feed("".join(pieces))
-            pieces.clear()
-            assert recorder.last is not None
-            self._send.send_nowait(Piece(self._index, text, (recorder.last,)))
-            if self._stops.found is not None or (constraint is not None and constraint.done):
-                self._stop.set()
-
-        return take
-
-    async def _echo(self, conversation: Conversation) -> None:
-        """Sends the prompt, with log-probabilities if they are asked for."""
-        prompt, top = self._prompt, self._wanted.top_logprobs
-        chosen = [ChosenToken(prompt[0], None)]
-
-        def note(first: int, logits: torch.Tensor) -> None:
-            following = prompt[first + 1 : first + 1 + len(logits)]
-            chosen.extend(_likelihoods(logits[: len(following)], following, top or 0))
-
-        if top is not None:
-            await conversation.score(prompt, note)
-        else:
-            chosen = [ChosenToken(token, None) for token in prompt]
-        self._made += 1
-        text = await trio.to_thread.run_sync(self._core.text.decode, prompt)
-        self._send.send_nowait(Piece(self._index, text, tuple(chosen)))
-
-
-def _newest(log: SessionLog) -> int:
-    """The sequence number of its last receipt; 0 if there is none."""
-    return log.entries[-1].receipt.sequence if log.entries else 0
-
-
-def _hops(conversation: Conversation, before: dict[str, tuple[int, int]]) -> tuple[HopReport, ...]:
-    reports = []
-    for hop, (timing, sent, received) in zip(conversation.route, conversation.hops, strict=False):
-        old_sent, old_received = before.get(timing.peer_id, (0, 0))
-        reports.append(
-            HopReport(
-                hop.peer_id,
-                (hop.span.start, hop.span.end),
-                round(timing.total * 1000, 3),
-                max(0, sent - old_sent),
-                max(0, received - old_received),
-            )
-        )
-    return tuple(reports)
 
 
 def check_adapters(models: Sequence[ServedModel]) -> None:

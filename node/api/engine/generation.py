@@ -8,8 +8,10 @@ from typing import Any
 
 from ...client.sampling import Sampling
 from ...models.adapter import Adapter
+from ...swarm.routing import Hop
 from ...trust.receipt_file import SignedReply, digest_of
 from ..errors import ApiError
+from .requests import PLAIN, SessionOptions
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class ApiLimits:
         answers: that are made at once; others wait.
         body_bytes: of a request.
         logprobs: log-probabilities of one request, about 100 bytes apiece until they are sent.
+        state_values: of the hidden states that one request is given.
         kept, kept_seconds: conversations that keep their caches between two requests, and for how long.
     """
 
@@ -30,6 +33,7 @@ class ApiLimits:
     answers: int = 64
     body_bytes: int = 8 << 20
     logprobs: int = 250_000
+    state_values: int = 16 << 20
     kept: int = 16
     kept_seconds: float = 120.0
 
@@ -80,6 +84,7 @@ class Finished:
     """The end of one choice. `reason` is "stop" or "length".
 
     Attributes:
+        compared: the chains that were compared; empty if there was one only, which `hops` has.
         receipts: of all replies to it, those of one server one after another; of a long answer the last 256 of each.
     """
 
@@ -92,6 +97,7 @@ class Finished:
     hops: tuple[HopReport, ...]
     receipts: tuple[SignedReply, ...] = ()
     stopped_by: str | None = None
+    compared: tuple[tuple[Hop, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     top_logprobs: int | None = None
     grammar: str | None = None
+    options: SessionOptions = PLAIN
     echo: bool = False
     continues: bool = False
     bound_after: str = ""
@@ -143,6 +150,7 @@ def provenance(ends: Sequence[Finished]) -> dict[str, Any]:
                 "index": end.choice,
                 "recoveries": end.recoveries,
                 "route": [{"peer_id": hop.peer_id, "blocks": list(hop.blocks)} for hop in end.hops],
+                **({"compared_routes": [_route(hops) for hops in end.compared]} if end.compared else {}),
                 "hops": [
                     {
                         "peer_id": hop.peer_id,
@@ -157,3 +165,7 @@ def provenance(ends: Sequence[Finished]) -> dict[str, Any]:
             for end in ends
         ],
     }
+
+
+def _route(hops: Sequence[Hop]) -> list[dict[str, Any]]:
+    return [{"peer_id": hop.peer_id, "blocks": [hop.span.start, hop.span.end]} for hop in hops]

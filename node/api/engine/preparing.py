@@ -129,4 +129,5 @@ def _generation(
         stop=text.stop,
         top_logprobs=text.top_logprobs if text.logprobs else None,
         grammar=grammar,
+        options=text.options,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from ...client.sampling import Sampling
 
@@ -16,6 +16,25 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What a request asks of the sessions at the servers: `x_petalnode` in any interface.
+
+    Attributes:
+        trusted: peer ids of the servers that alone compute the first and the last `trusted_blocks` blocks.
+        compare_chains: from 2 on, how many chains that share no server compute every step, and are compared.
+        adapter: the name of one that servers hold; empty for that of the model.
+    """
+
+    trusted: frozenset[str] = frozenset()
+    trusted_blocks: int | None = None
+    compare_chains: int = 1
+    adapter: str = ""
+
+
+PLAIN: Final = SessionOptions()
 
 
 @dataclass(frozen=True)
@@ -38,6 +57,7 @@ class TextRequest:
     stream: bool
     include_usage: bool
     grammar: Grammar | None
+    options: SessionOptions = PLAIN
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ..parts import (
     function_tool,
     positive,
     schema_grammar,
+    session_options,
     stop_strings,
 )
 
@@ -88,6 +89,7 @@ def _text(fields: Fields) -> TextRequest:
         stream=fields.get("stream") is None or fields.flag("stream"),
         include_usage=True,
         grammar=_grammar(fields),
+        options=session_options(fields),
     )
 
 

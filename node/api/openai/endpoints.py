@@ -8,6 +8,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any, Final
 
+import safetensors.torch
 import torch
 import trio
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from ..engine.preparing import prepare_chat, prepare_completion, text_prompt
 from ..errors import ApiError
 from ..fields import Fields
 from ..http.answers import Answers, read_fields
+from ..parts import session_options
 from .objects import Head
 from .requests import parse_chat, parse_completion
 from .writers import ChatWriter, TextWriter
@@ -39,6 +41,7 @@ def openai_routes(core: Core) -> list[BaseRoute]:
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
         Route("/v1/petalnode/receipts/{name}", endpoints.receipts, methods=["GET"]),
+        Route("/v1/petalnode/hidden_states", endpoints.hidden_states, methods=["POST"]),
         Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
     ]
 
@@ -90,10 +93,11 @@ class _Endpoints:
         pooling = fields.one_of("pooling", ("mean", "last"), "mean")
         prompts = await self._inputs(fields, model)
         owner = request.state.owner
-        await core.check(GenerationRequest(owner, model, tuple(prompts), _GREEDY))
+        options = session_options(fields)
+        await core.check(GenerationRequest(owner, model, tuple(prompts), _GREEDY, options=options))
         data = []
         for index, prompt in enumerate(prompts):
-            states = await core.hidden_states(owner, model, prompt)
+            states = await core.hidden_states(owner, model, prompt, options)
             vector = states.mean(0) if pooling == "mean" else states[-1]
             values = torch.nn.functional.normalize(vector, dim=0).tolist()
             packed = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
@@ -101,6 +105,25 @@ class _Endpoints:
         tokens = sum(map(len, prompts))
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+    async def hidden_states(self, request: Request) -> Response:
+        """Outputs of chosen blocks for one text, as a file of safetensors."""
+        core, fields = self._core, await self._fields(request)
+        model, options = core.model(fields.text("model", "")), session_options(fields)
+        blocks = _blocks(fields, core.client.model.num_blocks)
+        prompts = await self._inputs(fields, model)
+        if len(prompts) > 1:
+            raise fields.wrong("input", "one text at a time")
+        await core.check(GenerationRequest(request.state.owner, model, tuple(prompts), _GREEDY, options=options))
+        values = len(prompts[0]) * len(blocks) * core.hidden_size
+        if values > core.limits.state_values:
+            raise fields.wrong("blocks", f"{values:,} values are too many: {core.limits.state_values:,} at most")
+        outputs = await core.block_outputs(model, prompts[0], blocks, options)
+        tensors = {f"block.{block}": states.contiguous() for block, states in outputs.items()}
+        tensors["tokens"] = torch.tensor(prompts[0])
+        about = {"model": model.name, "version": core.client.model.version.hex()}
+        data = await trio.to_thread.run_sync(safetensors.torch.save, tensors, about)
+        return Response(data, media_type="application/octet-stream")
 
     async def receipts(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -127,3 +150,15 @@ class _Endpoints:
 
     async def _fields(self, request: Request) -> Fields:
         return await read_fields(request, self._core.limits.body_bytes)
+
+
+def _blocks(fields: Fields, num_blocks: int) -> list[int]:
+    """The blocks that are asked for, ascending; the last one by default. Raises ApiError."""
+    given = fields.get("blocks")
+    if given is None:
+        return [num_blocks - 1]
+    if not isinstance(given, list) or not given:
+        raise fields.wrong("blocks", "a list of blocks is expected")
+    if not all(type(block) is int and 0 <= block < num_blocks for block in given):
+        raise fields.wrong("blocks", f"they are numbered from 0 to {num_blocks - 1}")
+    return sorted(set(given))

@@ -20,6 +20,7 @@ from ..parts import (
     known_tool,
     positive,
     schema_grammar,
+    session_options,
     stop_strings,
 )
 
@@ -110,6 +111,7 @@ def _text_request(fields: Fields, *, max_tokens: int | None, logprobs: bool, top
         stream=stream,
         include_usage=options is not None and options.flag("include_usage"),
         grammar=_grammar(fields),
+        options=session_options(fields),
     )
 
 

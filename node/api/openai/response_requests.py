@@ -19,6 +19,7 @@ from ..parts import (
     function_tool,
     known_tool,
     schema_grammar,
+    session_options,
 )
 from .requests import MAX_TOP_LOGPROBS, sampling, tool_mode
 
@@ -91,6 +92,7 @@ def parse_response(fields: Fields) -> ResponseRequest:
         stream=fields.flag("stream"),
         include_usage=True,
         grammar=grammar,
+        options=session_options(fields),
     )
     items = _items(fields)
     tools = tuple(_tool(tool) for tool in fields.objects("tools", MAX_TOOLS))

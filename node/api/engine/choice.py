@@ -1,0 +1,225 @@
+"""One choice of a request: a conversation that is lent, its tokens as they come, and what is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import trio
+
+from ...client.chat import Text
+from ...client.generation import Conversation
+from ...client.sampling import Sampler, Sampling
+from ...errors import NoChainError
+from ...trust.receipt_file import SignedReply
+from ...trust.receipt_log import SessionLog
+from .conversations import CacheScope, Conversations
+from .generation import ApiLimits, ChosenToken, Event, Finished, GenerationRequest, HopReport, Piece
+from .grammar import AnyConstraint, Grammars
+from .stops import StopStrings
+
+_BEFORE: Final = 6
+"""Tokens of a prompt by which the first word of a completion is spaced."""
+
+
+class _Recorder(Sampler):
+    """A sampler that notes how likely the model found what was chosen, before anything changed its logits."""
+
+    def __init__(self, sampling: Sampling, constraint: AnyConstraint | None, top: int | None) -> None:
+        super().__init__(sampling, constraint)
+        self._top = top
+        self.last: ChosenToken | None = None
+
+    def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
+        token = super().next(tokens, logits)
+        self.last = ChosenToken(token, None) if self._top is None else _likelihoods(logits[None], [token], self._top)[0]
+        return token
+
+
+def _likelihoods(logits: torch.Tensor, chosen: Sequence[int], top: int) -> list[ChosenToken]:
+    """For each row of logits [tokens, vocabulary], how likely the chosen token is, and the likeliest ones."""
+    scores = logits.float().log_softmax(-1)
+    own = scores.gather(-1, torch.tensor(chosen, device=scores.device)[:, None])[:, 0].tolist()
+    if not top:
+        return [ChosenToken(token, value) for token, value in zip(chosen, own, strict=True)]
+    best = scores.topk(min(top, scores.shape[-1]), dim=-1)
+    rows = zip(chosen, own, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [ChosenToken(token, value, tuple(zip(ids, values, strict=True))) for token, value, ids, values in rows]
+
+
+@dataclass(frozen=True)
+class AnswerParts:
+    """What answers of one model share.
+
+    Attributes:
+        context: tokens of a prompt and its answer.
+        is_covered: whether the servers that are known hold every block together.
+    """
+
+    text: Text
+    grammars: Grammars
+    conversations: Conversations
+    limits: ApiLimits
+    context: int
+    is_covered: Callable[[], bool]
+
+
+class Choice:
+    """One choice of a request."""
+
+    def __init__(
+        self, parts: AnswerParts, wanted: GenerationRequest, index: int, send: trio.MemorySendChannel[Event]
+    ) -> None:
+        self._parts = parts
+        self._wanted = wanted
+        self._index = index
+        self._prompt = wanted.prompts[index]
+        self._send = send
+        self._stop = trio.Event()
+        self._stops = StopStrings(wanted.stop)
+        self._made = 0
+        self._logs: list[tuple[SessionLog, int]] = []
+
+    async def run(self) -> None:
+        wanted, parts = self._wanted, self._parts
+        asked = wanted.max_tokens if wanted.max_tokens is not None else parts.limits.answer_tokens
+        needed = min(parts.context, len(self._prompt) + max(1, asked))
+        scope = CacheScope(wanted.owner, wanted.model.name, wanted.options)
+        async with parts.conversations.lent(scope, self._prompt, needed, parts.context) as conversation:
+            try:
+                await self._answer(conversation, asked)
+            except NoChainError:
+                reserve = parts.conversations.idle or conversation.max_length > needed
+                if self._made or not reserve or not parts.is_covered():
+                    raise
+                # Servers may have too little room: ours that nobody uses goes first, then what is only in reserve.
+                await parts.conversations.drop_idle()
+                await conversation.aclose()
+                conversation.max_length = needed
+                await self._answer(conversation, asked)
+            if wanted.echo:
+                await conversation.aclose()  # its prompt was scored, and is hardly scored again
+
+    async def _answer(self, conversation: Conversation, asked: int) -> None:
+        wanted, prompt = self._wanted, self._prompt
+        before = conversation.recoveries
+        traffic = {timing.peer_id: (sent, received) for timing, sent, received in conversation.hops}
+        self._logs = [(log, _newest(log)) for log in conversation.logs]
+        if wanted.echo:
+            await self._echo(conversation)
+        length = 0
+        cached = 0
+        if asked:
+            seed = wanted.sampling.seed
+            sampling = replace(
+                wanted.sampling,
+                max_new_tokens=min(asked, conversation.max_length - len(prompt)),
+                seed=None if seed is None else seed + self._index,
+            )
+            constraint = await trio.to_thread.run_sync(self._constraint)
+            recorder = _Recorder(sampling, constraint, wanted.top_logprobs)
+            taking = self._taking(conversation, recorder, constraint)
+            length = len(await conversation.answer(prompt, sampling, taking, self._stop, recorder))
+            cached = 0 if wanted.echo else min(conversation.reused, len(prompt) - 1)  # one is always sent
+            if held_back := self._stops.end():
+                self._send.send_nowait(Piece(self._index, held_back))
+            full = length >= sampling.max_new_tokens
+        reason = "length" if not asked or (full and not self._stop.is_set()) else "stop"
+        self._send.send_nowait(
+            Finished(
+                self._index,
+                reason,
+                len(prompt),
+                length,
+                cached,
+                conversation.recoveries - before,
+                _hops(conversation, traffic),
+                self._receipts(conversation),
+                self._stops.found,
+                conversation.compared_routes,
+            )
+        )
+
+    def _note_servers(self, conversation: Conversation) -> None:
+        """Those that came into the chain, while they are in it."""
+        for log in conversation.logs:
+            if not any(log is known for known, _ in self._logs):
+                self._logs.append((log, 0))
+
+    def _receipts(self, conversation: Conversation) -> tuple[SignedReply, ...]:
+        self._note_servers(conversation)
+        return tuple(
+            SignedReply(log.peer_id, entry.receipt)
+            for log, before in self._logs
+            for entry in log.entries
+            if entry.receipt.sequence > before
+        )
+
+    def _constraint(self) -> AnyConstraint | None:
+        grammars, grammar, mark = self._parts.grammars, self._wanted.grammar, self._wanted.bound_after
+        if grammar is None:
+            return None
+        return grammars.constraint_after(mark, grammar) if mark else grammars.constraint(grammar)
+
+    def _taking(
+        self,
+        conversation: Conversation,
+        recorder: _Recorder,
+        constraint: AnyConstraint | None,
+    ) -> Any:
+        pieces: list[str] = []
+        before = self._prompt[-_BEFORE:] if self._wanted.continues else ()
+        decode = self._parts.text.stream(pieces.append, before, special=self._wanted.shows_special)
+
+        def take(token: int) -> None:
+            self._made += 1
+            self._note_servers(conversation)
+            decode(token)
+            text = self._stops.feed("".join(pieces))
+            pieces.clear()
+            assert recorder.last is not None
+            self._send.send_nowait(Piece(self._index, text, (recorder.last,)))
+            if self._stops.found is not None or (constraint is not None and constraint.done):
+                self._stop.set()
+
+        return take
+
+    async def _echo(self, conversation: Conversation) -> None:
+        """Sends the prompt, with log-probabilities if they are asked for."""
+        prompt, top = self._prompt, self._wanted.top_logprobs
+        chosen = [ChosenToken(prompt[0], None)]
+
+        def note(first: int, logits: torch.Tensor) -> None:
+            following = prompt[first + 1 : first + 1 + len(logits)]
+            chosen.extend(_likelihoods(logits[: len(following)], following, top or 0))
+
+        if top is not None:
+            await conversation.score(prompt, note)
+        else:
+            chosen = [ChosenToken(token, None) for token in prompt]
+        self._made += 1
+        text = await trio.to_thread.run_sync(self._parts.text.decode, prompt)
+        self._send.send_nowait(Piece(self._index, text, tuple(chosen)))
+
+
+def _newest(log: SessionLog) -> int:
+    """The sequence number of its last receipt; 0 if there is none."""
+    return log.entries[-1].receipt.sequence if log.entries else 0
+
+
+def _hops(conversation: Conversation, before: dict[str, tuple[int, int]]) -> tuple[HopReport, ...]:
+    reports = []
+    for hop, (timing, sent, received) in zip(conversation.route, conversation.hops, strict=False):
+        old_sent, old_received = before.get(timing.peer_id, (0, 0))
+        reports.append(
+            HopReport(
+                hop.peer_id,
+                (hop.span.start, hop.span.end),
+                round(timing.total * 1000, 3),
+                max(0, sent - old_sent),
+                max(0, received - old_received),
+            )
+        )
+    return tuple(reports)
