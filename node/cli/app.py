@@ -52,6 +52,9 @@ COMMANDS: Final = {
     "serve": "Host blocks of a model for the swarm.",
     "chat": "Chat with the model that a swarm serves.",
     "api": "Serve an OpenAI-compatible HTTP API, which answers over the servers of a swarm.",
+    "pause": "Pause servers on this machine: they take no new sessions, and leave the swarm when theirs have moved or "
+    "ended.",
+    "resume": "Let paused servers on this machine serve again.",
     "status": "Show the models of a swarm, its servers and the blocks that they hold, and its relays.",
     "bootstrap": "Run a DHT node and relay without a model: other nodes join and reach each other through it.",
     "doctor": "Check this machine and its connection to the swarm: versions, device, memory, disk, port, clock, "
@@ -75,12 +78,14 @@ COMMANDS: Final = {
 """In the order of the help, which has their first sentences without importing them."""
 _MODULES = {
     "self-test": "self_test",
+    "pause": "serve",
+    "resume": "serve",
     "swarm-key": "bootstrap",
     "verify-evidence": "validate",
     "verify-receipts": "validate",
 }
 """The module in `commands`, where it is not named after the command."""
-_OPTIONAL_VALUES: Final = {("status", "--watch"): "2"}
+_OPTIONAL_VALUES: Final = {("status", "--watch"): "2", ("serve", "--pause-when-busy"): "50%"}
 """Options whose value may be left out, which typer has not got; with the value that is taken then."""
 
 
@@ -107,7 +112,7 @@ def with_values(arguments: list[str]) -> list[str]:
     for index, argument in enumerate(arguments):
         following = arguments[index + 1] if index + 1 < len(arguments) else ""
         usual = _OPTIONAL_VALUES.get((arguments[0], argument))
-        has_value = usual is None or following.replace(".", "", 1).isdecimal()
+        has_value = usual is None or following.rstrip("%").replace(".", "", 1).isdecimal()
         found.append(argument if has_value else f"{argument}={usual}")
     return found
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import trio
 import typer
 
+from ..server.tallies import ServerTallies
 from ..swarm.swarm import Swarm
 from .output import Output
 
@@ -72,3 +73,12 @@ def add_node(metrics: Metrics | None, swarm: Swarm, role: str) -> None:
         from ..monitoring.metrics import node_metrics
 
         metrics.add(node_metrics(swarm, role))
+
+
+def add_server(metrics: Metrics | None, swarm: Swarm, tallies: ServerTallies) -> None:
+    """From now on the metrics are those of this server, too."""
+    add_node(metrics, swarm, "server")
+    if metrics is not None:
+        from ..monitoring.metrics import server_metrics
+
+        metrics.add(server_metrics(tallies))

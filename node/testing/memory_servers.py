@@ -23,6 +23,7 @@ from ..client.api.runtime import TrioThread
 from ..credits.payment_verifier import PaymentVerifier
 from ..models.progress import no_progress
 from ..server.lifecycle.options import ServerOptions
+from ..server.lifecycle.pausing import Pause
 from ..server.lifecycle.server import run_server
 from ..server.tallies import ServerTallies
 from .memory_network import Link, MemoryNetwork, MemoryNode
@@ -43,6 +44,7 @@ class MemoryServer:
     Attributes:
         events: what it has told so far, as the lines of `petalnode serve --json`.
         tallies: what it counts.
+        pause: makes it pause; for its trio thread.
     """
 
     def __init__(self, node: MemoryNode, token: trio.lowlevel.TrioToken) -> None:
@@ -50,6 +52,7 @@ class MemoryServer:
         self.peer_id = node.peer_id
         self.events: list[dict[str, Any]] = []
         self.tallies = ServerTallies()
+        self.pause = Pause()
         self.alive = True
         self._token = token
         self._stop = trio.Event()
@@ -96,6 +99,7 @@ class MemoryServer:
                         self._stop,
                         payments,
                         tallies=self.tallies,
+                        pause=self.pause,
                     )
                     nursery.cancel_scope.cancel()
         except Exception as error:
@@ -119,6 +123,10 @@ class MemoryServer:
         """Tells it to stop; it does when its clients have left or had the time to."""
         self.alive = False
         in_loop(self._token, self._stop.set)
+
+    def want_pause(self, reason: str | None) -> None:
+        """From now on it is to pause for this reason, or with None no more."""
+        in_loop(self._token, lambda: self.pause.want("test", reason))
 
     def freeze(self) -> None:
         """It holds its connections and answers nothing, until the others give them up."""

@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from petalnode import __version__
+from petalnode.node.cli import control
+from petalnode.node.cli.output import Output
 from tests.swarm.conftest import SharedSwarm
 from tests.swarm.processes import LOOPBACK, Node, Nodes, Outcome, environment, petalnode, until
 
@@ -298,7 +300,13 @@ def test_bootstrap_until_it_is_told_to_stop(number: signal.Signals, code: int, n
     assert "Traceback" not in node.errors
 
 
-def test_a_server_says_goodbye(lone_server: Node, node_starter: Nodes, models: Path) -> None:
+def test_a_server_says_goodbye(
+    lone_server: Node,
+    node_starter: Nodes,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A server that is stopped is out of the swarm at once, not when its announcement expires."""
     leaving = node_starter.server(models / "tiny-llama", "0:2", "--name", "leaving", peer=lone_server.address)
 
@@ -308,5 +316,13 @@ def test_a_server_says_goodbye(lone_server: Node, node_starter: Nodes, models: P
 
     assert leaving.ready
     until(lambda: "leaving" in names(), "the new server is seen")
+    # Before it leaves for good, its owner pauses it by a signal, and lets it go on as `petalnode resume` does.
+    leaving.signal(signal.SIGUSR1)
+    assert leaving.event("paused")["reason"] == "its owner has paused it"
+    [folder] = node_starter.home.rglob("control")
+    monkeypatch.setattr(control, "control_folder", lambda: folder)
+    control.send_wish(str(leaving.pid), "resume", Output(True))
+    assert json.loads(capsys.readouterr().out)["state"] == "serving"
+    assert leaving.event("resumed")
     assert leaving.stop() == 0, leaving.errors
     until(lambda: "leaving" not in names(), "the server that left is gone", timeout=15)

@@ -1,13 +1,14 @@
-"""`petalnode serve`: host blocks of a model until told to stop."""
+"""`petalnode serve`: host blocks of a model until told to stop. `pause` and `resume`: servers that run here."""
 
 from __future__ import annotations
 
 import os
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import trio
 import typer
@@ -24,16 +25,17 @@ from ...models.sources.resolve import DEFAULT_MODEL
 from ...network.addresses import parse_peer
 from ...network.nat.relay import RelayLimits
 from ...server.lifecycle.options import ServerOptions, check_blocks
+from ...server.lifecycle.pausing import Pause, PausePolicy
 from ...server.lifecycle.server import run_server
 from ...server.tallies import ServerTallies
+from ..control import DonorOptions, controlled, obey_signals, send_wish
 from ..join import JoinOptions, RelayOptions, joined, joins_swarm
-from ..metrics import MetricsOptions, add_node, metrics_served
+from ..metrics import MetricsOptions, add_server, metrics_served
 from ..model_choice import check_device, check_model
-from ..node_report import how_joined, how_joined_json, join_by, report_reachability
 from ..output import Output, ProgressBars
+from ..server_report import ServerReport
 from ..terminal import StopSignal
 
-_DIGITS = 16  # of the model version, in the commands that are passed on
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 STOP_GRACE = 10.0
 """Seconds after --drain-timeout in which a server that was ready retracts its announcement."""
@@ -114,6 +116,7 @@ def serve(
         bool, typer.Option("--until-eof", help="Stop when standard input is closed: for programs that start servers.")
     ] = False,
     *,
+    donor_options: DonorOptions,
     relay_options: RelayOptions,
     metrics_options: MetricsOptions,
     join: JoinOptions,
@@ -121,6 +124,7 @@ def serve(
     """Host blocks of a model for the swarm."""
     join.check()
     check_device(device)
+    policy = donor_options.policy()
     if dtype not in _DTYPES:
         raise BadInput(f"--dtype {dtype}: use {', '.join(_DTYPES)}")
     options = ServerOptions(
@@ -148,73 +152,58 @@ def serve(
         check_blocks(options, found)
     for folder in options.adapters:
         check_adapter_files(folder)
-    trio.run(_serve, options, join, relay_options.limits(), _deposit_at(deposit_at, pledge), until_eof, metrics_options)
+    limits, deposit = relay_options.limits(), _deposit_at(deposit_at, pledge)
+    trio.run(_serve, _Asked(options, join, limits, metrics_options, policy, deposit, until_eof))
 
 
-async def _serve(
-    options: ServerOptions,
-    join: JoinOptions,
-    limits: RelayLimits,
-    deposit_at: str | None,
-    until_eof: bool,
-    metrics_options: MetricsOptions,
-) -> None:
+@dataclass(frozen=True)
+class _Asked:
+    """What a person asked for, checked."""
+
+    server: ServerOptions
+    join: JoinOptions
+    relay: RelayLimits
+    metrics: MetricsOptions
+    policy: PausePolicy
+    deposit_at: str | None
+    until_eof: bool
+
+
+async def _serve(asked: _Asked) -> None:
+    options, join = asked.server, asked.join
     output = Output(join.json)
     bars = ProgressBars(output.console)
-    stop = StopSignal()
-
-    ready = False
-
-    def on_event(event: str, **fields: Any) -> None:
-        nonlocal ready
-        if event == "status":
-            output.say(f"{fields['text']} ...")
-        elif event == "ready":
-            ready = True
-            bars.stop()
-            _say_ready(output, join, fields)
-            output.emit(event="ready", **fields, joined=how_joined_json(swarm.joined))
-            commands = [f"petalnode {command} {_model_to_pass_on(join, fields)}" for command in ("serve", "chat")]
-            nursery.start_soon(report_reachability, swarm, join, output, commands)
-        elif event in ("moving", "moved"):
-            _say_change(output, event, fields)
-            output.emit(event=event, **fields)
-        elif event == "stopping":
-            sessions = fields["sessions"]
-            moving = f", when {sessions} sessions have moved to other servers (again Ctrl-C: at once)"
-            output.say(f"stopping{moving if sessions else ''} ...")
-            output.emit(event="stopping", **fields)
-
+    stop, pause, tallies = StopSignal(), Pause(), ServerTallies()
     async with trio.open_nursery() as nursery:
         await nursery.start(stop.watch)
+        await nursery.start(obey_signals, pause)
+        report = ServerReport(output, join, bars, nursery)
         cancelled = trio.CancelScope()
 
         async def enforce_stop() -> None:
             await stop.event.wait()
-            if ready:
+            if report.is_ready:
                 await trio.sleep(options.drain_timeout + STOP_GRACE)
             cancelled.cancel()
 
         nursery.start_soon(enforce_stop)
-        if until_eof:
+        if asked.until_eof:
             nursery.start_soon(stop.watch_stdin)
         with cancelled:
             async with (
-                metrics_served(metrics_options, output) as metrics,
-                joined(join, output, role="serve", listens=True, relay_limits=limits) as (swarm, identity),
+                metrics_served(asked.metrics, output) as metrics,
+                joined(join, output, role="serve", listens=True, relay_limits=asked.relay) as (swarm, identity),
+                controlled(pause, asked.policy, swarm.peer_id, options.name) as control,
             ):
-                tallies = ServerTallies()
-                add_node(metrics, swarm, "server")
-                if metrics is not None:
-                    from ...monitoring.metrics import server_metrics
-
-                    metrics.add(server_metrics(tallies))
-                output.say(how_joined(join, swarm.joined))
+                report.begin(swarm, control)
+                add_server(metrics, swarm, tallies)
                 payments = partial(PaymentVerifier, identity.peer_id)
-                wallet = None if deposit_at is None else Wallet(swarm, identity, deposit_at)
-                await run_server(swarm, identity, options, on_event, bars, stop.event, payments, wallet, tallies)
+                wallet = None if asked.deposit_at is None else Wallet(swarm, identity, asked.deposit_at)
+                await run_server(
+                    swarm, identity, options, report.on_event, bars, stop.event, payments, wallet, tallies, pause
+                )
         nursery.cancel_scope.cancel()
-    if stop.event.is_set() and not ready:
+    if stop.event.is_set() and not report.is_ready:
         with suppress(typer.Exit):
             stop.leave()
         # A thread that still loads is left behind, and torch aborts a process that ends in order meanwhile.
@@ -224,42 +213,21 @@ async def _serve(
     stop.leave()
 
 
-def _say_ready(output: Output, join: JoinOptions, fields: dict[str, Any]) -> None:
-    start, end = fields["blocks"]
-    output.say(
-        f"ready after {fields['seconds']:.1f} s: blocks {start}:{end} of {fields['num_blocks']} of {fields['model']}, "
-        f"{_held(fields)} on {fields['device']}, {fields['throughput']:.1f} steps/s, "
-        f"{fields['cache_tokens']} cache tokens"
-    )
-    if fields["adapters"]:
-        output.say(f"adapters: {', '.join(fields['adapters'])}")
-    if fields["addrs"]:
-        how = join_by(join, fields["addrs"][0])
-        model = _model_to_pass_on(join, fields)
-        output.say(f"to serve with it:  petalnode serve {model} {how}")
-        output.say(f"to talk to it:     petalnode chat {model} {how}")
-        for other in fields["addrs"][1:]:
-            output.say(f"also reachable at: {other}")
+_Server = Annotated[
+    str | None,
+    typer.Argument(help="Name, process id, or end of the peer id of a server. Default: all of yours that run."),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per server to standard output.")]
 
 
-def _model_to_pass_on(join: JoinOptions, fields: dict[str, Any]) -> str:
-    """The model with its version, where strangers could announce another one."""
-    return str(fields["model"]) if join.psk is not None else f"{fields['model']}@{fields['model_version'][:_DIGITS]}"
+def pause(server: _Server = None, json: _Json = False) -> None:
+    """Pause servers on this machine: they take no new sessions, and leave the swarm when theirs have moved or ended."""
+    send_wish(server, "pause", Output(json))
 
 
-def _say_change(output: Output, event: str, fields: dict[str, Any]) -> None:
-    start, end = fields["blocks"]
-    if event == "moving":
-        first, last = fields["to"]
-        leaving = f" when {fields['sessions']} sessions have moved to other servers" if fields["sessions"] else ""
-        output.say(f"changing from blocks {start}:{end} to {first}:{last}{leaving}: {fields['reason']} ...")
-    else:
-        output.say(f"serving blocks {start}:{end} after {fields['seconds']:.1f} s, {fields['throughput']:.1f} steps/s")
-
-
-def _held(fields: dict[str, Any]) -> str:
-    quantisation, dtype = fields["quantisation"], str(fields["dtype"])
-    return dtype if quantisation == "none" else f"{quantisation} weights in {dtype}"
+def resume(server: _Server = None, json: _Json = False) -> None:
+    """Let paused servers on this machine serve again."""
+    send_wish(server, "resume", Output(json))
 
 
 def _span(text: str | None) -> Span | None:

@@ -16,6 +16,7 @@ from ...models.quantisation import Kernels, Quantisation
 from ...swarm.swarm import Swarm
 from ..requests.admission import PriorityPayments
 from ..tallies import ServerTallies
+from .pausing import Pause
 from .placement_state import PlacementState
 from .pledging import Depositor
 from .speed import SpeedKey
@@ -25,7 +26,8 @@ MAX_ADAPTERS: Final = 32
 MakePayments = Callable[[Collection[str]], PriorityPayments]
 """Called with the validators (peer ids) whose points are taken."""
 OnEvent = Callable[..., None]
-"""Called with the event's name and its fields: "status" (text), "ready", "moving", "moved", "stopping"."""
+"""Called with the event's name and its fields: "status" (text), "ready", "moving", "moved", "stopping", "pausing",
+"paused", "resumed"."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class ServerContext:
 
     `placement` is how it sees the swarm, `speed_key` what a measured speed is kept under, `adapters` are its owner's.
     `payments` makes what takes points of some validators for priority; `depositor` leaves those of a pledge with one.
-    `tallies` is what all spans count in.
+    `tallies` is what all spans count in, `pause` says whether to serve.
     """
 
     swarm: Swarm
@@ -83,6 +85,7 @@ class ServerContext:
     depositor: Depositor | None
     adapters: tuple[Adapter, ...]
     tallies: ServerTallies
+    pause: Pause
 
 
 def check_blocks(options: ServerOptions, folder: ModelFolder) -> None:

@@ -52,6 +52,7 @@ from .memory import (
 )
 from .options import MakePayments, OnEvent, ServerContext, ServerOptions, check_blocks, read_adapters
 from .other_servers import serve_transfers
+from .pausing import Pause
 from .placement_state import PlacementState
 from .pledging import Depositor
 from .rebalancing import join_where_needed
@@ -187,8 +188,10 @@ async def run_server(
     payments: MakePayments,
     depositor: Depositor | None = None,
     tallies: ServerTallies | None = None,
+    pause: Pause | None = None,
 ) -> None:
-    """Serves until `stop` is set or the task is cancelled, and retracts its announcement. Counts in `tallies`.
+    """Serves until `stop` is set or the task is cancelled, and retracts its announcement. Counts in `tallies`; while a
+    `pause` is wanted, it takes no sessions, and has no announcement once those that it had have gone.
 
     Raises:
         BadInput, ModelError: the model or the blocks that were asked for cannot be.
@@ -223,6 +226,7 @@ async def run_server(
             depositor,
             tuple(adapters),
             tallies or ServerTallies(),
+            pause or Pause(),
         )
         try:
             await Server(context, source, progress, started).run(imported, stop)

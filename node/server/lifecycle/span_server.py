@@ -97,6 +97,8 @@ class SpanServer:
         self._speed = speed
         self._changed = trio.Event()
         self._next_span: Span | None = None
+        self._away = False  # paused, and nobody is left: not announced
+        self._choosing = trio.CancelScope()  # of other blocks
         self._rtts: dict[str, float] = {}
         blocks = compute.blocks
         self._hosted = Hosted(
@@ -134,6 +136,7 @@ class SpanServer:
         self._compute.steps.on_decode = self._speed.live.note_decode
         self._compute.steps.on_prefill = self._speed.live.note_prefill
         await self._compute.call(return_memory)
+        self._requests.draining = self._context.pause.wanted
         self._announce()
         self._context.tallies.serving = self.serving
         on_ready(self._ready())
@@ -152,6 +155,7 @@ class SpanServer:
             # Rather than in the loop of watch_stop: an announcement must not be lost when it is left.
             nursery.start_soon(self._keep_announced)
             self._start_measuring(nursery)
+            nursery.start_soon(self._obey_pause)
             if not self._context.options.stays:
                 nursery.start_soon(watch_swarm)
             if self._context.options.pledge and self._context.depositor is not None:
@@ -169,7 +173,7 @@ class SpanServer:
             return
 
         def is_idle() -> bool:
-            return not self._service.sessions and not self._compute.depth
+            return not self._service.sessions and not self._compute.depth and not self._context.pause.wanted
 
         async def on_measured(byte_seconds: float) -> None:
             await self._speed.network_measured(byte_seconds, self._on_change)
@@ -181,11 +185,39 @@ class SpanServer:
     async def _next_move(self) -> Move:
         load = self._announcement.load_seconds * len(self._announcement.span)
         while True:
+            await self._context.pause.wait(False)
             try:
-                return await next_move(self._context.placement, load, self._announce_move)
+                with trio.CancelScope() as self._choosing:
+                    return await next_move(self._context.placement, load, self._announce_move)
             except Exception:  # an error of ours here must not end the sessions of a server that works
                 log.exception("choosing other blocks failed")
                 await trio.sleep(_RETRY_PAUSE)
+
+    async def _obey_pause(self) -> None:
+        """Takes no new requests while a pause is wanted, and is not announced once all sessions have moved or ended."""
+        pause, on_event = self._context.pause, self._context.on_event
+        while True:
+            await pause.wait(True)
+            self._requests.draining = True
+            self._choosing.cancel()
+            self._next_span = None
+            on_event("pausing", sessions=self._service.sessions, reason=pause.reason)
+            self._announce()
+            async with trio.open_nursery() as nursery:
+
+                async def watch_resumed(scope: trio.CancelScope) -> None:
+                    await pause.wait(False)
+                    scope.cancel()
+
+                nursery.start_soon(watch_resumed, nursery.cancel_scope)
+                await self._service.wait_idle()
+                self._away = True
+                await self._context.swarm.retract()
+                on_event("paused", reason=pause.reason)
+                await pause.wait(False)
+            self._away = self._requests.draining = False
+            self._announce()
+            on_event("resumed")
 
     async def _leave(self, move: Move | None) -> None:
         """Takes no new requests, tells the clients of the present sessions, and waits until they have moved."""
@@ -228,7 +260,8 @@ class SpanServer:
     # --- what is announced
 
     def _announce(self) -> None:
-        self._context.swarm.announce(self._current())
+        if not self._away:
+            self._context.swarm.announce(self._current())
 
     def _current(self) -> Announcement:
         blocks, live = self._compute.blocks, self._speed.live
@@ -258,7 +291,7 @@ class SpanServer:
             model=hosted.model_name,
             num_blocks=hosted.num_blocks,
             span=hosted.span,
-            state="draining" if self._requests.draining else "online",
+            state="paused" if self._away else "draining" if self._requests.draining else "online",
             dtype=hosted.dtype,
             quantisation=hosted.quantisation,
             device=self._compute.blocks.device.type,

@@ -1,0 +1,274 @@
+"""How the owner of a running server pauses it: options, signals, and `petalnode pause`.
+
+`petalnode pause` and the server speak through two small files in the data folder, into which only its owner can write:
+the server says in one that it runs and how it stands, and looks once a second into the other for what is asked of it.
+That works on every system, and opens no port.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import platformdirs
+import psutil
+import trio
+import typer
+
+from ...crypto.identity import make_private_folder
+from ..errors import BadInput, MachineError
+from ..server.lifecycle.pausing import Pause, PausePolicy, watch_machine
+from .output import Output
+
+Wish = Literal["pause", "resume"]
+USUAL_SHARE: Final = "50%"
+_OWNER: Final = "its owner has paused it"
+_LOOK: Final = 1.0
+_MOST_BYTES: Final = 4096
+_PATIENCE: Final = 30.0
+"""Seconds for a server to hear what is asked; it looks once a second, unless the machine is very busy."""
+_ANSWER_LOOK: Final = 0.1
+_SIGNALS: Final[dict[str, Wish]] = {"SIGUSR1": "pause", "SIGUSR2": "resume"}
+
+
+@dataclass(frozen=True)
+class DonorOptions:
+    """When a server leaves the machine to its owner."""
+
+    pause_when_busy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[P%]",
+            help=f"Pause while other programs use more than P percent of the processors ({USUAL_SHARE} unless given).",
+        ),
+    ] = None
+    only_on_mains: Annotated[
+        bool, typer.Option("--only-on-mains", help="Pause while this machine runs on battery.")
+    ] = False
+
+    def policy(self) -> PausePolicy:
+        """
+        Raises:
+            BadInput: --pause-when-busy is no share.
+        """
+        return PausePolicy(_share(self.pause_when_busy), self.only_on_mains)
+
+
+def _share(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        percent = float(text.removesuffix("%"))
+    except ValueError:
+        percent = 0.0
+    if not 1 <= percent <= 100:
+        raise BadInput(f"--pause-when-busy {text}: give percent of all processors, such as {USUAL_SHARE}")
+    return percent / 100
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """What a server says of itself in its file. `answered` is the id of the last wish that it has heard."""
+
+    pid: int
+    started: float
+    peer_id: str
+    name: str
+    state: str = "serving"
+    reason: str = ""
+    answered: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.name or f"…{self.peer_id[-8:]}"
+
+    def is_called(self, given: str) -> bool:
+        end = given.removeprefix("…")
+        return given in (self.name, str(self.pid)) or (bool(end) and self.peer_id.endswith(end))
+
+
+def control_folder() -> Path:
+    return platformdirs.user_data_path("petalnode", appauthor=False) / "control"
+
+
+def running_servers(folder: Path) -> list[RunningServer]:
+    """The servers that run. The files of those that are gone are removed."""
+    found = []
+    with suppress(OSError):
+        for file in sorted(folder.glob("*.json")):
+            with suppress(OSError, ValueError, TypeError, RecursionError):
+                said = RunningServer(**json.loads(_read(file)))
+                if _runs(said):
+                    found.append(said)
+                else:
+                    file.unlink()
+    return found
+
+
+def _runs(said: RunningServer) -> bool:
+    try:
+        return bool(abs(psutil.Process(said.pid).create_time() - said.started) < 1)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True
+
+
+def ask(folder: Path, server: RunningServer, wish: Wish) -> str:
+    """Leaves a wish for a server; returns its id, which the server repeats when it has heard it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    name = secrets.token_hex(8)
+    _write(folder / f"{server.pid}.wish", {"id": name, "wish": wish})
+    return name
+
+
+def send_wish(given: str | None, wish: Wish, output: Output) -> None:
+    """Leaves the wish for all servers that run, or those that are called `given`, and says what they answer.
+
+    Raises:
+        MachineError: no server runs, or one does not answer.
+        BadInput: none is called so.
+    """
+    folder = control_folder()
+    running = running_servers(folder)
+    if not running:
+        raise MachineError("no server of yours runs on this machine: `petalnode serve` starts one")
+    chosen = running if given is None else [server for server in running if server.is_called(given)]
+    if not chosen:
+        names = ", ".join(f"{server.title} (process {server.pid})" for server in running)
+        raise BadInput(f"no server is called {given}: those that run are {names}")
+    asked = {server.pid: ask(folder, server, wish) for server in chosen}
+    for server in chosen:
+        now = _answer(folder, server, asked[server.pid])
+        output.say(f"{now.title}: {_told(now, wish)}")
+        state = "paused" if now.state == "paused" and now.reason else "pausing" if now.reason else "serving"
+        output.emit(peer_id=now.peer_id, name=now.name, pid=now.pid, state=state, reason=now.reason)
+
+
+def _told(server: RunningServer, wish: Wish) -> str:
+    if wish == "pause":
+        return "paused" if server.state == "paused" else "pauses when its sessions have moved or ended"
+    return f"still paused: {server.reason}" if server.reason else "serves again"
+
+
+def _answer(folder: Path, server: RunningServer, name: str) -> RunningServer:
+    """What the server says once it has heard the wish.
+
+    Raises:
+        MachineError: it has ended, or does not answer.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        found = next((other for other in running_servers(folder) if other.pid == server.pid), None)
+        if found is None:
+            raise MachineError(f"the server {server.title} has ended")
+        if found.answered == name:
+            return found
+        time.sleep(_ANSWER_LOOK)
+    raise MachineError(f"the server {server.title} (process {server.pid}) does not answer")
+
+
+# --- the files
+
+
+def _read(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(_MOST_BYTES)
+
+
+def _write(file: Path, content: object) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as stream:
+        json.dump(content, stream)
+    Path(stream.name).replace(file)
+
+
+class Control:
+    """The server's end: obeys wishes, and says how it stands. Without a folder to write into, there are no wishes."""
+
+    def __init__(self, folder: Path, pause: Pause, peer_id: str, name: str) -> None:
+        self._folder = folder
+        self._pause = pause
+        process = psutil.Process()
+        self._said = RunningServer(process.pid, process.create_time(), peer_id, name)
+        self._changed = trio.Event()
+        self._wish = folder / f"{process.pid}.wish"
+        self._file = folder / f"{process.pid}.json"
+
+    def tell(self, state: str) -> None:
+        """Says how the server stands: serving, pausing or paused."""
+        self._said = replace(self._said, state=state)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Looks for wishes once a second, until cancelled."""
+        written: RunningServer | None = None
+        try:
+            with suppress(OSError):
+                await trio.to_thread.run_sync(make_private_folder, self._folder)
+            while True:
+                self._changed = trio.Event()
+                heard = await trio.to_thread.run_sync(self._next_wish)
+                if heard is not None:
+                    obey(self._pause, heard[1])
+                    self._said = replace(self._said, answered=heard[0])
+                self._said = replace(self._said, reason=self._pause.reason)
+                if self._said != written:
+                    written = self._said
+                    with suppress(OSError):
+                        await trio.to_thread.run_sync(_write, self._file, asdict(written))
+                with trio.move_on_after(_LOOK):
+                    await self._changed.wait()
+        finally:
+            for file in (self._file, self._wish):
+                with suppress(OSError):
+                    file.unlink()
+
+    def _next_wish(self) -> tuple[str, Wish] | None:
+        try:
+            data = _read(self._wish)
+            self._wish.unlink()
+            said = json.loads(data)
+            name, wish = said["id"], said["wish"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+        return (str(name)[:64], wish) if wish in ("pause", "resume") else None
+
+
+def obey(pause: Pause, wish: Wish) -> None:
+    pause.want("owner", _OWNER if wish == "pause" else None)
+
+
+async def obey_signals(pause: Pause, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    """SIGUSR1 pauses and SIGUSR2 resumes, on systems that have such signals."""
+    found = {getattr(signal, name, None): wish for name, wish in _SIGNALS.items()}
+    wishes = {number: wish for number, wish in found.items() if number is not None}
+    if not wishes:
+        task_status.started()
+        return
+    with trio.open_signal_receiver(*wishes) as received:
+        task_status.started()
+        async for number in received:
+            obey(pause, wishes[signal.Signals(number)])
+
+
+@asynccontextmanager
+async def controlled(pause: Pause, policy: PausePolicy, peer_id: str, name: str) -> AsyncIterator[Control]:
+    """For the length of the block, the owner and the machine's other programs pause the server."""
+    control = Control(control_folder(), pause, peer_id, name)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(control.run)
+        if policy.watches:
+            nursery.start_soon(watch_machine, policy, pause)
+        yield control
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,170 @@
+"""Whether a server serves just now: its owner's wish, and what the owner's other programs need of the machine.
+
+`next_state`, a pure function, decides; `watch_machine` gathers what it needs. `Pause` is what a server obeys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+import trio
+
+BUSY_SECONDS: Final = 10.0
+"""For which other programs have to use much before the server pauses: starting one takes a moment of all processors."""
+IDLE_SECONDS: Final = 60.0
+"""For which they have to use little before it goes on."""
+IDLE_SHARE: Final = 0.7
+"""Little is this part of the limit."""
+MAINS_SECONDS: Final = 10.0
+"""For which there has to be mains before it goes on. On battery it pauses at once."""
+_INTERVAL: Final = 2.0
+
+
+@dataclass(frozen=True)
+class PausePolicy:
+    """When a server pauses by itself: `busy_above` is a share (0 to 1) of all processors that other programs use; None
+    for never."""
+
+    busy_above: float | None = None
+    only_on_mains: bool = False
+
+    @property
+    def watches(self) -> bool:
+        return self.busy_above is not None or self.only_on_mains
+
+
+@dataclass(frozen=True)
+class MachineUse:
+    """What other programs use of all processors (0 to 1), and whether the machine has mains; so has one without a
+    battery."""
+
+    others: float = 0.0
+    on_mains: bool = True
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Something that holds or does not, and changes only after it has been otherwise for a while.
+
+    `otherwise_since`: in seconds of any clock; None while it is as it was.
+    """
+
+    holds: bool = False
+    otherwise_since: float | None = None
+
+    def after(self, seen: bool | None, now: float, seconds: float) -> Condition:
+        """The condition once it was `seen` (None: as either) at `now`; it changes after `seconds` of that."""
+        if seen is None or seen == self.holds:
+            return Condition(self.holds)
+        since = now if self.otherwise_since is None else self.otherwise_since
+        return Condition(seen) if now - since >= seconds else Condition(self.holds, since)
+
+
+@dataclass(frozen=True)
+class PauseState:
+    """Why a server pauses by itself, if it does."""
+
+    busy: Condition = Condition()
+    on_battery: Condition = Condition()
+
+
+def next_state(state: PauseState, use: MachineUse, policy: PausePolicy, now: float) -> PauseState:
+    """What follows from what the machine does at `now`, in seconds of any clock."""
+    busy, on_battery = Condition(), Condition()
+    if policy.busy_above is not None:
+        much, little = use.others > policy.busy_above, use.others < IDLE_SHARE * policy.busy_above
+        seen = True if much else False if little else None
+        busy = state.busy.after(seen, now, IDLE_SECONDS if state.busy.holds else BUSY_SECONDS)
+    if policy.only_on_mains:
+        seconds = MAINS_SECONDS if state.on_battery.holds else 0.0
+        on_battery = state.on_battery.after(not use.on_mains, now, seconds)
+    return PauseState(busy, on_battery)
+
+
+def reasons(state: PauseState, policy: PausePolicy) -> dict[str, str]:
+    """Why the server pauses, for a person, by the option that says so."""
+    found = {}
+    if state.busy.holds and policy.busy_above is not None:
+        found["busy"] = f"other programs use more than {policy.busy_above:.0%} of the processors"
+    if state.on_battery.holds:
+        found["battery"] = "this machine runs on battery"
+    return found
+
+
+class Pause:
+    """Whether a server is to pause, and why. Belongs to trio's thread.
+
+    Attributes:
+        reasons: sentences for a person, by who wants it; empty while the server is to serve.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+        self._changed = trio.Event()
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.reasons)
+
+    @property
+    def reason(self) -> str:
+        return ", and ".join(self.reasons.values())
+
+    def want(self, who: str, reason: str | None) -> None:
+        """From now on `who` wants the server to pause for this reason, or with None no more."""
+        if reason is None:
+            self.reasons.pop(who, None)
+        else:
+            self.reasons[who] = reason
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def wait(self, wanted: bool) -> None:
+        """Returns once a pause is wanted, or none is."""
+        while self.wanted != wanted:
+            await self._changed.wait()
+
+
+class MachineMeter:
+    """Tells what other programs use of this machine since it was last asked."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._last = self._times()
+
+    def _times(self) -> tuple[float, float, float]:
+        """Seconds of all processors so far: in all, busy, and busy for this process."""
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        # Linux counts what guests take in the time of their processes, too.
+        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        own = self._process.cpu_times()
+        return total, total - idle, own.user + own.system
+
+    def use(self) -> MachineUse:
+        now, before = self._times(), self._last
+        self._last = now
+        total, busy, own = (later - earlier for later, earlier in zip(now, before, strict=True))
+        return MachineUse(min(1.0, max(0.0, (busy - own) / total)) if total > 0 else 0.0, on_mains())
+
+
+def on_mains() -> bool:
+    """Whether the machine has mains. One that has no battery, or does not tell, has."""
+    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    return battery is None or battery.power_plugged is not False
+
+
+async def watch_machine(policy: PausePolicy, pause: Pause, measure: Callable[[], MachineUse] | None = None) -> None:
+    """Wants the server to pause and to go on, as `policy` has it, until cancelled."""
+    measure = measure or MachineMeter().use
+    state = PauseState()
+    while True:
+        await trio.sleep(_INTERVAL)
+        state = next_state(state, await trio.to_thread.run_sync(measure), policy, trio.current_time())
+        wanted = reasons(state, policy)
+        for who in ("busy", "battery"):
+            if (who in pause.reasons) != (who in wanted):
+                pause.want(who, wanted.get(who))

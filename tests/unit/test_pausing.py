@@ -1,0 +1,251 @@
+"""When a server pauses by itself, and how its owner pauses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import trio
+
+from petalnode.node.cli import control
+from petalnode.node.cli.control import Control, DonorOptions, RunningServer, ask, obey_signals, running_servers
+from petalnode.node.cli.output import Output
+from petalnode.node.errors import BadInput, MachineError
+from petalnode.node.server.lifecycle.pausing import (
+    BUSY_SECONDS,
+    IDLE_SECONDS,
+    MAINS_SECONDS,
+    Condition,
+    MachineMeter,
+    MachineUse,
+    Pause,
+    PausePolicy,
+    PauseState,
+    next_state,
+    on_mains,
+    reasons,
+    watch_machine,
+)
+from petalnode.node.testing import run_autojumping
+
+BUSY = PausePolicy(busy_above=0.5)
+MAINS = PausePolicy(only_on_mains=True)
+
+
+def after(policy: PausePolicy, uses: list[tuple[float, MachineUse]], state: PauseState | None = None) -> list[str]:
+    """Why a server is paused in the end, when the machine was used like this, each for so many seconds, a look each."""
+    state, now = state or PauseState(), 0.0
+    for seconds, use in uses:
+        for _ in range(round(seconds)):
+            state, now = next_state(state, use, policy, now), now + 1
+    return sorted(reasons(state, policy))
+
+
+@pytest.mark.parametrize(
+    ("uses", "paused"),
+    [
+        ([(BUSY_SECONDS, 0.9)], False),  # not for long enough
+        ([(BUSY_SECONDS + 1, 0.9)], True),
+        ([(BUSY_SECONDS - 1, 0.9), (1, 0.1), (BUSY_SECONDS - 1, 0.9)], False),  # a pause in between begins anew
+        ([(1000, 0.5)], False),  # not more than the limit
+        ([(1000, 0.9), (1000, 0.4)], True),  # less than the limit, and not little
+        ([(1000, 0.9), (IDLE_SECONDS, 0.1)], True),
+        ([(1000, 0.9), (IDLE_SECONDS + 1, 0.1)], False),
+        ([(1000, 0.9), (IDLE_SECONDS - 1, 0.1), (1, 0.4), (IDLE_SECONDS - 1, 0.1)], True),
+    ],
+)
+def test_other_programs_go_first(uses: list[tuple[float, float]], paused: bool) -> None:
+    given = [(seconds, MachineUse(others)) for seconds, others in uses]
+    assert after(BUSY, given) == (["busy"] if paused else [])
+    assert after(MAINS, given) == []
+
+
+def test_a_load_around_the_limit_changes_nothing_twice() -> None:
+    state, changes = PauseState(), 0
+    for second in range(10_000):
+        now = next_state(state, MachineUse(0.75 if second // 20 % 2 else 0.4), BUSY, float(second))
+        changes += now.busy.holds != state.busy.holds
+        state = now
+    assert changes == 1
+
+
+def test_on_battery_it_pauses_at_once_and_waits_for_mains_that_stay() -> None:
+    battery, mains = MachineUse(on_mains=False), MachineUse()
+    assert after(MAINS, [(1, battery)]) == ["battery"]
+    assert after(MAINS, [(1, battery), (MAINS_SECONDS, mains)]) == ["battery"]
+    assert after(MAINS, [(1, battery), (MAINS_SECONDS + 1, mains)]) == []
+    assert after(MAINS, [(1, battery), (MAINS_SECONDS - 1, mains), (1, battery), (MAINS_SECONDS - 1, mains)]) != []
+    assert after(BUSY, [(100, battery)]) == []
+    both = PausePolicy(0.5, True)
+    assert after(both, [(100, MachineUse(0.9, False))]) == ["battery", "busy"]
+
+
+def test_what_is_neither_the_one_nor_the_other_starts_the_time_anew() -> None:
+    begun = Condition().after(True, 10.0, 5.0)
+    assert begun == Condition(False, 10.0)
+    assert begun.after(True, 14.0, 5.0) == begun and begun.after(True, 15.0, 5.0) == Condition(True)
+    assert begun.after(None, 14.0, 5.0) == Condition(False)
+
+
+def test_the_machine_is_looked_at_for_as_long_as_it_serves() -> None:
+    use = MachineUse()
+
+    async def main() -> None:
+        nonlocal use
+        pause = Pause()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch_machine, PausePolicy(0.5, True), pause, lambda: use)
+            await trio.sleep(100)
+            assert not pause.wanted
+            use = MachineUse(0.8)
+            await pause.wait(True)
+            assert pause.reason == "other programs use more than 50% of the processors"
+            use = MachineUse(0.8, on_mains=False)
+            await trio.sleep(100)
+            assert "battery" in pause.reason and "50%" in pause.reason
+            begun, use = trio.current_time(), MachineUse()
+            await pause.wait(False)
+            assert IDLE_SECONDS <= trio.current_time() - begun < 2 * IDLE_SECONDS
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_the_meter_leaves_out_what_this_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: dict[str, Any] = {"user": 10.0, "system": 5.0, "idle": 100.0, "iowait": 20.0, "guest": 3.0}
+    kind = type("Times", (tuple,), {name: property(lambda self, name=name: times[name]) for name in times})
+    own = [1.0]
+    monkeypatch.setattr(psutil, "cpu_times", lambda: kind(times.values()))
+    monkeypatch.setattr(
+        psutil.Process, "cpu_times", lambda self: type("Own", (), {"user": own[0], "system": 0.0}), raising=True
+    )
+    meter = MachineMeter()
+    times.update(user=16.0, idle=110.0, iowait=24.0)  # 20 s, of which 6 were busy
+    own[0] = 3.0
+    assert meter.use().others == pytest.approx(0.2)
+    assert meter.use().others == 0.0  # no time has passed
+
+
+@pytest.mark.parametrize(("plugged", "mains"), [(True, True), (False, False), (None, True), ("none", True)])
+def test_a_machine_without_a_battery_has_mains(plugged: Any, mains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    battery = None if plugged == "none" else type("Battery", (), {"power_plugged": plugged})
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: battery, raising=False)
+    assert on_mains() is mains
+
+
+@pytest.mark.parametrize("text", ["0%", "101", "often", "-5%", "nan"])
+def test_a_share_that_is_none_is_told(text: str) -> None:
+    with pytest.raises(BadInput, match="--pause-when-busy"):
+        DonorOptions(pause_when_busy=text).policy()
+    assert DonorOptions(pause_when_busy="75%").policy() == PausePolicy(0.75)
+    assert not DonorOptions().policy().watches
+
+
+# --- the owner
+
+
+def test_a_wish_reaches_the_server_and_its_answer_the_owner(tmp_path: Path) -> None:
+    async def main() -> None:
+        pause, folder = Pause(), tmp_path / "control"
+        served = Control(folder, pause, "12D3KooWpeer", "attic")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(served.run)
+            await trio.sleep(5)
+            [server] = running_servers(folder)
+            assert (server.pid, server.title, server.state) == (os.getpid(), "attic", "serving")
+            name = ask(folder, server, "pause")
+            await pause.wait(True)
+            await trio.sleep(5)
+            [server] = running_servers(folder)
+            assert server.answered == name and server.reason == "its owner has paused it"
+            served.tell("paused")
+            await trio.sleep(5)
+            assert running_servers(folder)[0].state == "paused"
+            pause.want("busy", "other programs use much")
+            name = ask(folder, server, "resume")
+            await trio.sleep(5)
+            [server] = running_servers(folder)
+            assert (server.answered, server.reason) == (name, "other programs use much")
+            assert control._told(server, "resume") == "still paused: other programs use much"
+            nursery.cancel_scope.cancel()
+        assert list(folder.iterdir()) == []
+        assert not folder.stat().st_mode & 0o077 or os.name != "posix"
+
+    run_autojumping(main)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"id": 1}', '{"id": "x", "wish": "stop"}', "x" * 100_000, "[" * 5000])
+def test_what_is_no_wish_is_ignored(content: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        pause = Pause()
+        served = Control(tmp_path, pause, "12D3KooWpeer", "")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(served.run)
+            (tmp_path / f"{os.getpid()}.wish").write_text(content)
+            await trio.sleep(5)
+            assert not pause.wanted
+            ask(tmp_path, running_servers(tmp_path)[0], "pause")
+            await pause.wait(True)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_a_server_serves_where_nothing_can_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Control(file / "control", Pause(), "12D3KooWpeer", "").run)
+            await trio.sleep(10)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_servers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    process = psutil.Process()
+    here = RunningServer(process.pid, process.create_time(), "12D3KooWpeer", "")
+    for name, said in {"here": here, "before": replace(here, started=here.started - 100)}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(vars(said)))
+    (tmp_path / "other.json").write_text("no JSON")
+    assert running_servers(tmp_path) == [here]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["here.json", "other.json"]
+    assert running_servers(tmp_path / "nowhere") == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no such signals")
+def test_signals_pause_and_resume() -> None:
+    async def main() -> None:
+        pause = Pause()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(obey_signals, pause)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            await pause.wait(True)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            await pause.wait(False)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "control_folder", lambda: tmp_path)
+    with pytest.raises(MachineError, match="no server of yours runs"):
+        control.send_wish(None, "pause", Output(False))
+    process = psutil.Process()
+    said = RunningServer(process.pid, process.create_time(), "12D3KooWABCDEFGH", "attic")
+    control._write(tmp_path / f"{process.pid}.json", vars(said))
+    with pytest.raises(BadInput, match="attic"):
+        control.send_wish("cellar", "pause", Output(False))
+    monkeypatch.setattr(control, "_PATIENCE", 0.0)
+    for given in ("attic", "ABCDEFGH", "…ABCDEFGH", str(process.pid), None):
+        with pytest.raises(MachineError, match="does not answer"):
+            control.send_wish(given, "pause", Output(False))
