@@ -100,11 +100,13 @@ def client(folder: str, addr: str, tokens: int) -> None:
                 print(json.dumps(result), flush=True)
 
 
-class _Client:
+class ClientProcess:
     """The client's process, as seen from here."""
 
-    def __init__(self, network: DelayNetwork, folder: Path, addr: str, tokens: int) -> None:
-        arguments = [sys.executable, __file__, "--client", str(folder), addr, "--tokens", str(tokens)]
+    def __init__(
+        self, network: DelayNetwork, model: Path | str, addr: str, tokens: int, *, script: str = __file__
+    ) -> None:
+        arguments = [sys.executable, script, "--client", str(model), addr, "--tokens", str(tokens)]
         self.process = subprocess.Popen(
             network.command(0, arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -130,13 +132,15 @@ class _Client:
 
 
 @contextmanager
-def _servers(network: DelayNetwork, model: Path, count: int) -> Iterator[list[ServerProcess]]:
+def servers_of(
+    network: DelayNetwork, model: Path | str, count: int, num_blocks: int = NUM_BLOCKS
+) -> Iterator[list[ServerProcess]]:
     """`count` servers on the hosts behind the client's. Host 1 has the first blocks, and so on."""
     servers: list[ServerProcess] = []
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
         try:
             peer: Sequence[str] = ("--new-swarm",)
-            for host, (start, end) in enumerate(spans_of(NUM_BLOCKS, count), start=1):
+            for host, (start, end) in enumerate(spans_of(num_blocks, count), start=1):
                 folder = Path(scratch) / str(host)
                 folder.mkdir()
                 arguments = [str(model), "--blocks", f"{start}:{end}", *peer]
@@ -151,8 +155,8 @@ def _servers(network: DelayNetwork, model: Path, count: int) -> Iterator[list[Se
 
 def run(model: Path, rtt: float, count: int, tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
     """The results of each mode; `rtt` in seconds."""
-    with delay_network(count + 1, rtt / 2) as network, _servers(network, model, count) as servers:
-        process = _Client(network, model, servers[0].ready["addrs"][0], tokens)
+    with delay_network(count + 1, rtt / 2) as network, servers_of(network, model, count) as servers:
+        process = ClientProcess(network, model, servers[0].ready["addrs"][0], tokens)
         try:
             start = process.read()
             rounds_of: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}

@@ -22,6 +22,7 @@ from .process import interrupted, text_given
 from .terminal import LineReader, stopped_by_signal
 
 if TYPE_CHECKING:
+    from ..client.drafting import DraftCounts
     from ..client.generation import Conversation, Sampling
     from ..client.session.chain import Trouble
     from ..client.session.comparing import Disagreement
@@ -152,6 +153,7 @@ class Chatter:
         if dropped:
             self.output.say(f"(the context is full: the oldest {dropped} turns were dropped)", style="dim")
         recoveries = self.conversation.recoveries
+        before = self.conversation.drafting.counts
         disagreed = len(self.disagreements)
         begun = time.perf_counter()
         said: list[int] = []
@@ -180,13 +182,24 @@ class Chatter:
         text = self.text.decode(said)
         recoveries = self.conversation.recoveries - recoveries
         try:
-            self._tell(text, len(said), seconds, recoveries, disagreed, stopped=stopped is not None)
+            drafts = self.conversation.drafting.counts - before
+            self._tell(text, len(said), seconds, recoveries, disagreed, drafts, stopped=stopped is not None)
         finally:
             self._keep(fitted.plus("assistant", text), finished=True)
         if stopped is not None and (stopped != signal.SIGINT or self.once):
             raise typer.Exit(interrupted(stopped))
 
-    def _tell(self, text: str, tokens: int, seconds: float, recoveries: int, disagreed: int, *, stopped: bool) -> None:
+    def _tell(
+        self,
+        text: str,
+        tokens: int,
+        seconds: float,
+        recoveries: int,
+        disagreed: int,
+        drafts: DraftCounts,
+        *,
+        stopped: bool,
+    ) -> None:
         compared = self.conversation.compared_routes
         if self.output.as_json:
             self.output.emit(
@@ -196,6 +209,7 @@ class Chatter:
                 route=list(map(_hop, self.conversation.route)),
                 recoveries=recoveries,
                 reused=self.conversation.reused,
+                drafts=drafts.fields(),
                 waits=self.conversation.waits.fields(),
                 **({"compared": [list(map(_hop, route)) for route in compared]} if compared else {}),
                 disagreements=[disagreement.fields() for disagreement in self.disagreements[disagreed:]],
@@ -206,7 +220,7 @@ class Chatter:
                 self.output.say("(stopped)", style="dim")
             if self.show_route:
                 rate = tokens / seconds if seconds else 0.0
-                self.output.say(f"\n{tokens} tokens in {seconds:.1f} s, {rate:.1f} tokens/s", style="dim")
+                self.output.say(f"\n{tokens} tokens in {seconds:.1f} s, {rate:.1f} tokens/s{drafts}", style="dim")
                 self._say_route()
 
     async def _say_what_is_waited_for(self) -> None:

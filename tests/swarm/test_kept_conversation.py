@@ -20,6 +20,7 @@ from petalnode.node.cli.dialogue import Chatter
 from petalnode.node.cli.output import Output
 from petalnode.node.client.chat import ChatMessage, held_chat
 from petalnode.node.client.deadlines import Waits
+from petalnode.node.client.drafting import DraftPlan
 from petalnode.node.client.generation import Sampling
 from petalnode.node.client.session.chain import Trouble
 from petalnode.node.errors import MachineError, ServerFailed
@@ -84,7 +85,7 @@ class FakeConversation:
     """Gives out the tokens of `answers` one by one, and raises what stands between them."""
 
     max_length, recoveries, reused, route = 1000, 0, 0, ()
-    is_open, trouble, waits, compared_routes = True, None, Waits(), ()
+    is_open, trouble, waits, compared_routes, drafting = True, None, Waits(), (), DraftPlan()
 
     def __init__(self, *answers: list[int | Exception]) -> None:
         self.answers = list(answers)

@@ -53,6 +53,14 @@ class ChatOptions(TrustedOptions):
         float, typer.Option(min=0.01, max=1, help="Sample from the most likely tokens of this total probability.")
     ] = 1.0
     seed: Annotated[int | None, typer.Option(help="Random seed, to make sampling repeatable.")] = None
+    draft: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none",
+            help="auto: guess tokens from the text so far, and have the servers check several at once where that is "
+            "quicker; the answer is the same. none: one token after the other.",
+        ),
+    ] = "auto"
     show_route: Annotated[bool, typer.Option(help="Print which servers answered, and the tokens per second.")] = False
     allow: Annotated[
         list[str] | None, typer.Option(metavar="PEER", help="Use only this server (a peer id); repeatable.")
@@ -110,6 +118,8 @@ def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOp
             check_peer_id(peer, f"--{name}")
     options.trusted_servers(options.allow or (), options.deny or ())  # before anybody is asked
     check_model(model)
+    if options.draft not in ("auto", "none"):
+        raise BadInput(f"--draft {options.draft}: give auto (where it is quicker) or none")
     if options.adapter is not None and not is_adapter_name(options.adapter):
         check_adapter_files(Path(options.adapter))
     options = replace(options, prompt=question(options.prompt))
@@ -294,7 +304,12 @@ async def chat_in(
             client.payments = Wallet(swarm, swarm.identity, options.credits)
         held = await client.adapter()
         conversation = Conversation(
-            client, model, max_length=context, stop_tokens=text.stop_tokens, soft_prompt=soft_prompt
+            client,
+            model,
+            max_length=context,
+            stop_tokens=text.stop_tokens,
+            soft_prompt=soft_prompt,
+            drafts=options.draft == "auto",
         )
         async with aclosing(conversation):
             if saved is not None:

@@ -1,0 +1,172 @@
+"""Answers with drafts are those without, whatever happens to the chain on the way."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.blocks.client_part import load_client
+from petalnode.node.client.core import open_client
+from petalnode.node.client.drafting import Draft, DraftCounts, LookupDrafter
+from petalnode.node.client.generation import Conversation
+from petalnode.node.client.sampling import Sampling
+from petalnode.node.client.swarm_model import identify_model
+from petalnode.node.models.sources.resolve import resolve
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from tests.tiny_models import save_tiny
+
+PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
+LENGTH = 40
+
+
+class Chain:
+    """Servers of a tiny model, and a client of them."""
+
+    def __init__(self, swarm: MemorySwarm, folder: Path, compare: int = 1) -> None:
+        self._swarm, self._folder, self._compare = swarm, folder, compare
+
+    @asynccontextmanager
+    async def _conversation(self, drafts: bool, stops: tuple[int, ...]) -> AsyncIterator[Conversation]:
+        config = SwarmConfig(identity=Identity.generate(), listen=(), peers=(), serve_dht=False)
+        async with self._swarm.network.open_swarm(config) as node:
+            given = resolve(str(self._folder), need="client", offline=True)
+            identified = await identify_model(node, given)
+            local = load_client(self._folder)
+            async with open_client(node, identified, compare_chains=self._compare) as client:
+                conversation = Conversation(client, local, max_length=512, stop_tokens=stops, drafts=drafts)
+                async with aclosing(conversation):
+                    yield conversation
+
+    def answer(
+        self,
+        sampling: Sampling,
+        *,
+        drafts: bool,
+        on_token: Callable[[int], object] = lambda token: None,
+        stops: tuple[int, ...] = (),
+        stop_after: int = LENGTH,
+        prompts: int = 1,
+    ) -> tuple[list[int], DraftCounts]:
+        """All tokens in the end, and what was drafted; each next prompt is all that was said so far and 5, 6."""
+
+        async def run() -> tuple[list[int], DraftCounts]:
+            tokens = list(PROMPT)
+            async with self._conversation(drafts, stops) as conversation:
+                for number in range(prompts):
+                    stop = trio.Event()
+                    made: list[int] = []
+
+                    def take(token: int, made: list[int] = made, stop: trio.Event = stop) -> None:
+                        made.append(token)
+                        on_token(len(made))
+                        if len(made) == stop_after:
+                            stop.set()
+
+                    given = [*tokens, 5, 6] if number else tokens
+                    tokens = [*given, *await conversation.answer(given, sampling, take, stop)]
+                    assert tokens[len(given) :] == made
+                return tokens, conversation.drafting.counts
+
+        return self._swarm.call(run)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_tiny("llama", tmp_path_factory.mktemp("drafted"), max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def swarm() -> Iterator[MemorySwarm]:
+    with memory_swarm() as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def servers(swarm: MemorySwarm, folder: Path) -> list[MemoryServer]:
+    started = [swarm.start(folder, blocks) for blocks in ("0:3", "3:6", "0:3", "3:6")]
+    for server in started:
+        assert server.ready
+    return started
+
+
+@pytest.fixture(autouse=True)
+def deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts as deep as they go whatever a step takes, so that no test depends on a clock; some of them are wrong."""
+
+    def choose(plan: object, drafts: Iterator[Draft], most: int) -> Draft:
+        draft = next(drafts, Draft())
+        tokens = list(draft.tokens[:most])
+        if len(tokens) % 4 == 3:
+            tokens[len(tokens) // 2] += 1
+        return Draft(tuple(tokens), draft.match)
+
+    monkeypatch.setattr("petalnode.node.client.drafting.DraftPlan.choose", choose)
+
+
+FEW = dict.fromkeys((5, 6, 7, 8), 20.0)
+"""So that a random model repeats itself."""
+GREEDY = Sampling(LENGTH, logit_bias=FEW)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, Sampling(LENGTH, 0.7, 0.9, seed=7, repetition_penalty=1.1, logit_bias=FEW)],
+    ids=["greedy", "sampled"],
+)
+def test_an_answer_is_the_same_with_drafts(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], sampling: Sampling
+) -> None:
+    chain = Chain(swarm, folder)
+    plain, none = chain.answer(sampling, drafts=False, prompts=2)
+    drafted, counts = chain.answer(sampling, drafts=True, prompts=2)
+    assert drafted == plain and none == DraftCounts() and counts.drafted
+    if sampling is GREEDY:
+        assert counts.accepted > LENGTH // 4
+
+
+def test_a_stop_ends_an_answer_in_the_middle_of_a_draft(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
+) -> None:
+    chain = Chain(swarm, folder)
+    plain, _ = chain.answer(GREEDY, drafts=False)
+    for stop_after in (1, 30, 31):
+        stopped, _ = chain.answer(GREEDY, drafts=True, stop_after=stop_after)
+        assert stopped == plain[: len(PROMPT) + stop_after]
+    last = plain[-1]
+    ended, _ = chain.answer(GREEDY, drafts=True, stops=(last,))
+    assert ended == plain[: plain.index(last, len(PROMPT))]
+
+
+def test_compared_chains_take_drafts(swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]) -> None:
+    plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
+    drafted, counts = Chain(swarm, folder, compare=2).answer(GREEDY, drafts=True)
+    assert drafted == plain and counts.accepted
+
+
+def test_a_server_that_dies_while_drafts_are_checked_is_replaced(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
+) -> None:
+    plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
+
+    def kill_one(made: int) -> None:
+        if made == LENGTH // 2:
+            servers[0].kill()
+            servers[1].kill()
+
+    drafted, counts = Chain(swarm, folder).answer(GREEDY, drafts=True, on_token=kill_one)
+    assert drafted == plain and counts.accepted
+
+
+def test_the_drafter_of_a_conversation_knows_what_was_said_before() -> None:
+    drafter = LookupDrafter()
+    assert not list(drafter.matches([1, 2, 3, 4]))
+    (found,) = drafter.matches([1, 2, 3, 4, 9, 2, 3])
+    assert found.tokens[:2] == (4, 9)
