@@ -11,7 +11,7 @@ import torch
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.kernels import choice, library, packing, step
-from petalnode.node.blocks.kernels.tiles import TiledMatrix
+from petalnode.node.blocks.kernels.tiles import StoredMatrix, TiledMatrix
 from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
 from petalnode.node.blocks.quantisation import quantiser
 from petalnode.node.blocks.quantisation.matrix import QuantisedLinear
@@ -272,6 +272,41 @@ def test_weights_of_a_gguf_file_are_held_in_their_own_form(gguf_folder: Path) ->
     assert native.quantisation == "none"  # what is announced: the values are those of the model
     for expected, given in zip(conversation(by_torch), conversation(native), strict=True):
         assert off(given, expected) < 1e-5
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("qwen3", torch.bfloat16), ("gpt2", torch.float16), ("mixtral", torch.bfloat16)],
+    ids=["qwen3", "gpt2", "mixtral"],
+)
+def test_matrices_of_sixteen_bits_stay_so(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    by_torch, native = pair(save_tiny(name, tmp_path / "model", dtype=dtype))
+    assert native.step is not None and native.quantisation == "none"
+    held = [
+        module for block in native.stack.blocks for module in block.modules() if isinstance(module, QuantisedLinear)
+    ]
+    assert len(held) == len(SPAN) * (7 if name == "qwen3" else 4)
+    assert all(
+        isinstance(module.matrix, StoredMatrix) and module.matrix.tensors()["weight"].dtype == dtype for module in held
+    )
+    assert native.weight_bytes < 0.6 * by_torch.weight_bytes
+    for expected, given in zip(conversation(by_torch), conversation(native), strict=True):
+        assert off(given, expected) < 1e-5
+
+
+@needs_kernels
+def test_matrices_of_a_mapped_checkpoint_are_not_copied(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "model", dtype=torch.bfloat16)
+    blocks = load_span(folder, SPAN, dtype="float32", device="cpu", kernels="native")
+    matrix = blocks.stack.blocks[0].self_attn.q_proj.matrix
+    before = matrix.tensors()["weight"].clone()
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    place = data.find(before.view(torch.int16).numpy().tobytes())
+    with (folder / "model.safetensors").open("r+b") as file:  # not to be done to a file in use
+        file.seek(place)
+        file.write(bytes(2))
+    assert not torch.equal(matrix.tensors()["weight"], before)
 
 
 @needs_kernels

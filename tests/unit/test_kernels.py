@@ -18,7 +18,7 @@ import torch
 
 from petalnode.node.blocks.kernels import library as library_module
 from petalnode.node.blocks.kernels.library import Library, Matrix, build, library
-from petalnode.node.blocks.kernels.tiles import FORMS, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix
+from petalnode.node.blocks.kernels.tiles import FORMS, StoredMatrix, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix
 from petalnode.node.blocks.quantisation.matrix import Int8Matrix, Nf4Matrix
 from petalnode.node.errors import BadInput
 from petalnode.node.models.quantisation import choose_kernels
@@ -97,6 +97,9 @@ def matrices() -> list[tuple[str, TiledMatrix, torch.Tensor]]:
         matrix = TiledMatrix.pack(values)
         assert matrix is not None, kind
         made.append((kind, matrix, values))
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = weights().to(dtype)
+        made.append((str(dtype), StoredMatrix(narrow), narrow.float()))
     nf4, int8 = Nf4Matrix.quantise(weights()), Int8Matrix.quantise(weights())
     made.append(("nf4", TiledNf4Matrix.quantise(weights()), nf4.rows(0, SHAPE[0], torch.float32)))
     made.append(("int8", TiledInt8Matrix.quantise(weights()), int8.rows(0, SHAPE[0], torch.float32)))
@@ -120,6 +123,18 @@ def test_those_of_kinds_with_scales_of_scales_too(kind: str, form: str) -> None:
     values = random_k(kind, (128, 2048))
     matrix = TiledMatrix.pack(values)
     assert matrix is not None and matrix.form == form
+
+
+@pytest.mark.parametrize(("dtype", "form"), [(torch.bfloat16, "bf16"), (torch.float16, "f16")], ids=["bf16", "f16"])
+def test_values_of_sixteen_bits_are_found(dtype: torch.dtype, form: str) -> None:
+    values = weights().to(dtype).float()
+    values[0, 0] = -0.0
+    matrix = TiledMatrix.pack(values)
+    assert isinstance(matrix, StoredMatrix) and matrix.form == form and 2 * matrix.nbytes == values.nbytes
+    again = TiledMatrix.from_tensors(form, SHAPE, matrix.tensors())
+    assert torch.equal(again.rows(0, SHAPE[0], torch.float32).view(torch.int32), values.view(torch.int32))
+    values[3, 4] = 1 + 2**-20
+    assert TiledMatrix.pack(values) is None
 
 
 def test_other_weights_are_not_packed() -> None:
@@ -263,7 +278,7 @@ def test_tensors_of_another_matrix_are_refused() -> None:
 def test_all_forms_have_the_sizes_that_they_say() -> None:
     for name, form in FORMS.items():
         kinds = form.kinds((40, 256))
-        assert kinds["weight"][1][0] == 3, name
+        assert kinds["weight"][1][0] == (40 if form.bits == 16 else 3), name
         assert ("offset" in kinds) == form.offset
 
 

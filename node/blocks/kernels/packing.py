@@ -1,8 +1,9 @@
-"""The weights of a span in their own form: those that a GGUF file had before it was dequantised.
+"""The weights of a span in their own form: those that a GGUF file had before it was dequantised, or 16 bits.
 
-A model folder has float32 values, of which the model version is the hash. Where a matrix is found to be made of few
-numbers (`TiledMatrix.pack`), it is held in these and computes the same to rounding; the float32 values are not read
-again. What is found is kept on the disk, block by block, as quantised blocks are.
+The folder that is made of a GGUF file has float32 values, of which the model version is the hash. Where a matrix is
+found to be made of few numbers (`TiledMatrix.pack`), it is held in these and computes the same to rounding; the float32
+values are not read again. What is found is kept on the disk, block by block, as quantised blocks are. Matrices of a
+checkpoint in bfloat16 or float16 stay in its mapped files.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ..quantisation.quantiser import QuantisedCache
 from ..quantisation.slots import MatrixSlot, matrix_slots, put_matrices
 from ..skeleton import Skeleton, build, fill
 from .library import Library
-from .tiles import FORMS, MOST_ROWS, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix
+from .tiles import FORMS, LANES, MOST_ROWS, StoredMatrix, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ WORK: Final = {1: 64, 8: 8, PREFILL_ROWS: 1}
 _OF_A_HEAD: Final = {1: 1}
 _SAMPLE_BYTES: Final = 32 << 20  # of float32 weights: more than the processor's cache holds
 _WORTH: Final = 0.95  # of the time that torch needs: less is noise
+_STORED_WORTH: Final = 1.25
+"""The same for weights of 16 bits, which take half the memory."""
+_HALVES: Final = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 Packed = Mapping[MatrixSlot, TiledMatrix]
 
@@ -69,6 +73,42 @@ class Packer:
 
     def replace(self, span: Span, blocks: Mapping[int, nn.Module]) -> set[str]:
         """Puts packed modules into `blocks`, which have no weights yet, and returns the parameters they stand for."""
+        stored = self._stored(span)
+        kept = self._packed(span, blocks) if stored is None else self._mapped(span, stored)
+        chosen = self._worth([packed for packed in kept.values() if packed])
+        gone: set[str] = set()
+        for number, block in blocks.items():
+            taken = {slot: matrix for slot, matrix in kept[number].items() if (matrix.form, matrix.shape) in chosen}
+            lost = {slot.module for slot in kept[number] if slot.expert is not None and slot not in taken}
+            own: dict[MatrixSlot, QuantisedMatrix] = {
+                slot: matrix for slot, matrix in taken.items() if slot.module not in lost
+            }
+            put_matrices(block, own, self.skeleton.dtype)
+            gone.update(self.skeleton.parameter(number, slot.parameter) for slot in own)
+        return gone
+
+    def _stored(self, span: Span) -> torch.dtype | None:
+        """bfloat16 or float16, if all matrices of these blocks are so in the checkpoint."""
+        tensors = [tensor for number in range(span.start, span.end) for tensor in self.weights.tensors(number)]
+        (dtype, *others) = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
+        return None if others else _HALVES.get(dtype)
+
+    def _mapped(self, span: Span, dtype: torch.dtype) -> dict[int, Packed]:
+        """The matrices of a checkpoint in `dtype`, of its mapped files where they need not be put together."""
+        alone = build(read_config(self.folder), dtype)
+        blocks = dict(zip(range(span.start, span.end), alone.keep_only(span), strict=True))
+        fill(alone, self.weights, lambda block: block is not None and block in span, torch.device("cpu"))
+        return {
+            number: {
+                slot: StoredMatrix(slot.weight(block))
+                for slot in matrix_slots(block)
+                if slot.shape[1] % LANES == 0 and slot.weight(block).dtype == dtype
+            }
+            for number, block in blocks.items()
+        }
+
+    def _packed(self, span: Span, blocks: Mapping[int, nn.Module]) -> dict[int, Packed]:
+        """What float32 matrices are made of, found now or before."""
         cache = QuantisedCache(_FORM, canonical_architecture(read_raw_config(self.folder)))
         digests = part_digests(self.weights, blocks, self.progress)
         kept = {number: _restored(cache.read(digests[number]), block) for number, block in blocks.items()}
@@ -80,15 +120,7 @@ class Packer:
                     kept[number] = _restored(cache.read(digests[number]), blocks[number]) or packed
                 else:
                     kept[number] = packed
-        chosen = self._worth([packed for packed in kept.values() if packed])
-        gone: set[str] = set()
-        for number, block in blocks.items():
-            own: dict[MatrixSlot, QuantisedMatrix] = {
-                slot: matrix for slot, matrix in (kept[number] or {}).items() if (matrix.form, matrix.shape) in chosen
-            }
-            put_matrices(block, own, self.skeleton.dtype)
-            gone.update(self.skeleton.parameter(number, slot.parameter) for slot in own)
-        return gone
+        return {number: packed or {} for number, packed in kept.items()}
 
     def _pack(self, span: Span, missing: Mapping[int, nn.Module]) -> dict[int, Packed]:
         alone = build(read_config(self.folder), self.skeleton.dtype)
@@ -138,7 +170,10 @@ def work_seconds(into: int, work: Mapping[int, int], *ways: Products) -> float:
 
 
 def quicker(matrices: Sequence[TiledMatrix], work: Mapping[int, int] = WORK) -> bool:
-    """Whether the kernels are quicker on this machine than torch (or numpy) with float32 weights of this shape."""
+    """Whether the kernels are quicker on this machine than torch (or numpy) with float32 weights of this shape; with
+    weights of 16 bits, whether they are not much slower.
+    """
+    worth = _STORED_WORTH if FORMS[matrices[0].form].bits == 16 else _WORTH
     out, into = matrices[0].shape
     count = min(len(matrices), max(1, _SAMPLE_BYTES // (4 * out * into)))
     plain = [torch.rand(out, into) for _ in range(count)]
@@ -146,7 +181,7 @@ def quicker(matrices: Sequence[TiledMatrix], work: Mapping[int, int] = WORK) -> 
     if has_dots():
         usual.append([partial(_by_dots, weight.numpy()) for weight in plain])
     own = work_seconds(into, work, [matrix.product for matrix in matrices[:count]])
-    return own <= _WORTH * work_seconds(into, work, *usual)
+    return own <= worth * work_seconds(into, work, *usual)
 
 
 def _by_dots(matrix: np.ndarray, values: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 A tile's rows stand side by side, so that a vector of the processor takes one input of 16 rows at a time. Forms: GGUF's
 4, 5, 6 and 8 bits, found again in the float32 weights that they were dequantised to (`TiledMatrix.pack`), and those of
-`--quant`: NF4 and a scale for each row of eight bits. Activations are float32; results are exact to rounding.
+`--quant`: NF4 and a scale for each row of eight bits. Weights of 16 bits are row-major (`StoredMatrix`).
+Activations are float32; results are exact to rounding.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Form:
 
     Attributes:
         number: of `enum form`.
-        bits: of a code.
+        bits: of a code; 16: values as they are, row-major.
         block: inputs that share a scale; 0: all of a row.
-        scale: dtype of scales and offsets.
+        scale: dtype of scales and offsets, or of the values.
         offset: whether there are offsets.
     """
 
@@ -54,6 +55,8 @@ class Form:
     def kinds(self, shape: tuple[int, int]) -> dict[str, TensorKind]:
         """Dtypes and shapes of the tensors of a matrix of `shape`, by name."""
         out, into = shape
+        if self.bits == 16:
+            return {"weight": (self.scale, shape)}
         tiles = -(-out // LANES)
         words = (torch.int32, (tiles, into // 8, LANES))
         codes: TensorKind = words if self.bits == 4 else (torch.int8, (tiles, into, LANES))
@@ -74,6 +77,8 @@ FORMS: Final = {
     "q8_wide": Form(7, 8, 32, torch.float32, True),
     "nf4": Form(5, 4, NF4_BLOCK, torch.float32, False),
     "int8": Form(8, 8, 0, torch.float32, False),
+    "bf16": Form(1, 16, 0, torch.bfloat16, False),
+    "f16": Form(2, 16, 0, torch.float16, False),
 }
 _WORTH_THREADS: Final = 1 << 20  # weights; fewer take less time than waking a thread
 PACKABLE: Final = ("q4", "q4_wide", "q8_half", "q8", "q8_plain", "q8_wide")
@@ -89,6 +94,7 @@ def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
         part.codes = matrix.codes + 4 * first * (matrix.in_ if matrix.form == 0 else 1)
     else:
         part.codes = matrix.codes + first * matrix.in_ * form.bits // 8
+    if form is not None and form.bits < 16:
         scales = first * (matrix.in_ // matrix.block) * form.scale.itemsize
         part.scales = matrix.scales + scales
         part.offsets = matrix.offsets + scales if form.offset else None
@@ -137,7 +143,8 @@ class TiledMatrix(QuantisedMatrix):
 
     @classmethod
     def pack(cls, weight: torch.Tensor) -> TiledMatrix | None:
-        """The matrix whose values are to the bit those of float32 `weight` [out, in]; None if no form has them."""
+        """The matrix whose values are to the bit those of float32 `weight` [out, in]; None if no form has them but
+        float32 itself."""
         weight = weight.contiguous()
         shape = (weight.shape[0], weight.shape[1])
         for name in PACKABLE:
@@ -149,7 +156,7 @@ class TiledMatrix(QuantisedMatrix):
             parts = (made["weight"].data_ptr(), made["scale"].data_ptr(), offset)
             if kernels().functions.petalnode_pack(form.number, weight.data_ptr(), *shape, *parts):
                 return cls(name, shape, made)
-        return None
+        return StoredMatrix.pack(weight)
 
     @classmethod
     def from_tensors(cls, form: str, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> TiledMatrix:
@@ -161,7 +168,7 @@ class TiledMatrix(QuantisedMatrix):
         expected = FORMS[form].kinds(shape)
         if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} != expected:
             raise ValueError(f"no matrix of {shape} in {form}")
-        return cls(form, shape, tensors)
+        return StoredMatrix(tensors["weight"]) if FORMS[form].bits == 16 else cls(form, shape, tensors)
 
     def first(self, rows: int) -> TiledMatrix:
         """The matrix of its first `rows` rows, or a few less, over the same memory."""
@@ -194,6 +201,34 @@ class TiledMatrix(QuantisedMatrix):
             self._by_reference, given.data_ptr(), len(given), output.data_ptr(), scratch.data_ptr(), threads
         )
         return output.to(values.dtype)
+
+
+class StoredMatrix(TiledMatrix):
+    """bfloat16 or float16 [out, in] as a checkpoint has it, such as a view of the mapped file."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        form = "bf16" if weight.dtype == torch.bfloat16 else "f16"
+        kept = weight.contiguous()
+        super().__init__(form, (weight.shape[0], weight.shape[1]), {"weight": kept, "scale": kept.new_empty(0)})
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor) -> StoredMatrix | None:
+        if weight.shape[1] % LANES:
+            return None
+        for dtype in (torch.bfloat16, torch.float16):
+            narrow = weight.to(dtype)
+            if torch.equal(narrow.float().view(torch.int32), weight.contiguous().view(torch.int32)):
+                return cls(narrow)
+        return None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"weight": self._weight}
+
+    def first(self, rows: int) -> StoredMatrix:
+        return StoredMatrix(self._weight[:rows])
+
+    def rows(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._weight[start:end].to(dtype)
 
 
 class TiledNf4Matrix(TiledMatrix):
