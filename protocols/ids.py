@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,3 +62,43 @@ class Span:
         if not colon or not start.isdecimal() or not end.isdecimal():
             raise ValueError(f"{text!r} is no span of blocks: write A:B for blocks A to B-1, such as 0:15")
         return cls(int(start), int(end))
+
+
+# --- keys of provider records in Kademlia
+
+VERSION_DIGITS: Final = 12
+"""Hexadecimal digits of a model version in a key: what a person has to give at least to say which one is meant."""
+MAX_RANGES: Final = 8
+"""Ranges that the blocks of a model are divided into, at most."""
+_LEAST_RANGE: Final = 4  # blocks
+
+
+def blocks_of_range(num_blocks: int) -> int:
+    """How many blocks a range has, in a model of so many; the last one may have fewer."""
+    return max(_LEAST_RANGE, -(-num_blocks // MAX_RANGES))
+
+
+def ranges_of(span: Span, num_blocks: int) -> range:
+    """The numbers of the ranges that have blocks of this span."""
+    size = blocks_of_range(num_blocks)
+    return range(span.start // size, (span.end - 1) // size + 1)
+
+
+def blocks_key(version: str, number: int) -> bytes:
+    """Where servers of a range of blocks list themselves; `version` is hexadecimal, of `VERSION_DIGITS` or more."""
+    return _provider_key(f"petalnode/blocks/{version[:VERSION_DIGITS]}/{number}")
+
+
+def model_key(name: str, num_blocks: int) -> bytes:
+    """Where servers of any version of a model of this name list themselves."""
+    return _provider_key(f"petalnode/model/{num_blocks}/{name}")
+
+
+def directory_key(shard: int) -> bytes:
+    """Where servers list themselves that may be asked for others."""
+    return _provider_key(f"petalnode/directory/{shard}")
+
+
+def _provider_key(text: str) -> bytes:
+    """A multihash (SHA-256), as all Kademlia nodes of libp2p want provider keys to be."""
+    return b"\x12\x20" + hashlib.sha256(text.encode()).digest()

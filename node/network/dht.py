@@ -2,7 +2,8 @@
 
 KadDHT holds one value per key, cannot list keys, and answers from its own cache. So a server's announcement has
 a key of its own; a well-known key lists the models, a few signed announcements merged by whoever puts them;
-and provider records on a few shards lead to servers that know the rest.
+and provider records lead to the servers of a model's blocks, and on a few shards to servers that know the rest. Other
+DHTs of libp2p keep provider records, too: to them our values are those of an unknown namespace.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from typing import Final
 
 import trio
@@ -21,6 +23,7 @@ from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 from libp2p.network.stream.net_stream import INetStream
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
+from libp2p.peer.peerstore import PeerStoreError
 from libp2p.records.pubkey import PublicKeyValidator
 from libp2p.records.validator import NamespacedValidator, Validator
 from libp2p.tools.anyio_service import background_trio_service
@@ -28,7 +31,22 @@ from multiaddr import Multiaddr
 
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_announcement, open_signed
+from ...protocols.ids import directory_key
+from .addresses import without_peer
 from .host import Host
+from .provider_lookup import (
+    CLOSEST,
+    Answer,
+    Contact,
+    Lookup,
+    Traffic,
+    add,
+    ask,
+    claimed_origins,
+    look_up,
+    nearest_around,
+)
+from .provider_store import FairProviderStore
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +58,10 @@ _MAX_MODELS_RECORDS: Final = 32
 _REPLICAS: Final = 8
 _INBOUND_STREAMS: Final = 128
 _STREAM_LIMIT: Final = 30.0  # seconds that a peer may keep one of them
-_PROVIDER_LIFETIME: Final = 900.0  # seconds; servers provide again every third of it
 _TIDY_INTERVAL: Final = 60.0
+_MAX_ADDRS: Final = 8  # of this node in a provider record
+_LOOKED_AT: Final = 64  # peers of the table, to name some of them
+_START: Final = 20  # peers that a look-up begins with: of the table, and of the connected ones
 
 
 def server_key(peer_id: str) -> str:
@@ -130,6 +150,10 @@ class Dht:
     """The node's part in the table. Made by `open_dht`. All methods keep to their deadline, and none raises."""
 
     def __init__(self, host: Host, *, serve: bool) -> None:
+        self._host = host
+        self._serves = serve
+        self._opened: set[str] = set()
+        self.traffic = Traffic()  # of look-ups of provider records, and of records left at others
         self._validator = _AnnouncementValidator()
         self.kad = KadDHT(
             host.libp2p,
@@ -143,6 +167,9 @@ class Dht:
             # The default refuses a third peer of one network, which a rack or a campus has at once.
             max_peers_per_subnet=0,
         )
+        self.kad.provider_store = FairProviderStore(host.libp2p, host.origin_of)
+        self._table = self.kad.routing_table.find_local_closest_peers
+        self.kad.routing_table.find_local_closest_peers = self._closest
         if serve:
             # 12 peers that open a stream and say nothing would otherwise close the table for good.
             self.kad._inbound_limiter.total_tokens = _INBOUND_STREAMS
@@ -192,30 +219,88 @@ class Dht:
                 return open_models_value(value, time.time())
         return []
 
+    # --- provider records
+
     async def provide(self, shard: int, *, timeout: float) -> None:
         """Lists this node as one to ask about servers."""
-        with trio.move_on_after(timeout):
-            try:
-                await self.kad.provider_store.provide(_shard_key(shard))
-            except Exception as error:
-                log.debug("cannot provide: %s", error)
+        await self.provide_key(directory_key(shard % SHARDS), timeout=timeout)
 
     async def find_providers(self, shard: int, *, timeout: float) -> list[tuple[str, list[str]]]:
-        """Nodes to ask about servers, with their addresses."""
-        key = _shard_key(shard)
-        store = self.kad.provider_store
-        # It answers from what it holds itself, and would never ask anyone again.
-        held = store.providers.pop(key, {})
-        found: list[PeerInfo] = []
+        """Nodes to ask about servers, with their addresses, peer ids included."""
+        found = await self.look_up(directory_key(shard % SHARDS), timeout=timeout)
+        contacts = found.providers(random.Random())
+        return [(contact.peer_id, [f"{addr}/p2p/{contact.peer_id}" for addr in contact.addrs]) for contact in contacts]
+
+    async def provide_key(self, key: bytes, *, timeout: float) -> int:
+        """Leaves a record of this node at the peers nearest to a key; returns how many have taken it."""
+        addrs = [str(without_peer(addr)) for addr in self._host.libp2p.get_addrs()][:_MAX_ADDRS]
+        taken = 0
+
+        async def leave(contact: Contact) -> None:
+            nonlocal taken
+            taken += await add(self._host, contact, key, addrs, self.traffic)
+
+        with trio.move_on_after(timeout):
+            if self._serves:
+                self.kad.provider_store.add_provider(key, PeerInfo(self.kad.local_peer_id, list(map(Multiaddr, addrs))))
+            nearest = (await self.look_up(key, timeout=timeout)).nearest()
+            async with trio.open_nursery() as nursery:
+                for contact in nearest:
+                    nursery.start_soon(leave, contact)
+        return taken
+
+    async def look_up(self, key: bytes, *, timeout: float) -> Lookup:
+        """Asks the peers nearest to a key who provides it, beginning with some of the table and some that this node is
+        connected to. What this node keeps itself is in the answer."""
+        start = list(map(str, self._closest(key, _START)))
+        if len(start) < CLOSEST:
+            start += self._host.connected()[:_START]
+        own = self.kad.provider_store.get_providers(key)
+        lookup = Lookup(key, map(self._contact, start), self._host.peer_id, self._origin_of, map(_contact_of, own))
+
+        async def question(contact: Contact) -> Answer | None:
+            before = self._host.is_connected(contact.peer_id)
+            answer = await ask(self._host, contact, key, self.traffic)
+            if not before and self._host.is_connected(contact.peer_id):
+                self._opened.add(contact.peer_id)
+            if answer is not None:
+                await self.add_peer(contact.peer_id, contact.addrs)
+            return answer
+
+        await look_up(lookup, question, timeout=timeout)
+        return lookup
+
+    def _closest(self, key: bytes, count: int = 20) -> list[ID]:
+        """Whom this node names to who asks: ids near a key are free, so not too many of one address."""
+        near = [str(peer) for peer in self._table(key, max(count, _LOOKED_AT))]
+        if len(near) <= count:
+            return list(map(ID.from_string, near))
+        contacts = ((peer_id, self._origins(peer_id)) for peer_id in near)
+        return [ID.from_string(peer_id) for peer_id in nearest_around(key, contacts, count)]
+
+    def _origins(self, peer_id: str) -> set[str]:
+        here = self._origin_of(peer_id)
+        return claimed_origins(self._contact(peer_id)) if here is None else {here}
+
+    def _contact(self, peer_id: str) -> Contact:
         try:
-            with trio.move_on_after(timeout):
-                found = await store.find_providers(key)
-        except Exception as error:
-            log.debug("cannot find providers: %s", error)
-        finally:
-            store.providers[key] = held | store.providers.get(key, {})
-        found += store.get_providers(key)
-        return [(str(info.peer_id), [str(addr) for addr in info.addrs]) for info in found]
+            return _contact_of(
+                PeerInfo(ID.from_string(peer_id), self._host.libp2p.get_peerstore().addrs(ID.from_string(peer_id)))
+            )
+        except PeerStoreError:
+            return Contact(peer_id)
+
+    def _origin_of(self, peer_id: str) -> str | None:
+        return self._host.origin_of(peer_id) if self._host.is_connected(peer_id) else None
+
+    async def close_opened(self, *, keep: Container[str] = ()) -> None:
+        """Closes connections that look-ups have opened, to others than these, and that nobody uses."""
+        opened, self._opened = self._opened, set()
+        for peer_id in opened:
+            if peer_id not in keep and not sum(
+                connection.open_streams for connection in self._host.connections(peer_id)
+            ):
+                await self._host.disconnect(peer_id)
 
     async def _put(self, key: str, value: bytes, timeout: float) -> None:
         """As KadDHT's `put_value`, but on fewer nodes: what is put again every 20 s need not be on 20."""
@@ -264,16 +349,15 @@ class Dht:
                         self.kad.validator.validate(key.decode(), record.value)
                 except Exception:
                     self.kad.value_store.remove(key)
-            oldest = time.time() - _PROVIDER_LIFETIME
-            for key, providers in list(self.kad.provider_store.providers.items()):
-                for peer_id in [peer for peer, entry in providers.items() if entry.timestamp < oldest]:
-                    del providers[peer_id]
-                if not providers:
-                    self.kad.provider_store.providers.pop(key, None)
+            self.kad.provider_store.cleanup_expired()
+            before = time.time() - self.kad._provider_rate_window
+            counted = self.kad._provider_rate_limits
+            for peer in [peer for peer, (begun, _) in counted.items() if begun < before]:
+                del counted[peer]
 
 
-def _shard_key(shard: int) -> bytes:
-    return b"\x12\x20" + hashlib.sha256(f"petalnode/directory/{shard % SHARDS}".encode()).digest()
+def _contact_of(info: PeerInfo) -> Contact:
+    return Contact(str(info.peer_id), tuple(str(without_peer(addr)) for addr in info.addrs))
 
 
 @contextlib.asynccontextmanager

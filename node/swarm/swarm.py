@@ -17,15 +17,12 @@ from ...protocols.announcement import Announcement
 from ...protocols.directory import MANIFEST_MAX_HEADER, NodeInfo, answer_manifests, ask_manifest
 from ...protocols.evidence import MAX_HEADER as MAX_EVIDENCE
 from ...protocols.evidence import PIECE_BYTES
-from ...protocols.framing import (
-    MessageStream,
-    PeerError,
-)
+from ...protocols.framing import MessageStream, PeerError
 from ...protocols.ids import DIRECTORY, EVIDENCE, MANIFEST
 from ..errors import SwarmError
 from ..network.addresses import parse_peer
 from ..network.dht import Dht, open_dht
-from ..network.host import Host, open_host
+from ..network.host import Host, keep_up, open_host
 from ..network.nat.manager import NatConfig, NatManager
 from ..network.nat.reachability import Reachability
 from ..network.transport.raw_connection import Path
@@ -37,6 +34,7 @@ from .announcer import Announcer
 from .config import SwarmConfig, checked
 from .directory import Directory
 from .discovery import Discovery, JoinResult
+from .provider_records import ProviderRecords
 from .streams import MessageStreams
 from .versions import manifests_to_ask, versions_named
 from .view import SwarmView
@@ -85,6 +83,7 @@ class Swarm(MessageStreams):
             address_of=host.origin_of,
             is_proven=config.trust.is_proven,
         )
+        self._records = ProviderRecords(streams=self, dht=dht, directory=self._directory, ttl=config.announcement_ttl)
         dht.weigh_models(lambda version: self.view.backing(version, now=time.time()))
         self._announcer = Announcer(
             identity=config.identity, ttl=config.announcement_ttl, host=host, dht=dht, directory=self._directory
@@ -244,13 +243,14 @@ class Swarm(MessageStreams):
         """Asks several peers for all they know, side by side; returns when the quick ones have answered.
 
         With `sample`, for some servers of each block only, as a client needs them, and from now on in the background.
-        The slow ones go on in the background for as long as `timeout` seconds allow.
+        The slow ones go on in the background for as long as `timeout` seconds allow. Where they know too little,
+        Kademlia is asked for servers.
 
         Raises:
-            SwarmError: there are peers to ask, and none has answered within `timeout` seconds.
+            SwarmError: there are peers to ask, and none has answered within `timeout` seconds, nor any of a DHT.
         """
         version = model_version or b""
-        await self._directory.refresh(self._nursery, model_version=version, sample=sample, timeout=timeout)
+        await self._records.refresh(self._nursery, model_version=version, sample=sample, timeout=timeout)
         return self._directory.view
 
     async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
@@ -315,6 +315,7 @@ class Swarm(MessageStreams):
         Raises:
             ModelError: more versions than can be asked for.
         """
+        await self._records.find_model(name, num_blocks, pinned, timeout=timeout)
         known = self.view.servers(now=time.time())
         named = versions_named(known, name, num_blocks, pinned, proven=self.trust.is_proven)
         proven = set(filter(self.trust.is_proven, (server.peer_id for server in named)))
@@ -387,6 +388,7 @@ class Swarm(MessageStreams):
         """Starts what runs beside. Called by `open_swarm`."""
         self._nursery.start_soon(self._directory.run)
         self._nursery.start_soon(self._announcer.run)
+        self._nursery.start_soon(keep_up, self._records.provide_forever)
         self._discovery.start_returning()
 
 

@@ -212,6 +212,12 @@ class _MemoryHost:
     def addrs(self) -> list[str]:
         return [f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer_id}"]  # well-formed; nobody is dialed
 
+    def origin_of(self, peer_id: str) -> str:
+        return peer_id
+
+    def is_connected(self, peer_id: str) -> bool:
+        return peer_id in self.connected()
+
     def connected(self) -> list[str]:
         """Those that a stream was opened to, or that have opened one."""
         nodes, link = self._network.nodes, self._network.link

@@ -1,7 +1,8 @@
 """A host of py-libp2p as it comes, with its own relay service, for the tests of how ours gets on with it.
 
-Takes one JSON object as its argument: its "role" is "relay", "target" (reserves at the "relay", a multiaddr) or
-"client" (dials the peer "target" through the "relay" and has bytes echoed). Prints a JSON object when that is done.
+Takes one JSON object as its argument: its "role" is "relay", "target" (reserves at the "relay", a multiaddr), "client"
+(dials the peer "target" through the "relay" and has bytes echoed) or "table" (a node of Kademlia, which knows "peers").
+Prints a JSON object when that is done.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextlib import AsyncExitStack
 
 import libp2p.network.swarm
 import trio
@@ -16,6 +18,7 @@ from libp2p import new_host
 from libp2p.abc import IHost, INetStream
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.relay.circuit_v2.config import RelayConfig, RelayRole
@@ -59,6 +62,15 @@ async def dial(host: IHost, transport: CircuitV2Transport, relay: str, target: s
     return len(received)
 
 
+async def serve_table(host: IHost, peers: list[str], stack: AsyncExitStack) -> None:
+    kad = KadDHT(host, DHTMode.SERVER)
+    await stack.enter_async_context(background_trio_service(kad))
+    for peer in map(info_from_p2p_addr, map(Multiaddr, peers)):
+        await host.connect(peer)
+        await kad.routing_table.add_peer(peer, skip_server_mode_check=True)
+    await kad.refresh_routing_table()
+
+
 async def main(options: dict) -> None:
     libp2p.network.swarm._HAPPY_EYEBALLS_DELAY = 0.02
     keys = create_new_key_pair()
@@ -74,6 +86,7 @@ async def main(options: dict) -> None:
         host.run(listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")]),
         background_trio_service(protocol),
         trio.open_nursery() as nursery,
+        AsyncExitStack() as stack,
     ):
         await protocol.event_started.wait()
         host.set_stream_handler(ECHO, echo)
@@ -82,6 +95,8 @@ async def main(options: dict) -> None:
             ready["addrs"] = await reserve(host, transport, options["relay"], nursery)
         if options["role"] == "client":
             ready["echoed"] = await dial(host, transport, options["relay"], options["target"])
+        if options["role"] == "table":
+            await serve_table(host, options["peers"], stack)
         print(json.dumps(ready), flush=True)
         await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
         nursery.cancel_scope.cancel()

@@ -39,6 +39,10 @@ class Connection:
         return self._muxer.is_closed
 
     @property
+    def open_streams(self) -> int:
+        return self._muxer.open_streams
+
+    @property
     def local_host(self) -> str | None:
         """The address of this machine that a direct connection runs from; without that address, it is dead."""
         return self._muxer.secured_conn.local_host

@@ -1,0 +1,324 @@
+"""Servers found by the provider records that they leave in Kademlia, and the records of this node.
+
+Who knows one peer of any DHT of libp2p that holds our records, and no directory, finds servers by them: by the range of
+blocks of a model version, by the name of a model, or as directories of anything. A record is nobody's word: what counts
+is the announcement that the server found gives of itself. Kademlia adds a way in and never removes one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+
+from ...crypto.identity import peer_id_to_bytes
+from ...protocols import wire_pb2 as wire
+from ...protocols.announcement import (
+    MAX_BYTES,
+    Announcement,
+    BadAnnouncement,
+    ServerState,
+    SignedAnnouncement,
+    open_signed,
+)
+from ...protocols.framing import MessageStream, PeerError, ProtocolError
+from ...protocols.ids import (
+    DIRECTORY,
+    MAX_RANGES,
+    VERSION_DIGITS,
+    Span,
+    blocks_key,
+    directory_key,
+    model_key,
+    ranges_of,
+)
+from ..errors import SwarmError
+from ..network.dht import SHARDS, Dht
+from ..network.provider_lookup import Contact
+from .directory import Directory
+from .streams import MessageStreams
+
+log = logging.getLogger(__name__)
+
+TRIED: Final = 16
+"""Providers of one key that are asked for their announcements, at most."""
+TRIED_IN_ALL: Final = 64
+"""In one search, for all of its keys."""
+ENOUGH: Final = 4
+"""Servers found under one key, after which no more of its providers are asked."""
+_KEYS_AT_ONCE: Final = 2
+_TRIED_AT_ONCE: Final = 4  # of one key
+_LOOK_UP: Final = 8.0  # seconds of one key
+_MEETING: Final = 4.0  # seconds that a provider has to give its announcement
+_SEARCH: Final = 15.0  # seconds of a search
+_AGAIN: Final = 20.0  # seconds between two searches for the same, and
+_AGAIN_QUIETLY: Final = 300.0  # in the background
+_MAX_ANSWER: Final = MAX_BYTES + 1024  # bytes: one announcement
+
+LEAST_PAUSE: Final = 600.0
+"""Seconds between two rounds of a server's records, once it has been there for a while; and at most"""
+LONGEST_PAUSE: Final = 3000.0  # js-libp2p keeps a provider's addresses for an hour
+_FIRST_PAUSE: Final = 60.0  # after the first round, when others have hardly heard of the node; then four times as long
+_RATE: Final = 32.0  # bytes a second of messages, both ways, up to the longest pause
+_NOTICE: Final = 1 / 9  # of an announcement's lifetime, after which other blocks are noticed
+_PROVIDE: Final = 15.0  # seconds for one key
+
+
+def keys_of(own: Announcement | None) -> list[bytes]:
+    """Where a server that says this of itself lists itself: nowhere if it takes no sessions any more."""
+    if own is None or own.state not in (ServerState.JOINING, ServerState.ONLINE):
+        return []
+    version = own.model_version.hex()
+    ranges = ranges_of(own.span, own.num_blocks)
+    return [model_key(own.model_name, own.num_blocks), *(blocks_key(version, number) for number in ranges)]
+
+
+def pause_after(rounds: int, cost: int, taken: int) -> float:
+    """Seconds until the next round, after so many rounds, the last of which took `cost` bytes of messages and left
+    `taken` records."""
+    if not taken:
+        return _FIRST_PAUSE
+    settled = min(max(LEAST_PAUSE, cost / _RATE), LONGEST_PAUSE)
+    return min(settled, _FIRST_PAUSE * 4.0 ** min(rounds - 1, 10))
+
+
+@dataclass(frozen=True)
+class Sought:
+    """A key, and which announcements of its providers are what is looked for there."""
+
+    key: bytes
+    fits: Callable[[Announcement], bool]
+
+
+def blocks_sought(version: str, num_blocks: int | None = None) -> list[Sought]:
+    """All ranges of a model version, of which `version` are the first hexadecimal digits (`VERSION_DIGITS` or more)."""
+
+    def holds(number: int) -> Callable[[Announcement], bool]:
+        def fits(found: Announcement) -> bool:
+            ours = found.model_version.hex().startswith(version) and num_blocks in (None, found.num_blocks)
+            return ours and number in ranges_of(found.span, found.num_blocks)
+
+        return fits
+
+    count = MAX_RANGES if num_blocks is None else len(ranges_of(Span(0, num_blocks), num_blocks))
+    return [Sought(blocks_key(version, number), holds(number)) for number in range(count)]
+
+
+def model_sought(name: str, num_blocks: int) -> list[Sought]:
+    """Servers of any version of a model of this name."""
+    return [
+        Sought(model_key(name, num_blocks), lambda found: (found.model_name, found.num_blocks) == (name, num_blocks))
+    ]
+
+
+def directories_sought() -> list[Sought]:
+    """Any servers."""
+    return [Sought(directory_key(shard), lambda found: True) for shard in range(SHARDS)]
+
+
+def missing(servers: Iterable[Announcement]) -> bool:
+    """Whether some block of the model has no server among these of one version."""
+    servers = [server for server in servers if server.state is ServerState.ONLINE]
+    held = {block for server in servers for block in range(server.span.start, server.span.end)}
+    sizes = Counter(server.num_blocks for server in servers)
+    return not sizes or len(held) < sizes.most_common(1)[0][0]
+
+
+async def ask_own(stream: MessageStream[wire.DirectoryFrame], *, timeout: float) -> SignedAnnouncement:
+    """What a server announces of itself, as it gives it.
+
+    Raises:
+        PeerError: no answer within `timeout` seconds, or another one: nothing, or an announcement of somebody else.
+    """
+    key = peer_id_to_bytes(stream.peer_id)
+    before = (int.from_bytes(key, "big") - 1).to_bytes(len(key), "big")
+    await stream.send(wire.DirectoryFrame(query=wire.DirectoryQuery(after=before, limit=1)), timeout=timeout)
+    reply, _ = await stream.receive(timeout=timeout)
+    if len(reply.records.records) != 1:
+        raise ProtocolError(f"{stream.peer_id} does not announce itself", stream.peer_id)
+    try:
+        record = open_signed(reply.records.records[0], now=time.time())
+    except BadAnnouncement as error:
+        raise ProtocolError(f"{stream.peer_id} gave a bad announcement: {error}", stream.peer_id) from error
+    if record.content.peer_id != stream.peer_id:
+        raise ProtocolError(f"{stream.peer_id} gave the announcement of another server", stream.peer_id)
+    return record
+
+
+@dataclass
+class _Search:
+    """One search: who was asked for its announcement, and what it said (None: nothing of use, or not yet)."""
+
+    tried: dict[str, Announcement | None] = field(default_factory=dict)
+    answered: bool = False  # by any peer of the DHT
+
+
+class ProviderRecords:
+    """One node's searches by provider records, and its own records.
+
+    `streams` are the node's, `ttl` the lifetime of its announcement in seconds.
+    """
+
+    def __init__(self, *, streams: MessageStreams, dht: Dht, directory: Directory, ttl: float) -> None:
+        self._ttl = ttl
+        self._streams = streams
+        self._host = streams.host
+        self._dht = dht
+        self._directory = directory
+        self._searched: dict[bytes, tuple[float, bool]] = {}  # by the first key: when, and whether the DHT answered
+        self._wanted: set[bytes] = set()  # model versions that were asked for
+
+    # --- finding servers
+
+    async def refresh(self, nursery: trio.Nursery, *, model_version: bytes, sample: bool, timeout: float) -> None:
+        """As `Directory.refresh`. Where no directory answers, Kademlia is asked.
+
+        It is asked as well where blocks of the model version have no servers: at once for a client that wants them for
+        the first time, else in the background; later on also if they have none that this node could connect to.
+
+        Raises:
+            SwarmError: neither a directory nor a peer of a DHT has answered.
+        """
+        again = model_version in self._wanted
+        self._wanted.add(model_version)
+        sought = blocks_sought(model_version.hex()) if model_version else directories_sought()
+        directory = self._directory
+        try:
+            await directory.refresh(nursery, model_version=model_version, sample=sample, timeout=timeout)
+        except SwarmError:
+            known = len(directory.view.records)
+            if not await self.find(sought, timeout=timeout):
+                raise
+            if len(directory.view.records) > known:
+                with suppress(SwarmError):  # those who were found know others
+                    await directory.refresh(nursery, model_version=model_version, sample=sample, timeout=timeout)
+            return
+        if not model_version:
+            return
+        servers = directory.view.servers(model_version, now=time.time())
+        if sample and not again and missing(servers):
+            await self.find(sought, timeout=timeout)
+            return
+        if sample and again:
+            servers = tuple(server for server in servers if self._host.is_connected(server.peer_id))
+        if missing(servers):
+            nursery.start_soon(self._find_quietly, sought)
+
+    async def find_model(self, name: str, num_blocks: int, pinned: str, *, timeout: float) -> None:
+        """Looks for servers of a model of this name, in the version that begins with `pinned`, if none is known."""
+        (named,) = model_sought(name, num_blocks)
+        known = self._directory.view.servers(now=time.time())
+        if any(named.fits(server) and server.model_version.hex().startswith(pinned) for server in known):
+            return
+        if len(pinned) >= VERSION_DIGITS:
+            await self.find(blocks_sought(pinned, num_blocks), timeout=timeout)
+        else:
+            await self.find(model_sought(name, num_blocks), timeout=timeout)
+
+    async def _find_quietly(self, sought: Sequence[Sought]) -> None:
+        await self.find(sought, timeout=_SEARCH, again=_AGAIN_QUIETLY)
+
+    async def find(self, sought: Sequence[Sought], *, timeout: float, again: float = _AGAIN) -> bool:
+        """Looks these keys up, in random order, and takes the announcements of their providers into the view. Returns
+        whether any peer answered a look-up. What was searched for `again` seconds ago or less is not searched for."""
+        what, now = sought[0].key, trio.current_time()
+        when, answered = self._searched.get(what, (-math.inf, False))
+        if now - when < again:
+            return answered
+        self._searched[what] = (now, answered)
+        search = _Search()
+        waiting = iter(random.sample(list(sought), len(sought)))
+
+        async def work() -> None:
+            for one in waiting:
+                await self._find_key(one, search)
+
+        with trio.move_on_after(min(timeout, _SEARCH)):
+            async with trio.open_nursery() as nursery:
+                for _ in range(_KEYS_AT_ONCE):
+                    nursery.start_soon(work)
+        self._searched[what] = (now, search.answered)
+        await self._dht.close_opened(keep=search.tried)
+        return search.answered
+
+    async def _find_key(self, sought: Sought, search: _Search) -> None:
+        lookup = await self._dht.look_up(sought.key, timeout=_LOOK_UP)
+        search.answered |= bool(lookup.nearest())
+        providers = lookup.providers(random.Random())
+        tried = found = 0
+
+        async def work() -> None:
+            nonlocal tried, found
+            for contact in providers:
+                if tried >= TRIED or found >= ENOUGH or len(search.tried) >= TRIED_IN_ALL:
+                    return
+                tried += 1
+                if contact.peer_id not in search.tried:
+                    search.tried[contact.peer_id] = None
+                    search.tried[contact.peer_id] = await self._announcement_of(contact)
+                own = search.tried[contact.peer_id]
+                found += own is not None and sought.fits(own)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(_TRIED_AT_ONCE):
+                nursery.start_soon(work)
+
+    async def _announcement_of(self, contact: Contact) -> Announcement | None:
+        """What a provider announces of itself, merged into the view; None if it gives nothing of use."""
+        try:
+            peer_id_to_bytes(contact.peer_id)
+        except ValueError:
+            return None  # no server of ours has such a key
+        self._host.learn(contact.peer_id, contact.addrs)
+        with trio.move_on_after(_MEETING):
+            try:
+                stream = await self._streams.new_stream(
+                    contact.peer_id,
+                    DIRECTORY,
+                    wire.DirectoryFrame,
+                    timeout=_MEETING,
+                    max_header=_MAX_ANSWER,
+                    max_payload=0,
+                )
+                try:
+                    record = await ask_own(stream, timeout=_MEETING)
+                finally:
+                    await stream.reset()
+            except PeerError as error:
+                log.debug("the provider %s gave no announcement: %s", contact.peer_id, error)
+                return None
+            if record.content.state is ServerState.OFFLINE:
+                return None
+            self._directory.merge([record], source=self._host.origin_of(contact.peer_id), met=True)
+            return record.content
+        return None
+
+    # --- being found
+
+    async def provide_forever(self) -> None:
+        """Leaves this server's records, again and again: at once for keys that are new."""
+        due: dict[bytes, float] = {}
+        rounds = 0
+        # The directory is the quick way, and a swarm that starts has enough to do: Kademlia can wait.
+        await trio.sleep(self._ttl * random.uniform(0.15, 0.35))
+        while True:
+            await trio.sleep(self._ttl * _NOTICE * random.uniform(0.8, 1.2))
+            keys = keys_of(self._directory.own.content if self._directory.own is not None else None)
+            late = [key for key in keys if trio.current_time() >= due.get(key, -math.inf)]
+            if not late:
+                continue
+            before, taken = self._dht.traffic.total, 0
+            for key in late:
+                taken += await self._dht.provide_key(key, timeout=_PROVIDE)
+            await self._dht.close_opened(keep=self._directory.view.records)
+            rounds += 1
+            pause = pause_after(rounds, self._dht.traffic.total - before, taken) * random.uniform(0.9, 1.0)
+            due = {key: due.get(key, 0.0) for key in keys} | dict.fromkeys(late, trio.current_time() + pause)

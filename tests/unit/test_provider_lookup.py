@@ -1,0 +1,157 @@
+"""Look-ups of provider records: whom they ask, what they take, and how many peers keep a record."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import trio
+from libp2p.kad_dht.pb.kademlia_pb2 import Message
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.network.provider_lookup import (
+    CLOSEST,
+    MAX_ASKED,
+    Answer,
+    Contact,
+    Lookup,
+    answer_of,
+    claimed_origins,
+    distance,
+    look_up,
+    nearest_around,
+)
+from petalnode.node.testing.memory_network import run_autojumping
+from petalnode.protocols.ids import blocks_key
+
+KEY = blocks_key("5f4e7440d715", 3)
+OWN = Identity.from_seed(b"o" * 32).peer_id
+PROVIDER = Contact(Identity.from_seed(b"p" * 32).peer_id, ("/ip4/11.9.9.9/tcp/1",))
+
+
+def peer(number: int, host: str | None = None) -> Contact:
+    """A peer with an address of its own, or at `host`."""
+    identity = Identity.from_seed(number.to_bytes(32, "big"))
+    return Contact(
+        identity.peer_id, (f"/ip4/{host or f'11.0.{number // 250}.{number % 250 + 1}'}/tcp/{number % 60_000 + 1}",)
+    )
+
+
+class Table:
+    """A network of peers, each of which has heard of some of all and of those next to it in the order of their ids; it
+    names the 20 nearest to the key of these."""
+
+    def __init__(self, peers: Sequence[Contact]) -> None:
+        rng = random.Random(1)
+        self.peers = {one.peer_id: one for one in peers}
+        order = sorted(peers, key=lambda one: distance(one.peer_id, KEY))
+        self.knows = {
+            one.peer_id: [*rng.sample(order, min(40, len(order))), *order[max(0, at - 20) : at + 20]]
+            for at, one in enumerate(order)
+        }
+        self.records: dict[str, list[Contact]] = {}
+        self.dead: set[str] = set()
+        self.asked: list[str] = []
+
+    async def ask(self, contact: Contact) -> Answer | None:
+        await trio.sleep(0.1)
+        self.asked.append(contact.peer_id)
+        if contact.peer_id in self.dead or contact.peer_id not in self.peers:
+            return None
+        there = ((one.peer_id, claimed_origins(one)) for one in self.knows[contact.peer_id])
+        nearest = nearest_around(KEY, there, 20)
+        return Answer(tuple(self.records.get(contact.peer_id, ())), tuple(map(self.peers.__getitem__, nearest)))
+
+    def look_up(self, start: Sequence[Contact], timeout: float = 60.0) -> Lookup:
+        lookup = Lookup(KEY, start, OWN)
+        run_autojumping(lambda: look_up(lookup, self.ask, timeout=timeout))
+        return lookup
+
+    def keep(self, provider: Contact, start: Sequence[Contact]) -> list[Contact]:
+        """As a server does: leaves a record at the nearest."""
+        nearest = self.look_up(start).nearest()
+        for contact in nearest:
+            self.records.setdefault(contact.peer_id, []).append(provider)
+        return nearest
+
+    def found(self, start: Sequence[Contact]) -> list[Contact]:
+        return list(self.look_up(start).providers(random.Random(1)))
+
+
+PEERS = [peer(number) for number in range(300)]
+
+
+def test_a_look_up_comes_to_the_nearest_peers_from_any_one() -> None:
+    table = Table(PEERS)
+    nearest = sorted((one.peer_id for one in PEERS), key=lambda peer_id: distance(peer_id, KEY))[:CLOSEST]
+    for start in PEERS[::60]:
+        table.asked.clear()
+        found = [contact.peer_id for contact in table.look_up([start]).nearest()]
+        assert len(found) == CLOSEST and len(set(found) & set(nearest)) >= CLOSEST - 2
+        assert found == sorted(found, key=lambda peer_id: distance(peer_id, KEY))
+        assert len(table.asked) == len(set(table.asked)) <= MAX_ASKED
+
+
+def test_what_one_has_left_a_stranger_finds_who_knows_one_other_peer() -> None:
+    table = Table(PEERS)
+    assert len(table.keep(PROVIDER, [PEERS[0]])) == CLOSEST
+    for start in PEERS[1::75]:
+        assert table.found([start]) == [PROVIDER]
+
+
+def test_it_is_found_after_most_of_those_who_kept_it_have_gone() -> None:
+    table = Table(PEERS)
+    kept = table.keep(PROVIDER, [PEERS[0]])
+    table.dead.update(contact.peer_id for contact in kept[: CLOSEST - 3])
+    start = next(one for one in PEERS if one.peer_id not in table.dead)
+    assert table.found([start]) == [PROVIDER]
+
+
+def test_a_look_up_among_few_peers_asks_each_of_them_once() -> None:
+    few = PEERS[:4]
+    table = Table(few)
+    lookup = table.look_up(few[:1])
+    assert sorted(table.asked) == sorted(one.peer_id for one in few)
+    assert {contact.peer_id for contact in lookup.nearest()} == set(table.asked)
+
+
+def test_peers_behind_one_address_find_each_other_as_well() -> None:
+    """A swarm on one machine, or of one campus."""
+    table = Table([peer(number, "11.0.0.1") for number in range(40)])
+    start = list(table.peers.values())
+    table.keep(PROVIDER, start[:1])
+    assert table.found(start[-1:]) == [PROVIDER]
+
+
+def test_a_look_up_ends_at_its_deadline_with_what_it_has() -> None:
+    table = Table(PEERS)
+
+    async def main() -> None:
+        lookup, begun = Lookup(KEY, PEERS[:1], OWN), trio.current_time()
+        await look_up(lookup, table.ask, timeout=0.25)
+        assert trio.current_time() - begun == 0.25 and lookup.nearest()
+
+    run_autojumping(main)
+
+
+def test_messages_are_read_as_go_and_js_send_them() -> None:
+    """GET_PROVIDERS: type 3, key 2, closerPeers 8, providerPeers 9; of a peer its id 1, addrs 2, connection 3. Without
+    signed records, which only py-libp2p adds; js adds a clusterLevel."""
+    own = ID.from_string(PROVIDER.peer_id).to_bytes()
+    addr = Multiaddr(PROVIDER.addrs[0]).to_bytes()
+    sent = b"\x0a" + bytes([len(own)]) + own + b"\x12" + bytes([len(addr)]) + addr + b"\x18\x01"
+    answer = b"\x08\x03\x12" + bytes([len(KEY)]) + KEY + b"\x50\x00" + b"\x4a" + bytes([len(sent)]) + sent
+    answer += b"\x42" + bytes([len(sent)]) + sent
+    assert answer_of(Message.FromString(answer)) == Answer((PROVIDER,), (PROVIDER,))
+
+
+def test_where_a_peer_is_said_to_be() -> None:
+    private, public = "/ip4/192.168.1.7/tcp/1", "/ip4/11.0.0.1/tcp/1"
+    assert claimed_origins(Contact("x", (private, public, "/ip6/2a00:1:2:3::7/tcp/1"))) == {
+        "11.0.0.1",
+        "2a00:1:2:3::/64",
+    }
+    assert claimed_origins(Contact("x", (private,))) == {"192.168.1.7"}
+    assert claimed_origins(Contact("x", ("/ip4/11.0.0.1/udp/1",))) == {"x"}
