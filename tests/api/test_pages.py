@@ -98,6 +98,15 @@ def test_the_pages_need_no_key_and_the_swarm_does(site: MemoryApi) -> None:
     assert get(site, "/v1/petalnode/swarm", Authorization=f"Bearer {KEY}").status_code == 200
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_the_page_may_ask_also_behind_a_proxy_with_tls(site: MemoryApi, scheme: str) -> None:
+    host = site.url.removeprefix("http://")
+    key = f"Bearer {KEY}"
+    assert get(site, "/v1/models", Authorization=key, Origin=f"{scheme}://{host}").status_code == 200
+    for other in (f"{scheme}://{host}.example.org", f"{scheme}://example.org", "null"):
+        assert get(site, "/v1/models", Authorization=key, Origin=other).status_code == 403
+
+
 def test_the_swarm_is_who_serves_it(site: MemoryApi) -> None:
     found = get(site, "/v1/petalnode/swarm", Authorization=f"Bearer {KEY}").json()
     assert (found["model"], found["num_blocks"], found["coverage"]) == ("tiny-llama", 6, [1] * 6)

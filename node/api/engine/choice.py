@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,8 +17,9 @@ from ...errors import NoChainError
 from ...trust.receipt_file import SignedReply
 from ...trust.receipt_log import SessionLog
 from .conversations import CacheScope, Conversations
-from .generation import ApiLimits, ChosenToken, Event, Finished, GenerationRequest, HopReport, Piece
+from .generation import ApiLimits, ChosenToken, Event, Finished, GenerationRequest, Piece, Progress
 from .grammar import AnyConstraint, Grammars
+from .progress import hops_of, telling, traffic_of, waiting_of
 from .stops import StopStrings
 
 _BEFORE: Final = 6
@@ -70,9 +72,15 @@ class Choice:
     """One choice of a request."""
 
     def __init__(
-        self, parts: AnswerParts, wanted: GenerationRequest, index: int, send: trio.MemorySendChannel[Event]
+        self,
+        parts: AnswerParts,
+        wanted: GenerationRequest,
+        index: int,
+        send: trio.MemorySendChannel[Event],
+        nursery: trio.Nursery,
     ) -> None:
         self._parts = parts
+        self._nursery = nursery
         self._wanted = wanted
         self._index = index
         self._prompt = wanted.prompts[index]
@@ -88,24 +96,25 @@ class Choice:
         needed = min(parts.context, len(self._prompt) + max(1, asked))
         scope = CacheScope(wanted.owner, wanted.model.name, wanted.options)
         async with parts.conversations.lent(scope, self._prompt, needed, parts.context) as conversation:
-            try:
-                await self._answer(conversation, asked)
-            except NoChainError:
-                reserve = parts.conversations.idle or conversation.max_length > needed
-                if self._made or not reserve or not parts.is_covered():
-                    raise
-                # Servers may have too little room: ours that nobody uses goes first, then what is only in reserve.
-                await parts.conversations.drop_idle()
-                await conversation.aclose()
-                conversation.max_length = needed
-                await self._answer(conversation, asked)
+            with self._telling(conversation):
+                try:
+                    await self._answer(conversation, asked)
+                except NoChainError:
+                    reserve = parts.conversations.idle or conversation.max_length > needed
+                    if self._made or not reserve or not parts.is_covered():
+                        raise
+                    # Servers may have too little room: ours that nobody uses goes first, then what is only in reserve.
+                    await parts.conversations.drop_idle()
+                    await conversation.aclose()
+                    conversation.max_length = needed
+                    await self._answer(conversation, asked)
             if wanted.echo:
                 await conversation.aclose()  # its prompt was scored, and is hardly scored again
 
     async def _answer(self, conversation: Conversation, asked: int) -> None:
         wanted, prompt = self._wanted, self._prompt
         before = conversation.recoveries
-        traffic = {timing.peer_id: (sent, received) for timing, sent, received in conversation.hops}
+        traffic = traffic_of(conversation)
         self._logs = [(log, _newest(log)) for log in conversation.logs]
         if wanted.echo:
             await self._echo(conversation)
@@ -135,12 +144,25 @@ class Choice:
                 length,
                 cached,
                 conversation.recoveries - before,
-                _hops(conversation, traffic),
+                hops_of(conversation, traffic),
                 self._receipts(conversation),
                 self._stops.found,
                 conversation.compared_routes,
             )
         )
+
+    def _telling(self, conversation: Conversation) -> AbstractContextManager[None]:
+        """Tells of the choice's progress for the length of the block, if that is wanted."""
+        if not self._wanted.progress:
+            return nullcontext()
+        before, traffic = conversation.recoveries, traffic_of(conversation)
+
+        def look() -> Progress:
+            waiting = waiting_of(conversation, trio.current_time())
+            recoveries = conversation.recoveries - before
+            return Progress(self._index, self._made, recoveries, hops_of(conversation, traffic), waiting)
+
+        return telling(look, self._send, self._nursery)
 
     def _note_servers(self, conversation: Conversation) -> None:
         """Those that came into the chain, while they are in it."""
@@ -207,19 +229,3 @@ class Choice:
 def _newest(log: SessionLog) -> int:
     """The sequence number of its last receipt; 0 if there is none."""
     return log.entries[-1].receipt.sequence if log.entries else 0
-
-
-def _hops(conversation: Conversation, before: dict[str, tuple[int, int]]) -> tuple[HopReport, ...]:
-    reports = []
-    for hop, (timing, sent, received) in zip(conversation.route, conversation.hops, strict=False):
-        old_sent, old_received = before.get(timing.peer_id, (0, 0))
-        reports.append(
-            HopReport(
-                hop.peer_id,
-                (hop.span.start, hop.span.end),
-                round(timing.total * 1000, 3),
-                max(0, sent - old_sent),
-                max(0, received - old_received),
-            )
-        )
-    return tuple(reports)

@@ -188,8 +188,8 @@ class Core:
         await self.check(wanted)
         room = sum(len(prompt) for prompt in wanted.prompts) if wanted.echo else 0
         most = wanted.max_tokens if wanted.max_tokens is not None else self.limits.answer_tokens
-        # Bounded by what the answers can have, so no choice waits for who reads.
-        send, receive = trio.open_memory_channel[Event](room + len(wanted.prompts) * (most + 3))
+        # Bounded by what the answers can have, so no choice waits for who reads; and a place for what is in progress.
+        send, receive = trio.open_memory_channel[Event](room + len(wanted.prompts) * (most + 3) + 1)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._answer_all, wanted, send)
             yield receive
@@ -202,7 +202,7 @@ class Core:
         async def answer(index: int) -> None:
             try:
                 async with self._answers:
-                    await Choice(parts, wanted, index, send).run()
+                    await Choice(parts, wanted, index, send, nursery).run()
             except Exception as error:
                 failed = api_error(error)
                 if failed.code == "internal_error":

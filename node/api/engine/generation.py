@@ -78,6 +78,39 @@ class HopReport:
     bytes_sent: int
     bytes_received: int
 
+    def fields(self) -> dict[str, Any]:
+        """The JSON object."""
+        return {
+            "peer_id": self.peer_id,
+            "blocks": list(self.blocks),
+            "last_step_ms": self.milliseconds,
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+        }
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a choice is held up by: a server that is `lost` (by `reason`), or silent. Others are looked for, for so many
+    `seconds` since that was noticed."""
+
+    peer_id: str
+    blocks: tuple[int, int]
+    lost: bool
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one choice is, by which servers, and what it waits for; only for those who ask for it."""
+
+    choice: int
+    tokens: int
+    recoveries: int
+    hops: tuple[HopReport, ...]
+    waiting: Waiting | None = None
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -107,7 +140,7 @@ class Failed:
     error: ApiError
 
 
-Event = Piece | Finished | Failed
+Event = Piece | Progress | Finished | Failed
 
 
 @dataclass(frozen=True)
@@ -123,6 +156,7 @@ class GenerationRequest:
         continues: the text goes on from that of the prompt.
         bound_after: the grammar binds what follows this mark, and not the whole answer.
         shows_special: special tokens are a part of the text: those that mark calls of tools.
+        progress: whether events tell how far the answer is.
     """
 
     owner: str
@@ -138,6 +172,7 @@ class GenerationRequest:
     continues: bool = False
     bound_after: str = ""
     shows_special: bool = False
+    progress: bool = False
 
 
 def provenance(ends: Sequence[Finished]) -> dict[str, Any]:
@@ -151,16 +186,7 @@ def provenance(ends: Sequence[Finished]) -> dict[str, Any]:
                 "recoveries": end.recoveries,
                 "route": [{"peer_id": hop.peer_id, "blocks": list(hop.blocks)} for hop in end.hops],
                 **({"compared_routes": [_route(hops) for hops in end.compared]} if end.compared else {}),
-                "hops": [
-                    {
-                        "peer_id": hop.peer_id,
-                        "blocks": list(hop.blocks),
-                        "last_step_ms": hop.milliseconds,
-                        "bytes_sent": hop.bytes_sent,
-                        "bytes_received": hop.bytes_received,
-                    }
-                    for hop in end.hops
-                ],
+                "hops": [hop.fields() for hop in end.hops],
             }
             for end in ends
         ],

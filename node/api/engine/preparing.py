@@ -130,4 +130,5 @@ def _generation(
         top_logprobs=text.top_logprobs if text.logprobs else None,
         grammar=grammar,
         options=text.options,
+        progress=text.include_progress,
     )

@@ -45,6 +45,7 @@ class TextRequest:
         choices: answers to each prompt.
         max_tokens: None for as many as there is room for, up to the server's default.
         logprobs: whether the log-probability of each token is asked for; `top_logprobs` likeliest tokens beside it.
+        include_progress: whether a stream tells how far the answer is, and which servers make it.
     """
 
     model: str
@@ -58,6 +59,7 @@ class TextRequest:
     include_usage: bool
     grammar: Grammar | None
     options: SessionOptions = PLAIN
+    include_progress: bool = False
 
 
 @dataclass(frozen=True)

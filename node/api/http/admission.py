@@ -124,8 +124,8 @@ def _host_name(host: str) -> str:
 
 
 def _is_own(origin: str, host: str) -> bool:
-    """Whether a page of this server itself asks."""
-    return origin == f"http://{host}"
+    """Whether a page of this server itself asks, maybe through a proxy that has TLS."""
+    return origin in (f"http://{host}", f"https://{host}")
 
 
 def _preflight(headers: Headers) -> Response:

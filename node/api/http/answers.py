@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import trio
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...trust.receipt_file import SignedReply
 from ..engine.core import Core
-from ..engine.generation import Event, Failed, Finished, GenerationRequest, Piece
+from ..engine.generation import Event, Failed, Finished, GenerationRequest, Piece, Progress
 from ..errors import ApiError, error_object
 from ..fields import Fields, parse_object
 
@@ -60,10 +60,20 @@ class Writer(Protocol):
 
 
 class Answers(Response):
-    """The response of a request for answers: nothing is computed before it is sent, or when its client has gone."""
+    """The response of a request for answers: nothing is computed before it is sent, or when its client has gone.
 
-    def __init__(self, core: Core, wanted: GenerationRequest, writer: Writer) -> None:
+    `progress` makes chunks of how far the answer is, if the request asks for that.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        wanted: GenerationRequest,
+        writer: Writer,
+        progress: Callable[[Progress], list[dict[str, Any]]] = lambda now: [],
+    ) -> None:
         super().__init__()
+        self._progress = progress
         self._core = core
         self._wanted = wanted
         self._writer = writer
@@ -84,11 +94,13 @@ class Answers(Response):
         async for happened in events:
             if isinstance(happened, Failed):
                 return happened
-            if isinstance(happened, Piece):
-                self._writer.take(happened)
-            else:
-                self._close(happened)
+            self._chunks(happened)
         return None
+
+    def _chunks(self, happened: Piece | Progress | Finished) -> list[dict[str, Any]]:
+        if isinstance(happened, Piece):
+            return self._writer.take(happened)
+        return self._progress(happened) if isinstance(happened, Progress) else self._close(happened)
 
     def _close(self, end: Finished) -> list[dict[str, Any]]:
         chunks = self._writer.close(end)
@@ -97,7 +109,7 @@ class Answers(Response):
         return chunks
 
     async def _stream(self, events: trio.MemoryReceiveChannel[Event], send: Send) -> Failed | None:
-        """Nothing is sent before the first token, so that what goes wrong until then has a status of its own."""
+        """Nothing is sent before the first event, so that what goes wrong until then has a status of its own."""
         writer = self._writer
         happened = await _waiting(events)
         if isinstance(happened[0], Failed):
@@ -110,7 +122,7 @@ class Answers(Response):
                 if isinstance(one, Failed):
                     await _write(send, [*map(writer.encoded, [*chunks, writer.failed(one.error)])], more=False)
                     return None
-                chunks += self._close(one) if isinstance(one, Finished) else writer.take(one)
+                chunks += self._chunks(one)
             await _write(send, list(map(writer.encoded, chunks)), more=True)
             chunks = []
             happened = await _waiting(events)

@@ -77,13 +77,15 @@ class _Endpoints:
         prepared = await prepare_chat(core, request.state.owner, asked)
         wanted = prepared.generation
         head = Head(wanted.model.name, "chatcmpl")
-        return Answers(core, wanted, ChatWriter(asked.text, head, core.text.token_text, prepared))
+        writer = ChatWriter(asked.text, head, core.text.token_text, prepared)
+        return Answers(core, wanted, writer, writer.progress)
 
     async def completions(self, request: Request) -> Response:
         core, asked = self._core, parse_completion(await self._fields(request))
         wanted = await prepare_completion(core, request.state.owner, asked)
         head = Head(wanted.model.name, "cmpl")
-        return Answers(core, wanted, TextWriter(asked.text, head, len(wanted.prompts), core.text.token_text))
+        writer = TextWriter(asked.text, head, len(wanted.prompts), core.text.token_text)
+        return Answers(core, wanted, writer, writer.progress)
 
     async def embeddings(self, request: Request) -> Response:
         fields = await self._fields(request)

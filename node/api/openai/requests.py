@@ -112,6 +112,7 @@ def _text_request(fields: Fields, *, max_tokens: int | None, logprobs: bool, top
         include_usage=options is not None and options.flag("include_usage"),
         grammar=_grammar(fields),
         options=session_options(fields),
+        include_progress=options is not None and options.flag("include_progress"),
     )
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...trust.receipt_file import SignedReply
-from ..engine.generation import ChosenToken, Finished, Piece, provenance
+from ..engine.generation import ChosenToken, Finished, Piece, Progress, provenance
 from ..engine.preparing import PreparedChat
+from ..engine.progress import progress_fields
 from ..engine.requests import TextRequest
 from ..engine.tools import ToolCall, ToolText
 from ..errors import ApiError
@@ -69,6 +70,10 @@ class _Writer:
 
     def encoded(self, chunk: dict[str, Any] | None) -> bytes:
         return DONE if chunk is None else event(chunk)
+
+    def progress(self, now: Progress) -> list[dict[str, Any]]:
+        """A chunk without choices, as the one that counts the tokens."""
+        return [{**self._chunk(), "x_petalnode": progress_fields(now)}]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         return error.fields()

@@ -1,0 +1,108 @@
+"""What a choice is doing while it is made: the hops of its last step, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import trio
+
+from ...client.generation import Conversation
+from .generation import Event, HopReport, Progress, Waiting
+
+LOOK_SECONDS: Final = 0.1
+EVERY_SECONDS: Final = 0.5
+SILENCE: Final = 1.5
+"""Seconds without a word from a server, after which that is told."""
+
+
+def waiting_of(conversation: Conversation, now: float) -> Waiting | None:
+    """What the step is held up by, if that is worth telling at `now` (seconds of trio's clock)."""
+    trouble = conversation.trouble
+    if trouble is None or not (trouble.lost or now - trouble.since > SILENCE):
+        return None
+    blocks = (trouble.hop.span.start, trouble.hop.span.end)
+    return Waiting(trouble.hop.peer_id, blocks, trouble.lost, trouble.reason, trouble.waits)
+
+
+def is_news(told: Progress | None, now: Progress, since: float) -> bool:
+    """Whether `now` is to be told, `since` seconds after `told`: at once that a server is missed or was replaced, the
+    milliseconds of hops every now and then."""
+    if not now.hops and now.waiting is None:
+        return False
+    if told is None or (told.waiting, told.recoveries) != (now.waiting, now.recoveries) or route(told) != route(now):
+        return True
+    return since >= EVERY_SECONDS and told.tokens != now.tokens
+
+
+def route(progress: Progress) -> list[tuple[str, tuple[int, int]]]:
+    return [(hop.peer_id, hop.blocks) for hop in progress.hops]
+
+
+@contextmanager
+def telling(look: Callable[[], Progress], send: trio.MemorySendChannel[Event], nursery: trio.Nursery) -> Iterator[None]:
+    """Sends what is news for the length of the block. Of a reader that is behind, no more than one stands in the
+    channel."""
+    scope = trio.CancelScope()
+
+    async def tell() -> None:
+        told, since = None, 0.0
+        with scope:
+            while True:
+                await trio.sleep(LOOK_SECONDS)
+                since += LOOK_SECONDS
+                now = look()
+                if is_news(told, now, since) and not send.statistics().current_buffer_used:
+                    send.send_nowait(now)
+                    told, since = now, 0.0
+
+    nursery.start_soon(tell)
+    try:
+        yield
+    finally:
+        scope.cancel()
+
+
+def traffic_of(conversation: Conversation) -> dict[str, tuple[int, int]]:
+    """Tensor bytes to and from each server so far."""
+    return {timing.peer_id: (sent, received) for timing, sent, received in conversation.hops}
+
+
+def hops_of(conversation: Conversation, before: Mapping[str, tuple[int, int]]) -> tuple[HopReport, ...]:
+    """The servers of its chain; bytes since there were so many `before`."""
+    reports = []
+    for hop, (timing, sent, received) in zip(conversation.route, conversation.hops, strict=False):
+        old_sent, old_received = before.get(timing.peer_id, (0, 0))
+        reports.append(
+            HopReport(
+                hop.peer_id,
+                (hop.span.start, hop.span.end),
+                round(timing.total * 1000, 3),
+                max(0, sent - old_sent),
+                max(0, received - old_received),
+            )
+        )
+    return tuple(reports)
+
+
+def progress_fields(progress: Progress) -> dict[str, Any]:
+    """`x_petalnode` of a chunk in the middle of an answer."""
+    waiting = progress.waiting
+    return {
+        "progress": {
+            "index": progress.choice,
+            "tokens": progress.tokens,
+            "recoveries": progress.recoveries,
+            "waiting": None
+            if waiting is None
+            else {
+                "peer_id": waiting.peer_id,
+                "blocks": list(waiting.blocks),
+                "lost": waiting.lost,
+                "reason": waiting.reason,
+                "seconds": waiting.seconds,
+            },
+            "hops": [hop.fields() for hop in progress.hops],
+        }
+    }
