@@ -49,7 +49,7 @@ _SHOWN: Final = {
     "bootstrap": ("listen", "announce", "relay_reservations", "swarm_key", "peer"),
     "doctor": ("peer", "swarm_key", "listen", "json"),
     "self_test": ("timeout", "peer", "swarm_key", "listen", "json"),
-    "plan": ("machines", "num_blocks", "block_mb", "peer", "json"),
+    "plan": ("machines", "num_blocks", "block_mb", "trusted_blocks", "peer", "json"),
 }
 """The options that most people need, by command; `--help` names the others, and `--help-all` explains them."""
 _FIRST_PORT, _PORTS = 20000, 20000

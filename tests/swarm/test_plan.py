@@ -21,6 +21,10 @@ MACHINES = {
     "rtt_ms": {"home": {"office": 10, "mars": 1000}, "office": {"mars": 1000}},
 }
 
+OWN = [
+    {"name": name, "blocks": 2, "ms_per_block": 12, "region": "home", "trusted": True} for name in ("desk", "laptop")
+]
+
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Path:
@@ -52,6 +56,22 @@ def test_a_plan_for_a_file_of_machines(machines: Path, home: Path) -> None:
     assert table.code == 0 and "there is no faster chain" in table.out and "attic" in table.out, table
 
 
+def test_a_plan_with_trusted_machines_at_both_ends(tmp_path: Path, home: Path) -> None:
+    file = tmp_path / "machines.json"
+    file.write_text(json.dumps(MACHINES | {"machines": [*MACHINES["machines"], *OWN]}))
+    outcome = petalnode("plan", "--machines", str(file), "--trusted-blocks", "1", "--json", env=environment(home))
+    assert outcome.code == 0, outcome
+    (plan,) = outcome.objects
+    assert plan["trusted_blocks"] == 1 and plan["fastest"]["proved"]
+    route = plan["fastest"]["route"]
+    assert [machine["blocks"] for machine in route] == [[0, 1], [1, 5], [5, 6]]
+    assert [machine.get("trusted", False) for machine in route] == [True, False, True] and route[1]["name"] == "fast"
+    # To the first 0.5, and through the client to the fast one 0.5 + 5; from there 5 to the last, and 0.5.
+    assert plan["fastest"]["ms_per_token"] == pytest.approx(2 * 12 + 4 * 1 + 0.5 + 5.5 + 5 + 0.5 + 3)
+    table = petalnode("plan", "--machines", str(file), "--trusted-blocks", "1", env=environment(home))
+    assert "for trusted machines (*)" in table.out and "desk *" in table.out, table
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -60,6 +80,9 @@ def test_a_plan_for_a_file_of_machines(machines: Path, home: Path) -> None:
         ("--machines {few}", 2, "how many blocks has the model"),
         ("no-such-model --machines {few}", 2, "no-such-model"),
         ("--num-blocks 4 --peer /ip4/127.0.0.1/tcp/1/p2p/x", 2, "go with --machines"),
+        ("--trusted-blocks 2 --peer /ip4/127.0.0.1/tcp/1/p2p/x", 2, "goes with --machines"),
+        ("--machines {machines} --trusted-blocks 1", 2, "no machine is trusted"),
+        ("--machines {own} --trusted-blocks 1", 3, "the only trusted machine holds 2 of 6 blocks"),
         ("", 2, "--peer"),
     ],
 )
@@ -68,7 +91,9 @@ def test_a_mistake_is_one_clear_line(
 ) -> None:
     few = tmp_path / "few.json"
     few.write_text(json.dumps(MACHINES["machines"][:1]))
-    places = {"machines": str(machines), "few": str(few), "nothing": str(tmp_path / "nothing.csv")}
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps(MACHINES | {"machines": [*MACHINES["machines"], OWN[0]]}))
+    places = {"machines": machines, "few": few, "own": own, "nothing": tmp_path / "nothing.csv"}
     outcome = petalnode("plan", *arguments.format(**places).split(), env=environment(home), cwd=tmp_path)
     assert outcome.code == code, outcome
     assert "Traceback" not in outcome.err, outcome

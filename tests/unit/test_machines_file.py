@@ -61,6 +61,20 @@ client,,,,home,
     assert fleet.client_rtts is not None and fleet.client_rtts[0] == SAME_REGION_SECONDS
 
 
+def test_trusted_machines_are_marked(tmp_path: Path) -> None:
+    text = "name,blocks,ms_per_block,region,trusted\nattic,4,10,home,true\noffice,4,10,home,False\nshed,4,10,home,\n"
+    in_csv = read_machines(written(tmp_path, text, "machines.csv"))
+    marked = [TWO[0] | {"region": "home", "trusted": True}, TWO[0] | {"name": "shed", "region": "home"}]
+    in_json = read_machines(written(tmp_path, marked))
+    assert [row.trusted for row in (*in_csv.rows, *in_json.rows)] == [True, False, False, True, False]
+    assert [machine.trusted for machine in fleet_of(in_csv, 12, None).machines] == [True, False, False]
+    assert (fleet_of(in_csv, 12, None).trusted_blocks, fleet_of(in_csv, 12, None, 5).trusted_blocks) == (2, 5)
+    nobody = read_machines(written(tmp_path, [marked[1]]))
+    assert fleet_of(nobody, 12, 1e6).trusted_blocks == 0
+    with pytest.raises(BadInput, match="no machine is trusted: mark your own ones"):
+        fleet_of(nobody, 12, 1e6, 2)
+
+
 def test_csv_without_a_way_to_the_client(tmp_path: Path) -> None:
     text = "name,blocks,ms_per_block,region\nattic,4,10,eu-west-1\nclient,,,home\n"
     with pytest.raises(BadInput, match=r"how far is client \(home\) from attic \(eu-west-1\)"):
@@ -89,6 +103,7 @@ def test_csv_without_a_way_to_the_client(tmp_path: Path) -> None:
         ([TWO[0] | {"ms_per_block": float("nan")}], "attic: ms_per_block is a number"),
         ([TWO[0] | {"ms_per_block": 0}], "attic: ms_per_block is 0"),
         ([TWO[0] | {"device": "abacus"}], "attic: no device abacus is known, only a100"),
+        ([TWO[0] | {"trusted": 1}], "attic: trusted is true or false"),
         ([TWO[0] | {"rtt_ms": 3}], "attic: an object is needed"),
         ([TWO[0] | {"rtt_ms": {"nobody": 3}}], "nothing here is called nobody"),
         ({"machines": TWO, "rtt_ms": {"home": {"mars": 1}}}, "nothing here is called mars"),

@@ -46,6 +46,16 @@ def plan(
     ] = None,
     num_blocks: Annotated[int | None, typer.Option(min=1, max=MAX_BLOCKS, help="Blocks of the model.")] = None,
     block_mb: Annotated[float | None, typer.Option(min=0.001, help="Megabytes of a block of the model.")] = None,
+    trusted_blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_BLOCKS,
+            metavar="N",
+            help="Only machines that FILE marks as trusted hold the first and the last N blocks. Default: 2, if it "
+            "marks any.",
+        ),
+    ] = None,
     seconds: Annotated[
         float, typer.Option(min=0.01, max=3600, metavar="S", help="Search at most this many seconds for a faster plan.")
     ] = 1.0,
@@ -57,12 +67,14 @@ def plan(
     if machines is None:
         if num_blocks is not None or block_mb is not None:
             raise BadInput("--num-blocks and --block-mb go with --machines FILE: a swarm announces its model")
+        if trusted_blocks is not None:
+            raise BadInput("--trusted-blocks goes with --machines FILE, which marks the machines that are your own")
         join.check()
         trio.run(_plan_swarm, model, seconds, join, output)
         return
     file = read_machines(machines)
     blocks, size = _model(model, file, num_blocks, None if block_mb is None else block_mb * 1e6, output)
-    fleet = fleet_of(file, blocks, size)
+    fleet = fleet_of(file, blocks, size, trusted_blocks)
     _print(output, model or str(machines), fleet, blocks, seconds)
 
 
@@ -154,6 +166,7 @@ def _print(
     output.emit(
         model=model,
         num_blocks=num_blocks,
+        **({"trusted_blocks": fleet.trusted_blocks} if fleet.trusted_blocks else {}),
         **{name: _as_json(plan, fleet, peers) for name, plan in plans.items() if plan is not None},
     )
     if output.as_json:
@@ -163,6 +176,11 @@ def _print(
         output.say(f"{model}, {num_blocks} blocks, as it is served now: {told}")
         output.say("a plan below moves blocks among these servers; each could hold as many as it does now")
         output.say("")
+    if fleet.trusted_blocks:
+        output.say(
+            f"the first and the last {fleet.trusted_blocks} blocks are for trusted machines (*); "
+            "their outputs go to others through the client"
+        )
     output.say(f"least time per token: {_expectation(fastest)}", style="bold")
     output.say(_how_good(fastest))
     output.table(_table(fastest, fleet))
@@ -210,15 +228,21 @@ def _table(plan: FleetPlan, fleet: Fleet) -> Table:
         used = [visit.span for visit in plan.route if visit.machine == placed.machine]
         route = "yes" if used == [placed.span] else ", ".join(map(str, used))
         table.add_row(
-            str(placed.span), fleet.machines[placed.machine].name, f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}", route
+            str(placed.span), _name(fleet, placed.machine), f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}", route
         )
     return table
+
+
+def _name(fleet: Fleet, number: int) -> str:
+    machine = fleet.machines[number]
+    return f"{machine.name} *" if machine.trusted else machine.name
 
 
 def _as_json(plan: FleetPlan, fleet: Fleet, peers: list[str] | None) -> dict[str, Any]:
     def described(machine: int, span: Span) -> dict[str, Any]:
         who = {} if peers is None else {"peer_id": peers[machine]}
-        return {"name": fleet.machines[machine].name, **who, "blocks": [span.start, span.end]}
+        own = {"trusted": True} if fleet.machines[machine].trusted else {}
+        return {"name": fleet.machines[machine].name, **who, "blocks": [span.start, span.end], **own}
 
     found: dict[str, Any] = {
         "ms_per_token": round(1000 * plan.seconds, 4),

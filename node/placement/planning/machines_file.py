@@ -20,6 +20,7 @@ from ....protocols.ids import Span
 from ...errors import BadInput
 from ...swarm import cost
 from ...swarm.cost import Floats
+from ...swarm.trusted_servers import TRUSTED_BLOCKS
 from .cycle import Problem, shortest_ways
 
 MAX_MACHINES: Final = 1000
@@ -29,7 +30,7 @@ SAME_REGION_SECONDS: Final = 0.001
 """A round trip between two machines of one region, where the file does not say."""
 _MAX_BYTES: Final = 16 << 20
 _LEAST_BLOCK_MB: Final = 1e-6
-_KEYS: Final = ("name", "device", "region", "blocks", "memory_gb", "ms_per_block", "rtt_ms")
+_KEYS: Final = ("name", "device", "region", "blocks", "memory_gb", "ms_per_block", "trusted", "rtt_ms")
 _CLIENT_KEYS: Final = ("region", "rtt_ms", "ms_per_token")
 CLIENT: Final = "client"
 MEMORY_SHARE: Final = 0.8
@@ -65,12 +66,14 @@ _TABLE = Path(__file__).with_name("regions.csv")
 
 @dataclass(frozen=True)
 class Machine:
-    """`blocks` is how many it could hold, `block_seconds` what one takes of a decode step; `span` what it holds now."""
+    """`blocks` is how many it could hold, `block_seconds` what one takes of a decode step; `span` what it holds now;
+    `trusted` says that it is the user's own."""
 
     name: str
     blocks: int
     block_seconds: float
     span: Span | None = None
+    trusted: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,15 @@ class Fleet:
     """Machines with `rtts` float [N, N] in seconds between them, NaN where nobody knows.
 
     `client_rtts` float [N] are from the client; None where the client may sit beside whichever machine comes first.
-    `client_seconds` is its own part of a token, embeddings and head.
+    `client_seconds` is its own part of a token, embeddings and head. With `trusted_blocks` above 0, only trusted
+    machines hold so many of the first and of the last blocks, as `swarm.trusted_servers` has it.
     """
 
     machines: tuple[Machine, ...]
     rtts: Floats = field(repr=False)
     client_rtts: Floats | None = field(default=None, repr=False)
     client_seconds: float = 0.0
+    trusted_blocks: int = 0
 
     def problem(self, num_blocks: int) -> Problem:
         """The machines, and after them the client, if there is one, as the home.
@@ -97,6 +102,9 @@ class Fleet:
         halves = None if self.client_rtts is None else cost.bounded(self.client_rtts) / 2
         if halves is not None:
             ways = np.minimum(ways, halves[:, None] + halves)
+            if self.trusted_blocks:
+                own = np.array([machine.trusted for machine in self.machines])
+                ways = np.where(own[:, None] & ~own, halves[:, None] + halves, ways)  # they do not push to others
             ways = np.block([[ways, halves[:, None]], [halves[None, :], np.zeros((1, 1))]])
         ways[~np.isfinite(ways)] = cost.MAX_SECONDS
         ways[:, :size] += cost.HANDLING_SECONDS
@@ -157,6 +165,7 @@ class Row:
     blocks: int | None = None
     memory: float | None = None  # bytes for blocks
     block_seconds: float | None = None
+    trusted: bool = False
     rtts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -282,16 +291,24 @@ def _row(what: str, entry: object) -> Row:
         _count(name, said, "blocks", least=0),
         None if memory is None else memory * 1e9,
         None if milliseconds is None else milliseconds / 1000,
+        _flag(name, said, "trusted"),
         _rtts(name, said.get("rtt_ms", {})),
     )
 
 
-def fleet_of(file: MachinesFile, num_blocks: int, block_bytes: float | None) -> Fleet:
+def fleet_of(
+    file: MachinesFile, num_blocks: int, block_bytes: float | None, trusted_blocks: int | None = None
+) -> Fleet:
     """The machines of the file for a model of `num_blocks` blocks of `block_bytes` bytes each (None: not known).
 
+    `trusted_blocks` are at each end for trusted machines only; None for the usual number if the file has such machines.
+
     Raises:
-        BadInput: it does not say enough of a machine, or of the way between two.
+        BadInput: it does not say enough of a machine, or of the way between two; or names no trusted machine.
     """
+    own = any(row.trusted for row in file.rows)
+    if not own and trusted_blocks is not None:
+        raise BadInput(f'{file.path}: no machine is trusted: mark your own ones with "trusted": true')
     machines = tuple(_machine(row, num_blocks, block_bytes) for row in file.rows)
     rows = [*file.rows, *([] if file.client is None else [file.client])]
     rtts = np.zeros((len(rows), len(rows)))
@@ -300,7 +317,8 @@ def fleet_of(file: MachinesFile, num_blocks: int, block_bytes: float | None) -> 
             rtts[number, other_number] = rtts[other_number, number] = _round_trip(file, one, other)
     size = len(machines)
     client = None if file.client is None else rtts[size, :size]
-    return Fleet(machines, rtts[:size, :size], client, file.client_seconds)
+    blocks = TRUSTED_BLOCKS if trusted_blocks is None else trusted_blocks
+    return Fleet(machines, rtts[:size, :size], client, file.client_seconds, blocks if own else 0)
 
 
 def _machine(row: Row, num_blocks: int, block_bytes: float | None) -> Machine:
@@ -327,7 +345,7 @@ def _machine(row: Row, num_blocks: int, block_bytes: float | None) -> Machine:
     if seconds is None:
         assert bandwidth is not None and block_bytes is not None
         seconds = block_bytes / (bandwidth * 1e9 * BANDWIDTH_SHARE)
-    return Machine(row.name, min(blocks, num_blocks), seconds)
+    return Machine(row.name, min(blocks, num_blocks), seconds, trusted=row.trusted)
 
 
 def _round_trip(file: MachinesFile, one: Row, other: Row) -> float:
@@ -388,6 +406,13 @@ def _text(what: str, said: Mapping[str, Any], key: str) -> str | None:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise BadInput(f"{what}: {key} is a text, not {value!r:.60}")
     return value.strip()
+
+
+def _flag(what: str, said: Mapping[str, Any], key: str) -> bool:
+    value = said.get(key, False)
+    if str(value).lower() not in ("true", "false"):  # a text, in CSV
+        raise BadInput(f"{what}: {key} is true or false, not {value!r:.60}")
+    return str(value).lower() == "true"
 
 
 def _number(what: str, said: Mapping[str, Any], key: str) -> float | None:

@@ -8,7 +8,7 @@ holds b blocks and computes one in s seconds passes 1 / (b s) tokens a second.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,12 +16,14 @@ import numpy as np
 
 from ....protocols.ids import Span
 from ...errors import SwarmError
-from ...swarm.cost import Floats, Ints, throughput_bound
+from ...swarm.cost import Bools, Floats, Ints, throughput_bound
 from ...swarm.routing import RouteCandidate, chain_seconds, cheapest_chain
+from ...swarm.trusted_servers import TrustedServers
 from .cycle import PlacedMachine, fastest_walk, spans_of
 from .fastest import fastest_cycle
 from .label_search import MAX_MACHINES, TOLERANCE
 from .machines_file import Fleet
+from .trusted import fastest_pinned, windows
 
 _CYCLE_SHARE: Final = 0.4
 """Part of the time for machine of the two searches for cycles; the rest is for walks."""
@@ -49,7 +51,18 @@ class Spread:
     bound: float
 
 
-def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int) -> Spread:
+@dataclass(frozen=True)
+class Pinned:
+    """Where machines may be: `windows` int [N, 2], the first block and the one behind the last; the machines `own`
+    bool [N] alone hold `closed` of the blocks; `spans` is a placement without a gap to begin with, by machine."""
+
+    windows: Ints
+    own: Bools
+    closed: int
+    spans: Mapping[int, Span]
+
+
+def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int, pinned: Pinned | None = None) -> Spread:
     """Places machines by local search. `capacity` int [N] in blocks, `block_seconds` float [N], above 0.
 
     Raises:
@@ -58,11 +71,16 @@ def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int) -> S
     room = np.minimum(capacity, num_blocks)
     if room.sum() < num_blocks:
         raise SwarmError(f"the machines together hold {room.sum()} of {num_blocks} blocks")
-    search = _Search(room, block_seconds, num_blocks)
+    search = _Search(room, block_seconds, num_blocks, pinned)
     chance = np.random.default_rng(_SEED)
     # One behind the other: bad, but without a gap, and all that there is where there is just room enough.
     ends = np.minimum(np.cumsum(room), num_blocks)
-    search.restore(np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1))
+    first = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
+    if pinned is not None:
+        first = np.zeros_like(first)
+        for machine, span in pinned.spans.items():
+            first[machine] = span.start, span.end
+    search.restore(first)
     best, best_score = search.spans.copy(), search.score()
     search.restore(np.zeros_like(best))
     search.settle(np.argsort(room / np.maximum(block_seconds, 1e-12), kind="stable")[::-1])
@@ -88,11 +106,14 @@ def most_throughput(capacity: Ints, block_seconds: Floats, num_blocks: int) -> S
 class _Search:
     """A placement that is changed machine by machine; `spans` int [N, 2], empty for a machine that is out."""
 
-    def __init__(self, room: Ints, block_seconds: Floats, num_blocks: int) -> None:
+    def __init__(self, room: Ints, block_seconds: Floats, num_blocks: int, pinned: Pinned | None) -> None:
         self._room = room
         self._speed = 1 / np.maximum(block_seconds, 1e-12)
         self._blocks = num_blocks
+        self._windows = None if pinned is None else pinned.windows
         self.target = throughput_bound(room, block_seconds, num_blocks)
+        if pinned is not None:
+            self.target = min(self.target, throughput_bound(room * pinned.own, block_seconds, pinned.closed))
         self.spans = np.zeros((len(room), 2), np.intp)
         self._load = np.zeros(num_blocks)
 
@@ -138,7 +159,10 @@ class _Search:
         starts = np.arange(self._blocks)
         ends = np.minimum(starts + sizes[:, None], self._blocks)
         gain = np.take_along_axis(sums, ends, axis=1) - sums[:, :-1]
-        gain[starts + sizes[:, None] > self._blocks] = -1.0
+        first, behind = (0, self._blocks) if self._windows is None else self._windows[machine]
+        gain[(starts < first) | (starts + sizes[:, None] > behind)] = -1.0
+        if gain.max() < 0:
+            return
         size, start = np.unravel_index(int(gain.argmax()), gain.shape)
         span = (int(start), int(start + sizes[size]))
         if before != (0, 0):
@@ -186,6 +210,15 @@ def fastest_plan(fleet: Fleet, num_blocks: int, *, seconds: float = 1.0, known: 
         SwarmError: the machines cannot hold the model.
     """
     deadline = time.monotonic() + seconds
+    if fleet.trusted_blocks:
+        pinned = fastest_pinned(fleet, num_blocks, lambda: time.monotonic() > deadline)
+        found = expected(fleet, [PlacedMachine(*entry) for entry in spans_of(pinned.walk).items()], num_blocks)
+        for other in known:
+            if other.seconds < found.seconds - TOLERANCE:
+                found = _trimmed(fleet, other, num_blocks)
+        # The router reckons in another order: it may differ in the last bits.
+        proved = found.seconds <= pinned.bound + fleet.client_seconds + TOLERANCE
+        return replace(found, least_seconds=found.seconds if proved else pinned.bound + fleet.client_seconds)
     problem = fleet.problem(num_blocks)
     schedule = fastest_cycle(problem, seconds=_CYCLE_SHARE * seconds)
     placed, at = [], 0
@@ -228,10 +261,17 @@ def busiest_plan(fleet: Fleet, num_blocks: int) -> FleetPlan:
         SwarmError: the machines cannot hold the model.
     """
     capacity = np.array([machine.blocks for machine in fleet.machines], np.intp)
-    spread = most_throughput(capacity, fleet.block_seconds(), num_blocks)
+    pinned = _pinned(fleet, num_blocks) if fleet.trusted_blocks else None
+    spread = most_throughput(capacity, fleet.block_seconds(), num_blocks, pinned)
     placed = [PlacedMachine(machine, span) for machine, span in enumerate(spread.spans) if span is not None]
     found = expected(fleet, placed, num_blocks)
     return replace(found, most_tokens_per_second=spread.bound)
+
+
+def _pinned(fleet: Fleet, num_blocks: int) -> Pinned:
+    walk = fastest_pinned(fleet, num_blocks, lambda: True).walk
+    own = np.array([machine.trusted for machine in fleet.machines])
+    return Pinned(windows(fleet, num_blocks), own, min(2 * fleet.trusted_blocks, num_blocks), spans_of(walk))
 
 
 def present_plan(fleet: Fleet, num_blocks: int) -> FleetPlan:
@@ -273,17 +313,22 @@ def _routed(
     """The cheapest route over what was placed, with pushes between machines, and its seconds per token."""
     times = fleet.block_seconds()
     names = {str(entry.machine): entry.machine for entry in placed}
-    candidates = [
-        RouteCandidate(
-            str(entry.machine),
-            entry.span,
-            rtt=float(client_rtts[entry.machine]),
-            step_seconds=float(times[entry.machine] * len(entry.span)),
-            cache_tokens_free=0,
-            rtts={name: float(fleet.rtts[entry.machine, other]) for name, other in names.items()},
-        )
-        for entry in placed
-    ]
+    own = frozenset(name for name, machine in names.items() if fleet.machines[machine].trusted)
+    trusted = TrustedServers(own, fleet.trusted_blocks) if fleet.trusted_blocks else TrustedServers()
+    candidates = trusted.restrict(
+        (
+            RouteCandidate(
+                str(entry.machine),
+                entry.span,
+                rtt=float(client_rtts[entry.machine]),
+                step_seconds=float(times[entry.machine] * len(entry.span)),
+                cache_tokens_free=0,
+                rtts={name: float(fleet.rtts[entry.machine, other]) for name, other in names.items()},
+            )
+            for entry in placed
+        ),
+        num_blocks,
+    )
     chain = cheapest_chain(candidates, Span(0, num_blocks), pushed=True)
     route = tuple(PlacedMachine(names[hop.peer_id], hop.span) for hop in chain)
     return chain_seconds(chain, candidates, pushed=True), route
