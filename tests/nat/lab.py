@@ -152,12 +152,12 @@ class Segment:
 
 
 class Plug:
-    """One machine's place on a segment."""
+    """One machine's place on a segment. `socket` is the other end of its cable, at the segment's bridge."""
 
     def __init__(self, lab: Lab, segment: Segment, machine: Machine, device: str, number: int, delay: float) -> None:
         self._segment, self._machine, self._device = segment, machine, device
-        self._socket = f"s{number}"
-        ends = (segment.at.namespace, self._socket), (machine.namespace, device)
+        self.socket = f"s{number}"
+        ends = (segment.at.namespace, self.socket), (machine.namespace, device)
         if delay:
             try:
                 lab.lines.enter_context(delay_line(delay, *ends))
@@ -166,7 +166,7 @@ class Plug:
         else:
             (near, socket), (far, name) = ends
             _run(*f"ip link add {name} netns {far} type veth peer name {socket} netns {near}".split())
-        segment.at.ip(f"link set {self._socket} master {segment.bridge} up")
+        segment.at.ip(f"link set {self.socket} master {segment.bridge} up")
         machine.ip(f"link set {device} up")
         self.renumber(number)
 
@@ -185,11 +185,11 @@ class Plug:
     @contextlib.contextmanager
     def pulled(self) -> Iterator[None]:
         """As if the cable were pulled, for the length of the block: nobody is told, nothing comes through."""
-        self._segment.at.ip(f"link set {self._socket} down")
+        self._segment.at.ip(f"link set {self.socket} down")
         try:
             yield
         finally:
-            self._segment.at.ip(f"link set {self._socket} up")
+            self._segment.at.ip(f"link set {self.socket} up")
 
 
 class Host(Machine):
@@ -320,6 +320,20 @@ class Lab:
     def nat(self, name: str, kind: Kind = Kind.DROPS, *, delay: float = 0.0) -> Nat:
         """A NAT on the internet, `delay` seconds (one way) away from all others there."""
         return Nat(self, name, kind, next(self._nats), delay)
+
+    @contextlib.contextmanager
+    def split(self, hosts: Sequence[Host]) -> Iterator[None]:
+        """As if the line between these hosts on the internet and all others there were cut, for the length of the
+        block: nobody is told, nothing comes through."""
+        part = f"{self.internet.bridge}2"
+        sockets = [host.plug.socket for host in hosts]
+        self.internet.at.ip(f"link add {part} type bridge", f"link set {part} up")
+        self.internet.at.ip(*(f"link set {socket} master {part}" for socket in sockets))
+        try:
+            yield
+        finally:
+            self.internet.at.ip(*(f"link set {socket} master {self.internet.bridge}" for socket in sockets))
+            self.internet.at.ip(f"link del {part}")
 
     def lan(self, name: str) -> Lan:
         """A network of its own, without internet."""

@@ -24,11 +24,21 @@ LISTEN6 = "/ip6/::/tcp/31330"
 
 
 class LightNode(ReadyNode):
-    """A node of the swarm that computes nothing and does what it is told: see light_node.py for the commands."""
+    """A node of the swarm that computes nothing and does what it is told: see light_node.py for the commands.
 
-    def __init__(self, host: Host, home: Path, options: dict[str, Any]) -> None:
-        command = host.command([sys.executable, "-m", "tests.nat.light_node", json.dumps(options)])
-        super().__init__(command, environment(home), _ROOT)
+    `program` is the module that is run, with its arguments before the options.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        home: Path,
+        options: dict[str, Any],
+        program: Sequence[str] = ("tests.nat.light_node",),
+        **variables: str,
+    ) -> None:
+        command = host.command([sys.executable, "-m", *program, json.dumps(options)])
+        super().__init__(command, environment(home, **variables), _ROOT)
         self._numbers = itertools.count(1)
         self._passed: list[dict[str, Any]] = []
 
@@ -101,21 +111,22 @@ class LabNodes:
 
     def light(self, host: Host, **options: Any) -> LightNode:
         """Returns at once; its `ready` waits. Options: those of light_node.py."""
-        return self._kept(LightNode(host, self.home(host), options))
+        return self.kept(LightNode(host, self.home(host), options))
 
     def command(self, host: Host, *arguments: str) -> Node:
         """A `petalnode` command that runs until it is told to stop, with --json; returns at once."""
-        return self._kept(Node(*arguments, "--json", env=self.env(host), prefix=host.command(())))
+        return self.kept(Node(*arguments, "--json", env=self.env(host), prefix=host.command(())))
 
     def program(self, host: Host, arguments: Sequence[str]) -> Running:
         """Any other program."""
-        return self._kept(Running(host.command(arguments), self.env(host)))
+        return self.kept(Running(host.command(arguments), self.env(host)))
 
     def run(self, host: Host, *arguments: str, given: str = "", timeout: float = 60) -> Outcome:
         """One `petalnode` command to its end."""
         return petalnode(*arguments, env=self.env(host), given=given, timeout=timeout, prefix=host.command(()))
 
-    def _kept(self, process: Any) -> Any:
+    def kept(self, process: Any) -> Any:
+        """`process`, which is ended with the others."""
         self._running.append(process)
         return process
 
