@@ -31,7 +31,7 @@ MAX_ADDRS: Final = 16
 MAX_ISSUERS: Final = 8
 _MAX_RTTS: Final = 64
 _MAX_ADAPTERS: Final = 64
-_MAX_TEXT: Final = 256  # characters of any one text
+MAX_TEXT: Final = 256  # characters of any one text
 _MAX_STEP_US: Final = 600 * 1_000_000
 _MAX_LOAD_MS: Final = 24 * 3600 * 1000
 _MAX_PLACES: Final = 2**31
@@ -273,11 +273,11 @@ def _check_message(message: wire.Announcement) -> None:
         "the step time": max(message.step_us, message.network_us) <= _MAX_STEP_US,
         "the loading time": message.load_ms <= _MAX_LOAD_MS,
         "the number of addresses": len(message.addrs) <= MAX_ADDRS,
-        "an address": all(len(addr) <= _MAX_TEXT for addr in message.addrs),
+        "an address": all(len(addr) <= MAX_TEXT for addr in message.addrs),
         "the number of round trip times": len(message.rtts) <= _MAX_RTTS,
         "the number of validators": len(message.credits_of) <= MAX_ISSUERS,
         "the number of adapters": len(message.adapters) <= _MAX_ADAPTERS,
-        "a text": all(len(text) <= _MAX_TEXT and text.isprintable() for text in texts),
+        "a text": all(len(text) <= MAX_TEXT and text.isprintable() for text in texts),
         "the free cache": message.cache_tokens_free <= message.cache_tokens,
     }
     for what, fits in checks.items():

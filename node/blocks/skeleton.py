@@ -32,6 +32,7 @@ from ..errors import ModelError
 from ..models.checkpoint import Checkpoint
 from ..models.quantisation import Quantisation, held_bytes
 from .config import choose_dtype, read_config
+from .span_adapter import linear_shapes
 
 _LANGUAGE_PART = re.compile(r"^(model\.)?language_model\.")
 
@@ -183,6 +184,16 @@ def _refuse_outside_inputs(config: PreTrainedConfig) -> None:
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ModelError(f"{config.model_type!r} has cross-attention: petalnode serves decoder-only models")
+
+
+def linear_layers(folder: Path) -> list[dict[str, tuple[int, int]]]:
+    """Per block of the model in `folder`, (values in, values out) of its linear layers by path; no weights are read.
+
+    Raises:
+        ModelError: the folder is no model, or its architecture cannot be cut.
+    """
+    config = read_config(folder)
+    return [linear_shapes(block) for block in build(config, choose_dtype("auto", config)).blocks]
 
 
 def fill(

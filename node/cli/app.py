@@ -11,13 +11,13 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import typer
 import typer.main
 
 from ..errors import ExitCode
-from .process import exit_code, interrupted, leaves, start
+from .process import exit_code, interrupted, leaves, say_error, start
 
 # typer brings a copy of click of its own in some versions, so its errors are reached through typer.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -155,6 +155,18 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _told(error: Any, arguments: list[str]) -> int:
+    """Says in one line what is wrong with the command line; returns the exit code."""
+    message = str(error.format_message()).strip()
+    if not message:  # no command was named: the help
+        error.show()
+        return int(ExitCode.BAD_INPUT)
+    named = f"petalnode {arguments[0]}" if arguments[:1] and arguments[0] in COMMANDS else "petalnode"
+    path = named if error.ctx is None else error.ctx.command_path
+    say_error(f"{message.rstrip('.')}: `{path} --help` says what it takes")
+    return int(ExitCode.BAD_INPUT)
+
+
 def run(arguments: list[str]) -> int:
     """Runs one command line; returns its exit code. A person's mistake is one line on standard error."""
     try:
@@ -170,8 +182,7 @@ def run(arguments: list[str]) -> int:
             if isinstance(error, typer.Abort | EOFError):
                 return interrupted()
             if isinstance(error, _UsageError):
-                error.show()  # type: ignore[attr-defined]
-                return int(ExitCode.BAD_INPUT)
+                return _told(error, arguments)
         code = exit_code(raised)
         if code is None:
             raise

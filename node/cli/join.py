@@ -52,6 +52,8 @@ _SHOWN: Final = {
     "plan": ("machines", "num_blocks", "block_mb", "trusted_blocks", "peer", "json"),
 }
 """The options that most people need, by command; `--help` names the others, and `--help-all` explains them."""
+SEEDS: Final = -(1 << 63), (1 << 64) - 1
+"""What torch takes as the seed of random numbers."""
 _FIRST_PORT, _PORTS = 20000, 20000
 _HOW_TO_JOIN = (
     "Give --peer MULTIADDR (every server prints its own), or try `petalnode demo` for a swarm on this machine"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -11,8 +14,10 @@ import trio
 import typer
 
 from ..client.deadlines import REFRESH_TIMEOUT
-from ..errors import BadInput, ModelError
+from ..client.session_adapter import is_adapter_name
+from ..errors import BadInput, MachineError, ModelError
 from ..models import ModelFolder, Need, resolve, split_version
+from ..models.adapter import check_adapter_files
 from ..models.sources.alias import ALIASES
 from ..swarm.swarm import Swarm
 from .node_report import nobody_serves
@@ -22,6 +27,8 @@ _ANNOUNCED: Final = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w.-]*)?", re.
 _LOOKED_FOR: Final = 64  # models of a swarm that are looked for on this machine, and
 _NAMED: Final = 8  # that an error names
 _DEVICE: Final = re.compile(r"mps|cuda(:\d+)?")
+_BUILT_FOR: Final = re.compile(r"^(cuda|hip)\b[^=\n]*= *(.+?) *$", re.MULTILINE)
+"""In torch/version.py, which the build writes: a version, or None."""
 
 SwarmModelArgument = Annotated[
     str | None,
@@ -51,6 +58,25 @@ def check_model(model: str | None) -> ModelFolder | None:
         raise
 
 
+def local_folder(model: str | None) -> ModelFolder | None:
+    """The model that is named, if all that a client needs of it is on this machine; nothing is fetched or imported."""
+    if model is None or split_version(model)[0].endswith(".gguf"):
+        return None
+    try:
+        return resolve(model, need="client", offline=True)
+    except ModelError:
+        return None
+
+
+def check_adapter(adapter: str) -> None:
+    """
+    Raises:
+        BadInput: it is neither a folder with an adapter that can be used nor the name of one that servers may hold.
+    """
+    if not is_adapter_name(adapter):
+        check_adapter_files(Path(adapter))
+
+
 def check_device(device: str) -> None:
     """
     Raises:
@@ -61,9 +87,34 @@ def check_device(device: str) -> None:
         return
     if not _DEVICE.fullmatch(device):
         raise BadInput(f"--device {device}: use auto, cpu, mps, cuda or cuda:N")
-    from ..blocks.config import choose_device  # torch knows which there are, and takes a second to be imported
+    reason = why_no_device(device)
+    if reason is not None:
+        raise MachineError(f"this machine has no device {device!r} ({reason}): use --device auto or cpu")
+    from ..blocks.config import choose_device  # torch knows how many there are, and takes two seconds to be imported
 
     choose_device(device)
+
+
+def why_no_device(device: str, platform: str = sys.platform) -> str | None:
+    """Why there can be no such device, as far as it can be told without importing torch; None if there may be one."""
+    if device == "mps":
+        return None if platform == "darwin" else "only macOS has it"
+    found = find_spec("torch")
+    folders = (found.submodule_search_locations if found is not None else None) or ()
+    try:
+        built = "".join(Path(folder, "version.py").read_text() for folder in folders)
+    except OSError:
+        return None
+    kinds = dict(_BUILT_FOR.findall(built))
+    if kinds.get("hip", "None") != "None" or "cuda" not in kinds:
+        return None
+    if kinds["cuda"] == "None":
+        return "the installed build of PyTorch is one without CUDA"
+    try:
+        ctypes.CDLL("nvcuda.dll" if platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return "there is no driver for NVIDIA cards"
+    return None
 
 
 async def served_model(swarm: Swarm) -> str:

@@ -15,6 +15,7 @@ from multiaddr import Multiaddr
 from ...crypto.identity import write_private
 from ...protocols.announcement import Announcement
 from ..client.server_selection import ServerSelection
+from ..errors import BadInput
 from ..network.addresses import ip_of, is_loopback, plain_ip
 from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers, trusted_servers
@@ -51,6 +52,31 @@ class TrustedOptions:
         for peer in self.trusted or ():
             check_peer_id(peer, "--trusted")
         return trusted_servers(self.trusted or (), self.trusted_blocks, allowed=allowed, blocked=blocked)
+
+
+@dataclass(frozen=True)
+class ServerChoice(TrustedOptions):
+    """The options of commands that answer over servers of a person's choice."""
+
+    allow: Annotated[
+        list[str] | None, typer.Option(metavar="PEER", help="Use only this server (a peer id); repeatable.")
+    ] = None
+    deny: Annotated[
+        list[str] | None, typer.Option(metavar="PEER", help="Never use this server (a peer id); repeatable.")
+    ] = None
+
+    def chosen_servers(self) -> TrustedServers:
+        """Who may compute which blocks.
+
+        Raises:
+            BadInput: no peer id, or options that contradict each other.
+        """
+        for name, peers in (("--allow", self.allow), ("--deny", self.deny)):
+            for peer in peers or ():
+                check_peer_id(peer, name)
+        if both := set(self.allow or ()) & set(self.deny or ()):
+            raise BadInput(f"--allow and --deny both name {min(both)}: give one of them")
+        return self.trusted_servers(self.allow or (), self.deny or ())
 
 
 def told_file(data_dir: Path) -> Path:

@@ -179,9 +179,13 @@ def load_tokenizer(folder: ModelFolder) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder.path} has no tokenizer that can be used ({error}); copy its files too") from None
+    # Of some architectures transformers makes one without a vocabulary, by which every text has no tokens.
+    if len(found) <= len(found.all_special_tokens):
+        raise ModelError(f"{folder.path} has no tokenizer; copy its files too, such as tokenizer.json")
+    return found
 
 
 # --- the file

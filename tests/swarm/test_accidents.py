@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -29,16 +30,19 @@ from safetensors.numpy import save_file
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.swarm_key import make_swarm_key
 from petalnode.node.cli import app as command_line
-from petalnode.node.cli import process
+from petalnode.node.cli import model_choice, process
 from petalnode.node.cli.join import JoinOptions
+from petalnode.node.cli.model_choice import why_no_device
 from petalnode.node.cli.output import Output
+from petalnode.node.client.api.runtime import TrioThread
 from petalnode.node.errors import BadInput
 from petalnode.node.tuning.repository import FolderRepository, HubRepository, repository_of
 from tests.patience import Patience
 from tests.swarm import warm_python
 from tests.swarm.processes import STOP_TIMEOUT, Outcome, environment, wait_ended
 
-NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrcDMWFXQV"
+PEER = "12D3KooWBhrhHZJGkd5mZzQm7dUeUqBvF9ypJTJQTtjrcDMWFXQV"
+NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"
 
 COMMANDS = {
     "help": "--help",
@@ -243,6 +247,24 @@ MISTAKES = {
     "one label": ("tune {llama} --data {data}", "all examples have the label 'a'"),
     "a folder that cannot be": ("tune {llama} --data {texts} --out {texts}/out", "Saving in --out .*Not a directory"),
     "a validator's device": ("validate {llama} --device tpu", "--device tpu"),
+    "blocks and a number": ("serve {llama} --blocks 0:1 --num-blocks 2", "--blocks and --num-blocks both choose"),
+    "a name that nodes refuse": ("serve {llama} --name {long}", "--name: other nodes take at most 256 characters"),
+    "points without end": ("serve {llama} --pledge 99999999999999999999", "Invalid value for '--pledge'.*serve --help"),
+    "an adapter of another model": ("serve {llama} --adapter {other}", "the adapter other is not for this model"),
+    "one adapter twice": ("serve {llama} --adapter {fit} --adapter {fit}", "two adapters are called fit"),
+    "a layer": (
+        "tune {llama} --data {texts} --method lora --target-modules q_proj,v_prj",
+        "block is called v_prj; there",
+    ),
+    "layers of prompts": ("tune {llama} --data {texts} --target-modules q_proj", "add --method lora"),
+    "no tokenizer": ("tune {gpt2} --data {texts}", "tiny-gpt2 has no tokenizer"),
+    "a chat's seed": ("chat {llama} --prompt hi --seed 99999999999999999999", "Invalid value for '--seed'"),
+    "a server of two kinds": ("api {llama} --allow {peer} --deny {peer}", "--allow and --deny both name {peer}"),
+    "a file for evidence": ("validate {llama} --evidence-dir {texts}", "--evidence-dir .*texts.jsonl is a file"),
+    "a device to check with": ("verify-evidence {texts} {llama} --device tpu", "--device tpu"),
+    "an option": ("status --frobnicate", "No such option: --frobnicate: `petalnode status --help` says what it takes"),
+    "no value": ("status --json=3", "does not take a value: `petalnode status --help`"),
+    "a command": ("statsu", "No such command 'statsu'"),
     "a rate": ("bootstrap --max-upload fast", "--max-upload fast"),
 }
 
@@ -262,9 +284,17 @@ def test_a_mistake_is_told_before_the_network_is_asked(
     (bad / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (tmp_path / "data.jsonl").write_text('{"text": "x", "label": "a"}\n{"text": "y", "label": "a"}\n')
     (tmp_path / "texts.jsonl").write_text('{"text": "one two"}\n')
-    places = {"llama": models / "tiny-llama", "empty": tmp_path / "empty", "nan": bad}
+    for adapter, layer in (("fit", "model.layers.0.self_attn.q_proj"), ("other", "transformer.h.0.attn.c_attn")):
+        halves = {"A": (4, 64), "B": (64, 4)}
+        lora = {f"base_model.model.{layer}.lora_{half}.weight": np.zeros(shape, "f4") for half, shape in halves.items()}
+        (tmp_path / adapter).mkdir()
+        save_file(lora, tmp_path / adapter / "adapter_model.safetensors")
+        (tmp_path / adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 6, "r": 4}')
+    places = {"llama": models / "tiny-llama", "gpt2": models / "tiny-gpt2", "empty": tmp_path / "empty", "nan": bad}
+    places |= {"fit": tmp_path / "fit", "other": tmp_path / "other", "long": Path("n" * 257), "peer": Path(PEER)}
     places |= {"data": tmp_path / "data.jsonl", "texts": tmp_path / "texts.jsonl"}
     monkeypatch.setattr(trio, "run", lambda *arguments: pytest.fail(f"went on to {arguments[0]}"))
+    monkeypatch.setattr(TrioThread, "__init__", lambda *arguments: pytest.fail(f"went on to {arguments[1]}"))
     monkeypatch.setattr(command_line, "app", typer.Typer(callback=lambda: None))
     monkeypatch.delenv("PETALNODE_PEERS", raising=False)
     command, says = MISTAKES[name]
@@ -273,6 +303,37 @@ def test_a_mistake_is_told_before_the_network_is_asked(
     assert command_line.run(arguments) == (4 if name == "a folder that cannot be" else 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("petalnode: ") and re.search(says.format(**places), line), line
+
+
+@pytest.mark.parametrize(
+    ("built", "driver", "device", "reason"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", False, "cuda", "one without CUDA"),
+        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", False, "cuda:1", "no driver for NVIDIA cards"),
+        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", True, "cuda", None),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '6.3'\n", False, "cuda", None),
+        ("another = 1\n", False, "cuda", None),
+        ("", False, "mps", "only macOS has it"),
+    ],
+    ids=["no CUDA", "no driver", "CUDA", "ROCm", "an unknown build", "no macOS"],
+)
+def test_a_device_that_cannot_be_here_is_told_without_torch(
+    built: str, driver: bool, device: str, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it may be here, torch is asked."""
+
+    def load(_: str) -> None:
+        if not driver:
+            raise OSError
+
+    (tmp_path / "version.py").write_text(built)
+    spec = ModuleSpec("torch", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(model_choice, "find_spec", lambda _: spec)
+    monkeypatch.setattr(model_choice.ctypes, "CDLL", load)
+    found = why_no_device(device, "linux")
+    assert found is None if reason is None else reason in str(found)
+    assert why_no_device("mps", "darwin") is None
 
 
 def test_the_variable_with_a_bad_address_is_named(

@@ -165,8 +165,9 @@ def test_a_wheel_with_the_compiled_kernels_is_for_their_platform_only(compiler: 
     """One that is made without a compiler has no compiled file and is for all platforms."""
     kernels = tmp_path / "node" / "blocks" / "kernels"
     kernels.mkdir(parents=True)
-    for name in ("library.py", "kernels.c"):
-        (kernels / name).write_bytes((ROOT / "node" / "blocks" / "kernels" / name).read_bytes())
+    for file in (ROOT / "node" / "blocks" / "kernels").glob("*.*"):
+        if file.suffix in (".py", ".c", ".h"):
+            (kernels / file.name).write_bytes(file.read_bytes())
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "build" / "lib").mkdir(parents=True)
     (tmp_path / "build" / "lib" / "petalnode_kernels.so").write_text("of another version")

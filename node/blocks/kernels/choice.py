@@ -13,7 +13,7 @@ from ...models.quantisation import Kernels
 from ..cache import BlockCacheSpec, SpanCache
 from ..dot import best_time
 from ..stack import BlockStack
-from .library import Library, library, usable_threads
+from .library import NOT_HERE, Library, library, usable_threads
 from .step import SpanStep, Unsuitable
 
 _log = logging.getLogger(__name__)
@@ -37,10 +37,7 @@ def native_kernels(wanted: Kernels, device: torch.device, dtype: torch.dtype) ->
                 f"--kernels native computes in float32 on a CPU, not in {kind}: add --device cpu --dtype float32, or "
                 "take --kernels auto"
             )
-        raise MachineError(
-            "--kernels native: the compiled kernels are not here; `make setup` and `pip install .` build them where "
-            "there is a C compiler, or take --kernels auto"
-        )
+        raise MachineError(NOT_HERE)
     return found
 
 

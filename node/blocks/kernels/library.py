@@ -29,6 +29,10 @@ INTERFACE: Final = 2
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """plain, avx2, avx512 or neon, in place of the best that the processor has: for comparisons. `none`: no kernels."""
+NOT_HERE: Final = (
+    "--kernels native: the compiled kernels are not here; `make setup` and `pip install .` build them where there is a "
+    "C compiler, or take --kernels auto"
+)
 MOST_THREADS: Final = 8
 _FLAGS: Final = (
     "-std=c11", "-O2", "-ftree-vectorize", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-fPIC", "-shared",

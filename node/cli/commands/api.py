@@ -16,17 +16,15 @@ import typer
 from ...client.chat import Text
 from ...client.core import open_client
 from ...client.deadlines import REFRESH_TIMEOUT
-from ...client.session_adapter import is_adapter_name
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, MachineError, SwarmError
 from ...models import ModelFolder
-from ...models.adapter import check_adapter_files
 from ...swarm.swarm import Swarm
-from ..join import JoinOptions, check_peer_id, joined, joins_swarm
-from ..model_choice import SwarmModelArgument, check_model, model_folder, served_model
+from ..join import JoinOptions, joined, joins_swarm
+from ..model_choice import SwarmModelArgument, check_adapter, check_model, model_folder, served_model
 from ..output import Output
 from ..process import start
-from ..strangers import TrustedOptions
+from ..strangers import ServerChoice
 
 if TYPE_CHECKING:
     from ...api.engine.generation import ServedModel
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ApiOptions(TrustedOptions):
+class ApiOptions(ServerChoice):
     """The options of `petalnode api`."""
 
     host: Annotated[
@@ -71,12 +69,6 @@ class ApiOptions(TrustedOptions):
         int,
         typer.Option(min=0, max=1024, help="Conversations whose caches servers keep for two minutes after an answer."),
     ] = 16
-    allow: Annotated[
-        list[str] | None, typer.Option(metavar="PEER", help="Use only this server (a peer id); repeatable.")
-    ] = None
-    deny: Annotated[
-        list[str] | None, typer.Option(metavar="PEER", help="Never use this server (a peer id); repeatable.")
-    ] = None
 
 
 @joins_swarm
@@ -87,14 +79,10 @@ def api(model: SwarmModelArgument = None, *, options: ApiOptions, join: JoinOpti
         _make_key(options, output)
         return
     join.check()
-    for name, peers in (("allow", options.allow), ("deny", options.deny)):
-        for peer in peers or ():
-            check_peer_id(peer, f"--{name}")
-    options.trusted_servers(options.allow or (), options.deny or ())  # before anybody is asked
+    options.chosen_servers()  # before anybody is asked
     check_model(model)
     for adapter in options.adapter or ():
-        if not is_adapter_name(adapter):
-            check_adapter_files(Path(adapter))
+        check_adapter(adapter)
     trio.run(_api, model, options, join, output, admission_of(options))
 
 
@@ -174,8 +162,7 @@ async def api_in(
     from ...web.swarm_endpoint import swarm_routes
 
     limits = ApiLimits(context=options.context, kept=options.keep_sessions)
-    allowed, blocked = options.allow or (), options.deny or ()
-    trusted = options.trusted_servers(allowed, blocked)
+    allowed, blocked, trusted = options.allow or (), options.deny or (), options.chosen_servers()
     async with (
         open_client(swarm, identified, allowed=allowed, blocked=blocked, trusted=trusted) as client,
         trio.open_nursery() as nursery,

@@ -16,20 +16,18 @@ import typer
 from ...client.chat import SavedChat, Text, held_chat
 from ...client.core import open_client
 from ...client.deadlines import REFRESH_TIMEOUT
-from ...client.session_adapter import is_adapter_name
 from ...client.swarm_model import SwarmModel, identify_model
 from ...credits.wallet import Wallet
 from ...errors import BadInput, SwarmError
 from ...models import ModelFolder
-from ...models.adapter import check_adapter_files
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
 from ..dialogue import Chatter, opening
-from ..join import JoinOptions, check_peer_id, joined, joins_swarm
-from ..model_choice import SwarmModelArgument, check_model, model_folder, served_model
+from ..join import SEEDS, JoinOptions, joined, joins_swarm
+from ..model_choice import SwarmModelArgument, check_adapter, check_model, model_folder, served_model
 from ..output import Output
 from ..process import start, text_given
-from ..strangers import StrangerNotice, TrustedOptions, at_terminal, told_file
+from ..strangers import ServerChoice, StrangerNotice, at_terminal, told_file
 
 MAX_CONTEXT = 4096
 """Tokens that a chat reserves at every server, unless the model takes fewer."""
@@ -38,7 +36,7 @@ _LONGEST_QUESTION = 100 * MAX_CONTEXT
 
 
 @dataclass(frozen=True)
-class ChatOptions(TrustedOptions):
+class ChatOptions(ServerChoice):
     """The options of `petalnode chat`."""
 
     prompt: Annotated[
@@ -52,7 +50,9 @@ class ChatOptions(TrustedOptions):
     top_p: Annotated[
         float, typer.Option(min=0.01, max=1, help="Sample from the most likely tokens of this total probability.")
     ] = 1.0
-    seed: Annotated[int | None, typer.Option(help="Random seed, to make sampling repeatable.")] = None
+    seed: Annotated[
+        int | None, typer.Option(min=SEEDS[0], max=SEEDS[1], help="Random seed, to make sampling repeatable.")
+    ] = None
     draft: Annotated[
         str,
         typer.Option(
@@ -62,12 +62,6 @@ class ChatOptions(TrustedOptions):
         ),
     ] = "auto"
     show_route: Annotated[bool, typer.Option(help="Print which servers answered, and the tokens per second.")] = False
-    allow: Annotated[
-        list[str] | None, typer.Option(metavar="PEER", help="Use only this server (a peer id); repeatable.")
-    ] = None
-    deny: Annotated[
-        list[str] | None, typer.Option(metavar="PEER", help="Never use this server (a peer id); repeatable.")
-    ] = None
     yes: Annotated[
         bool, typer.Option("--yes", help="Do not say or ask that strangers' servers will see the text; for scripts.")
     ] = False
@@ -113,15 +107,12 @@ def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOp
     join.check()
     for address in (*(options.share_receipts or ()), *([options.credits] if options.credits else ())):
         parse_peer(address)
-    for name, peers in (("allow", options.allow), ("deny", options.deny)):
-        for peer in peers or ():
-            check_peer_id(peer, f"--{name}")
-    options.trusted_servers(options.allow or (), options.deny or ())  # before anybody is asked
+    options.chosen_servers()  # before anybody is asked
     check_model(model)
     if options.draft not in ("auto", "none"):
         raise BadInput(f"--draft {options.draft}: give auto (where it is quicker) or none")
-    if options.adapter is not None and not is_adapter_name(options.adapter):
-        check_adapter_files(Path(options.adapter))
+    if options.adapter is not None:
+        check_adapter(options.adapter)
     options = replace(options, prompt=question(options.prompt))
     if options.credits and join.identity is None:
         raise BadInput("--credits spends the points of a key: give its file with --identity FILE")
@@ -297,7 +288,7 @@ async def chat_in(
         share_receipts=options.share_receipts or (),
         require_pledge=options.require_pledge,
         compare_chains=options.compare_chains or 1,
-        trusted=options.trusted_servers(options.allow or (), options.deny or ()),
+        trusted=options.chosen_servers(),
         adapter=adapter,
     ) as client:
         if options.credits is not None:

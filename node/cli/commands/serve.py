@@ -14,17 +14,19 @@ import trio
 import typer
 
 from ....crypto.identity import peer_id_to_bytes
+from ....protocols.announcement import MAX_TEXT
 from ....protocols.ids import Span
+from ...blocks.kernels.library import NOT_HERE, library
 from ...credits.payment_verifier import PaymentVerifier
 from ...credits.wallet import Wallet
-from ...errors import BadInput
+from ...errors import BadInput, MachineError
 from ...models.adapter import check_adapter_files
 from ...models.disk_limit import parse_size
 from ...models.quantisation import choose_kernels, choose_quantisation
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...network.addresses import parse_peer
 from ...network.nat.relay import RelayLimits
-from ...server.lifecycle.options import ServerOptions, check_blocks
+from ...server.lifecycle.options import ServerOptions, check_adapters, check_blocks
 from ...server.lifecycle.pausing import Pause, PausePolicy
 from ...server.lifecycle.server import run_server
 from ...server.tallies import ServerTallies
@@ -37,6 +39,8 @@ from ..server_report import ServerReport
 from ..terminal import StopSignal
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_MOST = 1 << 62
+"""Of what is announced as an integer."""
 STOP_GRACE = 10.0
 """Seconds after --drain-timeout in which a server that was ready retracts its announcement."""
 
@@ -67,7 +71,7 @@ def serve(
     ] = "auto",
     cache_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Size of the attention cache, in tokens through all blocks held here."),
+        typer.Option(min=1, max=_MOST, help="Size of the attention cache, in tokens through all blocks held here."),
     ] = None,
     throughput: Annotated[
         str, typer.Option(metavar="auto|F", help="Decode steps per second to announce; auto: measure.")
@@ -88,7 +92,7 @@ def serve(
     ] = "20%",
     pledge: Annotated[
         int,
-        typer.Option(min=0, metavar="POINTS", help="Pledge POINTS, which are lost if a fault is proved."),
+        typer.Option(min=0, max=_MOST, metavar="POINTS", help="Pledge POINTS, which are lost if a fault is proved."),
     ] = 0,
     deposit_at: Annotated[
         str | None,
@@ -137,7 +141,7 @@ def serve(
         kernels=choose_kernels(kernels),
         cache_tokens=cache_tokens,
         throughput=_throughput(throughput),
-        name=name,
+        name=_name(name),
         drain_timeout=drain_timeout,
         allow_clients=_clients(allow_client),
         gain=_gain(rebalance),
@@ -147,11 +151,15 @@ def serve(
     )
     if blocks is not None and options.num_blocks is not None:
         raise BadInput("--blocks and --num-blocks both choose the blocks: give one of them")
+    if kernels == "native" and library() is None:
+        raise MachineError(NOT_HERE)
     found = check_model(model)
     if found is not None:
         check_blocks(options, found)
     for folder in options.adapters:
         check_adapter_files(folder)
+    if options.adapters:
+        check_adapters(options.adapters, found)
     limits, deposit = relay_options.limits(), _deposit_at(deposit_at, pledge)
     trio.run(_serve, _Asked(options, join, limits, metrics_options, policy, deposit, until_eof))
 
@@ -256,6 +264,12 @@ def _deposit_at(address: str | None, pledge: int) -> str | None:
             raise BadInput("--deposit-at needs --pledge POINTS: give that, too")
         parse_peer(address)
     return address
+
+
+def _name(text: str) -> str:
+    if not text.isprintable() or len(text) > MAX_TEXT:
+        raise BadInput(f"--name: other nodes take at most {MAX_TEXT} characters that can be printed")
+    return text
 
 
 def _count(text: str) -> int | None:

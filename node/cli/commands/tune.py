@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,24 +16,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ...client.core import SwarmClient, open_client
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, PetalnodeError
-from ...models.adapter_note import METHODS, NOTE, AdapterNote, Method
+from ...models import ModelFolder
+from ...models.adapter_note import AdapterNote, Method
 from ...models.cache_dir import check_writable, require_space
 from ...tuning.adapter_files import CHECKPOINT, WRITE_ADVICE, ResultFolder, other_folders
-from ...tuning.dataset import Dataset, Example, read_dataset, rows_of, split
+from ...tuning.dataset import Dataset, Example, Row, rows_of
 from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
-from ...tuning.recipe import SHAPES, MethodOptions, Recipe, Shape, steps_of_epoch
+from ...tuning.recipe import MethodOptions, Recipe, steps_of_epoch
 from ..join import JoinOptions, joined, joins_swarm
-from ..model_choice import SwarmModelArgument, check_device, check_model, model_folder, served_model
+from ..model_choice import SwarmModelArgument, check_device, check_model, local_folder, model_folder, served_model
 from ..output import Output, ProgressBars
 from ..process import OutputClosed, start
-from ..strangers import TrustedOptions
+from ..tune_options import DEFAULT_EPOCHS, TuneOptions
 
 if TYPE_CHECKING:
+    from ...blocks.client_part import ClientModel
     from ...client.api.model import DistributedModel
     from ...tuning.trainer import Training
 
 LEARNING_RATES: dict[Method, float] = {"prompt": 1e-2, "deep-prompt": 1e-2, "lora": 1e-3}
-DEFAULT_EPOCHS = 3
 WARMUP_SHARE = 0.05
 _KEPT_COPIES: Final = 5
 """Of the weights on the disk: those of the adapter, and a checkpoint with two moments and the best evaluation's."""
@@ -44,136 +45,6 @@ _REPORTED_STEPS: Final = 20
 """How many steps are printed where there is no terminal to draw a progress bar on."""
 
 
-def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise typer.BadParameter(f"{text}: use {', '.join(choices)}")
-        return text
-
-    return parse
-
-
-@dataclass(frozen=True)
-class TuneOptions(TrustedOptions):
-    """The options of `petalnode tune`."""
-
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Training data, JSONL: each line {"text"}, {"prompt","completion"}, or {"text","label"} to classify.',
-        ),
-    ] = None
-    method: Annotated[
-        Method,
-        typer.Option(
-            parser=_one_of(METHODS),
-            metavar="|".join(METHODS),
-            help="Train a soft prompt, prompts at every block, or LoRA.",
-        ),
-    ] = "prompt"
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help=f"Passes over the training data. Default: {DEFAULT_EPOCHS}.")
-    ] = None
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps, instead of --epochs.")] = None
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 8
-    max_length: Annotated[int, typer.Option(min=2, help="Maximum tokens per example.")] = 256
-    learning_rate: Annotated[
-        float | None, typer.Option(min=0, help="Peak learning rate. Default: 0.01 for prompts, 0.001 for LoRA.")
-    ] = None
-    warmup: Annotated[
-        int | None, typer.Option(min=0, help="Steps of linear warm-up to the peak. Default: 5% of all steps.")
-    ] = None
-    schedule: Annotated[
-        Shape,
-        typer.Option(parser=_one_of(SHAPES), metavar="|".join(SHAPES), help="Learning rate decay after warm-up."),
-    ] = "cosine"
-    virtual_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt (methods prompt, deep-prompt).")] = 16
-    rank: Annotated[int, typer.Option(min=1, help="Rank of LoRA.")] = 8
-    alpha: Annotated[float, typer.Option(min=0, help="Scale of LoRA: its output is multiplied by alpha / rank.")] = 16.0
-    target_modules: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B", help="Linear layers that LoRA changes. Default: the usual attention layers of the model."
-        ),
-    ] = None
-    eval_split: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Fraction of the data to hold out for evaluation.")
-    ] = 0.0
-    eval_data: Annotated[Path | None, typer.Option(metavar="FILE", help="Evaluate on this JSONL file.")] = None
-    eval_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations. Default: one epoch.")] = None
-    patience: Annotated[
-        int | None, typer.Option(min=1, help="Stop early after this many evaluations without improvement.")
-    ] = None
-    seed: Annotated[int, typer.Option(help="Random seed of the initial weights, the data order and the split.")] = 0
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for the result. Default: named after --data and --method."),
-    ] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50
-    chat_template: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat-template/--no-chat-template",
-            help="Format prompts and completions as turns of a chat. Default: if the model has a chat template.",
-        ),
-    ] = None
-    device: Annotated[
-        str, typer.Option(help="Device of embeddings and head, which run here: auto, cpu, cuda, cuda:N or mps.")
-    ] = "auto"
-    tag: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Tag in the model card; repeatable.")] = None
-
-    def check_target(self, out: Path) -> None:
-        """
-        Raises:
-            BadInput: `out` holds something else than what is to be saved or resumed there.
-            MachineError: it cannot be written.
-        """
-        if out.is_file():
-            raise BadInput(f"--out {out} is a file: give a folder")
-        if self.resume and not (out / CHECKPOINT).exists():
-            raise BadInput(f"there is no {out / CHECKPOINT} to go on from: leave --resume out, or name its --out")
-        if not self.resume and not self.overwrite:
-            if (out / CHECKPOINT).exists():
-                raise BadInput(
-                    f"{out} holds a training that is not finished: --resume goes on with it, --overwrite replaces it"
-                )
-            if (out / NOTE).exists():
-                raise BadInput(f"{out} holds an adapter already: give another --out, or --overwrite")
-        check_writable(out, f"Saving in --out {out}", WRITE_ADVICE)
-
-    def read_examples(self) -> tuple[Dataset, tuple[Example, ...], tuple[Example, ...]]:
-        """The training data as it was read, and its examples to train on and to evaluate on.
-
-        Raises:
-            BadInput: options that contradict each other, or a file that cannot be used.
-        """
-        if self.data is None:
-            raise BadInput("what to learn from? Give --data FILE, a JSONL file of examples")
-        if self.epochs is not None and self.steps is not None:
-            raise BadInput("--epochs and --steps both say how long: give one of them")
-        if self.eval_data is not None and self.eval_split:
-            raise BadInput("--eval-split and --eval-data both say what to evaluate on: give one of them")
-        if self.patience is not None and self.eval_data is None and not self.eval_split:
-            raise BadInput("--patience needs evaluations: give --eval-split (such as 0.1) or --eval-data too")
-        dataset = read_dataset(self.data)
-        if len(dataset.labels) == 1:
-            raise BadInput(f"all examples have the label {dataset.labels[0]!r}: there is nothing to tell apart")
-        train, held_out = split(dataset.examples, self.eval_split, self.seed)
-        if not train:
-            raise BadInput(f"{self.data} has too few examples to hold some out: give more, or leave --eval-split out")
-        if self.eval_data is None:
-            return dataset, train, held_out
-        evaluated = read_dataset(self.eval_data)
-        if bool(evaluated.labels) != bool(dataset.labels):
-            raise BadInput(f"{self.data} and {self.eval_data} are of different kinds: only one of them has labels")
-        if strange := set(evaluated.labels) - set(dataset.labels):
-            raise BadInput(f"{self.eval_data} has labels that {self.data} has not: {', '.join(sorted(strange))}")
-        return dataset, train, evaluated.examples
-
-
 @joins_swarm
 def tune(model: SwarmModelArgument = None, *, options: TuneOptions, join: JoinOptions) -> None:
     """Fine-tune a model over the swarm that serves it."""
@@ -181,6 +52,7 @@ def tune(model: SwarmModelArgument = None, *, options: TuneOptions, join: JoinOp
     options.trusted_servers()  # before anybody is asked
     check_device(options.device)
     check_model(model)
+    _ = options.targets
     dataset, train, held_out = options.read_examples()
     out = options.out or Path(f"{Path(dataset.name).stem}-{options.method}")
     options.check_target(out)
@@ -250,6 +122,18 @@ class _Report:
             self._output.say(f"step {event.step} of {event.steps}: {figures}")
 
 
+@dataclass(frozen=True)
+class _Material:
+    """What a training needs of this machine: the client's part of the model in `folder`, and the data as tokens."""
+
+    folder: Path
+    client: ClientModel
+    tokenizer: Any
+    chat: bool
+    train: list[Row]
+    held_out: list[Row]
+
+
 @dataclass
 class _Run:
     """One training from the command line."""
@@ -264,8 +148,11 @@ class _Run:
 
     def run(self, name: str | None, join: JoinOptions) -> None:
         with ExitStack() as stack:
-            model, tokenizer = self._open(name, join, stack)
-            training = self._training(model, tokenizer)
+            folder = local_folder(name)
+            # What is wrong with options or data is told before anybody is asked.
+            material = None if folder is None else self._load(folder)
+            model, material = self._open(name, join, stack, material)
+            training = self._training(model, material)
             try:
                 with _Report(self.output, training.recipe.steps) as report:
                     self._loop(training, report)
@@ -274,54 +161,24 @@ class _Run:
                 raise
             self._save(training)
 
-    def _open(self, name: str | None, join: JoinOptions, stack: ExitStack) -> tuple[DistributedModel, Any]:
-        """The model on the swarm, with the head of a classifier if the data has labels, and its tokenizer."""
-        bars = ProgressBars(self.output.errors)
-
-        @asynccontextmanager
-        async def resource() -> AsyncIterator[SwarmClient]:
-            start.stage("joining the swarm")
-            async with joined(join, self.output, role="tune", listens=False) as (swarm, _):
-                start.stage("looking for the model")
-                folder = await model_folder(name or await served_model(swarm), self.output, need="client")
-                identified = await identify_model(swarm, folder, bars)
-                bars.stop()
-                start.stage(f"loading embeddings and head of {folder.name}")
-                async with open_client(swarm, identified, trusted=self.options.trusted_servers()) as client:
-                    yield client
-
+    def _load(self, folder: ModelFolder) -> _Material:
+        """
+        Raises:
+            ModelError, BadInput: the model cannot be used, or options or data do not fit it.
+        """
+        start.stage(f"loading embeddings and head of {folder.name}")
         from ...blocks.client_part import load_client
-        from ...client.api.causal_lm import DistributedModelForCausalLM
-        from ...client.api.classification import DistributedModelForSequenceClassification
-        from ...client.api.model import OpenedModel
-        from ...client.api.runtime import TrioThread
+        from ...client.api.tuning import chosen_targets
         from ...client.chat import load_tokenizer
 
-        runtime = TrioThread(resource)
-        stack.callback(runtime.close)
-        folder = runtime.value.model.folder
-        opened = OpenedModel(load_client(folder.path, device=self.options.device), runtime, folder.path)
-        tokenizer = load_tokenizer(folder)
-        labels = self.dataset.labels
-        model: DistributedModel
-        if labels:
-            model = DistributedModelForSequenceClassification(opened, len(labels), None)
-            if model.config.pad_token_id is None:
-                model.config.pad_token_id = _padding(tokenizer)
-        else:
-            model = DistributedModelForCausalLM(opened)
-        self.model_name = folder.name
-        return model, tokenizer
-
-    def _training(self, model: DistributedModel, tokenizer: Any) -> Training:
-        from ...tuning.trainer import Training, load_checkpoint
-        from ...tuning.tuned import Tuned
-
         options = self.options
+        client = load_client(folder.path, device=options.device)
+        if options.method == "lora":
+            chosen_targets(client.linears, options.targets)
+        tokenizer = load_tokenizer(folder)
         chat = bool(tokenizer.chat_template) if options.chat_template is None else options.chat_template
         if chat and not tokenizer.chat_template:
-            raise BadInput(f"{self.model_name} has no chat template: leave --chat-template out")
-        labels = self.dataset.labels
+            raise BadInput(f"{folder.name} has no chat template: leave --chat-template out")
         bars = ProgressBars(self.output.errors)
         total = sum(len(example.prompt or "") + len(example.text) for example in (*self.train, *self.held_out))
         done = 0
@@ -332,7 +189,7 @@ class _Run:
             if total > _LARGE:
                 bars(f"making tokens of {self.dataset.name}", done, total)
 
-        limits: dict[str, Any] = {"max_length": options.max_length, "chat": chat, "labels": labels}
+        limits: dict[str, Any] = {"max_length": options.max_length, "chat": chat, "labels": self.dataset.labels}
         train = rows_of(self.train, tokenizer, **limits, progress=progress)
         held_out = rows_of(self.held_out, tokenizer, **limits, progress=progress)
         bars.stop()
@@ -340,9 +197,55 @@ class _Run:
             raise BadInput(f"nothing to learn is left within {options.max_length} tokens: raise --max-length")
         if self.held_out and not held_out:
             raise BadInput(f"nothing to evaluate on is left within {options.max_length} tokens: raise --max-length")
+        return _Material(folder.path, client, tokenizer, chat, train, held_out)
+
+    def _open(
+        self, name: str | None, join: JoinOptions, stack: ExitStack, material: _Material | None
+    ) -> tuple[DistributedModel, _Material]:
+        """The model on the swarm, with the head of a classifier if the data has labels; and its `material`."""
+        bars = ProgressBars(self.output.errors)
+
+        @asynccontextmanager
+        async def resource() -> AsyncIterator[SwarmClient]:
+            start.stage("joining the swarm")
+            async with joined(join, self.output, role="tune", listens=False) as (swarm, _):
+                start.stage("looking for the model")
+                folder = await model_folder(name or await served_model(swarm), self.output, need="client")
+                identified = await identify_model(swarm, folder, bars)
+                bars.stop()
+                async with open_client(swarm, identified, trusted=self.options.trusted_servers()) as client:
+                    yield client
+
+        from ...client.api.causal_lm import DistributedModelForCausalLM
+        from ...client.api.classification import DistributedModelForSequenceClassification
+        from ...client.api.model import OpenedModel
+        from ...client.api.runtime import TrioThread
+
+        runtime = TrioThread(resource)
+        stack.callback(runtime.close)
+        folder = runtime.value.model.folder
+        if material is None or material.folder != folder.path:  # the hub may have a newer revision than this machine
+            material = self._load(folder)
+        opened = OpenedModel(material.client, runtime, folder.path)
+        labels = self.dataset.labels
+        model: DistributedModel
+        if labels:
+            model = DistributedModelForSequenceClassification(opened, len(labels), None)
+            if model.config.pad_token_id is None:
+                model.config.pad_token_id = _padding(material.tokenizer)
+        else:
+            model = DistributedModelForCausalLM(opened)
+        self.model_name = folder.name
+        return model, material
+
+    def _training(self, model: DistributedModel, material: _Material) -> Training:
+        from ...tuning.trainer import Training, load_checkpoint
+        from ...tuning.tuned import Tuned
+
+        options = self.options
+        train, held_out = material.train, material.held_out
         epoch = steps_of_epoch(len(train), options.batch_size)
         steps = options.steps or (options.epochs or DEFAULT_EPOCHS) * epoch
-        targets = tuple(name.strip() for name in (options.target_modules or "").split(",") if name.strip())
         recipe = Recipe(
             steps=steps,
             batch_size=options.batch_size,
@@ -353,7 +256,7 @@ class _Run:
             checkpoint_every=options.checkpoint_every,
             patience=options.patience,
             seed=options.seed,
-            method=MethodOptions(options.method, options.virtual_tokens, options.rank, options.alpha, targets),
+            method=MethodOptions(options.method, options.virtual_tokens, options.rank, options.alpha, options.targets),
         )
         tuned = Tuned.of(model, recipe.method, options.seed)
         about = {
@@ -362,9 +265,9 @@ class _Run:
             "rows": len(train),
             "held_out": len(held_out),
             "max_length": options.max_length,
-            "chat_template": chat,
+            "chat_template": material.chat,
         }
-        training = Training(tuned, recipe, train, held_out, about=about, padding=_padding(tokenizer))
+        training = Training(tuned, recipe, train, held_out, about=about, padding=_padding(material.tokenizer))
         if options.resume:
             training.resume(load_checkpoint(self.folder.wanted))
         weights = sum(weight.numel() for weight in tuned.weights.values())

@@ -21,6 +21,7 @@ from ...client.chat import Text
 from ...client.swarm_model import identify_model
 from ...errors import BadInput, ExitCode, ModelError
 from ...models import resolve
+from ...models.cache_dir import check_writable
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...network.nat.relay import RelayLimits
 from ...swarm.swarm import Swarm
@@ -76,9 +77,13 @@ def validate(
         raise BadInput("--issue-points needs a validator that keeps running: leave --once out")
     join.check()
     folder = options.evidence_dir
-    if folder is not None and others_can_read(folder):
-        told = "and evidence may hold what somebody wrote to a model"
-        say_error(f"warning: others on this machine can look into {folder}, {told}: chmod 700 {folder}")
+    if folder is not None:
+        if folder.is_file():
+            raise BadInput(f"--evidence-dir {folder} is a file: give a folder")
+        if others_can_read(folder):
+            told = "and evidence may hold what somebody wrote to a model"
+            say_error(f"others on this machine can look into {folder}, {told}: chmod 700 {folder}", "warning")
+        check_writable(folder, f"Saving evidence in {folder}", "Make room there, or give another --evidence-dir.")
     check_device(options.device)
     check_model(model)
     raise typer.Exit(trio.run(_validate, model, options, join, metrics_options))
@@ -289,6 +294,7 @@ def verify_evidence(
     Two contradicting signatures need no model. Wrong outputs are recomputed block by block from your own weights.
     """
     output = Output(json)
+    check_device(device)
     bundle = Bundle.load(file)
     evidence = bundle.evidence
     output.say(f"{bundle.accuser} says of {bundle.accused}: {evidence.kind}")

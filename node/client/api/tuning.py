@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -172,7 +172,7 @@ class LoraTuning(nn.Module):
         if not numbers or not 0 <= min(numbers) <= max(numbers) < model.num_blocks:
             raise BadInput(f"layers_to_transform takes numbers of 0 .. {model.num_blocks - 1}, not {numbers}")
         self.block_numbers = numbers
-        self.target_modules = tuple(target_modules or usual_targets(model.linears[numbers[0]]))
+        self.target_modules = chosen_targets([model.linears[number] for number in numbers], target_modules)
         self.weights = nn.ParameterDict()
         device = model.transformers_model.device
         for number in numbers:
@@ -182,11 +182,6 @@ class LoraTuning(nn.Module):
                     self.weights[a] = nn.Parameter(torch.empty(r, width, device=device))
                     nn.init.kaiming_uniform_(self.weights[a], a=math.sqrt(5))
                     self.weights[b] = nn.Parameter(torch.zeros(out, r, device=device))
-        if not self.weights:
-            raise BadInput(
-                f"no linear layer of a block is called {', '.join(self.target_modules)}; there are "
-                f"{', '.join(model.linears[numbers[0]])}"
-            )
         self._model = [model]  # in a list, so that it is no submodule
 
     @property
@@ -248,6 +243,21 @@ def _name(key: str) -> LoraName:
 def is_target(path: str, targets: Collection[str]) -> bool:
     """Whether `path`, or its end, is one of these names of layers."""
     return any(path == target or path.endswith(f".{target}") for target in targets)
+
+
+def chosen_targets(linears: Sequence[Mapping[str, Any]], targets: Collection[str] | None) -> tuple[str, ...]:
+    """The names of the layers that LoRA changes: `targets`, or the usual ones. `linears`: of some blocks, by path.
+
+    Raises:
+        BadInput: one of them is the name of no layer, or none is given and the architecture is not known.
+    """
+    if not targets:
+        return usual_targets(linears[0])
+    paths = dict.fromkeys(path for block in linears for path in block)
+    unknown = [target for target in targets if not any(is_target(path, (target,)) for path in paths)]
+    if unknown:
+        raise BadInput(f"no linear layer of a block is called {', '.join(unknown)}; there are {', '.join(paths)}")
+    return tuple(targets)
 
 
 def usual_targets(linears: Mapping[str, Any]) -> tuple[str, ...]:

@@ -108,6 +108,28 @@ def read_adapters(folders: Sequence[Path], model_version: bytes, model: str) -> 
     Raises:
         BadInput: one cannot be used for this model, two have one name, or there are too many.
     """
+    adapters = _read_all(folders)
+    for adapter in adapters:
+        adapter.check_model(model_version, model)
+    return adapters
+
+
+def check_adapters(folders: Sequence[Path], model: ModelFolder | None) -> None:
+    """What can be told of adapters before a swarm is joined; `model` if its configuration is on this machine.
+
+    Raises:
+        BadInput: one cannot be used, or is for another architecture, two have one name, or there are too many.
+    """
+    from ...blocks.skeleton import linear_layers  # with torch: two seconds, for servers with adapters only
+
+    adapters = _read_all(folders)
+    if model is not None:
+        blocks, linears = Span(0, model.num_blocks), dict(enumerate(linear_layers(model.path)))
+        for adapter in adapters:
+            adapter.check_fits(blocks, linears, model.hidden_size, model.num_blocks)
+
+
+def _read_all(folders: Sequence[Path]) -> list[Adapter]:
     if len(folders) > MAX_ADAPTERS:
         raise BadInput(
             f"{len(folders)} adapters are more than a server announces: give --adapter at most {MAX_ADAPTERS} times"
@@ -117,7 +139,6 @@ def read_adapters(folders: Sequence[Path], model_version: bytes, model: str) -> 
         adapter = read_adapter(folder)
         if adapter.soft_prompt is not None or not adapter.tensors:
             raise BadInput(f"{folder} is a prompt, which its user has: a server loads LoRA adapters only")
-        adapter.check_model(model_version, model)
         if any(other.name == adapter.name for other in adapters):
             raise BadInput(f"two adapters are called {adapter.name}: rename the folder of one of them")
         adapters.append(adapter)

@@ -1,0 +1,174 @@
+"""The options of `petalnode tune`, and what can be told of them without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from ..errors import BadInput
+from ..models.adapter_note import METHODS, NOTE, Method
+from ..models.cache_dir import check_writable
+from ..tuning.adapter_files import CHECKPOINT, WRITE_ADVICE
+from ..tuning.dataset import Dataset, Example, read_dataset, split
+from ..tuning.recipe import SHAPES, Shape
+from .join import SEEDS
+from .strangers import TrustedOptions
+
+DEFAULT_EPOCHS: Final = 3
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise typer.BadParameter(f"{text}: use {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+@dataclass(frozen=True)
+class TuneOptions(TrustedOptions):
+    """The options of `petalnode tune`."""
+
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Training data, JSONL: each line {"text"}, {"prompt","completion"}, or {"text","label"} to classify.',
+        ),
+    ] = None
+    method: Annotated[
+        Method,
+        typer.Option(
+            parser=_one_of(METHODS),
+            metavar="|".join(METHODS),
+            help="Train a soft prompt, prompts at every block, or LoRA.",
+        ),
+    ] = "prompt"
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help=f"Passes over the training data. Default: {DEFAULT_EPOCHS}.")
+    ] = None
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps, instead of --epochs.")] = None
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 8
+    max_length: Annotated[int, typer.Option(min=2, help="Maximum tokens per example.")] = 256
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, help="Peak learning rate. Default: 0.01 for prompts, 0.001 for LoRA.")
+    ] = None
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Steps of linear warm-up to the peak. Default: 5% of all steps.")
+    ] = None
+    schedule: Annotated[
+        Shape,
+        typer.Option(parser=_one_of(SHAPES), metavar="|".join(SHAPES), help="Learning rate decay after warm-up."),
+    ] = "cosine"
+    virtual_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt (methods prompt, deep-prompt).")] = 16
+    rank: Annotated[int, typer.Option(min=1, help="Rank of LoRA.")] = 8
+    alpha: Annotated[float, typer.Option(min=0, help="Scale of LoRA: its output is multiplied by alpha / rank.")] = 16.0
+    target_modules: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Linear layers that LoRA changes. Default: the usual attention layers of the model."
+        ),
+    ] = None
+    eval_split: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Fraction of the data to hold out for evaluation.")
+    ] = 0.0
+    eval_data: Annotated[Path | None, typer.Option(metavar="FILE", help="Evaluate on this JSONL file.")] = None
+    eval_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations. Default: one epoch.")] = None
+    patience: Annotated[
+        int | None, typer.Option(min=1, help="Stop early after this many evaluations without improvement.")
+    ] = None
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=SEEDS[0], max=SEEDS[1], help="Random seed of the initial weights, the data order and the split."
+        ),
+    ] = 0
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for the result. Default: named after --data and --method."),
+    ] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50
+    chat_template: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat-template/--no-chat-template",
+            help="Format prompts and completions as turns of a chat. Default: if the model has a chat template.",
+        ),
+    ] = None
+    device: Annotated[
+        str, typer.Option(help="Device of embeddings and head, which run here: auto, cpu, cuda, cuda:N or mps.")
+    ] = "auto"
+    tag: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Tag in the model card; repeatable.")] = None
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The linear layers that LoRA changes, by name; none for those that are usual.
+
+        Raises:
+            BadInput: they are named for another method, or the list has no name in it.
+        """
+        if self.target_modules is None:
+            return ()
+        names = tuple(name.strip() for name in self.target_modules.split(",") if name.strip())
+        if self.method != "lora":
+            raise BadInput(
+                f"--target-modules are layers that LoRA changes, and --method is {self.method}: add --method lora"
+            )
+        if not names:
+            raise BadInput("--target-modules is empty: give names of layers, such as q_proj,v_proj, or leave it out")
+        return names
+
+    def check_target(self, out: Path) -> None:
+        """
+        Raises:
+            BadInput: `out` holds something else than what is to be saved or resumed there.
+            MachineError: it cannot be written.
+        """
+        if out.is_file():
+            raise BadInput(f"--out {out} is a file: give a folder")
+        if self.resume and not (out / CHECKPOINT).exists():
+            raise BadInput(f"there is no {out / CHECKPOINT} to go on from: leave --resume out, or name its --out")
+        if not self.resume and not self.overwrite:
+            if (out / CHECKPOINT).exists():
+                raise BadInput(
+                    f"{out} holds a training that is not finished: --resume goes on with it, --overwrite replaces it"
+                )
+            if (out / NOTE).exists():
+                raise BadInput(f"{out} holds an adapter already: give another --out, or --overwrite")
+        check_writable(out, f"Saving in --out {out}", WRITE_ADVICE)
+
+    def read_examples(self) -> tuple[Dataset, tuple[Example, ...], tuple[Example, ...]]:
+        """The training data as it was read, and its examples to train on and to evaluate on.
+
+        Raises:
+            BadInput: options that contradict each other, or a file that cannot be used.
+        """
+        if self.data is None:
+            raise BadInput("what to learn from? Give --data FILE, a JSONL file of examples")
+        if self.epochs is not None and self.steps is not None:
+            raise BadInput("--epochs and --steps both say how long: give one of them")
+        if self.eval_data is not None and self.eval_split:
+            raise BadInput("--eval-split and --eval-data both say what to evaluate on: give one of them")
+        if self.patience is not None and self.eval_data is None and not self.eval_split:
+            raise BadInput("--patience needs evaluations: give --eval-split (such as 0.1) or --eval-data too")
+        dataset = read_dataset(self.data)
+        if len(dataset.labels) == 1:
+            raise BadInput(f"all examples have the label {dataset.labels[0]!r}: there is nothing to tell apart")
+        train, held_out = split(dataset.examples, self.eval_split, self.seed)
+        if not train:
+            raise BadInput(f"{self.data} has too few examples to hold some out: give more, or leave --eval-split out")
+        if self.eval_data is None:
+            return dataset, train, held_out
+        evaluated = read_dataset(self.eval_data)
+        if bool(evaluated.labels) != bool(dataset.labels):
+            raise BadInput(f"{self.data} and {self.eval_data} are of different kinds: only one of them has labels")
+        if strange := set(evaluated.labels) - set(dataset.labels):
+            raise BadInput(f"{self.eval_data} has labels that {self.data} has not: {', '.join(sorted(strange))}")
+        return dataset, train, evaluated.examples
