@@ -51,7 +51,7 @@ COMMANDS: Final = {
     "demo": "Start a swarm of the default model on this machine, separate from all others, and chat with it.",
     "serve": "Host blocks of a model for the swarm.",
     "chat": "Chat with the model that a swarm serves.",
-    "api": "Serve an OpenAI-compatible HTTP API, which answers over the servers of a swarm.",
+    "api": "Serve an OpenAI-compatible HTTP API and a chat page, which answer over the servers of a swarm.",
     "pause": "Pause servers on this machine: they take no new sessions, and leave the swarm when theirs have moved or "
     "ended.",
     "resume": "Let paused servers on this machine serve again.",
