@@ -50,7 +50,8 @@ async def metrics_served(options: MetricsOptions, output: Output) -> AsyncIterat
         yield None
         return
     # Imported only here: a node without metrics needs neither HTTP nor Prometheus' client.
-    from ..monitoring.endpoint import listen, serve_metrics, url_of
+    from ..api.http.server import listen, url_of
+    from ..monitoring.endpoint import serve_metrics
     from ..monitoring.metrics import Metrics, process_metrics
     from ..monitoring.process import LoopDelay
 

@@ -31,6 +31,7 @@ from .batch.batch_client import BatchClient
 from .deadlines import (
     OPEN_TIMEOUT,
     RETRY_INTERVAL,
+    SessionTotals,
 )
 from .request import ServerClaims, close_stream
 from .router import Payments
@@ -120,6 +121,7 @@ class SwarmClient(ServerSelection):
 
     Attributes:
         disagreements: of chains that were compared, in all sessions so far.
+        totals: of all sessions, those of variants included.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class SwarmClient(ServerSelection):
         self.receipts = ReceiptArchive()
         self.batches = BatchClient(self)
         self.disagreements: list[Disagreement] = []
+        self.totals = SessionTotals()
 
     def variant(self, *, trusted: TrustedServers, compare_chains: int) -> SwarmClient:
         """A client that demands other things of its sessions, and shares what this one knows of the servers."""
@@ -304,9 +307,10 @@ class SwarmClient(ServerSelection):
             session = ComparedSession(self, spec, self._compare_chains, wait)
         else:
             session = ClientSession(self, spec, wait)
-        if saved is None or saved.max_length != spec.max_length or not await session.resume(saved):
-            await session.open()
-        try:
-            yield session
-        finally:
-            await session.close()
+        with self.totals.counted(session):
+            if saved is None or saved.max_length != spec.max_length or not await session.resume(saved):
+                await session.open()
+            try:
+                yield session
+            finally:
+                await session.close()

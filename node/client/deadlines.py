@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import trio
 
@@ -240,3 +240,45 @@ class Waits:
     def fields(self) -> dict[str, Any]:
         """As it stands in JSON. May be called from any thread."""
         return {cause: histogram.fields() for cause, histogram in list(self.by_cause.items())}
+
+
+class _Counted(Protocol):
+    @property
+    def waits(self) -> Waits: ...
+    @property
+    def recoveries(self) -> int: ...
+
+
+class SessionTotals:
+    """What the sessions of a client have waited for, and the servers that were replaced in them, altogether.
+
+    Attributes:
+        opened: sessions so far.
+        open: those that are.
+    """
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.open: list[_Counted] = []
+        self._waits = Waits()
+        self._recoveries = 0
+
+    @property
+    def waits(self) -> Waits:
+        return Waits.of(self._waits, *(session.waits for session in self.open))
+
+    @property
+    def recoveries(self) -> int:
+        return self._recoveries + sum(session.recoveries for session in self.open)
+
+    @contextmanager
+    def counted(self, session: _Counted) -> Iterator[None]:
+        """For as long as the session lives."""
+        self.opened += 1
+        self.open.append(session)
+        try:
+            yield
+        finally:
+            self.open.remove(session)
+            self._waits = Waits.of(self._waits, session.waits)
+            self._recoveries += session.recoveries

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -11,7 +10,6 @@ import trio
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from ..api.http.server import Application, HttpLimits, serve_http
-from ..errors import MachineError
 from .metrics import Metrics
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -41,27 +39,6 @@ def metrics_application(metrics: Metrics, hosts: frozenset[str] = frozenset()) -
         await send({"type": "http.response.body", "body": body})
 
     return application
-
-
-async def listen(host: str, port: int, option: str) -> list[trio.SocketListener]:
-    """Listeners for an endpoint; `option` is named in errors.
-
-    Raises:
-        MachineError: the port is taken, or this machine has no such address.
-    """
-    try:
-        return list(await trio.open_tcp_listeners(port, host=host))
-    except OSError as error:
-        what = f"{option} {port} at {host}"
-        if error.errno == errno.EADDRINUSE:
-            raise MachineError(f"{what} is in use by another program: give another port, or 0 for any") from None
-        raise MachineError(f"{what} cannot be used: {error.strerror or error}") from None
-
-
-def url_of(host: str, listeners: Sequence[trio.SocketListener]) -> str:
-    """Where an endpoint is reached, without a path."""
-    port = listeners[0].socket.getsockname()[1]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def serve_metrics(metrics: Metrics, host: str, listeners: Sequence[trio.SocketListener]) -> None:

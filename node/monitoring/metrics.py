@@ -14,7 +14,7 @@ import trio
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from ..client.deadlines import WAIT_BOUNDS, Waits
+from ..client.deadlines import WAIT_BOUNDS, SessionTotals
 from ..network.nat.reachability import KINDS
 from ..server.tallies import STATES, Distribution, ServerTallies, Serving, StepTallies
 from ..swarm.swarm import Swarm
@@ -49,29 +49,29 @@ class Metrics(Collector):
             yield from source()
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
+def gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def _counter(name: str, text: str, value: float) -> Metric:
+def counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(name, text, value=value)
 
 
-def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+def gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     family = GaugeMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
     return family
 
 
-def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+def counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     family = CounterMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
     return family
 
 
-def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+def buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
     """Cumulative, as Prometheus has them."""
     found, total = [], 0
     for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
@@ -80,14 +80,14 @@ def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, 
     return found
 
 
-def _histogram(name: str, text: str, values: Distribution) -> Metric:
-    return HistogramMetricFamily(name, text, buckets=_buckets(values.bounds, values.buckets), sum_value=values.total)
+def histogram(name: str, text: str, values: Distribution) -> Metric:
+    return HistogramMetricFamily(name, text, buckets=buckets(values.bounds, values.buckets), sum_value=values.total)
 
 
-def _histograms(name: str, text: str, label: str, values: Mapping[str, Distribution]) -> Metric:
+def histograms(name: str, text: str, label: str, values: Mapping[str, Distribution]) -> Metric:
     family = HistogramMetricFamily(name, text, labels=[label])
     for key, value in values.items():
-        family.add_metric([key], _buckets(value.bounds, value.buckets), value.total)
+        family.add_metric([key], buckets(value.bounds, value.buckets), value.total)
     return family
 
 
@@ -100,19 +100,19 @@ def process_metrics(delay: LoopDelay) -> Source:
 
     def collect() -> Iterator[Metric]:
         figures = process_figures(process)
-        yield _counter("process_cpu_seconds", "Processor time, user and system.", figures.cpu_seconds)
-        yield _gauge("process_resident_memory_bytes", "Resident memory.", figures.resident_bytes)
-        yield _gauge("process_virtual_memory_bytes", "Virtual memory.", figures.virtual_bytes)
-        yield _gauge("process_start_time_seconds", "Start of the process, seconds since 1970.", figures.started)
-        yield _gauge("process_threads", "Threads.", figures.threads)
+        yield counter("process_cpu_seconds", "Processor time, user and system.", figures.cpu_seconds)
+        yield gauge("process_resident_memory_bytes", "Resident memory.", figures.resident_bytes)
+        yield gauge("process_virtual_memory_bytes", "Virtual memory.", figures.virtual_bytes)
+        yield gauge("process_start_time_seconds", "Start of the process, seconds since 1970.", figures.started)
+        yield gauge("process_threads", "Threads.", figures.threads)
         if figures.open_files is not None:
-            yield _gauge("process_open_fds", "Open file descriptors.", figures.open_files)
-        yield _histogram(
+            yield gauge("process_open_fds", "Open file descriptors.", figures.open_files)
+        yield histogram(
             "petalnode_event_loop_delay_seconds",
             "How much later than due a task of the event loop woke up, measured four times a second.",
             delay.seconds,
         )
-        yield _gauge(
+        yield gauge(
             "petalnode_event_loop_delay_max_seconds",
             f"The longest of these delays in the last {WINDOW:.0f} seconds.",
             delay.longest(trio.current_time()),
@@ -131,16 +131,16 @@ def node_metrics(swarm: Swarm, role: str) -> Source:
         yield from _connections(swarm)
         yield from _traffic(swarm)
         kind = swarm.reachability.kind
-        yield _gauges(
+        yield gauges(
             "petalnode_reachability",
             "How others reach this node: 1 for the kind that holds.",
             "kind",
             {name: float(name == kind) for name in KINDS},
         )
         yield from _relay(swarm)
-        yield _gauge("petalnode_known_servers", "Servers whose announcements this node holds.", len(swarm.view.records))
-        yield _gauge("petalnode_banned_servers", "Servers that this node does not use.", len(swarm.trust.bans()))
-        yield _gauge(
+        yield gauge("petalnode_known_servers", "Servers whose announcements this node holds.", len(swarm.view.records))
+        yield gauge("petalnode_banned_servers", "Servers that this node does not use.", len(swarm.trust.bans()))
+        yield gauge(
             "petalnode_message_memory_bytes",
             "Memory for messages received in part or worked with.",
             swarm.received.taken,
@@ -160,20 +160,20 @@ def _connections(swarm: Swarm) -> Iterator[Metric]:
         for direction in ("inbound", "outbound"):
             family.add_metric([path, direction], found[path, direction])
     yield family
-    yield _gauge("petalnode_connected_peers", "Peers with a connection.", len(swarm.connected()))
+    yield gauge("petalnode_connected_peers", "Peers with a connection.", len(swarm.connected()))
 
 
 def _traffic(swarm: Swarm) -> Iterator[Metric]:
     sockets, streams = swarm.host.socket_bytes, swarm.host.traffic.by_protocol
-    yield _counter("petalnode_socket_sent_bytes", "Bytes sent on all sockets to peers.", sockets.sent)
-    yield _counter("petalnode_socket_received_bytes", "Bytes received on all sockets to peers.", sockets.received)
-    yield _counters(
+    yield counter("petalnode_socket_sent_bytes", "Bytes sent on all sockets to peers.", sockets.sent)
+    yield counter("petalnode_socket_received_bytes", "Bytes received on all sockets to peers.", sockets.received)
+    yield counters(
         "petalnode_protocol_sent_bytes",
         "Bytes sent on streams, by protocol; what a circuit carries counts for both.",
         "protocol",
         {protocol: count.sent for protocol, count in sorted(streams.items())},
     )
-    yield _counters(
+    yield counters(
         "petalnode_protocol_received_bytes",
         "Bytes received on streams, by protocol; what a circuit carries counts for both.",
         "protocol",
@@ -183,11 +183,11 @@ def _traffic(swarm: Swarm) -> Iterator[Metric]:
 
 def _relay(swarm: Swarm) -> Iterator[Metric]:
     relay = swarm.nat.relay.stats
-    yield _gauge("petalnode_relay_reservations", "Peers that have a reservation here.", relay.reservations)
-    yield _gauge("petalnode_relay_circuits", "Circuits that this node carries.", relay.circuits)
-    yield _counter("petalnode_relay_circuits_opened", "Circuits that this node has made.", relay.circuits_made)
-    yield _counter("petalnode_relay_refusals", "Reservations and circuits that were refused.", relay.refused)
-    yield _counter("petalnode_relay_carried_bytes", "Bytes that this node has relayed.", relay.bytes_relayed)
+    yield gauge("petalnode_relay_reservations", "Peers that have a reservation here.", relay.reservations)
+    yield gauge("petalnode_relay_circuits", "Circuits that this node carries.", relay.circuits)
+    yield counter("petalnode_relay_circuits_opened", "Circuits that this node has made.", relay.circuits_made)
+    yield counter("petalnode_relay_refusals", "Reservations and circuits that were refused.", relay.refused)
+    yield counter("petalnode_relay_carried_bytes", "Bytes that this node has relayed.", relay.bytes_relayed)
 
 
 # --- servers
@@ -206,7 +206,7 @@ def server_metrics(tallies: ServerTallies) -> Source:
 
 def _serving(serving: Serving | None) -> Iterator[Metric]:
     state = "loading" if serving is None else serving.state
-    yield _gauges(
+    yield gauges(
         "petalnode_server_state",
         "State of the server: 1 for the one that holds.",
         "state",
@@ -221,20 +221,20 @@ def _serving(serving: Serving | None) -> Iterator[Metric]:
     )
     info.add_metric([serving.model, serving.dtype, serving.quantisation, serving.device], 1)
     yield info
-    yield _gauge("petalnode_server_first_block", "The first block held here.", serving.span.start)
-    yield _gauge("petalnode_server_blocks", "Blocks held here.", len(serving.span))
-    yield _gauge("petalnode_server_model_blocks", "Blocks of the model.", serving.num_blocks)
-    yield _gauge("petalnode_server_sessions", "Open sessions, and those that wait for cache.", serving.sessions)
-    yield _gauge("petalnode_server_batch_streams", "Open streams of training batches.", serving.batch_streams)
-    yield _gauge("petalnode_server_cache_capacity_tokens", "Size of the attention cache.", serving.cache_capacity)
-    yield _gauge(
+    yield gauge("petalnode_server_first_block", "The first block held here.", serving.span.start)
+    yield gauge("petalnode_server_blocks", "Blocks held here.", len(serving.span))
+    yield gauge("petalnode_server_model_blocks", "Blocks of the model.", serving.num_blocks)
+    yield gauge("petalnode_server_sessions", "Open sessions, and those that wait for cache.", serving.sessions)
+    yield gauge("petalnode_server_batch_streams", "Open streams of training batches.", serving.batch_streams)
+    yield gauge("petalnode_server_cache_capacity_tokens", "Size of the attention cache.", serving.cache_capacity)
+    yield gauge(
         "petalnode_server_cache_used_tokens",
         "Attention cache that sessions have reserved.",
         serving.cache_capacity - serving.cache_free,
     )
-    yield _gauge("petalnode_server_cache_waiting_sessions", "Sessions that wait for cache.", serving.waiting)
-    yield _gauge("petalnode_server_queue_length", "Steps and calls that wait or run.", serving.queue_depth)
-    yield _gauge(
+    yield gauge("petalnode_server_cache_waiting_sessions", "Sessions that wait for cache.", serving.waiting)
+    yield gauge("petalnode_server_queue_length", "Steps and calls that wait or run.", serving.queue_depth)
+    yield gauge(
         "petalnode_server_announced_steps_per_second",
         "Decode steps of one row per second, as announced.",
         serving.steps_per_second,
@@ -243,35 +243,35 @@ def _serving(serving: Serving | None) -> Iterator[Metric]:
 
 def _work(tallies: ServerTallies) -> Iterator[Metric]:
     kinds: dict[str, StepTallies] = {"decode": tallies.decode, "prefill": tallies.prefill}
-    yield _counters(
+    yield counters(
         "petalnode_server_steps",
         "Steps of sessions that were computed.",
         "kind",
         {kind: steps.steps for kind, steps in kinds.items()},
     )
-    yield _counters(
+    yield counters(
         "petalnode_server_tokens",
         "Tokens of sessions that were computed through this server's blocks.",
         "kind",
         {kind: steps.tokens for kind, steps in kinds.items()},
     )
-    yield _histogram(
+    yield histogram(
         "petalnode_server_batch_rows", "Rows of decode steps that were computed together.", tallies.batch_rows
     )
-    yield _histograms(
+    yield histograms(
         "petalnode_server_queue_seconds",
         "From a step's arrival to the turn in which it began.",
         "kind",
         {kind: steps.queue for kind, steps in kinds.items()},
     )
-    yield _histograms(
+    yield histograms(
         "petalnode_server_compute_seconds",
         "Time of a step on the device.",
         "kind",
         {kind: steps.compute for kind, steps in kinds.items()},
     )
-    yield _counter("petalnode_server_sessions_opened", "Sessions that were granted.", tallies.sessions_opened)
-    yield _counters(
+    yield counter("petalnode_server_sessions_opened", "Sessions that were granted.", tallies.sessions_opened)
+    yield counters(
         "petalnode_server_refusals",
         "Sessions, steps and batches that were refused, by the protocol's error code.",
         "code",
@@ -281,23 +281,25 @@ def _work(tallies: ServerTallies) -> Iterator[Metric]:
         ("petalnode_server_batches", "Training batches that were computed.", tallies.batches),
         ("petalnode_server_batch_tokens", "Tokens of training batches.", tallies.batch_tokens),
     ):
-        yield _counters(name, text, "direction", {kind: counts[kind] for kind in ("forward", "backward")})
-    yield _counter("petalnode_server_block_changes", "Changes to other blocks.", tallies.block_changes)
+        yield counters(name, text, "direction", {kind: counts[kind] for kind in ("forward", "backward")})
+    yield counter("petalnode_server_block_changes", "Changes to other blocks.", tallies.block_changes)
 
 
 # --- clients and validators
 
 
-def client_metrics(waits: Callable[[], Waits], recoveries: Callable[[], int]) -> Source:
+def client_metrics(totals: SessionTotals) -> Source:
     """Of the sessions of a client, together."""
 
     def collect() -> Iterator[Metric]:
-        yield _counter("petalnode_client_recoveries", "Servers that were replaced within sessions.", recoveries())
+        yield gauge("petalnode_client_sessions", "Open sessions.", len(totals.open))
+        yield counter("petalnode_client_sessions_opened", "Sessions so far.", totals.opened)
+        yield counter("petalnode_client_recoveries", "Servers that were replaced within sessions.", totals.recoveries)
         family = HistogramMetricFamily(
             "petalnode_client_wait_seconds", "What sessions waited for, by cause.", labels=["cause"]
         )
-        for cause, found in sorted(waits().by_cause.items()):
-            family.add_metric([cause], _buckets(WAIT_BOUNDS, found.buckets), found.total)
+        for cause, found in sorted(totals.waits.by_cause.items()):
+            family.add_metric([cause], buckets(WAIT_BOUNDS, found.buckets), found.total)
         yield family
 
     return collect
@@ -307,7 +309,7 @@ def verdict_metrics(verdicts: Counter[str]) -> Source:
     """Of what a validator has found."""
 
     def collect() -> Iterator[Metric]:
-        yield _counters(
+        yield counters(
             "petalnode_verdicts",
             "Verdicts on servers' answers.",
             "verdict",

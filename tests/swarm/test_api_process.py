@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import trio
@@ -39,6 +40,16 @@ def test_from_the_command_to_an_answer(shared_swarm: SharedSwarm, tmp_path: Path
             assert "".join(piece.choices[0].text for piece in pieces) == text
             with pytest.raises(openai.AuthenticationError):
                 client.with_options(api_key="pn-another").models.list()
+        with httpx.Client(base_url=ready["url"], timeout=None, trust_env=False) as reader:
+            assert reader.get("/metrics").status_code == 401
+            page = reader.get("/metrics", headers={"Authorization": f"Bearer {key}"}).text
+        for line in (
+            'petalnode_api_answers_total{reason="length"} 2.0',
+            'petalnode_api_tokens_total{kind="completion"} 12.0',
+            "petalnode_api_first_token_seconds_count 2.0",
+            'petalnode_build_info{role="api",',
+        ):
+            assert line in page
     finally:
         server.process.send_signal(signal.SIGTERM)
         code = wait_ended(server.process, STOP_TIMEOUT)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import h11
 import pytest
 import trio
 import trio.testing
 from prometheus_client import exposition, parser
+from prometheus_client.metrics_core import Metric
 
 from petalnode.crypto.identity import Identity
-from petalnode.node.api.http.server import HttpLimits, HttpServer
-from petalnode.node.client.deadlines import Waits
+from petalnode.node.api.engine.generation import ApiTallies
+from petalnode.node.api.http.server import HttpLimits, HttpServer, listen, url_of
+from petalnode.node.client.deadlines import SessionTotals, Waits
 from petalnode.node.errors import MachineError
-from petalnode.node.monitoring.endpoint import LOOPBACK, listen, metrics_application, url_of
+from petalnode.node.monitoring.api_metrics import api_metrics
+from petalnode.node.monitoring.endpoint import LOOPBACK, metrics_application
 from petalnode.node.monitoring.metrics import (
     Metrics,
     client_metrics,
@@ -39,7 +44,7 @@ UNITS = ("seconds", "bytes", "tokens", "rows")
 MADE_UP = {"ms", "milliseconds", "kb", "mb", "percent", "minutes", "count", "histogram", "gauge", "counter"}
 LABELS = {
     *("le", "role", "version", "path", "direction", "protocol", "kind", "state", "model", "dtype", "quantisation"),
-    *("device", "code", "cause", "verdict"),
+    *("device", "code", "cause", "verdict", "reason"),
 }
 """None of them has a value that a stranger chooses."""
 
@@ -57,11 +62,32 @@ def worked() -> ServerTallies:
     return tallies
 
 
-def waited() -> Waits:
-    waits = Waits()
-    for seconds in (0.005, 0.01, 0.02, 100.0):
-        waits.add("answer", seconds)
-    return waits
+@dataclass
+class Session:
+    """What is counted of one."""
+
+    waits: Waits
+    recoveries: int = 0
+
+
+def waited(recoveries: int = 7) -> SessionTotals:
+    """Of one session that is over and one that is open."""
+    totals, over, open_now = SessionTotals(), Session(Waits(), recoveries - 2), Session(Waits(), 2)
+    for session in (over, open_now):
+        for seconds in (0.005, 0.01, 0.02, 100.0):
+            session.waits.add("answer", seconds)
+    with totals.counted(over):
+        assert totals.open == [over]
+    totals.open.append(open_now)
+    return totals
+
+
+def answered() -> ApiTallies:
+    tallies = ApiTallies()
+    tallies.answers.update(stop=2, failed=1)
+    tallies.tokens.update(prompt=30, cached=10, completion=5)
+    tallies.first_token.add(0.2)
+    return tallies
 
 
 async def page_of_a_node() -> str:
@@ -74,7 +100,8 @@ async def page_of_a_node() -> str:
         metrics = Metrics(process_metrics(LoopDelay()), node_metrics(swarm, "client"))
         for source in (
             server_metrics(worked()),
-            client_metrics(waited, lambda: 7),
+            client_metrics(waited()),
+            api_metrics(answered()),
             verdict_metrics(Counter({"faulty": 1})),
         ):
             metrics.add(source)
@@ -120,7 +147,33 @@ def test_the_docs_have_all_of_them(page: str) -> None:
     named = set(re.findall(r"`((?:petalnode|process)_[a-z_]+)`", (ROOT / "docs/monitoring.md").read_text()))
     families = parser.text_string_to_metric_families(page)
     there = {family.name + ("_total" if family.type == "counter" else "") for family in families}
-    assert {name for name in there if "_client_" not in name} <= named <= there
+    assert named == there
+
+
+def test_the_dashboard_shows_what_there_is(page: str) -> None:
+    dashboard = json.loads((ROOT / "packaging/grafana-dashboard.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    families = {family.name: family for family in parser.text_string_to_metric_families(page)}
+    there = {sample.name: set(sample.labels) for family in families.values() for sample in family.samples}
+    assert len(expressions) > 30
+    for expression in expressions:
+        found = re.findall(r"((?:petalnode|process)_[a-z_]+)\{([^}]*)\}", expression)
+        assert found and len(found) == len(re.findall(r"(?:petalnode|process)_", expression)), expression
+        labels = {"instance", "job", *(label for name, _ in found for label in there[name])}
+        for _, selected in found:
+            assert set(re.findall(r"([a-z]+)=", selected)) <= labels, expression
+        for grouped in re.findall(r"by \(([^)]*)\)", expression):
+            assert set(grouped.split(", ")) <= labels, expression
+        assert ("rate(" in expression) == all(type_of(name, families) != "gauge" for name, _ in found), expression
+    used = {name for expression in expressions for name in re.findall(r"petalnode_[a-z_]+", expression)}
+    assert len(used) > 25
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def type_of(sample: str, families: dict[str, Metric]) -> str:
+    """The type of the metric of a sample, which of a histogram or a counter has a suffix."""
+    whole = re.sub(r"_(bucket|sum|count|total)$", "", sample)
+    return str(families[sample if sample in families else whole].type)
 
 
 def test_what_was_counted_is_told(page: str) -> None:
@@ -140,9 +193,16 @@ def test_what_was_counted_is_told(page: str) -> None:
         "petalnode_server_state[('state', 'paused')]": 0,
         "petalnode_verdicts_total[('verdict', 'faulty')]": 1,
         "petalnode_verdicts_total[('verdict', 'ok')]": 0,
-        "petalnode_client_wait_seconds_bucket[('cause', 'answer'), ('le', '0.01')]": 2,
-        "petalnode_client_wait_seconds_bucket[('cause', 'answer'), ('le', '10.0')]": 3,
-        "petalnode_client_wait_seconds_count[('cause', 'answer')]": 4,
+        "petalnode_client_wait_seconds_bucket[('cause', 'answer'), ('le', '0.01')]": 4,
+        "petalnode_client_wait_seconds_bucket[('cause', 'answer'), ('le', '10.0')]": 6,
+        "petalnode_client_wait_seconds_count[('cause', 'answer')]": 8,
+        "petalnode_client_sessions": 1,
+        "petalnode_client_sessions_opened_total": 1,
+        "petalnode_api_answers_total[('reason', 'stop')]": 2,
+        "petalnode_api_answers_total[('reason', 'length')]": 0,
+        "petalnode_api_tokens_total[('kind', 'cached')]": 10,
+        "petalnode_api_first_token_seconds_bucket[('le', '0.1')]": 0,
+        "petalnode_api_first_token_seconds_bucket[('le', '0.3')]": 1,
         "petalnode_reachability[('kind', 'public')]": 0,
     }.items():
         assert found[name] == value, name
@@ -159,10 +219,10 @@ def test_a_server_that_loads_has_no_blocks_yet() -> None:
 
 
 def test_each_node_has_a_registry_of_its_own() -> None:
-    one, other = Metrics(client_metrics(Waits, lambda: 1)), Metrics(client_metrics(Waits, lambda: 2))
+    one, other = Metrics(client_metrics(waited(3))), Metrics(client_metrics(waited(4)))
     assert one.registry is not other.registry
     pages = [values(exposition.generate_latest(metrics.registry).decode()) for metrics in (one, other)]
-    assert [found["petalnode_client_recoveries_total"] for found in pages] == [1, 2]
+    assert [found["petalnode_client_recoveries_total"] for found in pages] == [3, 4]
 
 
 def test_a_distribution_has_its_bounds_in_the_lower_bucket() -> None:
@@ -230,7 +290,7 @@ def test_a_loop_that_stands_still_is_noticed() -> None:
 
 def asked(request: bytes, hosts: frozenset[str] = LOOPBACK) -> tuple[int, str, bytes]:
     """Status, content type and body of the answer."""
-    metrics = Metrics(client_metrics(waited, lambda: 7))
+    metrics = Metrics(client_metrics(waited()))
 
     async def main() -> tuple[int, str, bytes]:
         ours, theirs = trio.testing.memory_stream_pair()

@@ -17,7 +17,7 @@ from ...errors import NoChainError
 from ...trust.receipt_file import SignedReply
 from ...trust.receipt_log import SessionLog
 from .conversations import CacheScope, Conversations
-from .generation import ApiLimits, ChosenToken, Event, Finished, GenerationRequest, Piece, Progress
+from .generation import ApiLimits, ApiTallies, ChosenToken, Event, Finished, GenerationRequest, Piece, Progress
 from .grammar import AnyConstraint, Grammars
 from .progress import hops_of, telling, traffic_of, waiting_of
 from .stops import StopStrings
@@ -57,6 +57,7 @@ class AnswerParts:
 
     Attributes:
         context: tokens of a prompt and its answer.
+        tallies: where answers are counted.
         is_covered: whether the servers that are known hold every block together.
     """
 
@@ -66,6 +67,7 @@ class AnswerParts:
     limits: ApiLimits
     context: int
     is_covered: Callable[[], bool]
+    tallies: ApiTallies
 
 
 class Choice:
@@ -88,6 +90,7 @@ class Choice:
         self._stop = trio.Event()
         self._stops = StopStrings(wanted.stop)
         self._made = 0
+        self._begun = trio.current_time()
         self._logs: list[tuple[SessionLog, int]] = []
 
     async def run(self) -> None:
@@ -136,6 +139,9 @@ class Choice:
                 self._send.send_nowait(Piece(self._index, held_back))
             full = length >= sampling.max_new_tokens
         reason = "length" if not asked or (full and not self._stop.is_set()) else "stop"
+        tallies = self._parts.tallies
+        tallies.answers[reason] += 1
+        tallies.tokens.update(prompt=len(prompt) - cached, cached=cached, completion=length)
         self._send.send_nowait(
             Finished(
                 self._index,
@@ -196,6 +202,8 @@ class Choice:
         decode = self._parts.text.stream(pieces.append, before, special=self._wanted.shows_special)
 
         def take(token: int) -> None:
+            if not self._made:
+                self._parts.tallies.first_token.add(trio.current_time() - self._begun)
             self._made += 1
             self._note_servers(conversation)
             decode(token)

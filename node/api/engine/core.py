@@ -23,6 +23,7 @@ from .choice import AnswerParts, Choice
 from .conversations import CacheScope, Conversations
 from .generation import (
     ApiLimits,
+    ApiTallies,
     Event,
     Failed,
     GenerationRequest,
@@ -42,6 +43,7 @@ class Core:
         grammars: of the forms that answers can be bound to.
         models: by their ids; the first is the base model.
         receipts: of the last answers.
+        tallies: of all answers.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Core:
         self._answers = trio.CapacityLimiter(limits.answers)
         self._adapters: dict[str, SessionAdapter | None] = {}
         self.receipts = AnswerReceipts()
+        self.tallies = ApiTallies()
         self.conversations = Conversations(self._conversation, limits.kept, limits.kept_seconds)
 
     @property
@@ -197,7 +200,9 @@ class Core:
 
     async def _answer_all(self, wanted: GenerationRequest, send: trio.MemorySendChannel[Event]) -> None:
         context = self.context(wanted.model)
-        parts = AnswerParts(self.text, self.grammars, self.conversations, self.limits, context, self.is_covered)
+        parts = AnswerParts(
+            self.text, self.grammars, self.conversations, self.limits, context, self.is_covered, self.tallies
+        )
 
         async def answer(index: int) -> None:
             try:
@@ -207,6 +212,7 @@ class Core:
                 failed = api_error(error)
                 if failed.code == "internal_error":
                     log.exception("an answer has failed in a way that nobody expected")
+                self.tallies.answers["failed"] += 1
                 send.send_nowait(Failed(failed))
                 nursery.cancel_scope.cancel()
 

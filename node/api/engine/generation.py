@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ...client.deadlines import WaitHistogram
 from ...client.sampling import Sampling
 from ...models.adapter import Adapter
 from ...swarm.routing import Hop
@@ -57,6 +59,22 @@ class ChosenToken:
     token: int
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(eq=False)
+class ApiTallies:
+    """What was answered so far, whatever the endpoint.
+
+    Attributes:
+        answers: choices that have ended, by their reason; "failed" for those that have an error.
+        tokens: of answers ("completion"), and of their prompts ("cached" if they were not computed again, else
+            "prompt").
+        first_token: from the begin of a choice to its first token.
+    """
+
+    answers: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    first_token: WaitHistogram = field(default_factory=WaitHistogram)
 
 
 @dataclass(frozen=True)

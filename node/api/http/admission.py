@@ -15,7 +15,7 @@ from ..errors import ApiError, error_object
 from .keys import ApiKeys
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-_LOCKED: Final = ("/v1/", "/api/")
+_LOCKED: Final = ("/v1/", "/api/", "/metrics")
 _BUSY_SECONDS: Final = "2"
 
 

@@ -6,6 +6,7 @@ client is gone, and gives up a client that reads nothing.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +17,8 @@ from urllib.parse import unquote
 
 import h11
 import trio
+
+from ...errors import MachineError
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,27 @@ async def serve_http(
     """
     server = HttpServer(application, limits or HttpLimits())
     await trio.serve_listeners(server.serve, list(listeners))
+
+
+async def listen(host: str, port: int, option: str) -> list[trio.SocketListener]:
+    """Listeners for an endpoint; `option` is named in errors.
+
+    Raises:
+        MachineError: the port is taken, or this machine has no such address.
+    """
+    try:
+        return list(await trio.open_tcp_listeners(port, host=host))
+    except OSError as error:
+        what = f"{option} {port} at {host}"
+        if error.errno == errno.EADDRINUSE:
+            raise MachineError(f"{what} is in use by another program: give another port, or 0 for any") from None
+        raise MachineError(f"{what} cannot be used: {error.strerror or error}") from None
+
+
+def url_of(host: str, listeners: Sequence[trio.SocketListener]) -> str:
+    """Where an endpoint is reached, without a path."""
+    port = listeners[0].socket.getsockname()[1]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class HttpServer:

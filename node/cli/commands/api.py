@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,11 +12,12 @@ import platformdirs
 import trio
 import typer
 
+from ...api.http.server import listen, url_of
 from ...client.chat import Text
 from ...client.core import open_client
 from ...client.deadlines import REFRESH_TIMEOUT
 from ...client.swarm_model import identify_model
-from ...errors import BadInput, MachineError, SwarmError
+from ...errors import BadInput, SwarmError
 from ...models import ModelFolder
 from ...swarm.swarm import Swarm
 from ..join import JoinOptions, joined, joins_swarm
@@ -158,6 +158,8 @@ async def api_in(
     from ...api.engine.core import Core
     from ...api.engine.generation import ApiLimits
     from ...api.http.server import serve_http
+    from ...monitoring.api_metrics import metrics_route
+    from ...monitoring.process import LoopDelay
     from ...web.pages import page_routes
     from ...web.swarm_endpoint import swarm_routes
 
@@ -168,7 +170,13 @@ async def api_in(
         trio.open_nursery() as nursery,
     ):
         core = Core(client, local, text, models, limits)
-        pages = [*swarm_routes(core, peers=peers, verdicts=_verdicts), *page_routes()]
+        delay = LoopDelay()
+        pages = [
+            metrics_route(swarm, core, delay),
+            *swarm_routes(core, peers=peers, verdicts=_verdicts),
+            *page_routes(),
+        ]
+        nursery.start_soon(delay.run)
         nursery.start_soon(core.conversations.run)
         nursery.start_soon(serve_http, create_app(core, admission, pages), listeners)
         start.done()
@@ -219,15 +227,4 @@ async def listeners_of(options: ApiOptions) -> list[trio.SocketListener]:
     Raises:
         MachineError: the port is taken, or this machine has no such address.
     """
-    try:
-        return list(await trio.open_tcp_listeners(options.http_port, host=options.host))
-    except OSError as error:
-        what = f"--http-port {options.http_port} at {options.host}"
-        if error.errno == errno.EADDRINUSE:
-            raise MachineError(f"{what} is in use by another program: give another port, or 0 for any") from None
-        raise MachineError(f"{what} cannot be used: {error.strerror or error}") from None
-
-
-def url_of(host: str, listeners: Sequence[trio.SocketListener]) -> str:
-    port = listeners[0].socket.getsockname()[1]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return await listen(options.host, options.http_port, "--http-port")

@@ -108,7 +108,8 @@ async def _page(page: WebOptions, output: Output) -> tuple[ApiOptions, list[trio
     Raises:
         MachineError: the port that was asked for is taken.
     """
-    from .api import ApiOptions, listeners_of, url_of
+    from ...api.http.server import url_of
+    from .api import ApiOptions, listeners_of
 
     options = ApiOptions() if page.port is None else ApiOptions(http_port=page.port)
     try:
