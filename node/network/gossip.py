@@ -3,7 +3,8 @@
 Traps of py-libp2p 0.8: pubsub notices only connections that are made after it was attached, so it is attached before
 the node joins; a message is validated before it is seen by us or passed on, in the order of arrival, so the check must
 be quick; the default mesh is made every 120 s; what one neighbour's copy of a message was refused for is held against
-the copies of all others for 300 s; more than so many messages a second from one neighbour are not passed on.
+the copies of all others for 300 s; more than so many messages a second from one neighbour are not passed on; a message
+with a key that cannot be read ends it, and the host with it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,16 @@ class _NoCache(ValidationCache):
 
     def put(self, msg_id: bytes, result: object) -> None:
         return
+
+
+class _Pubsub(Pubsub):
+    """libp2p's, which ends with the first message that it cannot read: one whose key is none, for example."""
+
+    async def push_msg(self, msg_forwarder: ID, msg: rpc_pb2.Message) -> None:
+        try:
+            await super().push_msg(msg_forwarder, msg)
+        except Exception as error:  # whatever it makes of a stranger's message
+            log.debug("a message that %s handed on was dropped: %r", msg_forwarder, error)
 
 
 class Gossip:
@@ -88,7 +99,7 @@ async def open_gossip(
         heartbeat_interval=HEARTBEAT,
         max_messages_per_topic_per_second=_MESSAGES_PER_SECOND,
     )
-    pubsub = Pubsub(
+    pubsub = _Pubsub(
         host.libp2p,
         router,
         strict_signing=True,

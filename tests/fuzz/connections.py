@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import trio
 from google.protobuf.message import Message
+from libp2p.crypto.pb import crypto_pb2
 from libp2p.identity.identify.pb import identify_pb2
 from libp2p.kad_dht.pb import kademlia_pb2
 from libp2p.pubsub.pb import rpc_pb2
@@ -457,10 +458,13 @@ def _gossip_messages() -> tuple[Message, ...]:
     message = rpc_pb2.Message(
         from_id=_ID, data=b"d" * 50, seqno=b"12345678", topicIDs=["topic"], signature=b"s" * 64, key=b"k" * 36
     )
+    key = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=b"r" * 40).SerializeToString()
+    brings_a_key = rpc_pb2.Message(from_id=b"\x12\x20" + b"h" * 32, data=b"d", seqno=b"1", topicIDs=["topic"], key=key)
     subscription = rpc_pb2.RPC.SubOpts(subscribe=True, topicid="topic")
     return (
         rpc_pb2.RPC(subscriptions=[subscription]),
         rpc_pb2.RPC(control=control),
+        rpc_pb2.RPC(publish=[brings_a_key]),
         rpc_pb2.RPC(subscriptions=[subscription], publish=[message] * 2, control=control, senderRecord=b"e" * 40),
     )
 
