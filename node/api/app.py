@@ -13,6 +13,8 @@ from starlette.routing import BaseRoute
 
 from ..errors import PetalnodeError
 from .anthropic.endpoints import anthropic_routes
+from .batches.endpoints import batch_routes
+from .batches.runner import BatchRunner
 from .engine.core import Core
 from .errors import ApiError, api_error, error_object
 from .http.admission import Admission, AdmissionMiddleware
@@ -21,14 +23,18 @@ from .openai.endpoints import openai_routes
 from .openai.response_endpoints import response_routes
 
 
-def create_app(core: Core, admission: Admission, pages: Sequence[BaseRoute] = ()) -> AdmissionMiddleware:
+def create_app(
+    core: Core, admission: Admission, pages: Sequence[BaseRoute] = (), batches: BatchRunner | None = None
+) -> AdmissionMiddleware:
     """The ASGI application.
 
     Args:
         pages: routes beside the API, such as `Mount("/", StaticFiles(...))` for a web page. They come after the API's,
             need no key, and are told nothing that does.
+        batches: keeps files and batches; its `run` takes what this returns.
     """
-    routes = [*openai_routes(core), *response_routes(core), *anthropic_routes(core), *ollama_routes(core), *pages]
+    routes = [*openai_routes(core), *response_routes(core), *batch_routes(batches)]
+    routes += [*anthropic_routes(core), *ollama_routes(core), *pages]
     handlers: Mapping[Any, Any] = {
         ApiError: _error_response,
         PetalnodeError: _error_response,

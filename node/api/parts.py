@@ -14,6 +14,7 @@ MAX_STOP_CHARACTERS: Final = 256
 MAX_MESSAGES: Final = 4096
 MAX_GRAMMAR_CHARACTERS: Final = 100_000
 MAX_TOOLS: Final = 128
+MAX_METADATA: Final = 16
 MAX_TRUSTED: Final = 64
 MAX_CHAINS: Final = 4
 OPTIONS: Final = ("trusted_servers", "trusted_blocks", "compare_chains", "adapter")
@@ -111,3 +112,16 @@ def positive(fields: Fields, name: str, default: float = 1.0) -> float:
     if value == 0:
         raise fields.wrong(name, "0 leaves no token: for greedy decoding set temperature to 0")
     return value
+
+
+def metadata(fields: Fields) -> dict[str, str]:
+    """What a client notes with what it asks for. Raises ApiError."""
+    given = fields.object("metadata")
+    if given is None:
+        return {}
+    if len(given.data) > MAX_METADATA or any(len(name) > 64 for name in given.data):
+        raise fields.wrong("metadata", f"{MAX_METADATA} entries with names of 64 characters at most")
+    found = {name: given.text(name) for name in given.data}
+    if any(len(value) > 512 for value in found.values()):
+        raise fields.wrong("metadata", "values have 512 characters at most")
+    return found

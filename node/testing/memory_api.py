@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute
 
 from ...crypto.identity import Identity
 from ..api.app import create_app
+from ..api.batches.runner import BatchRunner
 from ..api.engine.core import Core
 from ..api.engine.generation import ApiLimits, ServedModel
 from ..api.http.admission import Admission, AdmissionMiddleware
@@ -71,6 +72,7 @@ def memory_api(
     admission: Admission | None = None,
     http_limits: HttpLimits | None = None,
     pages: Callable[[Core], Sequence[BaseRoute]] = lambda core: (),
+    batches: BatchRunner | None = None,
 ) -> Iterator[MemoryApi]:
     """The API of the model in `folder`, and of its `models` with adapters, for the length of the block."""
 
@@ -85,8 +87,10 @@ def memory_api(
             url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
             async with open_client(node, identified) as client, trio.open_nursery() as nursery:
                 core = Core(client, local, text, [ServedModel(given.name), *models], limits or ApiLimits())
-                application = create_app(core, admission or Admission(), pages(core))
+                application = create_app(core, admission or Admission(), pages(core), batches)
                 nursery.start_soon(core.conversations.run)
+                if batches is not None:
+                    nursery.start_soon(batches.run, application)
                 nursery.start_soon(serve_http, application, listeners, http_limits)
                 yield MemoryApi(swarm, url, core, application, trio.lowlevel.current_trio_token())
                 nursery.cancel_scope.cancel()

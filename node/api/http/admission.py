@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
@@ -41,13 +41,16 @@ class AdmissionMiddleware:
     """An ASGI application before another one, which finds the owner of the key in `scope["state"]["owner"]`.
 
     Attributes:
+        application: the one behind it.
         running: requests that are being answered, those that only read left out.
+        changed: is called when one of them has ended.
     """
 
     def __init__(self, application: ASGIApp, admission: Admission) -> None:
-        self._application = application
+        self.application = application
         self._admission = admission
         self.running = 0
+        self.changed: Callable[[], object] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -72,7 +75,7 @@ class AdmissionMiddleware:
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":
-            await self._application(scope, receive, send)
+            await self.application(scope, receive, send)
             return
         if self.running >= self._admission.requests:
             error = ApiError(
@@ -86,9 +89,10 @@ class AdmissionMiddleware:
             return
         self.running += 1
         try:
-            await self._application(scope, receive, send)
+            await self.application(scope, receive, send)
         finally:
             self.running -= 1
+            self.changed()
 
     def _check_host(self, host: str) -> None:
         hosts = self._admission.hosts

@@ -18,12 +18,12 @@ from ..parts import (
     function_call,
     function_tool,
     known_tool,
+    metadata,
     schema_grammar,
     session_options,
 )
 from .requests import MAX_TOP_LOGPROBS, sampling, tool_mode
 
-MAX_METADATA: Final = 16
 _LOGPROBS: Final = "message.output_text.logprobs"
 _PARTS: Final = ("input_text", "output_text", "text")
 
@@ -112,7 +112,7 @@ def parse_response(fields: Fields) -> ResponseRequest:
         echoed={
             "instructions": fields.get("instructions"),
             "max_output_tokens": text.max_tokens,
-            "metadata": _metadata(fields),
+            "metadata": metadata(fields),
             "parallel_tool_calls": parallel,
             "previous_response_id": fields.get("previous_response_id"),
             "temperature": text.sampling.temperature,
@@ -124,18 +124,6 @@ def parse_response(fields: Fields) -> ResponseRequest:
             "truncation": "disabled",
         },
     )
-
-
-def _metadata(fields: Fields) -> dict[str, str]:
-    given = fields.object("metadata")
-    if given is None:
-        return {}
-    if len(given.data) > MAX_METADATA or any(len(name) > 64 for name in given.data):
-        raise fields.wrong("metadata", f"{MAX_METADATA} entries with names of 64 characters at most")
-    found = {name: given.text(name) for name in given.data}
-    if any(len(value) > 512 for value in found.values()):
-        raise fields.wrong("metadata", "values have 512 characters at most")
-    return found
 
 
 def _format(fields: Fields) -> tuple[dict[str, Any], Grammar | None]:

@@ -69,6 +69,13 @@ class ApiOptions(ServerChoice):
         int,
         typer.Option(min=0, max=1024, help="Conversations whose caches servers keep for two minutes after an answer."),
     ] = 16
+    batch_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keep files and batches (/v1/files, /v1/batches) in this file, up to 1 GiB; there are none without.",
+        ),
+    ] = None
 
 
 @joins_swarm
@@ -155,6 +162,7 @@ async def api_in(
     identified = await identify_model(swarm, folder)
     # torch, transformers and starlette, which the thread has imported.
     from ...api.app import create_app
+    from ...api.batches.runner import open_batches
     from ...api.engine.core import Core
     from ...api.engine.generation import ApiLimits
     from ...api.http.server import serve_http
@@ -167,6 +175,7 @@ async def api_in(
     allowed, blocked, trusted = options.allow or (), options.deny or (), options.chosen_servers()
     async with (
         open_client(swarm, identified, allowed=allowed, blocked=blocked, trusted=trusted) as client,
+        open_batches(options.batch_file) as batches,
         trio.open_nursery() as nursery,
     ):
         core = Core(client, local, text, models, limits)
@@ -178,7 +187,10 @@ async def api_in(
         ]
         nursery.start_soon(delay.run)
         nursery.start_soon(core.conversations.run)
-        nursery.start_soon(serve_http, create_app(core, admission, pages), listeners)
+        application = create_app(core, admission, pages, batches)
+        if batches is not None:
+            nursery.start_soon(batches.run, application)
+        nursery.start_soon(serve_http, application, listeners)
         start.done()
         url = url_of(options.host, listeners)
         output.say(f"ready: {', '.join(core.models)} at {url}/v1, and a page for the browser at {url}")

@@ -1,0 +1,239 @@
+"""/v1/files and /v1/batches by the official client, across a restart, beside others, and without room."""
+
+from __future__ import annotations
+
+import json
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import trio
+
+from petalnode.node.api.batches.objects import WINDOW_SECONDS, read_input
+from petalnode.node.api.batches.runner import BatchLimits, BatchRunner, free_slots, next_batch
+from petalnode.node.api.batches.store import BatchLine, BatchStore, NoRoom, StoredBatch
+from petalnode.node.api.http.admission import Admission
+from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.errors import BadInput, MachineError
+from petalnode.node.testing.memory_api import MemoryApi, memory_api
+from tests.api.conftest import Served
+from tests.patience import eventually
+
+MODEL = "tiny-llama"
+CHAT = "/v1/chat/completions"
+KEYS = ApiKeys({hash_of_key("pn-a"): "alice", hash_of_key("pn-b"): "bob"})
+
+
+@contextmanager
+def running(served: Served, path: Path, limits: BatchLimits | None = None) -> Iterator[MemoryApi]:
+    store = BatchStore(path)
+    try:
+        runner = BatchRunner(store, limits)
+        with memory_api(served.swarm, served.folder, admission=Admission(KEYS), batches=runner) as api:
+            yield api
+    finally:
+        store.close()
+
+
+def of(api: MemoryApi, key: str = "pn-a") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{api.url}/v1", api_key=key, max_retries=0, timeout=None)
+
+
+def request(custom_id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {**asked, **body}}
+
+
+def lines(requests: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(f"{json.dumps(one)}\n" for one in requests).encode()
+
+
+def start(client: openai.OpenAI, requests: Sequence[dict[str, Any]], endpoint: Any = CHAT) -> Any:
+    file = client.files.create(file=("requests.jsonl", lines(requests)), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"of": "a test"}
+    )
+
+
+def until(client: openai.OpenAI, name: str, wanted: Callable[[Any], bool]) -> Any:
+    found: list[Any] = []
+
+    async def reached() -> bool:
+        found[:] = [await trio.to_thread.run_sync(client.batches.retrieve, name)]
+        return wanted(found[0])
+
+    trio.run(eventually, reached, "the batch is as far as that")
+    return found[0]
+
+
+def over(batch: Any) -> bool:
+    return batch.status in ("completed", "failed", "cancelled", "expired")
+
+
+def results(client: openai.OpenAI, file: str | None) -> dict[str, Any]:
+    assert file is not None
+    found = [json.loads(line) for line in client.files.content(file).text.splitlines()]
+    return {line["custom_id"]: line["response"] for line in found}
+
+
+def test_a_batch_from_its_file_to_its_answers(served: Served, tmp_path: Path) -> None:
+    with running(served, tmp_path / "batches") as api, of(api) as client:
+        asked = [request("one"), request("two", max_tokens=2), request("wrong", temperature=-1)]
+        batch = start(client, asked)
+        assert batch.status in ("validating", "in_progress")
+        batch = until(client, batch.id, over)
+        counts = batch.request_counts
+        assert (batch.status, counts.total, counts.completed, counts.failed) == ("completed", 3, 2, 1)
+        assert batch.metadata == {"of": "a test"}
+        found = results(client, batch.output_file_id)
+        alone = client.chat.completions.create(**asked[0]["body"]).choices[0].message.content
+        assert found["one"]["status_code"] == 200
+        assert found["one"]["body"]["choices"][0]["message"]["content"] == alone
+        assert set(found) == {"one", "two"}
+        wrong = results(client, batch.error_file_id)["wrong"]
+        assert (wrong["status_code"], wrong["body"]["error"]["param"]) == (400, "temperature")
+        assert [listed.id for listed in client.batches.list()] == [batch.id]
+        assert len(list(client.files.list(limit=1))) == 3
+        for file in list(client.files.list()):
+            client.files.delete(file.id)
+        assert not list(client.files.list())
+        # Nothing of it is another key's.
+        with of(api, "pn-b") as bob:
+            assert not list(bob.batches.list())
+            with pytest.raises(openai.NotFoundError):
+                bob.batches.retrieve(batch.id)
+            with pytest.raises(openai.NotFoundError):
+                bob.batches.cancel(batch.id)
+    assert stat.S_IMODE((tmp_path / "batches").stat().st_mode) == 0o600
+
+
+def test_a_batch_goes_on_after_a_restart(served: Served, tmp_path: Path) -> None:
+    path = tmp_path / "batches"
+    none = BatchLimits(slots=0)  # as if others took all there is
+    with running(served, path, none) as api, of(api) as client:
+        batch = start(client, [request(str(number), max_tokens=1) for number in range(3)])
+        until(client, batch.id, lambda batch: batch.status == "in_progress")
+    store = BatchStore(path)
+    (first, *_) = store.open_lines(batch.id, 0, 1)
+    store.note_result(first, False, json.dumps({"custom_id": first.custom_id, "response": {"kept": True}}))
+    store.close()
+    with running(served, path) as api, of(api) as client:
+        batch = until(client, batch.id, over)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 3)
+        found = results(client, batch.output_file_id)
+        assert found["0"] == {"kept": True}  # not asked again
+        assert [found[name]["status_code"] for name in ("1", "2")] == [200, 200]
+
+
+def test_a_batch_that_is_cancelled_keeps_what_it_has(served: Served, tmp_path: Path) -> None:
+    with running(served, tmp_path / "batches", BatchLimits(slots=1)) as api, of(api) as client:
+        unending = {"logit_bias": {"127": -100}, "max_tokens": 900}
+        long = [request(str(number), **unending) for number in range(100)]
+        batch = start(client, [request("short", max_tokens=1), *long])
+        until(client, batch.id, lambda batch: batch.request_counts.completed >= 1)
+        client.batches.cancel(batch.id)
+        batch = until(client, batch.id, over)
+        assert batch.status == "cancelled"
+        found = results(client, batch.output_file_id)
+        assert "short" in found
+        assert len(found) == batch.request_counts.completed < 101
+        with pytest.raises(openai.ConflictError):
+            client.batches.cancel(batch.id)
+
+
+def test_what_is_no_batch(served: Served, tmp_path: Path, client: Any) -> None:
+    limits = BatchLimits(requests=3, file_bytes=10_000, open_batches=1)
+    with running(served, tmp_path / "batches", limits) as api, of(api) as asking:
+        for content in (b"", b"{", lines([request("a"), request("a")]), lines([request("a", stream=True)])):
+            file = asking.files.create(file=("x.jsonl", content), purpose="batch")
+            batch = asking.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+            batch = until(asking, batch.id, over)
+            assert (batch.status, len(batch.errors.data)) == ("failed", 1), content
+        with pytest.raises(openai.APIStatusError) as raised:
+            asking.files.create(file=("x.jsonl", b"x" * 100_000), purpose="batch")
+        assert raised.value.status_code == 413
+        for form in ({"files": {"file": b"x"}, "data": {"purpose": "other"}}, {"data": {"purpose": "batch"}}):
+            answer = asking._client.post("/files", **form, headers={"Authorization": "Bearer pn-a"})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        with pytest.raises(openai.BadRequestError):
+            asking.batches.create(input_file_id="file-0", endpoint=CHAT, completion_window="24h")
+    with pytest.raises(openai.NotFoundError, match="--batch-file"):  # an API that keeps none
+        client.batches.list()
+
+
+def test_the_file_is_for_one_process_and_of_one_kind(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "batches")
+    with pytest.raises(MachineError, match="another process"):
+        BatchStore(tmp_path / "batches")
+    store.close()
+    (tmp_path / "other").write_bytes(b"something else" * 1000)
+    with pytest.raises(BadInput, match="no file of batches"):
+        BatchStore(tmp_path / "other")
+
+
+def test_the_disk_is_bounded_and_shared(tmp_path: Path) -> None:
+    disk = 4 << 20
+    store = BatchStore(tmp_path / "batches", disk)
+    kept = store.add_file("alice", "x", "batch", b"x" * (disk // 4))
+    with pytest.raises(NoRoom, match="one key"):
+        store.add_file("alice", "y", "batch", b"x")
+    store.add_file("bob", "x", "batch", b"x" * 1000)
+    for number in range(20):
+        try:
+            store.add_file(f"key {number}", "x", "batch", b"x" * (disk // 4))
+        except NoRoom:
+            break
+    else:
+        raise AssertionError("there is no bound")
+    assert (tmp_path / "batches").stat().st_size <= disk
+    batch = StoredBatch("batch_1", "bob", CHAT, "file", "validating", int(time.time()))
+    store.add_batch(batch)
+    with pytest.raises(NoRoom):
+        store.begin("batch_1", [(number, str(number), "x" * 100_000) for number in range(100)])
+    store.give_up(batch, "there is no room")
+    found = store.batch("bob", "batch_1")
+    assert found is not None and (found.status, found.total) == ("failed", 0)
+    assert store.drop_file("alice", kept.id)
+    store.add_file("alice", "y", "batch", b"x" * (disk // 8))
+    store.close()
+
+
+def test_a_batch_that_takes_too_long_expires(served: Served, tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "batches")
+    old = StoredBatch("batch_1", "alice", CHAT, "file", "validating", int(time.time()) - WINDOW_SECONDS - 1)
+    store.add_batch(old)
+    store.begin("batch_1", [(1, "one", "{}"), (2, "two", "{}")])
+    store.note_result(BatchLine("batch_1", 1, "one", "{}"), False, '{"custom_id": "one", "response": 1}')
+    store.close()
+    with running(served, tmp_path / "batches", BatchLimits(slots=0)) as api, of(api) as client:
+        batch = until(client, "batch_1", over)
+        assert batch.status == "expired"
+        assert results(client, batch.output_file_id) == {"one": 1}
+
+
+def test_interactive_requests_come_first_and_owners_take_turns() -> None:
+    assert [free_slots(8, interactive, 2) for interactive in (0, 5, 6, 64)] == [6, 1, 0, 0]
+    batches = [StoredBatch(f"batch_{name}", name, CHAT, "", "in_progress", 0) for name in ("a", "a", "b")]
+    first = next_batch(batches, {})
+    assert first is batches[0]
+    assert next_batch(batches, {"a": 1}).owner == "b"
+    assert next_batch(batches, {"a": 1, "b": 2}) is batches[0]
+    assert next_batch([replace(batches[1], id="x")], {"a": 9}).id == "x"
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"custom_id": 1}', b"\xff\n", b"null", b'{"a":' * 500 + b"}" * 500]
+)
+def test_hostile_lines_are_faults(content: bytes) -> None:
+    requests, faults = read_input(content, CHAT, 10)
+    assert not requests
+    assert faults[0].line == 1
+    assert len(read_input(b"{\n" * 1000, CHAT, 10)[1]) <= 20
+    assert read_input(lines([request(str(number)) for number in range(11)]), CHAT, 10)[1][0].code == "too_many_requests"
