@@ -42,7 +42,8 @@
 #define LANES 16
 #define INTERFACE_VERSION 2 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
-#define GROUP (4 * LANES) /* outputs in a piece of work */
+#define MOST_TILES 4 /* that are multiplied at a time */
+#define GROUP (MOST_TILES * LANES) /* outputs in a piece of work */
 #define GROUPS(matrix) (((matrix)->out + GROUP - 1) / GROUP)
 
 enum form {

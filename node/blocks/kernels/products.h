@@ -22,18 +22,18 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
     const int half = HALF_SCALES(m->form), offset = HAS_OFFSETS(m->form);
     const int64_t in = m->in, block = m->block, count = in / block;
     const int64_t words = kind == 8 ? in * LANES : in / 8 * LANES;
-    V total[4][MOST_ROWS];
+    V total[MOST_TILES][MOST_ROWS];
     UNROLL for (int t = 0; t < tiles; t++)
         UNROLL for (int r = 0; r < rows; r++) total[t][r] = NAME(zero)();
     for (int64_t number = 0; number < count; number++) {
-        V part[4][MOST_ROWS];
+        V part[MOST_TILES][MOST_ROWS];
         UNROLL for (int t = 0; t < tiles; t++)
             UNROLL for (int r = 0; r < rows; r++) part[t][r] = NAME(zero)();
         const float *xs = x + number * block;
         if (kind == 8) {
             const int8_t *codes = (const int8_t *)m->codes + tile * words + number * block * LANES;
             for (int64_t k = 0; k < block; k++) {
-                V w[4];
+                V w[MOST_TILES];
                 UNROLL for (int t = 0; t < tiles; t++) {
                     w[t] = NAME(bytes)(codes + t * words + k * LANES);
                     if (k % 4 == 0) __builtin_prefetch(codes + (tiles + t) * words + k * LANES);
@@ -46,13 +46,13 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
         } else {
             const uint32_t *codes = (const uint32_t *)m->codes + tile * words + number * block / 8 * LANES;
             for (int64_t k = 0; k < block; k += 8) {
-                I eight[4];
+                I eight[MOST_TILES];
                 UNROLL for (int t = 0; t < tiles; t++) {
                     eight[t] = NAME(words)(codes + t * words + k / 8 * LANES);
                     __builtin_prefetch(codes + (tiles + t) * words + k / 8 * LANES); /* for the tiles that come next */
                 }
                 UNROLL for (int j = 0; j < 8; j++) {
-                    V w[4];
+                    V w[MOST_TILES];
                     UNROLL for (int t = 0; t < tiles; t++)
                         w[t] = kind == 5 ? NAME(table4)(eight[t], j) : NAME(signed4)(eight[t], j);
                     UNROLL for (int r = 0; r < rows; r++) {
@@ -164,6 +164,9 @@ INLINE void NAME(outputs)(const struct matrix *m, int form, int outputs, int row
         UNROLL for (int r = 0; r < rows; r++) value[r] = NAME(load)(x + r * in + k);
         UNROLL for (int o = 0; o < outputs; o++) {
             V w = NAME(weights)(m, (first + o) * in + k, form);
+            const int size = form == FORM_F32 ? 4 : 2;
+            if (k % (64 / size) == 0) /* for the outputs that come next */
+                __builtin_prefetch((const char *)m->codes + ((first + outputs + o) * in + k) * size);
             UNROLL for (int r = 0; r < rows; r++) total[o][r] = NAME(fma)(w, value[r], total[o][r]);
         }
     }
