@@ -270,3 +270,22 @@ def test_nobody_sends_more_than_a_measurement_takes(wanted: int, answered: int) 
         await stream.close()
 
     assert converse(wire.TransferFrame, ours, theirs) == answered
+
+
+def test_an_order_of_nobody_or_of_nothing_is_refused_and_the_next_one_answered() -> None:
+    async def orders(stream: Stream) -> list[str]:
+        bodies = []
+        nobody = {"issuer": b"\xff", "holder": b"\xff"}
+        for frame in (
+            wire.CreditsFrame(query=wire.CreditQuery(**nobody)),
+            wire.CreditsFrame(credit=wire.Credit()),
+            wire.CreditsFrame(),
+        ):
+            await stream.send(frame, timeout=TIMEOUT)
+            answer, _ = await stream.receive(timeout=TIMEOUT)
+            bodies.append(f"{answer.error.code} {answer.error.message}")
+        return bodies
+
+    first, second, third = converse(wire.CreditsFrame, orders, serving(Bank()))
+    assert all(said.startswith(f"{wire.ERROR_BAD_REQUEST} ") for said in (first, second, third))
+    assert "not credit" in second and "can be asked for" in third and "can be asked for" not in first

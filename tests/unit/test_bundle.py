@@ -94,6 +94,16 @@ def test_what_a_server_gives_for_padding_proves_nothing(server: SigningServer, f
         assert outcome.proven == proven, (padding, outcome)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_answer_to_what_no_server_takes_proves_nothing(
+    server: SigningServer, folder: ModelFolder, value: float
+) -> None:
+    asked = hidden(3)
+    asked[0, 1, 2] = value
+    outcome = check_evidence(session_bundle(ACCUSER, server.session([(0, asked, ())], spoil=spoiled), 0), folder)
+    assert not outcome.proven and "NaN or infinity" in outcome.reason
+
+
 def test_what_was_rolled_back_is_not_needed(server: SigningServer) -> None:
     steps = [(0, hidden(6), ()), (6, hidden(1), ()), (4, hidden(2), ()), (6, hidden(1), ())]
     bundle = session_bundle(ACCUSER, server.session(steps), 3)

@@ -137,6 +137,12 @@ def test_attempts_go_on_with_pauses_and_the_swarm_is_asked_where_the_server_is()
         assert trio.current_time() - begun == pytest.approx(4 * PAUSE)
         assert world.refreshes == 1 and REFRESH_AFTER == 2  # one at a time
         assert world.changes.rejoined == 1 and world.reconnector.state.attempts == 0
+        await trio.sleep(200)  # it has been answered
+        world.connects = [FAILED, FAILED, FAILED]
+        world.lost.set()
+        await settled()
+        assert await world.reconnector.settled()
+        assert world.refreshes == 2
 
     run(main)
 

@@ -56,6 +56,12 @@ def test_half_codecs_round_once(count: int, seed: int, codec: str) -> None:
     assert torch.equal(decode(*encode(tensor, codec)), tensor.to(DTYPES[codec]).float())
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-9, -1e-9])
+def test_int8_of_nothing_is_zero(value: float) -> None:
+    header, payload = encode(torch.full((1, 3, 70), value), "int8-block64")
+    assert not any(payload) and torch.equal(decode(header, payload), torch.zeros(1, 3, 70))
+
+
 def test_int8_takes_a_little_over_a_byte_a_value() -> None:
     header, _ = encode(torch.zeros(4, 5, 576), "int8-block64")
     assert header.nbytes == 4 * 5 * 576 + 2 * 4 * 5 * 9
