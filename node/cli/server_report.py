@@ -11,6 +11,7 @@ from .control import Control
 from .join import JoinOptions
 from .node_report import how_joined, how_joined_json, join_by, report_reachability
 from .output import Output, ProgressBars
+from .server_panel import ServerPanel
 
 _DIGITS: Final = 16
 """Of the model version, in the commands that are passed on."""
@@ -39,17 +40,27 @@ class ServerReport:
         self._nursery = nursery
         self._swarm: Swarm | None = None
         self._control: Control | None = None
+        self._panel: ServerPanel | None = None
 
-    def begin(self, swarm: Swarm, control: Control) -> None:
-        """The node has joined."""
-        self._swarm, self._control = swarm, control
+    def begin(self, swarm: Swarm, control: Control, panel: ServerPanel | None) -> None:
+        """The node has joined. `panel` is shown while it serves."""
+        self._swarm, self._control, self._panel = swarm, control, panel
+        if panel is not None:
+            self._nursery.start_soon(panel.run)
         self._output.say(how_joined(self._join, swarm.joined))
 
     def on_event(self, event: str, **fields: Any) -> None:
         """As `server.lifecycle.options.OnEvent`."""
-        output = self._output
         if self._control is not None and event in _STATES:
             self._control.tell(_STATES[event])
+        if self._panel is not None and event in ("moving", "stopping"):
+            self._panel.hide()  # bars of progress follow, or the end
+        self._tell(event, fields)
+        if self._panel is not None and event in ("ready", "moved"):
+            self._panel.show()
+
+    def _tell(self, event: str, fields: dict[str, Any]) -> None:
+        output = self._output
         if event == "status":
             output.say(f"{fields['text']} ...")
             return

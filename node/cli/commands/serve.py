@@ -35,6 +35,7 @@ from ..join import JoinOptions, RelayOptions, joined, joins_swarm
 from ..metrics import MetricsOptions, add_server, metrics_served
 from ..model_choice import check_device, check_model
 from ..output import Output, ProgressBars
+from ..server_panel import ServerPanel
 from ..server_report import ServerReport
 from ..terminal import StopSignal
 
@@ -119,6 +120,9 @@ def serve(
     until_eof: Annotated[
         bool, typer.Option("--until-eof", help="Stop when standard input is closed: for programs that start servers.")
     ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="At a terminal, print lines only, and no panel that is kept up to date.")
+    ] = False,
     *,
     donor_options: DonorOptions,
     relay_options: RelayOptions,
@@ -161,7 +165,7 @@ def serve(
     if options.adapters:
         check_adapters(options.adapters, found)
     limits, deposit = relay_options.limits(), _deposit_at(deposit_at, pledge)
-    trio.run(_serve, _Asked(options, join, limits, metrics_options, policy, deposit, until_eof))
+    trio.run(_serve, _Asked(options, join, limits, metrics_options, policy, deposit, until_eof, plain))
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,7 @@ class _Asked:
     policy: PausePolicy
     deposit_at: str | None
     until_eof: bool
+    plain: bool
 
 
 async def _serve(asked: _Asked) -> None:
@@ -203,10 +208,13 @@ async def _serve(asked: _Asked) -> None:
                 joined(join, output, role="serve", listens=True, relay_limits=asked.relay) as (swarm, identity),
                 controlled(pause, asked.policy, swarm.peer_id, options.name) as control,
             ):
-                report.begin(swarm, control)
-                add_server(metrics, swarm, tallies)
                 payments = partial(PaymentVerifier, identity.peer_id)
                 wallet = None if asked.deposit_at is None else Wallet(swarm, identity, asked.deposit_at)
+                panel = None
+                if output.console.is_terminal and not join.json and not asked.plain:
+                    panel = ServerPanel(output.console, swarm, tallies, lambda: pause.reason, wallet)
+                report.begin(swarm, control, panel)
+                add_server(metrics, swarm, tallies)
                 await run_server(
                     swarm, identity, options, report.on_event, bars, stop.event, payments, wallet, tallies, pause
                 )
