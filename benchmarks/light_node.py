@@ -15,6 +15,7 @@ import random
 import resource
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import trio
@@ -77,6 +78,9 @@ class Commands(light_node.Commands):
 
 
 def main() -> None:
+    # The scheduler of Linux shares cores among sessions first: beside other work, nodes of one would starve together.
+    with suppress(PermissionError):
+        os.setsid()
     light_node.Commands = Commands  # type: ignore[misc]
     gc.freeze()  # as the command line does
     trio.run(light_node.main, json.loads(sys.argv[2]), instruments=[LoopWatch(Path(sys.argv[1]))])

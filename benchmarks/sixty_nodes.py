@@ -194,13 +194,11 @@ class Sixty:
 
     def light(self, name: str, peers: Sequence[str], **options: Any) -> Node:
         host, passes = self._lab.host(name), self._scratch / f"{name}.jsonl"
-        # With a variable that is read at import it is no copy of a process that has imported torch.
         process = LightNode(
             host,
             self._started.home(host),
             {"listen": [LISTEN], "peers": list(peers), **options},
             ("benchmarks.light_node", str(passes)),
-            PYTHONHASHSEED="random",
         )
         node = Node("light", host, self._started.kept(process), passes)
         self.nodes.append(node)

@@ -11,8 +11,10 @@ wall-clock time has the waiting for a core in it. It costs 1 to 2 microseconds a
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,5 +77,7 @@ def watch(file: Path) -> None:
 if __name__ == "__main__":
     from petalnode.__main__ import main
 
+    with suppress(PermissionError):  # a session of its own, as in light_node.py
+        os.setsid()
     watch(Path(sys.argv.pop(1)))
     main()

@@ -35,10 +35,9 @@ class LightNode(ReadyNode):
         home: Path,
         options: dict[str, Any],
         program: Sequence[str] = ("tests.nat.light_node",),
-        **variables: str,
     ) -> None:
         command = host.command([sys.executable, "-m", *program, json.dumps(options)])
-        super().__init__(command, environment(home, **variables), _ROOT)
+        super().__init__(command, environment(home), _ROOT)
         self._numbers = itertools.count(1)
         self._passed: list[dict[str, Any]] = []
 

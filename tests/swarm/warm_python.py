@@ -3,7 +3,8 @@
 Each is a process of its own: its own pipes, environment, folder, signals and exit code. It is a copy (fork) of one that
 has imported everything and done nothing yet, in which the program runs as Python itself would run it. A command that
 `ip netns exec` begins runs in that network namespace. Servers of test_demo.py have the usual start, with its imports.
-The workers of xdist are such copies too (warm_worker.py).
+The workers of xdist are such copies too (warm_worker.py). Programs that are to show what a node without a model takes
+(`_LIGHT`) are copies of another process, which has imported no torch.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _ENVIRONMENT: Final = {name: value for name, value in os.environ.items() if name
 _CLONE_NEWNET: Final = 0x40000000  # of setns(2); Python has it from 3.12 on
 
 _MODELS: Final = ("llama", "gpt2", "gemma3")
+_LIGHT: Final = ("benchmarks.light_node",)
 
 
 class WarmProcess:
@@ -129,7 +131,9 @@ def start(
     """Like `subprocess.Popen(..., text=True, bufsize=1)`, and warm if it is this Python and can be."""
     namespace, program = _split(command)
     if _can_be_warm(program, env):
-        return _warm().start(program, env, cwd, (stdin, stdout, stderr), namespace)
+        return _warm(program[2] if program[2:3] and program[2] in _LIGHT else "").start(
+            program, env, cwd, (stdin, stdout, stderr), namespace
+        )
     return subprocess.Popen(
         list(command), stdin=stdin, stdout=stdout, stderr=stderr, text=True, bufsize=1, env=dict(env), cwd=cwd
     )
@@ -153,9 +157,11 @@ def _can_be_warm(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 class _Template:
-    """The process that is copied, which starts when the first copy is wanted, and ends with this one."""
+    """The process that is copied, which starts when the first copy is wanted, and ends with this one. It has imported
+    everything, or one module."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "") -> None:
+        self._module = module
         self._home = tempfile.TemporaryDirectory(prefix="warm-python-")
         self.address = Path(self._home.name, "socket")
         self._listener = socket.socket(socket.AF_UNIX)
@@ -171,7 +177,7 @@ class _Template:
         passed = [self._listener.fileno(), self._theirs.fileno()]
         with _errors_of(self.address).open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.swarm.warm_python", *map(str, passed)],
+                [sys.executable, "-m", "tests.swarm.warm_python", *map(str, passed), self._module],
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,
@@ -241,23 +247,23 @@ class _WarmPython:
         return process
 
 
-_template: list[_Template] = []
+_template: dict[str, _Template] = {}
 _shared: list[Path] = []
-_started: list[_WarmPython] = []
+_started: dict[str, _WarmPython] = {}
 _starting = threading.Lock()
 _copies: list[WarmProcess] = []
 
 
-def template() -> Path:
+def template(module: str = "") -> Path:
     """Where the process that is copied is reached: this process owns it."""
-    if not _template:
-        _template.append(_Template())
-        atexit.register(_template[0].end)
-    return _template[0].address
+    if module not in _template:
+        _template[module] = _Template(module)
+        atexit.register(_template[module].end)
+    return _template[module].address
 
 
-def _address() -> Path:
-    return _shared[0] if _shared else template()
+def _address(module: str = "") -> Path:
+    return _shared[0] if _shared and not module else template(module)
 
 
 def share(address: Path) -> None:
@@ -270,11 +276,11 @@ def elsewhere() -> list[WarmProcess]:
     return list(_copies) if _shared else []
 
 
-def _warm() -> _WarmPython:
+def _warm(module: str) -> _WarmPython:
     with _starting:
-        if not _started:
-            _started.append(_WarmPython(_address()))
-        return _started[0]
+        if module not in _started:
+            _started[module] = _WarmPython(_address(module))
+        return _started[module]
 
 
 # --- below here: the process that is copied
@@ -425,12 +431,13 @@ def _run(arguments: list[str]) -> None:
     from types import ModuleType
 
     import numpy as np
-    from transformers.utils import logging
 
     np.random.seed()
     match arguments:
         case ["-m", name, *rest]:
             if name == "petalnode":
+                from transformers.utils import logging
+
                 logging.set_verbosity_error()  # as `petalnode` has it before it imports transformers
             sys.path[0] = os.getcwd()
             sys.argv = [name, *rest]
@@ -469,12 +476,17 @@ def _run_to_end(arguments: list[str]) -> None:
 
 def _main() -> None:
     import gc
+    from importlib import import_module
 
-    _import_everything()
+    *descriptors, module = sys.argv[1:]
+    if module:
+        import_module(module)
+    else:
+        _import_everything()
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1, f"no copy has these threads: {threading.enumerate()}"
-    arguments = _Copies(*(socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:])).requested()
+    arguments = _Copies(*(socket.socket(fileno=int(descriptor)) for descriptor in descriptors)).requested()
     if arguments is not None:
         _run_to_end(arguments)
 
