@@ -32,14 +32,13 @@ from multiaddr import Multiaddr
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_announcement, open_signed
 from ...protocols.ids import directory_key
-from .addresses import without_peer
+from .addresses import dialable, without_peer
 from .host import Host
 from .provider_lookup import (
     CLOSEST,
     Answer,
     Contact,
     Lookup,
-    Traffic,
     add,
     ask,
     claimed_origins,
@@ -47,6 +46,7 @@ from .provider_lookup import (
     nearest_around,
 )
 from .provider_store import FairProviderStore
+from .transport.bandwidth import ByteCount
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ _REPLICAS: Final = 8
 _INBOUND_STREAMS: Final = 128
 _STREAM_LIMIT: Final = 30.0  # seconds that a peer may keep one of them
 _TIDY_INTERVAL: Final = 60.0
+_ADDRESS_LIFETIME: Final = 9000  # seconds that the table knows where a peer is
 _MAX_ADDRS: Final = 8  # of this node in a provider record
 _LOOKED_AT: Final = 64  # peers of the table, to name some of them
 _START: Final = 20  # peers that a look-up begins with: of the table, and of the connected ones
@@ -153,7 +154,7 @@ class Dht:
         self._host = host
         self._serves = serve
         self._opened: set[str] = set()
-        self.traffic = Traffic()  # of look-ups of provider records, and of records left at others
+        self.traffic = ByteCount()  # messages of look-ups of provider records, and of records left at others
         self._validator = _AnnouncementValidator()
         self.kad = KadDHT(
             host.libp2p,
@@ -189,8 +190,10 @@ class Dht:
             await stream.reset()
 
     async def add_peer(self, peer_id: str, addrs: Sequence[str]) -> None:
-        """Makes a peer that serves the table known to it."""
-        info = PeerInfo(ID.from_string(peer_id), [Multiaddr(addr) for addr in addrs])
+        """Makes a peer that serves the table known to it, and to those who ask, at these addresses."""
+        info = PeerInfo(ID.from_string(peer_id), [addr for addr in map(dialable, addrs) if addr is not None])
+        if info.addrs:
+            self._host.libp2p.get_peerstore().add_addrs(info.peer_id, info.addrs, _ADDRESS_LIFETIME)
         with trio.move_on_after(1.0):
             await self.kad.routing_table.add_peer(info, skip_server_mode_check=True)
 
@@ -238,7 +241,8 @@ class Dht:
 
         async def leave(contact: Contact) -> None:
             nonlocal taken
-            taken += await add(self._host, contact, key, addrs, self.traffic)
+            took = await add(self._host, contact, key, addrs, self.traffic)
+            taken += took
 
         with trio.move_on_after(timeout):
             if self._serves:
@@ -264,7 +268,10 @@ class Dht:
             if not before and self._host.is_connected(contact.peer_id):
                 self._opened.add(contact.peer_id)
             if answer is not None:
-                await self.add_peer(contact.peer_id, contact.addrs)
+                paths = self._host.paths(contact.peer_id)
+                await self.add_peer(
+                    contact.peer_id, [path.remote_addr for path in paths if path.remote_addr and not path.inbound]
+                )
             return answer
 
         await look_up(lookup, question, timeout=timeout)

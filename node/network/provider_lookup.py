@@ -28,6 +28,7 @@ from ...protocols.delimited import DelimitedStream
 from ...protocols.framing import PeerError
 from .addresses import MAX_TEXT, dialable, host_of, is_public
 from .host import Host
+from .transport.bandwidth import ByteCount
 from .transport.limits import origin_of_ip
 
 log = logging.getLogger(__name__)
@@ -256,18 +257,6 @@ def nearest_around(key: bytes, peers: Iterable[tuple[str, Iterable[str]]], count
 # --- asking
 
 
-@dataclass
-class Traffic:
-    """Bytes of messages that were sent and received, without what carries them."""
-
-    sent: int = 0
-    received: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.sent + self.received
-
-
 def answer_of(message: Message) -> Answer:
     """What a stranger's message says, as far as it can be of use."""
     return Answer(_contacts(message.providerPeers, 4 * _MAX_PROVIDERS), _contacts(message.closerPeers, 4 * _MAX_CLOSER))
@@ -294,8 +283,11 @@ def _address(data: bytes) -> str | None:
     return None if addr is None else str(addr)
 
 
-async def ask(host: Host, contact: Contact, key: bytes, traffic: Traffic) -> Answer | None:
-    """What a peer says of a key; None if it does not answer within some seconds, or speaks no Kademlia."""
+async def ask(host: Host, contact: Contact, key: bytes, traffic: ByteCount) -> Answer | None:
+    """What a peer says of a key; None if it does not answer within some seconds, or speaks no Kademlia.
+
+    Counts the bytes of the messages, without what carries them.
+    """
     question = Message(type=Message.GET_PROVIDERS, key=key)
     host.learn(contact.peer_id, contact.addrs)
     with trio.move_on_after(_ASK_DEADLINE):
@@ -319,7 +311,7 @@ async def ask(host: Host, contact: Contact, key: bytes, traffic: Traffic) -> Ans
     return None
 
 
-async def add(host: Host, contact: Contact, key: bytes, addrs: Sequence[str], traffic: Traffic) -> bool:
+async def add(host: Host, contact: Contact, key: bytes, addrs: Sequence[str], traffic: ByteCount) -> bool:
     """Leaves a record at a peer: this node provides the key, and is at `addrs`. Whether the peer took the message;
     nobody says whether it keeps the record."""
     provider = Message.Peer(
@@ -337,9 +329,8 @@ async def add(host: Host, contact: Contact, key: bytes, addrs: Sequence[str], tr
             await DelimitedStream(raw, contact.peer_id).send(record, timeout=_ASK_DEADLINE)
             await raw.close_write()
             with trio.move_on_after(_CONFIRMED):
-                while await raw.read(1024):
-                    pass
-            return True
+                await raw.read(1024)  # an echo, as py-libp2p has it, or the end of the stream
+                return True
         except (PeerError, OSError) as error:
             log.debug("%s did not take a provider record: %s", contact.peer_id, error)
         finally:

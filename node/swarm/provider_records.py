@@ -63,11 +63,11 @@ _AGAIN: Final = 20.0  # seconds between two searches for the same, and
 _AGAIN_QUIETLY: Final = 300.0  # in the background
 _MAX_ANSWER: Final = MAX_BYTES + 1024  # bytes: one announcement
 
-LEAST_PAUSE: Final = 600.0
+LEAST_PAUSE: Final = 1200.0
 """Seconds between two rounds of a server's records, once it has been there for a while; and at most"""
 LONGEST_PAUSE: Final = 3000.0  # js-libp2p keeps a provider's addresses for an hour
 _FIRST_PAUSE: Final = 60.0  # after the first round, when others have hardly heard of the node; then four times as long
-_RATE: Final = 32.0  # bytes a second of messages, both ways, up to the longest pause
+_RATE: Final = 16.0  # bytes a second of messages, both ways, up to the longest pause
 _NOTICE: Final = 1 / 9  # of an announcement's lifetime, after which other blocks are noticed
 _PROVIDE: Final = 15.0  # seconds for one key
 
@@ -315,10 +315,14 @@ class ProviderRecords:
             late = [key for key in keys if trio.current_time() >= due.get(key, -math.inf)]
             if not late:
                 continue
-            before, taken = self._dht.traffic.total, 0
-            for key in late:
-                taken += await self._dht.provide_key(key, timeout=_PROVIDE)
+            before = self._messages()
+            taken = {key: await self._dht.provide_key(key, timeout=_PROVIDE) for key in late}
             await self._dht.close_opened(keep=self._directory.view.records)
             rounds += 1
-            pause = pause_after(rounds, self._dht.traffic.total - before, taken) * random.uniform(0.9, 1.0)
-            due = {key: due.get(key, 0.0) for key in keys} | dict.fromkeys(late, trio.current_time() + pause)
+            cost, now = self._messages() - before, trio.current_time()
+            pauses = {key: pause_after(rounds, cost, count) * random.uniform(0.9, 1.0) for key, count in taken.items()}
+            due = {key: now + pauses[key] if key in pauses else due[key] for key in keys}
+
+    def _messages(self) -> int:
+        """Bytes of all look-ups and records so far, both ways."""
+        return self._dht.traffic.sent + self._dht.traffic.received

@@ -75,7 +75,6 @@ def test_a_stranger_finds_servers_that_have_met_nobody_but_a_foreign_node(start,
                     return named == [{one.peer_id}, {other.peer_id}]
 
                 await eventually(listed, "both servers have left their records")
-                assert not known(looking) & wanted
             theirs.kill()
             async with open_swarm(config(ours.addrs[0])) as stranger:
                 await stranger.refresh(model_version=VERSION, sample=True, timeout=30)
