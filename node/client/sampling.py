@@ -22,6 +22,8 @@ from ..errors import BadInput
 
 MAX_BIASES: Final = 1024
 """Tokens that may have a bias of their own."""
+_LIKELIEST: Final = 512
+"""Tokens that are sorted before all of a large vocabulary are."""
 
 
 class Constraint(Protocol):
@@ -87,6 +89,24 @@ class Sampling:
         return any(penalties) or bool(self.logit_bias)
 
 
+class TopP(TopPLogitsWarper):  # type: ignore[misc]  # transformers is untyped here
+    """transformers' own, which sorts the whole vocabulary at each token; here the likeliest tokens alone, where these
+    make up `top_p`.
+    """
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [1, vocabulary], -inf where a token is not among those that make up `top_p`."""
+        if scores.shape[-1] > 2 * _LIKELIEST:
+            likeliest, places = scores.topk(_LIKELIEST)
+            shares = (likeliest - scores.logsumexp(-1, keepdim=True)).exp()
+            before = shares.cumsum(-1) - shares
+            if bool((before[:, -1] >= self.top_p).all()):
+                kept = likeliest.masked_fill(before >= self.top_p, self.filter_value)
+                return torch.full_like(scores, self.filter_value).scatter_(1, places, kept)
+        rest: torch.Tensor = super().__call__(input_ids, scores)
+        return rest
+
+
 class Sampler:
     """Chooses the tokens of one answer from logits, with transformers' own processors.
 
@@ -104,7 +124,7 @@ class Sampler:
             if sampling.top_k:
                 self._warpers.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1:
-                self._warpers.append(TopPLogitsWarper(sampling.top_p))
+                self._warpers.append(TopP(sampling.top_p))
             if sampling.min_p:
                 self._warpers.append(MinPLogitsWarper(sampling.min_p))
         self._repetition = (

@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.generation.logits_process import TopPLogitsWarper
 
 from petalnode.node.client.generation import Sampler, Sampling
+from petalnode.node.client.sampling import TopP
 from petalnode.node.errors import BadInput
 
 VOCABULARY = 40
@@ -35,6 +37,17 @@ def test_top_p_takes_from_the_likeliest_only(seed: int, top_p: float) -> None:
     allowed = set(order[: int((probabilities.cumsum(-1) < top_p).sum()) + 1].tolist())
     sampler = Sampler(Sampling(temperature=1.0, top_p=top_p, seed=seed % 1000))
     assert {sampler.next([3], logits(seed)) for _ in range(20)} <= allowed
+
+
+@pytest.mark.parametrize("spread", [4.0, 1.0, 0.01], ids=["peaked", "usual", "flat"])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_top_p_of_a_large_vocabulary_is_that_of_transformers(spread: float, top_p: float) -> None:
+    """In double precision, in which it makes no difference from which end the shares are added up."""
+    scores = spread * torch.randn(1, 5000, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    scores[0, ::3] = float("-inf")  # as a grammar or top-k leaves them
+    given = TopP(top_p)(torch.tensor([[1]]), scores)
+    assert torch.equal(given, TopPLogitsWarper(top_p)(torch.tensor([[1]]), scores))
+    assert torch.isfinite(given).any()
 
 
 def test_a_low_temperature_is_almost_greedy_and_a_high_one_is_not() -> None:
