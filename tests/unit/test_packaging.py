@@ -432,3 +432,12 @@ def test_the_dockerfile_copies_what_exists_and_its_commands_are_shell() -> None:
     assert copied and all((ROOT / path).exists() for path in copied)
     assert not any("build-essential" in run for run in runs)
     assert "\ntorch==" in (PACKAGING / "constraints.txt").read_text()  # which a step looks for
+
+
+def test_every_file_of_the_pages_is_package_data() -> None:
+    """Which setuptools puts into the wheel and into the source distribution."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    room = ROOT / "node" / "web"
+    matched = {path for pattern in data["package-data"]["petalnode.node.web"] for path in room.glob(pattern)}
+    assert matched == set((room / "static").iterdir())
+    assert "petalnode.node.web" in data["packages"]

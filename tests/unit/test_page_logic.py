@@ -1,4 +1,4 @@
-"""The JavaScript of the pages that needs no browser: Markdown, conversations, the way of an answer, drawings."""
+"""The JavaScript of the pages that needs no browser: Markdown, conversations, the route of an answer, drawings."""
 
 from __future__ import annotations
 

@@ -83,15 +83,15 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
             output.say(f"starting {servers} servers of {folder.name} on this machine ...")
 
-            async def start(span: Span) -> None:
+            async def start(number: int, span: Span) -> None:
                 key = Path(scratch) / f"{span.start}.key"
-                peer_id = await nursery.start(_server, span, swarm.addrs[0], key, servers)
+                peer_id = await nursery.start(_server, number, span, swarm.addrs[0], key, servers)
                 output.say(f"  blocks {span}: server …{peer_id[-8:]}")
 
             with trio.move_on_after(READY_TIMEOUT) as scope:
                 async with trio.open_nursery() as starting:
-                    for span in even_spans(folder.num_blocks, servers):
-                        starting.start_soon(start, span)
+                    for number, span in enumerate(even_spans(folder.num_blocks, servers), 1):
+                        starting.start_soon(start, number, span)
             if scope.cancelled_caught:
                 raise MachineError(f"the servers were not ready within {READY_TIMEOUT:.0f} s")
             if page is not None and served is not None:
@@ -167,6 +167,7 @@ def even_spans(num_blocks: int, count: int) -> list[Span]:
 
 
 async def _server(
+    number: int,
     span: Span,
     peer: str,
     identity: Path,
@@ -180,7 +181,16 @@ async def _server(
     """
     command = [
         *(sys.executable, "-m", "petalnode", "serve", DEFAULT_MODEL, "--blocks", str(span), "--peer", peer),
-        *("--listen", "/ip4/127.0.0.1/tcp/0", "--identity", str(identity), "--until-eof", "--json"),
+        *(
+            "--name",
+            f"demo {number}",
+            "--listen",
+            "/ip4/127.0.0.1/tcp/0",
+            "--identity",
+            str(identity),
+            "--until-eof",
+            "--json",
+        ),
         *("--drain-timeout", "0"),  # nobody is left to move
         *("--no-mdns", "--no-remember", "--relay", "off"),
     ]

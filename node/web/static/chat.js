@@ -3,8 +3,8 @@
 import { add, branches, messagesTo, path, turn } from "./conversations.js";
 import { copied, drawn, h, iconButton, keyed, patched } from "./dom.js";
 import { parse } from "./markdown.js";
-import { paintWay } from "./hops.js";
-import { followed, NO_WAY, spoken } from "./way.js";
+import { paintRoute } from "./hops.js";
+import { followed, NO_ROUTE, spoken } from "./route.js";
 
 const NEAR = 80; // pixels from the end at which the view follows the answer
 const SAVE_MILLISECONDS = 1000;
@@ -86,7 +86,7 @@ class Chat extends HTMLElement {
     const { page } = this;
     const node = add(conversation, asked, "assistant", "", Date.now());
     node.state = "answering";
-    node.way = NO_WAY;
+    node.route = NO_ROUTE;
     node.model = page.settings.model;
     const controller = new AbortController();
     this.#answers.set(node.id, { controller, conversation });
@@ -99,10 +99,10 @@ class Chat extends HTMLElement {
     const onChunk = (chunk) => {
       if (controller.signal.aborted) return;
       node.content += chunk.choices[0]?.delta?.content ?? "";
-      const before = node.way;
-      node.way = followed(before, chunk);
+      const before = node.route;
+      node.route = followed(before, chunk);
       if (chunk.choices[0]?.finish_reason) node.reason = chunk.choices[0].finish_reason;
-      this.#say(before === node.way ? null : spoken(before, node.way, page.name));
+      this.#say(before === node.route ? null : spoken(before, node.route, page.name));
       this.#mark(node);
       if (performance.now() - saved > SAVE_MILLISECONDS) {
         saved = performance.now();
@@ -117,7 +117,7 @@ class Chat extends HTMLElement {
       node.error = error.message;
     }
     node.seconds = (performance.now() - begun) / 1000;
-    if (node.way.waiting) node.way = { ...node.way, waiting: null };
+    if (node.route.waiting) node.route = { ...node.route, waiting: null };
     this.#answers.delete(node.id);
     this.#say({ done: "The answer is complete.", stopped: "Stopped.", failed: node.error }[node.state]);
     if (this.conversation === conversation) this.#paintAll();
@@ -179,18 +179,18 @@ class Chat extends HTMLElement {
       { class: "welcome" },
       h("img", { src: "web/icon.svg", alt: "", width: 64, height: 64 }),
       h("h2", {}, "Ask the swarm"),
-      h("p", {}, "Every word passes through several machines, each of which holds some blocks of the model. Below each answer you see its way. The machines can read along."),
+      h("p", {}, "Every word passes through several machines, each of which holds some blocks of the model. Below each answer you see its route. The machines can read along."),
       h("div", { class: "examples" }, examples),
     );
   }
 
   #card(node) {
     const body = h("div", { class: "body" });
-    const way = h("div", { class: "way" });
+    const route = h("div", { class: "route" });
     const foot = h("div", { class: "foot" });
     const who = node.role === "user" ? "You" : node.model || "Answer";
-    const item = h("li", { class: `message ${node.role}` }, h("h2", { class: "who" }, who), body, way, foot);
-    return { item, body, way, foot, keys: [], drawn: "" };
+    const item = h("li", { class: `message ${node.role}` }, h("h2", { class: "who" }, who), body, route, foot);
+    return { item, body, route, foot, keys: [], drawn: "" };
   }
 
   #paint(node) {
@@ -202,7 +202,7 @@ class Chat extends HTMLElement {
       card.keys = patched(card.body, card.keys, keyed(parse(node.content)));
       card.body.classList.toggle("writing", node.state === "answering");
       card.item.setAttribute("aria-busy", String(node.state === "answering"));
-      paintWay(card.way, node, this.page.name, () => this.#receipts(node));
+      paintRoute(card.route, node, this.page.name, () => this.#receipts(node));
     }
     this.#paintFoot(node, card);
   }
@@ -282,7 +282,7 @@ class Chat extends HTMLElement {
   async #receipts(node) {
     const { client } = this.page;
     try {
-      const receipts = await client.receipts(node.way.receipts.id);
+      const receipts = await client.receipts(node.route.receipts.id);
       const url = URL.createObjectURL(new Blob([JSON.stringify(receipts)], { type: "application/json" }));
       h("a", { href: url, download: "receipts.json" }).click();
       setTimeout(() => URL.revokeObjectURL(url), 10000);

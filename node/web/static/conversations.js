@@ -1,7 +1,7 @@
 // A conversation is a tree of messages: an edited question and an answer made anew are branches. No DOM, no storage.
 //
 // {id, title, created, updated, system, nodes: {ID: node}, top: {chosen}}; a node is {id, parent, role, content, chosen,
-// way, state, created}, its `parent` null for a first message, and `chosen` the child that is shown.
+// route, state, created}, its `parent` null for a first message, and `chosen` the child that is shown.
 
 const TITLE = 48;
 
@@ -16,7 +16,7 @@ export function newConversation(now, system = "") {
 
 /** Adds a message behind `parent` (an id, or null) and shows it; returns it. */
 export function add(conversation, parent, role, content, now) {
-  const node = { id: newId(), parent, role, content, chosen: null, way: null, state: "done", created: now };
+  const node = { id: newId(), parent, role, content, chosen: null, route: null, state: "done", created: now };
   conversation.nodes[node.id] = node;
   holder(conversation, parent).chosen = node.id;
   conversation.updated = now;

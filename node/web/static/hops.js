@@ -1,61 +1,61 @@
-// Draws the way of an answer: you, the servers with their milliseconds, and back; who is lost, and who took over.
+// Draws the route of an answer: you, the servers with their milliseconds, and back; who is lost, and who took over.
 
 import { h } from "./dom.js";
-import { bytes, milliseconds, span } from "./text.js";
-import { stepMilliseconds } from "./way.js";
+import { bytes, milliseconds, reasonFor, span } from "./text.js";
+import { stepMilliseconds } from "./route.js";
 
-/** Draws the way of the message `node` into `place`. `name` tells servers' names, `receipts` fetches the receipts. */
-export function paintWay(place, node, name, receipts) {
-  const { way } = node;
-  if (!way) return;
-  const drawing = JSON.stringify([way, node.state]);
+/** Draws the route of the message `node` into `place`. `name` tells servers' names, `receipts` fetches the receipts. */
+export function paintRoute(place, node, name, receipts) {
+  const { route } = node;
+  if (!route) return;
+  const drawing = JSON.stringify([route, node.state]);
   if (place.drawing === drawing) return;
   place.drawing = drawing;
   const opened = place.querySelector("details")?.open ?? false;
-  place.replaceChildren(chain(way, node, name), ...below(way, node, name, receipts, opened));
+  place.replaceChildren(chain(route, node, name), ...below(route, node, name, receipts, opened));
 }
 
-function chain(way, node, name) {
+function chain(route, node, name) {
   const live = node.state === "answering";
-  if (!way.hops.length && !way.waiting) {
+  if (!route.hops.length && !route.waiting) {
     return h("p", { class: "chain-none" }, live ? "Looking for servers and reading your question …" : "");
   }
-  const most = Math.max(...way.hops.map((hop) => hop.ms), 0.001);
-  const hops = way.hops.map((hop) => {
-    const waiting = way.waiting && way.waiting.peer === hop.peer;
+  const most = Math.max(...route.hops.map((hop) => hop.ms), 0.001);
+  const hops = route.hops.map((hop) => {
+    const waiting = route.waiting && route.waiting.peer === hop.peer;
     const share = h("span", { class: "share", "aria-hidden": "true" });
     share.style.setProperty("--share", `${Math.round((100 * hop.ms) / most)}%`);
-    const fresh = way.changes.some((change) => change.came.some((one) => one.peer === hop.peer));
+    const fresh = route.changes.some((change) => change.came.some((one) => one.peer === hop.peer));
     return h(
       "li",
       { class: `hop${waiting ? " lost" : ""}${fresh ? " fresh" : ""}`, title: hop.peer },
       h("span", { class: "hop-name" }, name(hop.peer)),
       h("span", { class: "hop-blocks" }, `blocks ${span(hop.blocks)}`),
-      h("span", { class: "hop-ms" }, waiting ? (way.waiting.lost ? "lost" : "silent") : milliseconds(hop.ms)),
+      h("span", { class: "hop-ms" }, waiting ? (route.waiting.lost ? "lost" : "silent") : hop.ms ? milliseconds(hop.ms) : "…"),
       share,
     );
   });
   return h(
     "ol",
-    { class: `chain${live ? " live" : ""}${way.waiting ? " held" : ""}`, "aria-label": "The way of this answer" },
+    { class: `chain${live ? " live" : ""}${route.waiting ? " held" : ""}`, "aria-label": "The route of this answer" },
     h("li", { class: "end" }, "you"),
     hops,
     h("li", { class: "end" }, "answer"),
   );
 }
 
-function below(way, node, name, receipts, opened) {
+function below(route, node, name, receipts, opened) {
   const parts = [];
-  if (way.waiting) {
-    const { peer, blocks, lost, reason, seconds } = way.waiting;
+  if (route.waiting) {
+    const { peer, blocks, lost, reason, seconds } = route.waiting;
     const what = lost ? "is gone" : "does not answer";
-    const why = reason ? ` (${reason})` : "";
+    const why = reason ? ` (${reasonFor(reason, name)})` : "";
     const wait = seconds ? ` Others for its blocks are looked for, up to ${Math.round(seconds)} s.` : " Others for its blocks are looked for.";
     parts.push(h("p", { class: "held-by" }, `Server ${name(peer)}, blocks ${span(blocks)}, ${what}${why}.${wait}`));
   }
-  for (const change of way.changes) parts.push(h("p", { class: "change" }, changeText(change, name)));
-  if (!way.hops.length) return parts;
-  const rows = way.hops.map((hop) =>
+  for (const change of route.changes) parts.push(h("p", { class: "change" }, changeText(change, name)));
+  if (!route.hops.length) return parts;
+  const rows = route.hops.map((hop) =>
     h(
       "tr",
       {},
@@ -73,22 +73,23 @@ function below(way, node, name, receipts, opened) {
     h("tbody", {}, rows),
   );
   const scroll = h("div", { class: "wide", role: "group", tabindex: "0", "aria-label": "Servers of this answer" }, table);
-  const details = h("details", { open: opened }, h("summary", {}, summary(way, node)), scroll);
-  if (way.receipts) details.append(proof(way.receipts, receipts));
+  const details = h("details", { open: opened }, h("summary", {}, summary(route, node)), scroll);
+  if (route.receipts) details.append(proof(route.receipts, receipts));
   return [...parts, details];
 }
 
-function summary(way, node) {
-  const parts = [`${way.hops.length} server${way.hops.length === 1 ? "" : "s"}`, `${milliseconds(stepMilliseconds(way))} a step`];
-  if (way.tokens && node.seconds) parts.push(`${(way.tokens / node.seconds).toFixed(1)} tokens/s`);
-  if (way.recoveries) parts.push(`${way.recoveries} recover${way.recoveries === 1 ? "y" : "ies"}`);
+function summary(route, node) {
+  const parts = [`${route.hops.length} server${route.hops.length === 1 ? "" : "s"}`, `${milliseconds(stepMilliseconds(route))} a step`];
+  if (route.tokens && node.seconds) parts.push(`${(route.tokens / node.seconds).toFixed(1)} tokens/s`);
+  if (route.recoveries) parts.push(`${route.recoveries} recover${route.recoveries === 1 ? "y" : "ies"}`);
   return parts.join(" · ");
 }
 
 function changeText({ at, lost, came }, name) {
+  const when = at ? `after ${at} tokens` : "before the first word";
   const names = (hops) => hops.map((hop) => `${name(hop.peer)} (${span(hop.blocks)})`).join(", ");
-  if (lost.length && came.length) return `Recovered after ${at} tokens: ${names(came)} took over from ${names(lost)}.`;
-  return `Recovered after ${at} tokens${lost.length ? `: ${names(lost)} is back` : ""}.`;
+  if (lost.length && came.length) return `Recovered ${when}: ${names(came)} took over from ${names(lost)}.`;
+  return `Recovered ${when}${lost.length ? `: ${names(lost)} is back` : ""}.`;
 }
 
 function proof({ count, digest }, receipts) {

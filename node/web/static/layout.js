@@ -1,15 +1,15 @@
 // Where things of the swarm page are drawn. No DOM.
 
-const WIDTH = 760;
-const LEFT = 96;
+const WIDE = 760;
 const ROW = 32;
 const MAX_NODES = 24;
 const MAX_LABELS = 21;
 
-/** Blocks from left to right, a row for each server, the coverage above. */
-export function lanes(blocks, coverage, servers) {
-  const cell = (WIDTH - LEFT) / Math.max(1, blocks);
-  const x = (block) => LEFT + block * cell;
+/** Blocks from left to right, a row for each server, the coverage above; in a picture of so many pixels. */
+export function lanes(blocks, coverage, servers, width = WIDE) {
+  const left = width < 500 ? 74 : 110;
+  const cell = (width - left) / Math.max(1, blocks);
+  const x = (block) => left + block * cell;
   const top = 30;
   const placed = (span) => ({ x: x(span[0]), size: Math.max(3, (span[1] - span[0]) * cell - 1) });
   const bars = servers.map((server, index) => {
@@ -18,28 +18,28 @@ export function lanes(blocks, coverage, servers) {
     return { server, ...placed(server.blocks), y: top + index * ROW, next: goes ? placed(next) : null };
   });
   const cover = coverage.map((number, block) => ({ block, number, x: x(block) }));
-  return { width: WIDTH, height: top + servers.length * ROW + 20, left: LEFT, cell, row: ROW, coverTop: 0, bars, cover };
+  return { width, height: top + servers.length * ROW + 20, left, cell, row: ROW, coverTop: 0, bars, cover };
 }
 
-/** Block numbers that are written at the axis: round steps, and the end. */
-export function ticks(blocks) {
+/** Block numbers that are written at the axis: round steps, about `most` of them, and the end. */
+export function ticks(blocks, most = 8) {
   const steps = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
-  const step = steps.find((one) => blocks / one <= 8) ?? 2000;
+  const step = steps.find((one) => blocks / one <= most) ?? 2000;
   const found = [];
   for (let tick = 0; tick < blocks - step / 2; tick += step) found.push(tick);
   return [...found, blocks];
 }
 
 /** Nodes on an ellipse, you first (at the left), and the least round trip between each two as a line. */
-export function graph({ self, servers, round_trips: trips }) {
-  const width = WIDTH;
+export function graph({ self, servers, round_trips: trips }, width = WIDE) {
+  const margin = width < 500 ? 56 : 110;
   const known = new Set(servers.map((server) => server.peer_id));
   const used = new Set(trips.flatMap(({ from, to }) => [from, to]));
   const peers = [self, ...servers.map((server) => server.peer_id).filter((peer) => used.has(peer))].slice(0, MAX_NODES);
   const height = peers.length > 2 ? 340 : 130;
   const nodes = peers.map((peer, index) => {
     const angle = Math.PI + (2 * Math.PI * index) / peers.length;
-    return { peer, x: Math.round(width / 2 + (width / 2 - 110) * Math.cos(angle)), y: Math.round(height / 2 + (height / 2 - 44) * Math.sin(angle)) };
+    return { peer, x: Math.round(width / 2 + (width / 2 - margin) * Math.cos(angle)), y: Math.round(height / 2 + (height / 2 - 44) * Math.sin(angle)) };
   });
   const at = new Map(nodes.map((node) => [node.peer, node]));
   const least = new Map();

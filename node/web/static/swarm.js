@@ -9,6 +9,7 @@ class Swarm extends HTMLElement {
     this.failure = h("p", { class: "notice", hidden: true });
     this.body = h("div", {}, h("p", { class: "note" }, "Asking the swarm …"));
     this.live = h("div", { class: "unseen", role: "status", "aria-live": "polite" });
+    new ResizeObserver(() => this.#draw()).observe(this);
     this.append(h("div", { class: "scroll swarm-scroll", tabindex: "-1" }, this.failure, this.body, this.live));
   }
 
@@ -19,8 +20,15 @@ class Swarm extends HTMLElement {
 
   show(swarm) {
     this.failure.hidden = true;
-    const drawing = JSON.stringify({ ...swarm, time: 0 });
-    if (this.hidden || drawing === this.drawing) return;
+    this.known = swarm;
+    this.#draw();
+  }
+
+  #draw() {
+    const swarm = this.known;
+    const width = Math.min(1000, this.body.clientWidth - (this.body.clientWidth < 700 ? 30 : 42));
+    const drawing = JSON.stringify({ ...swarm, time: 0, width });
+    if (!swarm || this.hidden || drawing === this.drawing) return;
     this.drawing = drawing;
     const said = headline(swarm);
     if (said !== this.said) this.live.textContent = said;
@@ -29,9 +37,9 @@ class Swarm extends HTMLElement {
     this.body.replaceChildren(
       h("section", { class: "facts" }, facts(swarm)),
       swarm.help ? help(swarm.help) : "",
-      h("section", {}, h("h2", {}, "Blocks"), picture(swarm), legend()),
+      h("section", {}, h("h2", {}, "Blocks"), picture(swarm, width), legend()),
       h("section", {}, h("h2", {}, "Servers"), table(swarm.servers)),
-      h("section", {}, h("h2", {}, "Round trips"), trips(swarm)),
+      h("section", {}, h("h2", {}, "Round trips"), trips(swarm, width)),
     );
     // What had the focus before the drawing was made anew has it again.
     if (focused) [...this.body.querySelectorAll("[aria-label]")].find((one) => one.getAttribute("aria-label") === focused)?.focus();
@@ -69,9 +77,9 @@ function help({ text, command }) {
   return h("section", { class: "help" }, h("h2", {}, "What would help"), h("p", {}, text), h("div", { class: "command" }, code, copy));
 }
 
-function picture({ num_blocks: blocks, coverage, servers }) {
-  const drawing = lanes(blocks, coverage, servers);
-  const { width, height, left, cell, row } = drawing;
+function picture({ num_blocks: blocks, coverage, servers }, width) {
+  const drawing = lanes(blocks, coverage, servers, width);
+  const { height, left, cell, row } = drawing;
   const parts = [svg("text", { x: 0, y: drawing.coverTop + 15, class: "axis" }, "covered")];
   for (const { block, number, x } of drawing.cover) {
     const level = number === 0 ? "none" : number === 1 ? "one" : "more";
@@ -80,7 +88,7 @@ function picture({ num_blocks: blocks, coverage, servers }) {
     parts.push(square);
     if (number === 0 && cell > 9) parts.push(svg("text", { x: x + (cell - 1) / 2, y: drawing.coverTop + 15, class: "in-cover" }, "!"));
   }
-  for (const tick of ticks(blocks)) {
+  for (const tick of ticks(blocks, width < 500 ? 5 : 10)) {
     parts.push(svg("text", { x: left + tick * cell, y: height - 4, class: tick === blocks ? "axis end" : "axis" }, String(tick)));
     parts.push(svg("line", { x1: left + tick * cell, x2: left + tick * cell, y1: drawing.coverTop + 26, y2: height - 18, class: "grid" }));
   }
@@ -90,31 +98,38 @@ function picture({ num_blocks: blocks, coverage, servers }) {
     bar.append(svg("title", {}, `${label(server)}: blocks ${span(server.blocks)}, ${stateText(server)}`));
     const text = `${span(server.blocks)} · ${server.throughput.toFixed(0)}/s`;
     parts.push(
-      svg("text", { x: 0, y: y + 16, class: "axis who" }, label(server).slice(0, 12)),
+      svg("text", { x: 0, y: y + 16, class: "axis who" }, label(server).slice(0, left > 80 ? 14 : 9)),
       bar,
       size > text.length * 7 + 8 ? svg("text", { x: x + 8, y: y + 15, class: "in-bar" }, text) : "",
     );
   }
   const text = `Servers over ${blocks} blocks. ${headline({ num_blocks: blocks, missing_blocks: missingOf(coverage), servers })} The table below says the same.`;
-  const image = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": text, class: "lanes" }, parts);
-  return h("div", { class: "wide", role: "group", tabindex: "0", "aria-label": "Blocks and servers" }, image);
+  const image = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": text, class: "lanes" }, parts);
+  return image;
 }
 
 function missingOf(coverage) {
   return coverage.flatMap((number, block) => (number ? [] : [[block, block + 1]]));
 }
 
-function legend() {
-  const entries = [
-    ["none", "nobody"],
-    ["one", "one server"],
-    ["more", "more servers"],
+const LEGEND = {
+  "A block has": [
+    ["none", "no server"],
+    ["one", "one"],
+    ["more", "more"],
+  ],
+  "A server is": [
     ["online", "online"],
     ["joining", "loading"],
     ["draining", "leaving"],
     ["banned", "not used here"],
-  ];
-  return h("ul", { class: "legend" }, entries.map(([kind, text]) => h("li", {}, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), text)));
+  ],
+};
+
+function legend() {
+  const entry = ([kind, text]) => h("li", {}, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), text);
+  const line = ([title, entries]) => h("ul", { class: "legend" }, h("li", {}, `${title}:`), entries.map(entry));
+  return Object.entries(LEGEND).map(line);
 }
 
 function stateText(server) {
@@ -153,8 +168,8 @@ function verdict({ verdict: last, banned_until: until }) {
   return until ? `${text} (not used until ${new Date(until * 1000).toLocaleString()})` : text;
 }
 
-function trips(swarm) {
-  const drawing = graph(swarm);
+function trips(swarm, width) {
+  const drawing = graph(swarm, width);
   if (!drawing.edges.length) return h("p", { class: "note" }, "Nobody has measured any yet.");
   const named = new Map(swarm.servers.map((server) => [server.peer_id, label(server)])).set(swarm.self, "you");
   const parts = [];
@@ -173,7 +188,7 @@ function trips(swarm) {
     parts.push(svg("circle", { cx: x, cy: y, r: 9, class: peer === swarm.self ? "node self" : "node" }));
     parts.push(svg("text", { x, y: y + (y > drawing.height / 2 ? 26 : -16), class: "node-name" }, named.get(peer).slice(0, 14)));
   }
-  const image = svg("svg", { viewBox: `0 0 ${drawing.width} ${drawing.height}`, role: "img", "aria-label": "Round trips between you and the servers; the list below says the same", class: "graph" }, parts);
+  const image = svg("svg", { viewBox: `0 0 ${width} ${drawing.height}`, width, height: drawing.height, role: "img", "aria-label": "Round trips between you and the servers; the list below says the same", class: "graph" }, parts);
   const items = swarm.round_trips.map(({ from, to, ms }) => h("li", {}, `${named.get(from) ?? shortPeer(from)} – ${named.get(to) ?? shortPeer(to)}: ${milliseconds(ms)}`));
   return h("div", {}, image, h("details", {}, h("summary", {}, `All ${items.length} as a list`), h("ul", { class: "trips" }, items)));
 }

@@ -26,3 +26,8 @@ export function shortPeer(peer) {
 export function span([start, end]) {
   return `${start}:${end}`;
 }
+
+/** Why a server is missed, without what stands beside it anyway: which one it is. */
+export function reasonFor(text, name) {
+  return text.replace(/^server \S+ \(blocks \S+\) failed: /, "").replace(/12D3Koo\w{40,50}/g, name);
+}

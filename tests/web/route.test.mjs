@@ -3,8 +3,8 @@ import { test } from "node:test";
 
 import { EventReader } from "../../node/web/static/client.js";
 import { graph, lanes, slowness, ticks } from "../../node/web/static/layout.js";
-import { bytes, count, milliseconds, shortPeer, span } from "../../node/web/static/text.js";
-import { followed, NO_WAY, spoken, stepMilliseconds } from "../../node/web/static/way.js";
+import { bytes, count, milliseconds, reasonFor, shortPeer, span } from "../../node/web/static/text.js";
+import { followed, NO_ROUTE, spoken, stepMilliseconds } from "../../node/web/static/route.js";
 
 const hop = (peer_id, blocks, last_step_ms = 2) => ({ peer_id, blocks, last_step_ms, bytes_sent: 1, bytes_received: 2 });
 const progress = (hops, more = {}) => ({
@@ -14,14 +14,14 @@ const progress = (hops, more = {}) => ({
 const name = (peer) => peer.toUpperCase();
 
 test("hops come as the answer does", () => {
-  const way = followed(NO_WAY, progress([hop("a", [0, 3]), hop("b", [3, 6], 5)]));
-  assert.deepEqual(way.hops.map(({ peer, ms }) => [peer, ms]), [["a", 2], ["b", 5]]);
-  assert.equal(stepMilliseconds(way), 7);
-  assert.equal(followed(way, { choices: [{ delta: { content: "x" } }] }), way);
+  const route = followed(NO_ROUTE, progress([hop("a", [0, 3]), hop("b", [3, 6], 5)]));
+  assert.deepEqual(route.hops.map(({ peer, ms }) => [peer, ms]), [["a", 2], ["b", 5]]);
+  assert.equal(stepMilliseconds(route), 7);
+  assert.equal(followed(route, { choices: [{ delta: { content: "x" } }] }), route);
 });
 
 test("a lost server is shown while it is missed, then who took over", () => {
-  const before = followed(NO_WAY, progress([hop("a", [0, 3]), hop("b", [3, 6])]));
+  const before = followed(NO_ROUTE, progress([hop("a", [0, 3]), hop("b", [3, 6])]));
   const waiting = { peer_id: "b", blocks: [3, 6], lost: true, reason: "the stream ended", seconds: 30 };
   const held = followed(before, progress([hop("a", [0, 3]), hop("b", [3, 6])], { waiting }));
   assert.equal(held.waiting.peer, "b");
@@ -38,8 +38,8 @@ test("a lost server is shown while it is missed, then who took over", () => {
 test("a server that comes back itself is a recovery too", () => {
   const hops = [hop("a", [0, 6])];
   const waiting = { peer_id: "a", blocks: [0, 6], lost: false, reason: "", seconds: 30 };
-  const held = followed(followed(NO_WAY, progress(hops)), progress(hops, { waiting }));
-  assert.match(spoken(NO_WAY, held, name), /No answer from server A/);
+  const held = followed(followed(NO_ROUTE, progress(hops)), progress(hops, { waiting }));
+  assert.match(spoken(NO_ROUTE, held, name), /No answer from server A/);
   const after = followed(held, progress(hops, { recoveries: 1 }));
   assert.deepEqual(after.changes, [{ at: 4, lost: [{ peer: "a", blocks: [0, 6] }], came: [] }]);
   assert.equal(spoken(held, after, name), "Recovered.");
@@ -52,8 +52,8 @@ test("the last chunk has the receipts and all tokens", () => {
     usage: { completion_tokens: 12 },
     x_petalnode: { receipts: { count: 3, digest: "ab" }, choices: [{ index: 0, recoveries: 0, hops: [hop("a", [0, 6])] }] },
   };
-  const way = followed(NO_WAY, chunk);
-  assert.deepEqual([way.tokens, way.receipts], [12, { count: 3, digest: "ab", id: "chatcmpl-1" }]);
+  const route = followed(NO_ROUTE, chunk);
+  assert.deepEqual([route.tokens, route.receipts], [12, { count: 3, digest: "ab", id: "chatcmpl-1" }]);
 });
 
 test("events are read whatever the pieces in which they come", () => {
@@ -70,6 +70,7 @@ test("servers lie over their blocks", () => {
   const { bars, cover, width, left, cell } = lanes(10, [1, 1, 1, 1, 1, 0, 0, 0, 0, 0], [server("a", [0, 5]), server("b", [5, 6], [6, 9])]);
   assert.equal(cover.length, 10);
   assert.ok(Math.abs(left + 10 * cell - width) < 1e-6);
+  assert.equal(lanes(10, [], [], 330).width, 330);
   assert.equal(bars[0].x, left);
   assert.ok(bars[1].next.x > bars[1].x && bars[0].next === null && bars[1].y > bars[0].y);
 });
@@ -102,4 +103,6 @@ test("numbers for people", () => {
   assert.deepEqual([950, 131072, 2.5e6].map(count), ["950", "131 k", "2.5 M"]);
   assert.equal(shortPeer("12D3KooWabcdef"), "…abcdef");
   assert.equal(span([0, 10]), "0:10");
+  const peer = `12D3Koo${"W".repeat(45)}`;
+  assert.equal(reasonFor(`server ${peer} (blocks 0:3) failed: the stream to ${peer} is closed`, () => "attic"), "the stream to attic is closed");
 });

@@ -1,21 +1,21 @@
-// The way of an answer through the swarm, as chunks tell of it: the hops, what it waits for, who was replaced. No DOM.
+// The route of an answer through the swarm, as chunks tell of it: the hops, what it waits for, who was replaced. No DOM.
 //
 // {hops: [{peer, blocks, ms, sent, received}], waiting, changes: [{at, lost, came}], recoveries, receipts, tokens}
 
-export const NO_WAY = { hops: [], waiting: null, changes: [], recoveries: 0, receipts: null, tokens: 0 };
+export const NO_ROUTE = { hops: [], waiting: null, changes: [], recoveries: 0, receipts: null, tokens: 0 };
 
-/** The way after a chunk; the same object if the chunk says nothing of it. */
-export function followed(way, chunk) {
+/** The route after a chunk; the same object if the chunk says nothing of it. */
+export function followed(route, chunk) {
   const told = chunk.x_petalnode;
-  if (!told) return way;
-  if (told.progress) return withHops(way, told.progress, told.progress.waiting ?? null, told.progress.tokens);
+  if (!told) return route;
+  if (told.progress) return withHops(route, told.progress, told.progress.waiting ?? null, told.progress.tokens);
   const choice = told.choices?.[0];
-  if (!choice) return way;
-  const tokens = chunk.usage?.completion_tokens ?? way.tokens;
-  return { ...withHops(way, choice, null, tokens), receipts: told.receipts?.count ? { ...told.receipts, id: chunk.id } : null };
+  if (!choice) return route;
+  const tokens = chunk.usage?.completion_tokens ?? route.tokens;
+  return { ...withHops(route, choice, null, tokens), receipts: told.receipts?.count ? { ...told.receipts, id: chunk.id } : null };
 }
 
-function withHops(way, told, waiting, tokens) {
+function withHops(route, told, waiting, tokens) {
   const hops = (told.hops ?? []).map((hop) => ({
     peer: hop.peer_id,
     blocks: hop.blocks,
@@ -23,17 +23,17 @@ function withHops(way, told, waiting, tokens) {
     sent: hop.bytes_sent,
     received: hop.bytes_received,
   }));
-  const recoveries = told.recoveries ?? way.recoveries;
-  const lost = leavers(way.hops, hops);
-  const came = leavers(hops, way.hops);
-  const changed = recoveries > way.recoveries;
+  const recoveries = told.recoveries ?? route.recoveries;
+  const lost = leavers(route.hops, hops);
+  const came = leavers(hops, route.hops);
+  const changed = recoveries > route.recoveries;
   // The server may have come back itself.
-  const change = { at: tokens, lost: lost.length ? lost : way.waiting ? [asHop(way.waiting)] : [], came };
+  const change = { at: tokens, lost: lost.length ? lost : route.waiting ? [asHop(route.waiting)] : [], came };
   return {
-    ...way,
-    hops: hops.length ? hops : way.hops,
+    ...route,
+    hops: hops.length ? hops : route.hops,
     waiting: waiting && { peer: waiting.peer_id, blocks: waiting.blocks, lost: waiting.lost, reason: waiting.reason, seconds: waiting.seconds },
-    changes: changed ? [...way.changes, change] : way.changes,
+    changes: changed ? [...route.changes, change] : route.changes,
     recoveries,
     tokens,
   };
@@ -47,8 +47,8 @@ function leavers(before, after) {
 }
 
 /** Milliseconds in which a step passes all servers. */
-export function stepMilliseconds(way) {
-  return way.hops.reduce((sum, hop) => sum + hop.ms, 0);
+export function stepMilliseconds(route) {
+  return route.hops.reduce((sum, hop) => sum + hop.ms, 0);
 }
 
 /** What a screen reader says of a change, or null if there is nothing to say. */

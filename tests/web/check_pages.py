@@ -1,0 +1,369 @@
+"""The pages in Chromium, over servers in memory that run the default model: `make web-check`, no part of `make test`.
+
+Chromium is Debian's, driven by playwright; axe-core (npm) looks for what keeps people out. Pictures of all views come
+into build/web-check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
+
+from petalnode.node.api.engine.core import Core
+from petalnode.node.api.http.admission import Admission
+from petalnode.node.api.http.keys import ApiKeys, hash_of_key
+from petalnode.node.models import resolve
+from petalnode.node.testing.memory_api import MemoryApi, memory_api
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from petalnode.node.web.pages import page_routes
+from petalnode.node.web.swarm_endpoint import swarm_routes
+from tests.import_graph import ROOT
+
+OUT = ROOT / "build/web-check"
+AXE = OUT / "node_modules/axe-core/axe.min.js"
+SIZES = {"phone": (390, 844), "desk": (1440, 900)}
+SCHEMES = ("light", "dark")
+SPANS = ("0:10", "10:20", "20:30")
+NAMES = ("attic", "office", "cellar")
+PATIENCE = 120_000  # milliseconds
+QUESTION = "What is the capital of France?"
+
+
+@dataclass
+class Site:
+    """A swarm of the default model and the API over it."""
+
+    swarm: MemorySwarm
+    api: MemoryApi
+    folder: Path
+    servers: list[MemoryServer]
+
+    @property
+    def url(self) -> str:
+        return self.api.url
+
+    def start(self, index: int, name: str) -> MemoryServer:
+        server = self.swarm.start(self.folder, SPANS[index], name=name)
+        self.servers.append(server)
+        return server
+
+
+@contextmanager
+def site_of(admission: Admission | None = None) -> Iterator[Site]:
+    folder = OUT / "smollm2"  # the name by which people know it
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in resolve("smollm2", need="all").path.iterdir():
+        (folder / file.name).symlink_to(file)
+
+    def pages(core: Core) -> list[Any]:
+        return [*swarm_routes(core), *page_routes()]
+
+    with memory_swarm() as swarm:
+        started = [swarm.start(folder, span, name=name) for span, name in zip(SPANS, NAMES, strict=True)]
+        for server in started:
+            assert server.ready
+        with memory_api(swarm, folder, admission=admission, pages=pages) as api:
+            yield Site(swarm, api, folder, started)
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with site_of() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    OUT.mkdir(parents=True, exist_ok=True)
+    chromium = shutil.which("chromium")
+    assert chromium, "apt-get install chromium"
+    with sync_playwright() as playwright:
+        root = ["--no-sandbox"] if os.geteuid() == 0 else []
+        running = playwright.chromium.launch(executable_path=chromium, args=root)
+        yield running
+        running.close()
+
+
+Opener = Callable[..., Page]
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Opener]:
+    """Opens a page; nothing that it writes to the console and no error of it goes unseen."""
+    contexts: list[BrowserContext] = []
+    wrong: list[str] = []
+
+    def open_page(url: str, size: str = "desk", scheme: str = "light", *, ready: bool = True) -> Page:
+        width, height = SIZES[size]
+        context: Any = {"viewport": {"width": width, "height": height}, "has_touch": size == "phone"}
+        contexts.append(browser.new_context(color_scheme=scheme, reduced_motion="reduce", **context))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(PATIENCE)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+        page.goto(url)
+        if ready:
+            page.wait_for_selector("pn-page[data-ready]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_label("Your question").fill(text)
+    page.get_by_role("button", name="Send", exact=True).click()
+
+
+def wait_answered(page: Page, count: int = 1) -> None:
+    expect(page.locator(".message.assistant[aria-busy=false] details summary")).to_have_count(count, timeout=PATIENCE)
+
+
+def settle(page: Page, **settings: Any) -> None:
+    """Changes settings of a page before its next load."""
+    page.evaluate("given => localStorage.setItem('petalnode-settings', JSON.stringify(given))", settings)
+    page.reload()
+    page.wait_for_selector("pn-page[data-ready]")
+
+
+def check_axe(page: Page, name: str) -> None:
+    """Everything that axe-core knows, best practices included; and that nothing is wider than the screen."""
+    page.screenshot(path=OUT / f"{name}.png")
+    found = page.evaluate(f"{AXE.read_text('utf-8')}; axe.run(document, {{resultTypes: ['violations']}})")
+    told = [[one["id"], one["impact"], [node["target"] for node in one["nodes"]]] for one in found["violations"]]
+    assert told == [], json.dumps(told, indent=1)
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_view_is_for_everybody(site: Site, opened: Opener, size: str, scheme: str) -> None:
+    page = opened(site.url, size, scheme)
+    name = f"{size}-{scheme}"
+    check_axe(page, f"{name}-welcome")
+    settle(page, temperature=0)
+    ask(page, QUESTION)
+    wait_answered(page)
+    assert "Paris" in page.locator(".message.assistant .body").inner_text()
+    hops = page.locator(".message.assistant .hop")
+    expect(hops).to_have_count(3)
+    for index, (span, server) in enumerate(zip(SPANS, NAMES, strict=True)):
+        assert {server, f"blocks {span}"} <= set(hops.nth(index).inner_text().split("\n"))
+    page.locator(".route summary").click()
+    check_axe(page, f"{name}-answer")
+    if size == "phone":
+        page.get_by_role("button", name="Conversations and settings").click()
+        expect(page.get_by_role("button", name="New chat", exact=True)).to_be_focused()
+        check_axe(page, f"{name}-menu")
+    page.get_by_role("button", name="Settings", exact=True).click()
+    check_axe(page, f"{name}-settings")
+    page.keyboard.press("Escape")
+    page.evaluate("location.hash = '#swarm'")
+    page.wait_for_selector("pn-swarm table")
+    expect(page.locator("pn-swarm .bar")).to_have_count(3)
+    expect(page.locator("pn-swarm .help code")).to_have_text("petalnode serve smollm2")
+    check_axe(page, f"{name}-swarm")
+
+
+def test_an_answer_that_is_stopped_stops_at_the_servers(site: Site, opened: Opener) -> None:
+    page = opened(site.url)
+    settle(page, max_tokens=1500)
+    ask(page, "Count from 1 to 500 in words, one number a line.")
+    expect(page.locator(".message.assistant .body")).not_to_be_empty(timeout=PATIENCE)
+    page.wait_for_selector(".chain.live .hop")
+    page.screenshot(path=OUT / "streaming.png")
+    page.keyboard.press("Escape")
+    expect(page.locator(".foot").get_by_text("Stopped")).to_be_visible()
+    expect(page.locator("[role=status]").first).to_have_text("Stopped.")
+    for _ in range(600):
+        if not site.api.running:
+            break
+        page.wait_for_timeout(100)
+    assert site.api.running == 0
+    text = page.locator(".message.assistant .body").inner_text()
+    page.reload()
+    page.wait_for_selector("pn-page[data-ready]")
+    assert page.locator(".message.assistant .body").inner_text() == text
+
+
+def test_branches_conversations_and_what_stays(site: Site, opened: Opener) -> None:
+    page = opened(site.url)
+    settle(page, max_tokens=12, temperature=0.9)
+    ask(page, "Say hello.")
+    wait_answered(page)
+    first = page.locator(".message.assistant .body").inner_text()
+    page.get_by_role("button", name="Answer again").click()
+    expect(page.locator(".message.assistant .branches")).to_contain_text("2 / 2", timeout=PATIENCE)
+    wait_answered(page)
+    page.locator(".message.assistant").get_by_role("button", name="The version before").click()
+    expect(page.locator(".message.assistant .body")).to_have_text(first)
+    page.get_by_role("button", name="Edit this question").click()
+    page.get_by_label("Edit your question").fill("Say goodbye.")
+    page.get_by_role("button", name="Ask this").click()
+    expect(page.locator(".message.user .branches")).to_contain_text("2 / 2")
+    wait_answered(page)
+    page.screenshot(path=OUT / "branches.png")
+    page.locator(".message.user").get_by_role("button", name="The version before").click()
+    expect(page.locator(".message.user .body")).to_have_text("Say hello.")
+    expect(page.locator(".message.assistant .branches")).to_contain_text("1 / 2")
+    page.get_by_role("button", name="New chat", exact=True).click()
+    expect(page.get_by_label("Your question")).to_be_focused()
+    ask(page, "Another one.")
+    wait_answered(page)
+    page.reload()
+    page.wait_for_selector("pn-page[data-ready]")
+    expect(page.locator(".conversations li")).to_have_count(2)
+    page.get_by_role("button", name="Say hello.", exact=True).click()
+    expect(page.locator(".message.assistant .body")).to_have_text(first)
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete Say hello.").click()
+    expect(page.locator(".conversations li")).to_have_count(1)
+
+
+def test_by_keyboard_alone(site: Site, opened: Opener) -> None:
+    page = opened(site.url)
+    settle(page, max_tokens=12)
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the question")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Your question")).to_be_focused()
+    page.keyboard.type("Say hello.")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("Briefly.")
+    page.keyboard.press("Enter")
+    wait_answered(page)
+    expect(page.locator(".message.user .body")).to_have_text("Say hello.\nBriefly.")
+    expect(page.locator("[role=status]").first).to_have_text("The answer is complete.")
+    page.keyboard.press("Control+Shift+O")
+    expect(page.locator(".welcome")).to_be_visible()
+
+
+def test_a_lost_server_is_shown_and_who_takes_over(opened: Opener) -> None:
+    with site_of() as site:
+        page = opened(site.url)
+        settle(page, temperature=0, max_tokens=400)
+        ask(page, "Tell me about the history of bridges, in two paragraphs.")
+        page.wait_for_selector(".chain.live .hop")
+        site.servers[1].kill()
+        expect(page.locator(".hop.lost")).to_contain_text("office", timeout=PATIENCE)
+        expect(page.locator(".held-by")).to_contain_text("is gone")
+        expect(page.locator("[role=status]").first).to_have_text("Lost server office. Looking for another one.")
+        check_axe(page, "recovery-lost")
+        page.evaluate("location.hash = '#swarm'")
+        page.evaluate("location.hash = '#chat'")
+        site.start(1, "garden")
+        wait_answered(page)
+        expect(page.locator(".change")).to_contain_text("took over from office (10:20)")
+        expect(page.locator(".hop.fresh")).to_have_count(1)
+        page.locator(".change").scroll_into_view_if_needed()
+        check_axe(page, "recovery-done")
+        page.screenshot(path=OUT / "recovery.png")
+
+
+def test_what_is_missing_and_what_would_help(opened: Opener) -> None:
+    with site_of() as site:
+        site.servers[1].terminate()
+        page = opened(f"{site.url}/#swarm")
+        expect(page.locator(".help code")).to_have_text("petalnode serve smollm2 --blocks 10:20", timeout=PATIENCE)
+        expect(page.locator(".cover.none")).to_have_count(10)
+        check_axe(page, "swarm-missing")
+
+
+def test_a_key_is_asked_for_where_the_server_wants_one(opened: Opener, browser: Browser) -> None:
+    with site_of(Admission(ApiKeys({hash_of_key("pn-right"): "alice"}))) as site:
+        context = browser.new_context()
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE)
+        page.goto(site.url)
+        expect(page.get_by_role("dialog", name="API key")).to_be_visible()
+        check_axe(page, "key")
+        page.get_by_label("Key", exact=True).fill("pn-wrong")
+        page.get_by_role("button", name="Use this key").click()
+        expect(page.get_by_text("The server does not know this key.")).to_be_visible()
+        page.get_by_label("Key", exact=True).fill("pn-right")
+        page.get_by_role("button", name="Use this key").click()
+        expect(page.get_by_label("Model")).to_have_value("smollm2")
+        assert page.evaluate("[localStorage.getItem('petalnode-key'), sessionStorage.getItem('petalnode-key')]") == [
+            None,
+            "pn-right",
+        ]
+        page.reload()
+        expect(page.get_by_label("Model")).to_have_value("smollm2")
+        context.close()
+
+
+HOSTILE = """<script>window.ran = 1</script> <img src="https://evil.example/a.png" onerror="window.ran = 2">
+
+[click](javascript:window.ran=3) [data](data:text/html,<script>window.ran=4</script>) ![p](https://evil.example/b.png)
+
+```html
+<script>window.ran = 5</script>
+```
+
+| <b>a</b> | <iframe src="https://evil.example"></iframe> |
+|---|---|
+| <svg onload="window.ran = 6"> | [x](//evil.example) |
+"""
+
+
+def test_nothing_that_a_model_writes_runs_or_is_fetched(site: Site, opened: Opener) -> None:
+    page = opened(site.url)
+    others: list[str] = []
+    page.on("request", lambda request: None if request.url.startswith(site.url) else others.append(request.url))
+
+    def answer(route: Route) -> None:
+        chunk = {"id": "a", "choices": [{"index": 0, "delta": {"content": HOSTILE}, "finish_reason": "stop"}]}
+        body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", answer)
+    ask(page, "<img src=x onerror='window.ran = 7'>")
+    expect(page.locator(".message.assistant[aria-busy=false] table")).to_be_visible()
+    page.wait_for_timeout(500)
+    assert page.evaluate("window.ran") is None
+    messages = page.locator(".messages")
+    assert messages.locator("script, img, iframe, svg:not(.drawn), object, embed, style, link").count() == 0
+    links = messages.locator("a").evaluate_all("links => links.map(link => link.href)")
+    assert links and all(link.startswith("https://evil.example/") for link in links)
+    assert others == []
+    page.screenshot(path=OUT / "hostile.png")
+    page.reload()  # and from storage
+    page.wait_for_selector(".message.assistant table")
+    assert page.evaluate("window.ran") is None
+
+
+def test_the_policy_holds_against_a_fault_of_the_page(site: Site, browser: Browser) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(site.url)
+    page.wait_for_selector("pn-page[data-ready]", timeout=PATIENCE)
+    tried = """async () => {
+        const found = {};
+        await new Promise(resolve => setTimeout(resolve, 0));  // what a debugger calls directly may use eval
+        const attempt = async (name, work) => {
+            try { await work(); found[name] = true; } catch { found[name] = false; }
+        };
+        await attempt('innerHTML', () => { document.createElement('div').innerHTML = '<b>x</b>'; });
+        await attempt('eval', () => (0, eval)('1'));
+        await attempt('Function', () => new Function('return 1')());
+        await attempt('elsewhere', () => fetch('https://example.org/', {mode: 'no-cors'}));
+        const script = document.createElement('script');
+        await attempt('inline', () => { script.textContent = 'window.inline = 1'; document.body.append(script); });
+        await attempt('inline', () => { if (!window.inline) throw new Error(); });
+        return found;
+    }"""
+    names = ("innerHTML", "eval", "Function", "elsewhere", "inline")
+    assert page.evaluate(tried) == dict.fromkeys(names, False)
+    context.close()
