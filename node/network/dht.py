@@ -13,7 +13,7 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final
 
 import trio
@@ -31,7 +31,7 @@ from multiaddr import Multiaddr
 
 from ...protocols import wire_pb2 as wire
 from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_announcement, open_signed
-from ...protocols.ids import directory_key
+from ...protocols.ids import DIRECTORY, directory_key
 from .addresses import dialable, without_peer
 from .host import Host
 from .provider_lookup import (
@@ -300,14 +300,19 @@ class Dht:
     def _origin_of(self, peer_id: str) -> str | None:
         return self._host.origin_of(peer_id) if self._host.is_connected(peer_id) else None
 
-    async def close_opened(self, *, keep: Container[str] = ()) -> None:
-        """Closes connections that look-ups have opened, to others than these, and that nobody uses."""
+    async def close_opened(self) -> None:
+        """Closes connections that look-ups have opened, to others than nodes of petalnode, and that nobody uses."""
         opened, self._opened = self._opened, set()
         for peer_id in opened:
-            if peer_id not in keep and not sum(
-                connection.open_streams for connection in self._host.connections(peer_id)
-            ):
+            used = any(connection.open_streams for connection in self._host.connections(peer_id))
+            if not used and not self._is_petalnode(peer_id):
                 await self._host.disconnect(peer_id)
+
+    def _is_petalnode(self, peer_id: str) -> bool:
+        """Whether it may be a directory, or a relay that keeps a place for this node, as long as it is connected."""
+        with contextlib.suppress(PeerStoreError):
+            return DIRECTORY in self._host.libp2p.get_peerstore().get_protocols(ID.from_string(peer_id))
+        return False
 
     async def _put(self, key: str, value: bytes, timeout: float) -> None:
         """As KadDHT's `put_value`, but on fewer nodes: what is put again every 20 s need not be on 20."""

@@ -246,7 +246,7 @@ class ProviderRecords:
                 for _ in range(_KEYS_AT_ONCE):
                     nursery.start_soon(work)
         self._searched[what] = (now, search.answered)
-        await self._dht.close_opened(keep=search.tried)
+        await self._dht.close_opened()
         return search.answered
 
     async def _find_key(self, sought: Sought, search: _Search) -> None:
@@ -317,7 +317,7 @@ class ProviderRecords:
                 continue
             before = self._messages()
             taken = {key: await self._dht.provide_key(key, timeout=_PROVIDE) for key in late}
-            await self._dht.close_opened(keep=self._directory.view.records)
+            await self._dht.close_opened()
             rounds += 1
             cost, now = self._messages() - before, trio.current_time()
             pauses = {key: pause_after(rounds, cost, count) * random.uniform(0.9, 1.0) for key, count in taken.items()}

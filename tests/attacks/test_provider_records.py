@@ -18,8 +18,19 @@ from multiaddr import Multiaddr
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.network import provider_store
-from petalnode.node.network.provider_lookup import CLOSEST, MAX_ASKED, Answer, Contact, Lookup, answer_of, distance
+from petalnode.node.network.provider_lookup import (
+    CLOSEST,
+    MAX_ASKED,
+    Answer,
+    Contact,
+    Lookup,
+    add,
+    answer_of,
+    ask,
+    distance,
+)
 from petalnode.node.network.provider_store import LIFETIME, MAX_OF_KEY, FairProviderStore
+from petalnode.node.network.transport.bandwidth import ByteCount
 from petalnode.node.swarm import provider_records
 from petalnode.node.swarm.provider_records import TRIED, TRIED_IN_ALL, ProviderRecords, blocks_sought
 from petalnode.node.testing.memory_network import DirectoryNode, MemoryNetwork, run_autojumping
@@ -33,6 +44,7 @@ from petalnode.protocols.announcement import (
 )
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import DIRECTORY, Span, blocks_key
+from tests.attacks.test_announced_addresses import Trap, victim
 from tests.unit.test_provider_lookup import KEY, OWN, PEERS, PROVIDER, Table, peer
 
 # --- ids near a key
@@ -117,6 +129,28 @@ def test_an_answer_without_end_is_read_in_part() -> None:
     answer = answer_of(Message(type=Message.GET_PROVIDERS, providerPeers=many * 20, closerPeers=many * 20))
     assert len(answer.providers) <= 128 and len(answer.closer) <= 80
     assert all(len(contact.addrs) <= 8 for contact in (*answer.providers, *answer.closer))
+
+
+@pytest.fixture
+def trap() -> Iterator[Trap]:
+    made = Trap()
+    yield made
+    made.close()
+
+
+def test_no_service_of_this_machine_is_dialed_for_what_an_answer_names(trap: Trap) -> None:
+    """Neither as a peer nearer to the key nor as a provider, nor as the relay of one."""
+    circuit = f"{trap.addr}/p2p/{PEERS[1].peer_id}/p2p-circuit"
+    private = ("/ip4/127.0.0.1/tcp/1", "/ip4/169.254.169.254/tcp/80", "/ip4/0.0.0.0/tcp/1")
+
+    async def main() -> None:
+        async with victim() as host:
+            for one in (Contact(PEERS[2].peer_id, (trap.addr,)), Contact(PEERS[3].peer_id, (circuit, *private))):
+                assert await ask(host, one, KEY, ByteCount()) is None
+                assert not await add(host, one, KEY, ["/ip4/11.0.0.1/tcp/1"], ByteCount())
+            assert not trap.was_dialed
+
+    trio.run(main)
 
 
 # --- records that a node keeps for others
@@ -245,7 +279,7 @@ def searching(
                 lookup.answered(contact.peer_id, Answer(tuple(map(Contact, listed.get(key, ()))), ()))
                 return lookup
 
-            async def close_opened(*, keep: object) -> None:
+            async def close_opened() -> None:
                 pass
 
             dht: Any = SimpleNamespace(look_up=look_up, close_opened=close_opened)

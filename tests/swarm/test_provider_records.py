@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import trio
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import Swarm, open_swarm
 from petalnode.node.testing.node_inspection import table_of
@@ -76,8 +78,15 @@ def test_a_stranger_finds_servers_that_have_met_nobody_but_a_foreign_node(start,
 
                 await eventually(listed, "both servers have left their records")
             theirs.kill()
-            async with open_swarm(config(ours.addrs[0])) as stranger:
-                await stranger.refresh(model_version=VERSION, sample=True, timeout=30)
-                assert known(stranger) == wanted
+
+            async def found() -> bool:
+                # A new one each time: what was looked for a moment ago is not looked for again.
+                with suppress(SwarmError):
+                    async with open_swarm(config(ours.addrs[0], bootstrap_deadline=60)) as stranger:
+                        await stranger.refresh(model_version=VERSION, sample=True, timeout=60)
+                        return known(stranger) == wanted
+                return False
+
+            await eventually(found, "a stranger finds both servers")
 
     trio.run(main)
