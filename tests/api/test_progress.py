@@ -16,6 +16,7 @@ from petalnode.node.api.engine.generation import HopReport, Progress, Waiting
 from petalnode.node.api.engine.progress import EVERY_SECONDS, is_news
 from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from petalnode.node.testing.memory_servers import memory_swarm
+from petalnode.protocols.announcement import Announcement
 from tests.api.conftest import Served
 from tests.api.tokenizer import EOS
 
@@ -47,14 +48,25 @@ def chunks(api: MemoryApi, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def test_a_missed_server_is_told_while_it_is_missed_and_then_who_took_over(api_model: Path) -> None:
     with memory_swarm() as swarm:
+        held: list[Announcement] = []
+
+        def silent(node: Any) -> None:
+            node.announce = held.append
+
         first, second = (swarm.start(api_model, blocks, cache_tokens=100_000) for blocks in ("0:3", "3:6"))
-        assert first.ready and second.ready
+        third: Any = swarm.start(api_model, "3:6", cache_tokens=100_000, prepare=silent)
+        assert first.ready and second.ready and third.ready
+
+        async def announce() -> None:
+            del third.node.announce
+            third.node.announce(held[-1])
+
         with memory_api(swarm, api_model) as api:
             begun = httpx.post(f"{api.url}/v1/completions", json=asked(), timeout=None).json()
             prompt = "abc" + begun["choices"][0]["text"]
             assert api.idle == 1
             second.kill()
-            seen, text, third = [], "", None
+            seen, text = [], ""
             for chunk in chunks(api, asked(prompt=prompt)):
                 text += "".join(choice["text"] for choice in chunk["choices"])
                 progress = chunk.get("x_petalnode", {}).get("progress")
@@ -62,9 +74,8 @@ def test_a_missed_server_is_told_while_it_is_missed_and_then_who_took_over(api_m
                     continue
                 assert chunk["choices"] == []
                 seen.append(progress)
-                if third is None and progress["waiting"] is not None:
-                    third = swarm.start(api_model, "3:6", cache_tokens=100_000)
-            assert third is not None
+                if progress["waiting"] is not None and "announce" in vars(third.node):
+                    swarm.call(announce)  # it was ready all the time, and nobody knew
             waiting = next(one["waiting"] for one in seen if one["waiting"] is not None)
             assert (waiting["peer_id"], waiting["blocks"], waiting["lost"]) == (second.peer_id, [3, 6], True)
             assert waiting["reason"] and waiting["seconds"] > 0
