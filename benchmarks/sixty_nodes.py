@@ -253,6 +253,7 @@ class Sixty:
         answers = talker.between(found.start, found.end)
         found.told |= {"answers": len(answers), "failed": [wrong for wrong in answers if wrong]}
         self.phases.append(found)
+        say(json.dumps(summary(found)))
 
     def wait(self, seconds: float | None = None) -> None:
         time.sleep(self._seconds if seconds is None else seconds)

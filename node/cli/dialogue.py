@@ -6,7 +6,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -66,6 +66,7 @@ class Chatter:
         once: there is one question only, and what goes wrong is raised.
         serve_options: those of `petalnode serve` for another server of the same swarm: model, and peers to join by.
         notice: asked before each prompt whether it may go to the servers that there are.
+        is_closed: whether only servers that the person trusts may take the place of a lost one.
     """
 
     conversation: Conversation
@@ -80,6 +81,7 @@ class Chatter:
     show_route: bool = False
     serve_options: str = ""
     notice: StrangerNotice | None = None
+    is_closed: Callable[[Hop], bool] = lambda _: False
 
     def __post_init__(self) -> None:
         self._reader: LineReader | None = None
@@ -248,9 +250,10 @@ class Chatter:
             self.output.note(f"server …{hop.peer_id[-8:]} (blocks {hop.span}) is silent; others are looked for")
             return
         advice = self._advice(hop)
+        another = "another one that you trust" if self.is_closed(hop) else "another one"
         self._tell_progress(
             f"lost a server: {trouble.reason}\nThe answer waits up to {trouble.waits:.0f} s until it is back, or "
-            f"another one serves blocks {hop.span}. What would help: {advice}",
+            f"{another} serves blocks {hop.span}. What would help: {advice}",
             event="server-lost",
             **_fields(trouble),
             reason=trouble.reason,
@@ -262,9 +265,10 @@ class Chatter:
         """How to have the blocks of a lost server served again."""
         model, *peers = self.serve_options.split(" --peer ")
         others = [peer for peer in peers if lost.peer_id not in peer]
-        if peers and not others:  # who joined by the lost server cannot say by whom to join
-            return f"start this server again, on its machine: petalnode serve {model} --blocks {lost.span}"
         options = " --peer ".join((model, *others[:1]))
+        # Who joined by the lost server cannot say by whom to join; and a trusted server is one by its key.
+        if self.is_closed(lost) or (peers and not others):
+            return f"start this server again, on its machine: petalnode serve {options} --blocks {lost.span}"
         return f"start another server of them: petalnode serve {options} --blocks {lost.span}"
 
     def _tell_progress(self, text: str, **fields: Any) -> None:

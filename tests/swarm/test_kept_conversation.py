@@ -201,7 +201,9 @@ class Interrupted(FakeConversation):
         return []
 
 
-def hear(conversation: FakeConversation, as_json: bool, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+def hear(
+    conversation: FakeConversation, as_json: bool, capsys: pytest.CaptureFixture[str], *, closed: bool = False
+) -> tuple[str, str]:
     talk = Chatter(
         conversation,  # type: ignore[arg-type]
         Letters(),  # type: ignore[arg-type]
@@ -211,6 +213,7 @@ def hear(conversation: FakeConversation, as_json: bool, capsys: pytest.CaptureFi
         [],
         once=True,
         serve_options="tiny --peer /x",
+        is_closed=lambda hop: closed and hop == HOP,
     )
     trio.run(talk.answer, "hi", clock=trio.testing.MockClock(autojump_threshold=0))
     shown = capsys.readouterr()
@@ -236,6 +239,14 @@ def test_a_lost_server_is_named_at_once_with_how_long_and_what_would_help(capsys
     }
     assert back_event["event"] == "server-replaced" and 7 <= back_event["seconds"] < 8
     assert answer["text"] == "ab"
+
+
+def test_nobody_is_told_that_a_strangers_server_would_help_where_only_trusted_ones_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, err = hear(Interrupted(), False, capsys, closed=True)
+    assert "or another one that you trust serves blocks 0:6" in err and "start another server" not in err
+    assert "start this server again, on its machine: petalnode serve tiny --peer /x --blocks 0:6" in err
 
 
 class Silent(FakeConversation):

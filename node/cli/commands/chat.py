@@ -330,6 +330,9 @@ async def chat_in(
                 show_route=options.show_route,
                 serve_options=serves,
                 notice=notice,
+                is_closed=lambda hop: bool(
+                    client.trusted.closed(range(hop.span.start, hop.span.end), folder.num_blocks)
+                ),
             )
             start.done()
             if prompt is not None:
