@@ -74,6 +74,11 @@ class Refusal(Exception):
         return wire.Error(code=self.code, message=self.message[:500])
 
 
+def session_name(nonce: bytes) -> str:
+    """By which the logs of client and server name a session: the first 8 hexadecimal digits of the client's nonce."""
+    return nonce[:4].hex()
+
+
 def without_tensors(peer_id: str) -> Callable[[Any], None]:
     """For `MessageStream.receive` where no tensors are due: whoever sends some loses the stream."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
-import logging
 import os
 import sys
 import threading
@@ -17,6 +16,7 @@ import typer
 import typer.main
 
 from ..errors import ExitCode
+from . import logs
 from .process import exit_code, interrupted, leaves, say_error, start
 
 # typer brings a copy of click of its own in some versions, so its errors are reached through typer.
@@ -123,7 +123,7 @@ def _another() -> None:
 
 def main() -> NoReturn:
     """Runs the command line and exits with the codes of `ExitCode`."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logs.begin()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Which of the options are explained is settled when a command is imported (`join.ALL_IN_HELP`).
     arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]

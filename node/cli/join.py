@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 import os
 import sys
 import typing
@@ -31,6 +30,7 @@ from ..swarm.discovery import peer_store_file
 from ..swarm.swarm import Swarm, open_swarm
 from ..trust.evidence_message import TrustedValidators, parse_trusted
 from ..trust.store import TrustStore, trust_file
+from .logs import set_logs
 from .output import Output
 from .process import say_error
 
@@ -160,6 +160,10 @@ class JoinOptions:
     log_level: Annotated[
         str, typer.Option(metavar="LEVEL", help="Log messages to print: debug, info, warning or error.")
     ] = "warning"
+    log_format: Annotated[
+        str,
+        typer.Option(metavar="FORMAT", help="How they are printed: text, or json, an object a line."),
+    ] = "text"
     json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON object per line to standard output, and text to standard error."),
@@ -352,7 +356,7 @@ def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
     def wrapper(**arguments: Any) -> None:
         for name, group in groups.items():
             arguments[name] = group(**{field: arguments.pop(field) for field in inspect.signature(group).parameters})
-        logging.getLogger("petalnode").setLevel(_level(arguments["join"].log_level))
+        set_logs(arguments["join"].log_level, arguments["join"].log_format)
         command(**arguments)
 
     if rest:
@@ -361,13 +365,6 @@ def joins_swarm(command: Callable[..., None]) -> Callable[..., None]:
     wrapper.__annotations__ = {option.name: option.annotation for option in parameters}
     del wrapper.__wrapped__  # typer would follow it to the signature with the dataclasses
     return wrapper
-
-
-def _level(name: str) -> int:
-    level = logging.getLevelNamesMapping().get(name.upper())
-    if level is None:
-        raise BadInput(f"--log-level {name}: use debug, info, warning or error")
-    return level
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Final
 
 import trio
 
+from ....protocols.inference import session_name
 from ...errors import BadInput, ServerFailed, SwarmError
 from ...swarm.routing import Hop
 from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL, STANDBY_RETRY, Waits
@@ -19,6 +21,8 @@ from .link import ServerLink, Standby, close_links, step_limit
 from .opening import FindRoute, Opening, replay_step
 from .reconnector import PathChanges, SessionReconnector
 from .stream import SessionSpec
+
+log = logging.getLogger(__name__)
 
 STANDBY_LAG: Final = 2
 """Tokens that a standby may be behind when it is called ready: what the switch costs at most."""
@@ -116,6 +120,8 @@ class Chain:
         """
         failed = links[index]
         note_failure(self.router, error)
+        name = session_name(failed.server.nonce)
+        log.info("session %s: others take its place: %s", name, error, extra={"session": name})
         if failed.standby_ready and (switched := await self.switch(links, index)):
             return switched
         if failed.standby is not None:

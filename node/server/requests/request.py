@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ from ..budget import BudgetFull, Lease, MemoryBudget
 from ..compute_thread import ComputeThread
 from ..tallies import ServerTallies
 from .admission import Hosted, check_client, check_terms
+
+log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT: Final = 10.0
 SEND_TIMEOUT: Final = 30.0
@@ -52,7 +55,8 @@ class RequestContext:
     tallies: ServerTallies = field(default_factory=ServerTallies)
 
     def refused(self, refusal: Refusal) -> None:
-        """Counts what a client was refused."""
+        """Counts what a client was refused, and logs it."""
+        log.info("refused: %s", refusal)
         self.tallies.refusals[wire.ErrorCode.Name(refusal.code)] += 1
 
     def admit(self, client: str, terms: SessionTerms | BatchTerms, kind: OpenCount) -> None:

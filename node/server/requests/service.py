@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -14,7 +15,7 @@ from ....crypto.identity import peer_id_from_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import StreamClosed
 from ....protocols.ids import BACKWARD, FORWARD
-from ....protocols.inference import Refusal, SessionTerms, bad_request, terms_of
+from ....protocols.inference import Refusal, SessionTerms, bad_request, session_name, terms_of
 from ....protocols.training import MICRO_BATCH_TOKENS, BatchFrames, batch_terms_of
 from ...blocks.passes import SpanPasses
 from ...errors import unwrapped
@@ -25,6 +26,8 @@ from .batch_requests import BatchMemory, BatchRequests
 from .pushes import PushConnector, PushStream, Upstream
 from .request import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
 from .session import IDLE_TIMEOUT, InferenceStream, ServerSession, not_held
+
+log = logging.getLogger(__name__)
 
 MAX_WAIT: Final = 60.0
 MAX_KEEP: Final = 120.0
@@ -104,6 +107,10 @@ class RequestService:
             self._sessions.add(stream.peer_id, 1)
             try:
                 lease, paid = await self._reserve(stream, frame.open, terms)
+                name = session_name(terms.nonce)
+                log.info(
+                    "session %s: granted to %s, blocks %s", name, stream.peer_id, terms.span, extra={"session": name}
+                )
                 try:
                     self.context.tallies.sessions_opened += 1
                     self._on_change()
@@ -125,6 +132,7 @@ class RequestService:
                     await self._run(session, stream, frame.open)
                 finally:
                     lease.release()
+                    log.info("session %s: over", name, extra={"session": name})
             finally:
                 self._sessions.add(stream.peer_id, -1)
                 self._on_change()
