@@ -16,8 +16,7 @@ import typer
 import typer.main
 
 from ..errors import ExitCode
-from . import logs
-from .process import exit_code, interrupted, leaves, say_error, start
+from .process import begin_logs, exit_code, interrupted, leaves, say_error, start
 
 # typer brings a copy of click of its own in some versions, so its errors are reached through typer.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -123,7 +122,7 @@ def _another() -> None:
 
 def main() -> NoReturn:
     """Runs the command line and exits with the codes of `ExitCode`."""
-    logs.begin()
+    begin_logs()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Which of the options are explained is settled when a command is imported (`join.ALL_IN_HELP`).
     arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]

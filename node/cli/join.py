@@ -30,9 +30,8 @@ from ..swarm.discovery import peer_store_file
 from ..swarm.swarm import Swarm, open_swarm
 from ..trust.evidence_message import TrustedValidators, parse_trusted
 from ..trust.store import TrustStore, trust_file
-from .logs import set_logs
 from .output import Output
-from .process import say_error
+from .process import say_error, set_logs
 
 PEERS_VARIABLE = "PETALNODE_PEERS"
 SWARM_KEY_VARIABLE = "PETALNODE_SWARM_KEY"

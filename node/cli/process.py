@@ -1,4 +1,4 @@
-"""The process of a command: its standard streams, the signals that end it, and errors as one line and an exit code.
+"""The process of a command: its standard streams and log, the signals that end it, errors as a line and an exit code.
 
 Imports the standard library and `errors` only, so that it is in place before anything slow is imported.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import _thread
 import codecs
 import errno
+import json
+import logging
 import os
 import signal
 import sys
@@ -15,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final, cast
+from typing import Any, Final, TextIO, cast
 
 from ..errors import BadInput, ExitCode, MachineError, PetalnodeError
 
@@ -25,6 +27,7 @@ _RED: Final = ("\x1b[31m", "\x1b[0m")
 _BROKEN: Final = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN)
 _QUIET: Final = 0.5
 _AGAIN: Final = 0.05
+LOG_FORMATS: Final = ("text", "json")
 SIGNALLED: Final = 128
 """An exit code above it is that of a signal, as shells have it."""
 
@@ -251,3 +254,76 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
             yield from leaves(inner)
     else:
         yield error
+
+
+# --- the log, on standard error; quiet unless asked for
+
+
+class TextLines(logging.Formatter):
+    """A line for a person. What a peer has said may stand in it, and cannot make lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in line)
+
+
+class JsonLines(logging.Formatter):
+    """A JSON object a line: time (UTC, RFC 3339), level, logger, message; the session that it is about, and the
+    traceback of an error, where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        session = getattr(record, "session", None)
+        if session is not None:
+            fields["session"] = session
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to what is standard error now: a panel at a terminal stands in its place for a while."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """It has no other."""
+
+
+def begin_logs() -> None:
+    """Warnings and errors of all libraries go to standard error from now on."""
+    handler = _StandardError()
+    handler.setFormatter(TextLines())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+def set_logs(level: str, form: str) -> None:
+    """What `--log-level` and `--log-format` say.
+
+    Raises:
+        BadInput: there is no such level or format.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise BadInput(f"--log-level {level}: use debug, info, warning or error")
+    if form not in LOG_FORMATS:
+        raise BadInput(f"--log-format {form}: use {' or '.join(LOG_FORMATS)}")
+    logging.getLogger("petalnode").setLevel(number)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _StandardError):
+            handler.setFormatter(JsonLines() if form == "json" else TextLines())

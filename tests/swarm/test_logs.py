@@ -7,46 +7,49 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from petalnode import AutoDistributedModelForCausalLM
-from petalnode.node.cli import logs
+from petalnode.node.cli import process
 from petalnode.node.errors import BadInput
 from petalnode.node.testing.memory_servers import memory_swarm
 
 
-@pytest.fixture
-def standard_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+@contextmanager
+def standard_error() -> Iterator[io.StringIO]:
     """What comes to standard error of a process whose log has begun; all is as before afterwards."""
     root, ours = logging.getLogger(), logging.getLogger("petalnode")
-    handlers, level, own = root.handlers[:], root.level, ours.level
-    root.handlers[:] = []
+    handlers, level, own, stream = root.handlers[:], root.level, ours.level, sys.stderr
     written = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", written)
-    logs.begin()
-    yield written
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    ours.setLevel(own)
-
-
-def test_lines_for_a_person_and_for_a_program(standard_error: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = logging.getLogger("petalnode.made.up")
-    log.info("nobody asked for that")
-    log.warning("for a person")
-    assert standard_error.getvalue().endswith("WARNING petalnode.made.up: for a person\n")
-    assert "nobody" not in standard_error.getvalue()
-    logs.set_logs("info", "json")
-    other = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", other)  # as a panel at a terminal does
-    log.info("a session %s", "1f2e", extra={"session": "1f2e"})
+    root.handlers[:], sys.stderr = [], written
     try:
-        raise RuntimeError("a\nfault")
-    except RuntimeError:
-        log.exception("it failed")
+        process.begin_logs()
+        yield written
+    finally:
+        root.handlers[:], sys.stderr = handlers, stream
+        root.setLevel(level)
+        ours.setLevel(own)
+
+
+def test_lines_for_a_person_and_for_a_program() -> None:
+    log = logging.getLogger("petalnode.made.up")
+    with standard_error() as written:
+        log.info("nobody asked for that")
+        log.warning("for a person")
+        process.set_logs("info", "json")
+        other = io.StringIO()
+        sys.stderr = other  # as a panel at a terminal does
+        log.info("a session %s", "1f2e", extra={"session": "1f2e"})
+        try:
+            raise RuntimeError("a\nfault")
+        except RuntimeError:
+            log.exception("it failed")
+    assert written.getvalue().endswith("WARNING petalnode.made.up: for a person\n")
+    assert "nobody" not in written.getvalue()
     first, second = map(json.loads, other.getvalue().splitlines())
     assert {name: first[name] for name in ("level", "logger", "message", "session")} == {
         "level": "info",
@@ -58,20 +61,21 @@ def test_lines_for_a_person_and_for_a_program(standard_error: io.StringIO, monke
     assert second["traceback"].endswith("RuntimeError: a\nfault") and "session" not in second
 
 
-@pytest.mark.parametrize("form", logs.FORMATS)
-def test_a_peer_cannot_make_lines_of_its_own(form: str, standard_error: io.StringIO) -> None:
-    logs.set_logs("info", form)
+@pytest.mark.parametrize("form", process.LOG_FORMATS)
+def test_a_peer_cannot_make_lines_of_its_own(form: str) -> None:
     said = "no\n2026-01-31 12:00:00,000 ERROR petalnode: forged\r\x1b[2J\u2028\x9b"
-    logging.getLogger("petalnode.made.up").info("refused: %s", said)
-    (line,) = standard_error.getvalue().splitlines()
+    with standard_error() as written:
+        process.set_logs("info", form)
+        logging.getLogger("petalnode.made.up").info("refused: %s", said)
+    (line,) = written.getvalue().splitlines()
     assert "forged" in line and "\x1b" not in line and "\x9b" not in line
 
 
 def test_what_is_no_level_or_format_is_told() -> None:
     with pytest.raises(BadInput, match="--log-level loud"):
-        logs.set_logs("loud", "text")
+        process.set_logs("loud", "text")
     with pytest.raises(BadInput, match="--log-format xml"):
-        logs.set_logs("info", "xml")
+        process.set_logs("info", "xml")
 
 
 def test_a_session_has_one_name_at_the_client_and_at_its_server(models: Path, caplog: pytest.LogCaptureFixture) -> None:

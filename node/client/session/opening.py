@@ -7,12 +7,14 @@ the first chain that is ready is taken, and the sessions at the others are close
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import trio
 
+from ....protocols.inference import session_name
 from ...errors import NoChainError, PetalnodeError, ServerFailed, unwrapped
 from ...swarm.routing import Hop
 from ..deadlines import LOOK_TIMEOUT, RETRY_INTERVAL, Waits, open_patience
@@ -21,6 +23,8 @@ from .history import Input, InputHistory
 from .link import ServerLink, close_links, step_limit
 from .recovery import AskOthers, Attempt, next_search_action
 from .stream import SessionSpec, SessionStream
+
+logger = logging.getLogger(__name__)  # `log` is that of a session's receipts here
 
 FindRoute = Callable[[Collection[str]], Awaitable[tuple[Hop, ...]]]
 """The best chain for some blocks without the excluded peers. Raises NoChainError."""
@@ -217,6 +221,10 @@ class Opening:
                     upstream=before if before is not None and may_push(before, hop.peer_id) else None,
                     downstream=after if after is not None and may_push(hop.peer_id, after) else None,
                     payment=payment,
+                )
+                name = session_name(server.nonce)
+                logger.info(
+                    "session %s: granted by %s, blocks %s", name, hop.peer_id, hop.span, extra={"session": name}
                 )
                 if payment is not None and server.priority:
                     router.paid(payment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,15 +18,7 @@ from ....protocols import wire_pb2 as wire
 from ....protocols.credits import clearing_to_wire
 from ....protocols.framing import MessageStream, PeerError, TensorError, all_finite, wire_nbytes
 from ....protocols.ids import PROTOCOL_VERSION, Span
-from ....protocols.inference import (
-    LOOK_BACK,
-    MAX_SEQUENCE,
-    STEP_TOKENS,
-    hash_of_step,
-    root_of,
-    session_name,
-    sha256,
-)
+from ....protocols.inference import LOOK_BACK, MAX_SEQUENCE, STEP_TOKENS, hash_of_step, root_of, sha256
 from ...errors import ServerFailed
 from ...swarm.routing import Hop
 from ...swarm.trusted_servers import TrustedServers
@@ -37,8 +28,6 @@ from ..request import OutstandingReplies, PushedOther, ServerClaims, ServerStrea
 
 if TYPE_CHECKING:
     from ..session_adapter import SessionAdapter
-
-log = logging.getLogger(__name__)
 
 InferenceStream = MessageStream[wire.InferenceFrame]
 
@@ -216,8 +205,6 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         message.ClearField("clearing")  # is nobody's business who is shown the receipts
         if self._log is not None:
             self._log.begin(message, self._granted)
-        name = session_name(self.nonce)
-        log.info("session %s: granted by %s, blocks %s", name, self.hop.peer_id, self.hop.span, extra={"session": name})
 
     async def resume(self, epoch: bytes) -> int:
         """Takes up the session that an earlier process left there; returns how many tokens of a row it holds.
