@@ -42,6 +42,7 @@ ALL_IN_HELP: Final = "--help-all" in sys.argv
 _SHOWN: Final = {
     "serve": ("num_blocks", "blocks", "quant", "device", "peer"),
     "chat": ("prompt", "session", "adapter", "show_route", "peer"),
+    "api": ("http_port", "host", "api_key_file", "adapter", "peer"),
     "tune": ("data", "method", "epochs", "out", "peer"),
     "validate": ("once", "interval", "evidence_dir", "gossip", "peer"),
     "status": ("peer", "swarm_key", "json"),
@@ -51,8 +52,6 @@ _SHOWN: Final = {
     "plan": ("machines", "num_blocks", "block_mb", "trusted_blocks", "peer", "json"),
 }
 """The options that most people need, by command; `--help` names the others, and `--help-all` explains them."""
-SEEDS: Final = -(1 << 63), (1 << 64) - 1
-"""What torch takes as the seed of random numbers."""
 _FIRST_PORT, _PORTS = 20000, 20000
 _HOW_TO_JOIN = (
     "Give --peer MULTIADDR (every server prints its own), or try `petalnode demo` for a swarm on this machine"
@@ -421,6 +420,15 @@ async def _opened(config: SwarmConfig, *, fallback: bool) -> AsyncIterator[Swarm
             raise
     async with open_swarm(replace(config, listen=("/ip4/0.0.0.0/tcp/0",))) as swarm:
         yield swarm
+
+
+def check_seed(seed: int | None) -> None:
+    """
+    Raises:
+        BadInput: torch takes no such seed of random numbers.
+    """
+    if seed is not None and not -(1 << 63) <= seed < 1 << 64:
+        raise BadInput(f"--seed {seed}: give a number of at most 64 bits")
 
 
 def check_peer_id(text: str, option: str) -> None:

@@ -250,7 +250,7 @@ MISTAKES = {
     "a validator's device": ("validate {llama} --device tpu", "--device tpu"),
     "blocks and a number": ("serve {llama} --blocks 0:1 --num-blocks 2", "--blocks and --num-blocks both choose"),
     "a name that nodes refuse": ("serve {llama} --name {long}", "--name: other nodes take at most 256 characters"),
-    "points without end": ("serve {llama} --pledge 99999999999999999999", "Invalid value for '--pledge'.*serve --help"),
+    "points without end": ("serve {llama} --pledge 99999999999999999999", "--pledge 9+: other nodes take at most"),
     "an adapter of another model": ("serve {llama} --adapter {other}", "the adapter other is not for this model"),
     "one adapter twice": ("serve {llama} --adapter {fit} --adapter {fit}", "two adapters are called fit"),
     "a layer": (
@@ -259,7 +259,11 @@ MISTAKES = {
     ),
     "layers of prompts": ("tune {llama} --data {texts} --target-modules q_proj", "add --method lora"),
     "no tokenizer": ("tune {gpt2} --data {texts}", "tiny-gpt2 has no tokenizer"),
-    "a chat's seed": ("chat {llama} --prompt hi --seed 99999999999999999999", "Invalid value for '--seed'"),
+    "a number below": ("serve {llama} --pledge -1", "Invalid value for '--pledge'.*`petalnode serve --help` says what"),
+    "a chat's seed": (
+        "chat {llama} --prompt hi --seed 99999999999999999999",
+        "--seed 9+: give a number of at most 64",
+    ),
     "a server of two kinds": ("api {llama} --allow {peer} --deny {peer}", "--allow and --deny both name {peer}"),
     "a file for evidence": ("validate {llama} --evidence-dir {texts}", "--evidence-dir .*texts.jsonl is a file"),
     "a device to check with": ("verify-evidence {texts} {llama} --device tpu", "--device tpu"),

@@ -6,13 +6,18 @@ and is over before the command goes on. So nothing depends on how fast anything 
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
+import os
+import resource
 import signal
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,7 @@ import pytest
 import trio
 import typer
 
+from petalnode.crypto.identity import held_identity
 from petalnode.node.blocks import client_part
 from petalnode.node.cli import app as command_line
 from petalnode.node.cli import node_report, process
@@ -29,6 +35,8 @@ from petalnode.node.cli.dialogue import Chatter
 from petalnode.node.cli.output import Output
 from petalnode.node.client import swarm_model
 from petalnode.node.models import resolve
+from petalnode.node.validator import prober
+from petalnode.node.validator.service import Validator
 from tests.swarm.processes import Node, Nodes, environment
 
 ENDED = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "stopped by SIGTERM")}
@@ -36,6 +44,27 @@ ENDED[signal.SIGHUP] = (129, "stopped by SIGHUP")
 
 ROOM = ("--cache-tokens", "100000", "--drain-timeout", "0")
 """A server keeps the sessions of saved conversations, and nobody moves them when it ends."""
+
+
+NODES = {
+    "bootstrap": "bootstrap --peer {peer} --listen /ip4/127.0.0.1/tcp/0 --remember",
+    "serve": "serve tiny-llama --peer {peer} --listen /ip4/127.0.0.1/tcp/0 --remember --blocks 0:1 --throughput 1 "
+    "--cache-tokens 100 --drain-timeout 0",
+    "validate": "validate tiny-llama --peer {peer} --listen /ip4/127.0.0.1/tcp/0 --remember --interval 1000000",
+    "api": "api tiny-llama --peer {peer} --http-port 0 --remember",
+}
+"""Commands that run until they are stopped."""
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Within it this process can make no file longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @dataclass
@@ -57,7 +86,8 @@ class Person:
         shown = self.capsys.readouterr()
         assert "Traceback" not in shown.err
         errors = [line for line in shown.err.splitlines() if line.startswith("petalnode: ")]
-        assert len(errors) == (code != 0), shown
+        # A server that is told to end by a signal says so, and has done what it should.
+        assert len(errors) == (code != 0) or (not code and "stopped by" in errors[0]), shown
         return code, shown.out.splitlines(), shown.err.splitlines()
 
     def chat(self, *options: str) -> tuple[int, list[str], list[str]]:
@@ -79,17 +109,34 @@ class Person:
     def at_the_second_step(self, accident: Callable[[], None]) -> None:
         self._before(tune._Report, "_step", 2, accident)
 
+    def when_ready(self, accident: Callable[[], None]) -> None:
+        """Of a command that runs until it is stopped: as soon as it says that it is ready, in JSON or not."""
+        self._before(Output, "emit", 1, accident)
+
+    def at_the_first_probe(self, accident: Callable[[], None]) -> None:
+        self._before(Validator, "_probe", 1, accident)
+
     def _before(self, owner: type, name: str, turn: int, accident: Callable[[], None]) -> None:
         whole, turns = getattr(owner, name), 0
 
-        def happens(*arguments: Any) -> None:
+        def happens(*arguments: Any, **named: Any) -> Any:
             nonlocal turns
             turns += 1
             if turns == turn:
                 accident()
-            whole(*arguments)
+            return whole(*arguments, **named)
 
         self.monkeypatch.setattr(owner, name, happens)
+
+    def node(self, command: str) -> tuple[int, list[str], list[str]]:
+        """Runs one of `NODES`; its key is free again and no half-written file is left."""
+        code, out, err = self.run(*NODES[command].format(peer=self.server.address).split())
+        data = self.folder / "home" / "data" / "petalnode"
+        assert not [file for file in self.folder.rglob("*") if file.name.startswith((".petalnode-", "tmp"))]
+        if command != "api":
+            with held_identity(None, command, data):
+                pass
+        return code, out, err
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +229,15 @@ def test_the_only_server_is_lost_in_an_answer(what: str, person: Person, node_st
         _kill(victim)
         if what != "killed":
             listen = ("--listen", address.partition("/p2p/")[0])
-            assert node_starter.server(models / "other-llama", "0:6", *key, *listen).peer_id == victim.peer_id
+            assert node_starter.server(models / "other-llama", "0:6", *key, *listen, *ROOM).peer_id == victim.peer_id
 
-    tell = Chatter._tell_trouble
+    tell, told = Chatter._tell_trouble, []
 
     def tell_and_give_up(chatter: Chatter, trouble: Any) -> None:
         tell(chatter, trouble)
-        signal.raise_signal(signal.SIGINT)
+        told.append(trouble)
+        if len(told) == 1:  # a second one would not wait for what came of the answer
+            signal.raise_signal(signal.SIGINT)
 
     person.monkeypatch.setattr(Chatter, "_tell_trouble", tell_and_give_up)
     person.at_the_first_token(lose)
@@ -238,3 +287,126 @@ def test_a_command_runs_in_a_loop_of_its_own() -> None:
     """Nothing of those above is left: a signal ends this process as before."""
     assert signal.getsignal(signal.SIGTERM) is not process.interrupt
     trio.run(trio.sleep, 0)
+
+
+@pytest.mark.parametrize("number", ENDED, ids=lambda number: number.name)
+@pytest.mark.parametrize("command", NODES)
+def test_a_signal_for_a_node_at_work(command: str, number: signal.Signals, person: Person) -> None:
+    """SIGTERM and SIGHUP are how a service is told to stop: a node that others use leaves the swarm, and is done."""
+    person.when_ready(lambda: signal.raise_signal(number))
+    code, _, err = person.node(command)
+    expected = ENDED[number][0] if number == signal.SIGINT or command == "api" else 0
+    assert (code, err[-1]) == (expected, f"petalnode: {ENDED[number][1]}")
+
+
+@pytest.mark.parametrize("command", NODES)
+def test_nobody_reads_what_a_node_says(command: str, person: Person) -> None:
+    def close() -> None:
+        raise process.OutputClosed
+
+    person.when_ready(close)
+    assert person.node(command)[0] == 0
+
+
+@pytest.mark.parametrize("command", NODES)
+def test_the_disk_is_full_when_a_node_ends(command: str, person: Person) -> None:
+    """What would be remembered is not; the command ends as it should."""
+    with ExitStack() as full:
+
+        def fill_and_end() -> None:
+            full.enter_context(full_disk())
+            signal.raise_signal(signal.SIGINT)
+
+        person.when_ready(fill_and_end)
+        code, out, err = person.run(*NODES[command].format(peer=person.server.address).split())
+    assert (code, err[-1]) == (130, "petalnode: interrupted"), out
+
+
+@pytest.mark.parametrize(
+    ("command", "what"), [("serve", "killed"), ("api", "killed"), *((command, "frozen") for command in NODES)]
+)
+def test_a_node_ends_though_the_only_peer_is_lost(
+    command: str, what: str, person: Person, node_starter: Nodes, models: Path
+) -> None:
+    person.server = node_starter.server(models / "tiny-llama", "0:6", *ROOM)
+
+    def lose_and_end() -> None:
+        if what == "killed":
+            _kill(person.server)
+        else:
+            person.server.signal(signal.SIGSTOP)
+        signal.raise_signal(signal.SIGINT)
+
+    person.when_ready(lose_and_end)
+    code, _, err = person.node(command)
+    assert (code, err[-1]) == (130, "petalnode: interrupted")
+    _kill(person.server)
+
+
+def test_a_full_disk_in_a_validation(person: Person) -> None:
+    """A verdict that cannot be kept is no verdict."""
+    with ExitStack() as full:
+        person.at_the_first_probe(lambda: full.enter_context(full_disk()))
+        code, _, err = person.run("validate", "tiny-llama", "--peer", person.server.address, "--once")
+    assert code == 4 and "the validator's history" in err[-1] and "free the disk" in err[-1]
+
+
+@pytest.mark.parametrize("what", ["killed", "frozen", "replaced by another model"])
+def test_the_server_is_lost_in_a_validation(what: str, person: Person, node_starter: Nodes, models: Path) -> None:
+    """No fault of the server: whatever is wrong, others may have made it so."""
+    key = ("--identity", str(person.folder / "server.key"))
+    person.server = node_starter.server(models / "tiny-llama", "0:6", *ROOM, *key)
+    victim, address = person.server, person.server.address
+
+    def lose() -> None:
+        if what == "frozen":
+            victim.signal(signal.SIGSTOP)
+            return
+        _kill(victim)
+        if what != "killed":
+            listen = ("--listen", address.partition("/p2p/")[0])
+            assert node_starter.server(models / "other-llama", "0:6", *key, *listen, *ROOM).peer_id == victim.peer_id
+
+    person.monkeypatch.setattr(prober, "PROBE_TIMEOUT", 2.0)
+    person.at_the_first_probe(lose)
+    code, out, err = person.run("validate", "tiny-llama", "--peer", address, "--once", "--json")
+    if what == "replaced by another model":
+        (verdict,) = map(json.loads, out)
+        assert (code, verdict["verdict"], verdict["peer_id"]) == (0, "inconclusive", victim.peer_id)
+    else:  # it was the only node that the swarm was joined by
+        assert (code, out) == (3, []) and victim.peer_id in err[-1] and "Check the addresses" in err[-1]
+    _kill(victim)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_in_an_answer_of_the_api_whose_server_is_lost(
+    number: signal.Signals, person: Person, node_starter: Nodes, models: Path
+) -> None:
+    """Nobody waits for the server. The client that reads the answer sees its connection end."""
+    person.server = victim = node_starter.server(models / "tiny-llama", "0:6", *ROOM)
+    read: list[bytes] = []
+
+    def ask(url: str) -> None:
+        question = {"model": "tiny-llama", "prompt": "one two", "max_tokens": 3000, "stream": True}
+        asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(question).encode())
+        asked.add_header("Content-Type", "application/json")
+        with suppress(OSError, http.client.HTTPException), urllib.request.urlopen(asked) as answer:
+            read.append(answer.readline())
+            _kill(victim)
+            os.kill(os.getpid(), number)
+            read.extend(answer)
+
+    clients: list[threading.Thread] = []
+    emit = Output.emit
+
+    def ready(output: Output, **fields: Any) -> None:
+        emit(output, **fields)
+        if fields.get("event") == "ready":
+            clients.append(threading.Thread(target=ask, args=(fields["url"],), daemon=True))
+            clients[0].start()
+
+    person.monkeypatch.setattr(Output, "emit", ready)
+    code, _, err = person.node("api")
+    assert (code, err[-1]) == (ENDED[number][0], f"petalnode: {ENDED[number][1]}")
+    clients[0].join()
+    assert read[0].startswith(b"data: ") and not read[-1].startswith(b"data: [DONE]")

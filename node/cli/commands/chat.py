@@ -23,7 +23,7 @@ from ...models import ModelFolder
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
 from ..dialogue import Chatter, opening
-from ..join import SEEDS, JoinOptions, joined, joins_swarm
+from ..join import JoinOptions, check_seed, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, check_adapter, check_model, model_folder, served_model
 from ..output import Output
 from ..process import start, text_given
@@ -50,9 +50,7 @@ class ChatOptions(ServerChoice):
     top_p: Annotated[
         float, typer.Option(min=0.01, max=1, help="Sample from the most likely tokens of this total probability.")
     ] = 1.0
-    seed: Annotated[
-        int | None, typer.Option(min=SEEDS[0], max=SEEDS[1], help="Random seed, to make sampling repeatable.")
-    ] = None
+    seed: Annotated[int | None, typer.Option(help="Random seed, to make sampling repeatable.")] = None
     draft: Annotated[
         str,
         typer.Option(
@@ -108,6 +106,7 @@ def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOp
     for address in (*(options.share_receipts or ()), *([options.credits] if options.credits else ())):
         parse_peer(address)
     options.chosen_servers()  # before anybody is asked
+    check_seed(options.seed)
     check_model(model)
     if options.draft not in ("auto", "none"):
         raise BadInput(f"--draft {options.draft}: give auto (where it is quicker) or none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -40,8 +41,8 @@ from ..server_report import ServerReport
 from ..terminal import StopSignal
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_MOST = 1 << 62
-"""Of what is announced as an integer."""
+_MOST = 10**15
+"""Of what is announced as a number."""
 STOP_GRACE = 10.0
 """Seconds after --drain-timeout in which a server that was ready retracts its announcement."""
 
@@ -72,7 +73,7 @@ def serve(
     ] = "auto",
     cache_tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=_MOST, help="Size of the attention cache, in tokens through all blocks held here."),
+        typer.Option(min=1, help="Size of the attention cache, in tokens through all blocks held here."),
     ] = None,
     throughput: Annotated[
         str, typer.Option(metavar="auto|F", help="Decode steps per second to announce; auto: measure.")
@@ -93,7 +94,7 @@ def serve(
     ] = "20%",
     pledge: Annotated[
         int,
-        typer.Option(min=0, max=_MOST, metavar="POINTS", help="Pledge POINTS, which are lost if a fault is proved."),
+        typer.Option(min=0, metavar="POINTS", help="Pledge POINTS, which are lost if a fault is proved."),
     ] = 0,
     deposit_at: Annotated[
         str | None,
@@ -132,6 +133,7 @@ def serve(
     """Host blocks of a model for the swarm."""
     join.check()
     check_device(device)
+    _check_numbers({"--cache-tokens": cache_tokens, "--pledge": pledge})
     policy = donor_options.policy()
     if dtype not in _DTYPES:
         raise BadInput(f"--dtype {dtype}: use {', '.join(_DTYPES)}")
@@ -272,6 +274,12 @@ def _deposit_at(address: str | None, pledge: int) -> str | None:
             raise BadInput("--deposit-at needs --pledge POINTS: give that, too")
         parse_peer(address)
     return address
+
+
+def _check_numbers(given: Mapping[str, int | None]) -> None:
+    for option, number in given.items():
+        if number is not None and number > _MOST:
+            raise BadInput(f"{option} {number}: other nodes take at most {_MOST}")
 
 
 def _name(text: str) -> str:

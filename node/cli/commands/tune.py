@@ -23,7 +23,7 @@ from ...tuning.adapter_files import CHECKPOINT, WRITE_ADVICE, ResultFolder, othe
 from ...tuning.dataset import Dataset, Example, Row, rows_of
 from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
 from ...tuning.recipe import MethodOptions, Recipe, steps_of_epoch
-from ..join import JoinOptions, joined, joins_swarm
+from ..join import JoinOptions, check_seed, joined, joins_swarm
 from ..model_choice import SwarmModelArgument, check_device, check_model, local_folder, model_folder, served_model
 from ..output import Output, ProgressBars
 from ..process import OutputClosed, start
@@ -50,6 +50,7 @@ def tune(model: SwarmModelArgument = None, *, options: TuneOptions, join: JoinOp
     """Fine-tune a model over the swarm that serves it."""
     join.check()
     options.trusted_servers()  # before anybody is asked
+    check_seed(options.seed)
     check_device(options.device)
     check_model(model)
     _ = options.targets
