@@ -422,15 +422,6 @@ async def _opened(config: SwarmConfig, *, fallback: bool) -> AsyncIterator[Swarm
         yield swarm
 
 
-def check_seed(seed: int | None) -> None:
-    """
-    Raises:
-        BadInput: torch takes no such seed of random numbers.
-    """
-    if seed is not None and not -(1 << 63) <= seed < 1 << 64:
-        raise BadInput(f"--seed {seed}: give a number of at most 64 bits")
-
-
 def check_peer_id(text: str, option: str) -> None:
     """
     Raises:

@@ -68,6 +68,15 @@ def local_folder(model: str | None) -> ModelFolder | None:
         return None
 
 
+def check_seed(seed: int | None) -> None:
+    """
+    Raises:
+        BadInput: torch takes no such seed of random numbers.
+    """
+    if seed is not None and not -(1 << 63) <= seed < 1 << 64:
+        raise BadInput(f"--seed {seed}: give a number of at most 64 bits")
+
+
 def check_adapter(adapter: str) -> None:
     """
     Raises:

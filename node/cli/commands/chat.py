@@ -23,8 +23,8 @@ from ...models import ModelFolder
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
 from ..dialogue import Chatter, opening
-from ..join import JoinOptions, check_seed, joined, joins_swarm
-from ..model_choice import SwarmModelArgument, check_adapter, check_model, model_folder, served_model
+from ..join import JoinOptions, joined, joins_swarm
+from ..model_choice import SwarmModelArgument, check_adapter, check_model, check_seed, model_folder, served_model
 from ..output import Output
 from ..process import start, text_given
 from ..strangers import ServerChoice, StrangerNotice, at_terminal, told_file

@@ -23,8 +23,16 @@ from ...tuning.adapter_files import CHECKPOINT, WRITE_ADVICE, ResultFolder, othe
 from ...tuning.dataset import Dataset, Example, Row, rows_of
 from ...tuning.progress import EarlyStop, Evaluated, Event, StepDone, StoppedEarly, Waiting
 from ...tuning.recipe import MethodOptions, Recipe, steps_of_epoch
-from ..join import JoinOptions, check_seed, joined, joins_swarm
-from ..model_choice import SwarmModelArgument, check_device, check_model, local_folder, model_folder, served_model
+from ..join import JoinOptions, joined, joins_swarm
+from ..model_choice import (
+    SwarmModelArgument,
+    check_device,
+    check_model,
+    check_seed,
+    local_folder,
+    model_folder,
+    served_model,
+)
 from ..output import Output, ProgressBars
 from ..process import OutputClosed, start
 from ..tune_options import DEFAULT_EPOCHS, TuneOptions
