@@ -131,7 +131,7 @@ class Text:
                     list(messages), tools=list(tools) or None, add_generation_prompt=True, return_dict=True
                 )["input_ids"]
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise BadInput(f"the model's chat template does not take these messages: {error}") from None
 
     def encode(self, text: str) -> list[int]:

@@ -59,6 +59,7 @@ class AnswerParts:
         context: tokens of a prompt and its answer.
         tallies: where answers are counted.
         is_covered: whether the servers that are known hold every block together.
+        ahead: runs a function in a worker thread while the answer goes on.
     """
 
     text: Text
@@ -68,6 +69,7 @@ class AnswerParts:
     context: int
     is_covered: Callable[[], bool]
     tallies: ApiTallies
+    ahead: Callable[[Callable[[], None]], None]
 
 
 class Choice:
@@ -213,6 +215,8 @@ class Choice:
             self._send.send_nowait(Piece(self._index, text, (recorder.last,)))
             if self._stops.found is not None or (constraint is not None and constraint.done):
                 self._stop.set()
+            elif constraint is not None:
+                self._parts.ahead(constraint.prepare)
 
         return take
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
 
 import torch
 import trio
@@ -34,6 +36,8 @@ from .requests import SessionOptions
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Core:
     """Answers with one model and its adapters. Raises BadInput for an adapter of another version of the model.
@@ -60,6 +64,7 @@ class Core:
         self.vocabulary = int(local.model.get_output_embeddings().weight.shape[0])
         self.grammars = Grammars(text.tokenizer, self.vocabulary, text.stop_tokens)
         self._local = local
+        self._compiling = trio.CapacityLimiter(limits.grammars)
         self._answers = trio.CapacityLimiter(limits.answers)
         self._adapters: dict[str, SessionAdapter | None] = {}
         self.receipts = AnswerReceipts()
@@ -90,6 +95,23 @@ class Core:
         soft = model.adapter.soft_prompt if isinstance(model.adapter, Adapter) else None
         most = self._local.max_positions or self.limits.context
         return min(self.limits.context, most - (0 if soft is None else len(soft)))
+
+    async def compiled(self, make: Callable[[T], str], wanted: T) -> str:
+        """What `make`, of `grammars`, makes of a form, in a thread that is left behind if it takes too long.
+
+        A client can ask for a form that takes minutes, and then holds up other forms only.
+
+        Raises:
+            ApiError: the form cannot be enforced, or not be made ready in time.
+        """
+        with trio.move_on_after(self.limits.grammar_seconds):
+            return await trio.to_thread.run_sync(make, wanted, limiter=self._compiling, abandon_on_cancel=True)
+        raise ApiError(
+            400,
+            f"this form was not ready after {self.limits.grammar_seconds:g} s: ask for a simpler one, or again later",
+            param="response_format",
+            code="invalid_schema",
+        )
 
     async def check(self, wanted: GenerationRequest) -> None:
         """What can be refused before anything is asked of the swarm.
@@ -200,9 +222,6 @@ class Core:
 
     async def _answer_all(self, wanted: GenerationRequest, send: trio.MemorySendChannel[Event]) -> None:
         context = self.context(wanted.model)
-        parts = AnswerParts(
-            self.text, self.grammars, self.conversations, self.limits, context, self.is_covered, self.tallies
-        )
 
         async def answer(index: int) -> None:
             try:
@@ -218,6 +237,20 @@ class Core:
 
         with send:
             async with trio.open_nursery() as nursery:
+
+                def ahead(prepare: Callable[[], None]) -> None:
+                    nursery.start_soon(partial(trio.to_thread.run_sync, prepare, abandon_on_cancel=True))
+
+                parts = AnswerParts(
+                    self.text,
+                    self.grammars,
+                    self.conversations,
+                    self.limits,
+                    context,
+                    self.is_covered,
+                    self.tallies,
+                    ahead,
+                )
                 for index in range(len(wanted.prompts)):
                     nursery.start_soon(answer, index)
 

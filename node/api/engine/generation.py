@@ -27,6 +27,7 @@ class ApiLimits:
         body_bytes: of a request.
         logprobs: log-probabilities of one request, about 100 bytes apiece until they are sent.
         state_values: of the hidden states that one request is given.
+        grammar_seconds: for a form of answers to be made ready, `grammars` of them at once.
         kept, kept_seconds: conversations that keep their caches between two requests, and for how long.
     """
 
@@ -36,6 +37,8 @@ class ApiLimits:
     body_bytes: int = 8 << 20
     logprobs: int = 250_000
     state_values: int = 16 << 20
+    grammar_seconds: float = 10.0
+    grammars: int = 2
     kept: int = 16
     kept_seconds: float = 120.0
 

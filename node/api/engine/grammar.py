@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +21,8 @@ JSON_FORM: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "
 """As Python writes JSON. Blanks wherever JSON allows them let a weak model write nothing else."""
 
 _LOCK: Final = threading.Lock()
+_KEPT: Final = 16
+"""Grammars that stay ready for the next request with the same; a large one has some 10 MB."""
 _PROBE_ERRORS: Final = 300
 """Characters of llguidance's explanation that a client is shown."""
 
@@ -38,12 +41,12 @@ class Grammars:
         self._vocabulary = vocabulary
         self._stop_tokens = stop_tokens
         self._made: Any = None
+        self._lock = threading.Lock()
+        self._ready: OrderedDict[str, Any] = OrderedDict()
 
     def constraint(self, grammar: str) -> GrammarConstraint:
-        """A new constraint by a grammar as `compiled` makes it."""
-        from llguidance import LLMatcher
-
-        return GrammarConstraint(LLMatcher(self._vocabulary_of_grammars(), grammar), self._vocabulary)
+        """A new constraint by a grammar as `compiled` makes it. Raises ApiError."""
+        return GrammarConstraint(self._matcher(grammar), self._vocabulary)
 
     def constraint_after(self, mark: str, grammar: str) -> ConstraintAfterMark:
         """A new constraint that binds only what follows `mark`, each time that it comes."""
@@ -74,11 +77,26 @@ class Grammars:
 
     def checked(self, grammar: str) -> str:
         """`grammar`, which has to be one that can be enforced. Raises ApiError."""
+        self._matcher(grammar)
+        return grammar
+
+    def _matcher(self, grammar: str) -> Any:
+        """One of its own, at the beginning. Raises ApiError."""
         from llguidance import LLMatcher
 
-        if problem := LLMatcher.validate_grammar(grammar, self._vocabulary_of_grammars()):
-            raise _refused(problem)
-        return grammar
+        with self._lock:
+            found = self._ready.get(grammar)
+            if found is not None:
+                self._ready.move_to_end(grammar)
+                return found.deep_copy()
+        made = LLMatcher(self._vocabulary_of_grammars(), grammar)
+        if made.is_error():
+            raise _refused(made.get_error())
+        with self._lock:
+            self._ready[grammar] = made
+            while len(self._ready) > _KEPT:
+                self._ready.popitem(last=False)
+            return made.deep_copy()
 
     def _vocabulary_of_grammars(self) -> Any:
         with _LOCK:
@@ -121,7 +139,7 @@ class _PlainTokenizer:
 
 
 class GrammarConstraint:
-    """Of one answer.
+    """Of one answer. `prepare` may run in another thread than the other calls.
 
     Attributes:
         done: nothing may follow.
@@ -130,17 +148,29 @@ class GrammarConstraint:
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros((vocabulary + 31) // 32, dtype=np.int32)
+        self._forbidden: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Computes the mask of the next token ahead, while the servers compute its logits. Never raises."""
+        with self._lock:
+            if self._forbidden is None:
+                self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+                self._forbidden = torch.from_numpy(np.unpackbits(self._mask.view(np.uint8), bitorder="little") == 0)
 
     def apply(self, scores: torch.Tensor) -> None:
         """As `Constraint` says. Raises ApiError if llguidance gives up."""
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self.prepare()
         self._check()
-        allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: len(scores)]
-        scores[: len(allowed)].masked_fill_(torch.from_numpy(allowed == 0), float("-inf"))
-        scores[len(allowed) :] = float("-inf")
+        assert self._forbidden is not None
+        forbidden = self._forbidden[: len(scores)]
+        scores[: len(forbidden)].masked_fill_(forbidden, float("-inf"))
+        scores[len(forbidden) :] = float("-inf")
 
     def accept(self, token: int) -> None:
-        self._matcher.consume_token(token)
+        with self._lock:
+            self._forbidden = None
+            self._matcher.consume_token(token)
         self._check()
 
     @property
@@ -154,9 +184,7 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ApiError(
-                500, f"the form of the answer could not be enforced: {self._matcher.get_error()[:_PROBE_ERRORS]}"
-            )
+            raise _refused(self._matcher.get_error())
 
 
 class ConstraintAfterMark:
@@ -176,6 +204,12 @@ class ConstraintAfterMark:
         self._text_of = text_of
         self._tail = ""
         self._bound: GrammarConstraint | None = None
+
+    def prepare(self) -> None:
+        """As that of `GrammarConstraint`."""
+        bound = self._bound
+        if bound is not None:
+            bound.prepare()
 
     def apply(self, scores: torch.Tensor) -> None:
         """As `Constraint` says."""

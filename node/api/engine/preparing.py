@@ -14,6 +14,7 @@ from .generation import GenerationRequest, ServedModel
 from .requests import ChatRequest, CompletionRequest, TextRequest
 from .tools import ToolForm, call_grammar, grammar_after_mark, tool_form
 
+_TOOL_CHARACTERS: Final = 200_000
 _CHARACTERS_PER_TOKEN: Final = 100
 
 
@@ -101,7 +102,7 @@ def check_size(core: Core, characters: int, model: ServedModel) -> None:
 
 
 async def _grammar(core: Core, text: TextRequest) -> str | None:
-    return None if text.grammar is None else await trio.to_thread.run_sync(core.grammars.compiled, text.grammar)
+    return None if text.grammar is None else await core.compiled(core.grammars.compiled, text.grammar)
 
 
 async def _call_grammar(core: Core, form: ToolForm, asked: ChatRequest) -> str | None:
@@ -114,7 +115,11 @@ async def _call_grammar(core: Core, form: ToolForm, asked: ChatRequest) -> str |
         grammar = grammar_after_mark(form, asked.tools, special, many=asked.parallel)
     else:
         return None
-    return await trio.to_thread.run_sync(core.grammars.checked, grammar)
+    if len(grammar) > _TOOL_CHARACTERS:
+        raise ApiError(
+            400, f"the tools have more than {_TOOL_CHARACTERS:,} characters", param="tools", code="invalid_value"
+        )
+    return await core.compiled(core.grammars.checked, grammar)
 
 
 def _generation(
