@@ -1,28 +1,36 @@
 """What the directory costs and who is found, in swarms of up to 10,000 servers, on simulated time and links.
 
-    python benchmarks/directory.py [--json] [--servers 100 1000 10000] [--models 1 100] [--hostile 0 1 10 100]
-                                   [--addresses 1 16 256] [--nodes 12] [--seconds 90] [--seed 1]
+    python benchmarks/directory.py [--json] [--planned] [--servers 100 1000 10000] [--models 1 100]
+                                   [--hostile 0 1 10 100] [--addresses 1 16 256] [--nodes 6]
+                                   [--lifetimes 1.5] [--seed 1]
 
 No sockets and no keys: announcements are of their real size and merged, kept, chosen from and put into pages by the
-product's own functions (`SwarmView.merge`, `sampled`, `known_well`, `records_page`); signatures are not checked.
-Some nodes are simulated in full and stand for all others, as in a mean-field model: whoever is asked is one of them, or
-the attacker, as `in_turn` chooses from the asking node's view. The rounds, numbers of peers and lifetimes are the
-constants of `node/swarm`.
+product's own functions (`SwarmView.merge`, `sampled`, `known_well`, `records_page`); signatures are not
+checked. Some nodes are simulated in full and stand for all others, as in a mean-field model: whoever is asked is one of
+them, or the attacker, as `in_turn` chooses from the asking node's view. What a simulated server of a large swarm
+answers is of other servers than it knows, as old: each server that it stands for knows others. Numbers of peers are
+the constants of `node/swarm`. Servers ask for everything and say everything every 15 s; with `--planned`, lifetimes,
+rounds, renewals and the size of answers are what `rhythm` says for what a node knows, and servers ask for samples: the
+plan of docs/decisions/directory.md, which no node carries out yet.
 
-- A server has a tenth to a third of its model's 30 blocks, announces itself every 15 s, and leaves with 10 % an hour;
-  another one comes for it. It has an address of its own.
+- A server has a tenth to a third of its model's 30 blocks, and leaves with 10 % an hour without a word; another comes
+  for it. It has an address of its own. A simulated server begins with what a newcomer is given at nine peers.
 - The attacker has so many times as many keys as there are servers, at so many addresses. It announces half of them for
   honest models and half for versions that it makes up, for an hour each, at every simulated node, 20 a second from each
-  address; whoever asks one of its keys gets as many of them as it takes. Nobody is there.
+  address until all are told, and again within the hour; whoever asks one of its keys gets as many of them as it takes.
+  Nobody is there.
 - A client joins at one node, 100 ms a round trip away, with 10 Mbit/s: a connection takes three round trips, a stream
   one, a page one and its bytes. It looks twice: as it joins, and for the servers of its model.
 
-`up`, `down`: KB/s of an idle server's announcements, queries and pages, with 40 bytes of frame and stream for each
-message; Kademlia and connections are not in it. `bootstrap`: what the node takes in that all servers were told of.
-`stale_s`: mean age of what a server knows of others; `gone`: share of the honest servers it knows that have left.
-`known`: the share of its model's honest servers that a server knows. For a client that asks for everything (`all_`),
-and one that asks for samples (`sample_`): seconds and KiB until its look returns; `blocks`, the share of blocks for
-which it then knows an honest server that is there; `honest`, the share of those among the servers that it knows.
+`up`, `down`: KB/s of an idle server's announcements, queries, answers, pings and measured transfers, with 40 bytes of
+frame and stream for each message, and 2 KB each way for each connection in swarms of more than 512 servers (in smaller
+ones all nodes are connected); Kademlia and hostile announcements are not in it. `bootstrap`: what the node takes in
+that all servers were told of. `stale_s`: mean age of the announcements that a server has; `gone`: share of the honest
+servers it knows that have left. `known`: the share of its model's honest servers that a server knows; `honest`: the
+share of those among all of its model; `blocks`: the share of blocks for which it knows an honest server that is
+there, and `least`: for the worst block, how many. For a client that asks for everything (`all_`), and one that asks for
+samples (`sample_`): seconds and KiB until its look returns; `blocks`, the share of blocks for which it then knows an
+honest server that is there; `honest`, the share of those among the servers that it knows.
 """
 
 from __future__ import annotations
@@ -41,15 +49,67 @@ from rich.console import Console
 from rich.table import Table
 
 from petalnode.crypto.identity import peer_id_from_bytes
+from petalnode.node.server.lifecycle.rebalancing import CHECK_INTERVAL
 from petalnode.node.swarm import announcer, directory
 from petalnode.node.swarm.config import DEFAULT_TTL
 from petalnode.node.swarm.sample import SAMPLE, in_turn, known_well, sampled
-from petalnode.node.swarm.view import MAX_RECORDS, SwarmView
+from petalnode.node.swarm.view import MAX_RECORDS, ModelRecords, SwarmView
 from petalnode.protocols import directory as protocol
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import MAX_LIFETIME, Announcement, ServerState, SignedAnnouncement
 from petalnode.protocols.ids import Span
 
+QUICK: Final = 64
+"""Announcements known up to which everything goes as quickly as it can."""
+WHOLE: Final = 128
+"""Announcements in an answer to a server or a bootstrap node. Who knows no more than that gives all."""
+ANSWER_BYTES: Final = 48 * 1024
+"""Of announcements in an answer, to clients and in swarms that are not small."""
+LONGEST_ROUND: Final = 60.0
+MOST_ASKED: Final = 5
+"""In a small swarm, a node that 16 peers tell and that asks 5 in every third of a lifetime knows nearly all
+announcements of a round one round later: spreading by asking multiplies the knowing by e^5 in a round."""
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """Times in seconds.
+
+    Attributes:
+        lifetime: of the own announcement.
+        round: between two times that others are asked for what they know.
+        asked: how many of them.
+        max_bytes: of announcements in an answer; 0: as many as there are.
+    """
+
+    lifetime: float
+    round: float
+    asked: int
+    max_bytes: int
+
+    @property
+    def renewal(self) -> float:
+        """Seconds after which an announcement is renewed: two may get lost before it expires."""
+        return self.lifetime / 3
+
+    @property
+    def quick(self) -> bool:
+        """Whether the swarm is so small that everybody is told everything, at once."""
+        return not self.max_bytes
+
+
+def rhythm(known: int, ttl: float, quick: float = QUICK) -> Rhythm:
+    """The planned rhythm of a node that knows so many announcements; `ttl` is how long they hold in a small swarm, in
+    seconds. With an infinite `quick`, what nodes do now."""
+    lifetime = max(ttl, min(ttl * (2 * known / quick - 1), MAX_LIFETIME))
+    pause = max(ttl / 3, min(lifetime / 3, LONGEST_ROUND))
+    asked = int(min(max(MOST_ASKED * quick / max(known, 1), 1), MOST_ASKED))
+    return Rhythm(lifetime, pause, asked, 0 if known <= quick else ANSWER_BYTES)
+
+
+FOR_ALL_MODELS: Final = 4  # each such question of a server in a large swarm is for all models
+MEASURED: Final = 16  # servers whose round trips a server measures every minute, and
+NEWLY_MEASURED: Final = 2  # of them, those to which it has no connection yet
 BLOCKS: Final = 30
 CHURN: Final = 0.10 / 3600  # of the servers in a second
 ROUND_TRIP: Final = 0.1  # seconds
@@ -57,7 +117,12 @@ LINK: Final = 10e6 / 8  # bytes a second, of a client
 FRAME: Final = 40  # bytes around a message: length, Yamux, Noise
 PUSHES_OF_ADDRESS: Final = 20  # a second, as one stream allows
 START: Final = 1_800_000_000.0  # seconds since 1970
-ROUND: Final = DEFAULT_TTL / 3
+CONNECTION: Final = 2000  # bytes each way: TCP, Noise, negotiation, identify
+PING: Final = 400  # bytes each way of a stream and its pings
+CONNECTED: Final = 512  # servers up to which all are connected
+NEWCOMER: Final = 9  # peers that a newcomer has asked
+TOLD_AT_ONCE: Final = 2000  # hostile keys that a node is told in a step, at most
+NOTHING: Final = ModelRecords({})
 _HEAD: Final = bytes.fromhex("002408011220")
 _PEERS_TOLD: Final = 64  # hostile keys whose page is made anew; the pages of all others are these
 
@@ -85,9 +150,13 @@ class Outcome:
     up: float
     down: float
     bootstrap: float
+    lifetime_s: float
     stale_s: float
     gone: float
     known: float
+    honest: float
+    blocks: float
+    least: float
     all: Look
     sample: Look
 
@@ -101,9 +170,21 @@ class Server:
     span: Span
     address: int
     left: float = math.inf
+    phase: float = 0.0  # of its renewals, as a part of the time between two
+    last: SignedAnnouncement | None = None
 
-    def record(self, now: float) -> SignedAnnouncement:
-        lifetime = DEFAULT_TTL if self.address >= 0 else MAX_LIFETIME
+    def current(self, now: float, pace: Rhythm) -> SignedAnnouncement:
+        """The announcement that it has made last."""
+        made = now - (now / pace.renewal + self.phase) % 1 * pace.renewal
+        if self.last is None or self.last.content.sequence < int(made * 1e9):
+            self.last = self.record(made, pace.lifetime)
+        return self.last
+
+    def earlier(self, age: float, now: float, pace: Rhythm) -> SignedAnnouncement:
+        """One that it has made about so many seconds ago."""
+        return self.record(now - age, pace.lifetime)
+
+    def record(self, now: float, lifetime: float = MAX_LIFETIME) -> SignedAnnouncement:
         key = _HEAD + self.number.to_bytes(32, "big")
         content = Announcement(
             _peer_id(self.number),
@@ -169,25 +250,33 @@ class Traffic:
 class World:
     """All servers, and those that are simulated: `views[0]` is the bootstrap node's, the others are servers'."""
 
-    def __init__(self, setting: Setting, nodes: int, seed: int) -> None:
+    def __init__(self, setting: Setting, nodes: int, seed: int, *, planned: bool) -> None:
+        self.planned = planned
+        self.quick = QUICK if planned else math.inf
         self.setting = setting
         self.random = random.Random(seed)
         self.now = START
         self._numbers = iter(range(1, 1 << 62))
         self._by_peer: dict[str, Server] = {}  # honest ones, those that have left too
         self.models = [number.to_bytes(32, "big") for number in range(1, setting.models + 1)]
-        self.servers = [self._server() for _ in range(setting.servers)]
+        self.servers = [self._server(self.random.choice(self.models)) for _ in range(setting.servers)]
+        self._of_model: dict[bytes, list[int]] = {}
+        for at, server in enumerate(self.servers):
+            self._of_model.setdefault(server.version, []).append(at)
         self.nodes: list[Server | None] = [None, *self.servers[: nodes - 1]]
         self.views = [SwarmView() for _ in self.nodes]
         self.traffic = [Traffic() for _ in self.nodes]
         self.hostile = setting.hostile * setting.servers
         self._hostile_pages: dict[int, list[Answer]] = {}
+        self._due = [self.random.uniform(0, 15) for _ in self.nodes]
+        self._turns = [0 for _ in self.nodes]
 
-    def _server(self) -> Server:
+    def _server(self, version: bytes) -> Server:
         length = self.random.randint(BLOCKS // 10, BLOCKS // 3)
         start = self.random.randint(0, BLOCKS - length)
         number = next(self._numbers)
-        made = Server(number, self.random.choice(self.models), Span(start, start + length), number)
+        made = Server(number, version, Span(start, start + length), number)
+        made.phase = self.random.random()
         self._by_peer[_peer_id(number)] = made
         return made
 
@@ -201,46 +290,86 @@ class World:
 
     # --- what nodes say to each other
 
+    def pace(self, at: int) -> Rhythm:
+        return rhythm(len(self.views[at].records), DEFAULT_TTL, self.quick)
+
+    def _servers_pace(self) -> Rhythm:
+        """That of a server which is not simulated: of the middle one of those that are."""
+        paces = sorted((self.pace(at) for at in range(1, len(self.nodes))), key=lambda pace: pace.lifetime)
+        return paces[len(paces) // 2]
+
     def push_all(self, seconds: float) -> None:
         """What the simulated nodes are sent in so many seconds by servers that announce themselves."""
+        pace = self._servers_pace()
         pushes = announcer._PUSH_PEERS + 1  # and the bootstrap node
-        size = size_of(wire.DirectoryFrame(publish=self.servers[0].record(self.now).to_wire()))
-        renewals = seconds / (ROUND * 0.95)
+        size = size_of(wire.DirectoryFrame(publish=self.servers[0].current(self.now, pace).to_wire()))
+        renewals = seconds / (pace.renewal * 0.95)
+        # Who is asked in a large swarm is told the announcement of who asks.
+        asked = 0.0 if pace.quick else pace.asked * seconds / (pace.round * 0.85)
         for at, node in enumerate(self.nodes):
             # All servers tell the bootstrap node; 16 of the N servers tell any other in each round.
-            mean = renewals * (len(self.servers) if node is None else pushes - 1)
+            mean = renewals * (len(self.servers) if node is None else pushes - 1) + (0 if node is None else asked)
             senders = self.random.sample(self.servers, min(self._about(mean), len(self.servers)))
             for server in senders:
-                self._heard(at, [server.record(self.now - self.random.random())], server.address, met=True)
+                self._heard(at, [server.current(self.now, pace)], server.address, met=True)
             self.traffic[at].down += size * len(senders)
             if node is not None:
-                self.traffic[at].up += round(size * pushes * renewals)
-            for address in range(self.setting.addresses if self.hostile else 0):
-                keys = [self.random.randrange(self.hostile) for _ in range(round(PUSHES_OF_ADDRESS * seconds))]
-                told = [self.attacker(key - key % self.setting.addresses + address) for key in keys]
-                self._heard(at, [one.record(self.now) for one in told], -1 - address, met=True)
+                self.traffic[at].up += round(size * (pushes * renewals + asked))
+                self._count_connections(at, seconds, (2 * pushes - 1) * renewals + 2 * asked)
+            self._flood(at, seconds)
+
+    def _count_connections(self, at: int, seconds: float, opened: float) -> None:
+        """Those of announcements and questions, and of pings: others open as many to the simulated node."""
+        known = len(self.views[at].by_version.get(self.servers[at - 1].version, NOTHING).records)
+        probed = min(known, min(16, 16 * self.quick / max(known, 1))) * seconds / CHECK_INTERVAL
+        measured = min(known, MEASURED) * seconds / 60.0
+        met = measured * (NEWLY_MEASURED if self.planned else MEASURED) / MEASURED
+        new = opened + 2 * probed + 2 * met if len(self.servers) > CONNECTED else 0.0
+        transferred = min(known, 4) * protocol.TRANSFER_BYTES * seconds / 7200.0
+        each_way = round(2 * PING * (probed + measured) + 2 * transferred + CONNECTION * new)
+        self.traffic[at].up += each_way
+        self.traffic[at].down += each_way
+
+    def _flood(self, at: int, seconds: float) -> None:
+        """As often as an address may, until it has told all of its keys; then as often as keeps them known."""
+        if not self.hostile:
+            return
+        keys = self.hostile / self.setting.addresses
+        told = PUSHES_OF_ADDRESS * (self.now - START)
+        count = PUSHES_OF_ADDRESS * seconds if told < keys else keys * seconds / (MAX_LIFETIME / 2)
+        count = min(count, TOLD_AT_ONCE / self.setting.addresses)
+        for address in range(self.setting.addresses):
+            chosen = [self.random.randrange(self.hostile) for _ in range(self._about(count))]
+            keys_told = [self.attacker(key - key % self.setting.addresses + address) for key in chosen]
+            self._heard(at, [one.record(self.now) for one in keys_told], -1 - address, met=True)
 
     def _about(self, mean: float) -> int:
         return int(mean) + (self.random.random() < mean % 1)
 
-    def pull(self, at: int) -> None:
+    def pull(self, at: int, turn: int) -> None:
         """One question in the background of a simulated node, to somebody that it knows."""
-        traffic = self.traffic[at]
+        traffic, node, pace = self.traffic[at], self.nodes[at], self.pace(at)
         asked = self.asked_by(self.views[at])
-        for answer in self.answers(asked, b""):
+        own = node is not None and not pace.quick and turn % FOR_ALL_MODELS
+        version = node.version if own and node is not None else b""
+        one = self.sample(asked, version, WHOLE, pace.max_bytes) if self.planned else None
+        source = self.address_of(asked)
+        for answer in [one] if one is not None else self.answers(asked, version):
             traffic.down += answer.reply
             traffic.up += answer.query
             if at and not isinstance(asked, Server):  # each is asked as often as it asks, on the average
                 traffic.up += answer.reply
                 traffic.down += answer.query
-            self._heard(at, answer.records, self.address_of(asked))
+            self._heard(at, answer.records, source)
 
     def asked_by(self, view: SwarmView) -> int | Server:
         """A simulated node (its number) that stands for an honest peer, or a key of the attacker."""
         some = next(in_turn(view, directory._LOOKED_AT, self.now, self.random), None)
         if some is not None and some.peer_id not in self._by_peer:
             return self.attacker(self.random.randrange(self.hostile))
-        return self.random.randrange(len(self.nodes))
+        return self.random.randrange(
+            0 if rhythm(len(view.records), DEFAULT_TTL, self.quick).quick else 1, len(self.nodes)
+        )
 
     def address_of(self, asked: int | Server) -> int:
         """Another honest peer each time: those that are simulated stand for all."""
@@ -266,25 +395,34 @@ class World:
 
     # --- time
 
-    def run(self, seconds: float) -> None:
-        """Every second some servers change and announce themselves; each node asks when its round is over."""
-        due = [self.random.uniform(0, ROUND) for _ in self.nodes]
-        for _ in range(round(seconds)):
-            self.now += 1
-            self._churn(1)
-            self.push_all(1)
+    def settle(self) -> None:
+        """What newcomers are given: samples of all servers, at peers that know them."""
+        pace = rhythm(len(self.servers), DEFAULT_TTL, self.quick)
+        for at in range(len(self.nodes)):
+            for _ in range(NEWCOMER):
+                known = self.random.sample(self.servers, min(WHOLE, len(self.servers)))
+                self._heard(at, [one.current(self.now, pace) for one in known], next(self._numbers))
+
+    def run(self, seconds: float, step: float) -> None:
+        """In every step some servers change and announce themselves; each node asks when its round is over."""
+        for _ in range(round(seconds / step)):
+            self.now += step
+            self._churn(step)
+            self.push_all(step)
             for at in range(len(self.nodes)):
-                due[at] -= 1
-                if due[at] <= 0:
-                    due[at] += ROUND * self.random.uniform(0.7, 1.0)
-                    for _ in range(directory._PULL_PEERS):
-                        self.pull(at)
+                self._due[at] -= step
+                if self._due[at] <= 0:
+                    pace = self.pace(at)
+                    self._due[at] = max(self._due[at] + pace.round * self.random.uniform(0.7, 1.0), 0.0)
+                    self._turns[at] += 1
+                    for _ in range(pace.asked):
+                        self.pull(at, self._turns[at])
 
     def _churn(self, seconds: float) -> None:
         for _ in range(self._about(len(self.servers) * CHURN * seconds)):
             at = self.random.randrange(len(self.nodes), len(self.servers))  # who is simulated stays
             self._by_peer[_peer_id(self.servers[at].number)].left = self.now
-            self.servers[at] = self._server()
+            self.servers[at] = self._server(self.servers[at].version)
 
     def join(self, *, sample: bool) -> Look:
         """A client that joins and looks for its model, as `Directory.refresh` does it both times."""
@@ -298,7 +436,8 @@ class World:
                     asked += [self.asked_by(view) for _ in range(count)]
                 slowest, of_wave = 0.0, 0
                 for peer in asked:
-                    answers = [self.sample(peer, version)] if sample else list(self.answers(peer, version))
+                    one = self.sample(peer, version, SAMPLE, ANSWER_BYTES if self.planned else 0) if sample else None
+                    answers = [one] if one is not None else list(self.answers(peer, version))
                     for answer in answers:
                         view = view.merge(answer.records, self.now, source=str(self.address_of(peer)))
                         of_wave += answer.reply
@@ -312,16 +451,28 @@ class World:
         covered = sum(any(block in content.span for content in right) for block in range(BLOCKS))
         return Look(seconds, received / 1024, covered / BLOCKS, len(right) / len(servers) if servers else 0.0)
 
-    def sample(self, asked: int | Server, version: bytes) -> Answer:
+    def sample(self, asked: int | Server, version: bytes, limit: int, most: int) -> Answer:
         """What one peer answers to who wants a sample."""
-        query = wire.DirectoryFrame(query=wire.DirectoryQuery(model_version=version, limit=SAMPLE, sample=True))
+        query = wire.DirectoryFrame(query=wire.DirectoryQuery(model_version=version, limit=limit, sample=True))
         if isinstance(asked, Server):
-            keys = (self.attacker(self.random.randrange(self.hostile)) for _ in range(10 * SAMPLE))
-            records = [key.record(self.now) for key in keys if not version or key.version == version][:SAMPLE]
+            keys = (self.attacker(self.random.randrange(self.hostile)) for _ in range(10 * limit))
+            records = [key.record(self.now) for key in keys if not version or key.version == version][:limit]
         else:
             view = self.views[asked]
-            records = sampled(view.page(version, b""), view.origins, SAMPLE, self.now, self.random)
+            records = sampled(
+                view.page(version, b""), view.origins, limit, self.now, self.random, max_bytes=most or protocol.MAX_PAGE
+            )
+            if asked and not self.pace(asked).quick:
+                records = [self._of_others(record) for record in records]
         return Answer(size_of(query), size_of(protocol.records_page(records)), records)
+
+    def _of_others(self, record: SignedAnnouncement) -> SignedAnnouncement:
+        """The announcement of another server of the same model, as old as this one; itself if nobody is there."""
+        content = record.content
+        if not self.is_there(content.peer_id):
+            return record
+        other = self.servers[self.random.choice(self._of_model[content.model_version])]
+        return other.earlier(self.now - content.sequence / 1e9, self.now, self._servers_pace())
 
     # --- what came of it
 
@@ -331,7 +482,7 @@ class World:
 
     def outcome(self, seconds: float) -> Outcome:
         idle = self.traffic[1:]
-        ages, gone, honest = [], [], []
+        ages, gone, known, honest, blocks, least = [], [], [], [], [], []
         for server, view in zip(self.servers, self.views[1:], strict=False):
             held = [record.content for peer, record in view.records.items() if peer in self._by_peer]
             ages += [self.now - content.sequence / 1e9 for content in held]
@@ -339,14 +490,24 @@ class World:
             there = {
                 peer for peer, one in self._by_peer.items() if one.version == server.version and self.is_there(peer)
             }
-            honest.append(len(there & view.records.keys()) / len(there))
+            of_model = view.servers(server.version, now=self.now)
+            right = [content for content in of_model if self.is_there(content.peer_id)]
+            holders = [sum(block in content.span for content in right) for block in range(BLOCKS)]
+            known.append(len(right) / len(there))
+            honest.append(len(right) / max(len(of_model), 1))
+            blocks.append(sum(map(bool, holders)) / BLOCKS)
+            least.append(min(holders))
         return Outcome(
             up=_mean(one.up for one in idle) / seconds / 1000,
             down=_mean(one.down for one in idle) / seconds / 1000,
             bootstrap=self.traffic[0].down / seconds / 1000,
+            lifetime_s=self._servers_pace().lifetime,
             stale_s=_mean(ages),
             gone=_mean(gone),
-            known=_mean(honest),
+            known=_mean(known),
+            honest=_mean(honest),
+            blocks=_mean(blocks),
+            least=min(least),
             all=self.join(sample=False),
             sample=self.join(sample=True),
         )
@@ -379,13 +540,17 @@ def _mean(values: Iterable[float]) -> float:
     return sum(held) / len(held) if held else 0.0
 
 
-def simulate(setting: Setting, nodes: int, seconds: float, seed: int) -> Outcome:
-    """Half of the time to fill the views, half of it to measure."""
-    world = World(setting, min(nodes, setting.servers // 2), seed)
-    world.run(seconds / 2)
+def simulate(setting: Setting, nodes: int, lifetimes: float, seed: int, *, planned: bool) -> Outcome:
+    """So many lifetimes of an announcement, and a third of one to measure; seconds are of simulated time."""
+    world = World(setting, min(nodes, setting.servers // 2), seed, planned=planned)
+    world.settle()
+    lifetime = rhythm(setting.servers * (1 + setting.hostile), DEFAULT_TTL, world.quick).lifetime
+    step = max(min(lifetime / 240, 15.0), 1.0)
+    world.run(lifetimes * lifetime, step)
     world.traffic = [Traffic() for _ in world.nodes]
-    world.run(seconds / 2)
-    return world.outcome(seconds / 2)
+    seconds = max(lifetime / 3, 60.0)
+    world.run(seconds, step)
+    return world.outcome(seconds)
 
 
 def settings(args: argparse.Namespace) -> Iterator[Setting]:
@@ -397,18 +562,19 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--planned", action="store_true", help="with announcements that hold longer in large swarms")
     parser.add_argument("--servers", type=int, nargs="+", default=[100, 1000, 10_000])
     parser.add_argument("--models", type=int, nargs="+", default=[1, 100])
     parser.add_argument("--hostile", type=int, nargs="+", default=[0, 1, 10, 100], help="times as many keys as servers")
     parser.add_argument("--addresses", type=int, nargs="+", default=[1, 16, 256])
-    parser.add_argument("--nodes", type=int, default=12, help="simulated in full")
-    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--nodes", type=int, default=6, help="simulated in full")
+    parser.add_argument("--lifetimes", type=float, default=1.5, help="of an announcement, before anything is measured")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     rows = []
     console = Console(stderr=args.json, width=200 if args.json else None)
     for setting in settings(args):
-        outcome = simulate(setting, args.nodes, args.seconds, args.seed)
+        outcome = simulate(setting, args.nodes, args.lifetimes, args.seed, planned=args.planned)
         rows.append({**asdict(setting), **_flat(asdict(outcome))})
         if args.json:
             console.print(rows[-1])

@@ -237,6 +237,14 @@ def is_expired(content: Announcement, now: float) -> bool:
     return counts_until(content) < now
 
 
+def is_overdue(made: float, expires: float, now: float) -> bool:
+    """Whether a server's next announcement is overdue; times in seconds since 1970.
+
+    Servers announce themselves again after a third of an announcement's lifetime; half of it leaves time to spread.
+    """
+    return now > made + (expires - made) / 2
+
+
 def open_announcement(data: bytes, *, now: float) -> SignedAnnouncement:
     """As `open_signed`, from serialised bytes.
 

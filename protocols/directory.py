@@ -82,6 +82,11 @@ def _readable(text: str) -> str:
     return "".join(char for char in text[:_MAX_TEXT] if char.isprintable())
 
 
+def size_in_page(record: SignedAnnouncement) -> int:
+    """Bytes that a record takes in a page, at most."""
+    return len(record.announcement) + len(record.signature) + 16
+
+
 def records_page(records: Iterable[SignedAnnouncement], *, after: bytes = b"", limit: int = 0) -> wire.DirectoryFrame:
     """A reply with the records whose peer id lies behind `after`, as many as fit."""
     page = wire.DirectoryRecords()
@@ -89,7 +94,7 @@ def records_page(records: Iterable[SignedAnnouncement], *, after: bytes = b"", l
     for record in sorted(records, key=lambda record: record.key):
         if record.key <= after:
             continue
-        size += len(record.announcement) + len(record.signature) + 16
+        size += size_in_page(record)
         if size > MAX_PAGE or (limit and len(page.records) >= limit):
             page.truncated = True
             break

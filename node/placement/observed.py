@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from ...protocols.announcement import Announcement, ServerState
+from ...protocols.announcement import is_overdue as is_overdue
 from ...protocols.ids import Span
 from ..swarm import cost
 from ..swarm.cost import Floats, steps_per_second
@@ -226,11 +227,3 @@ def worth_asking(
         alone = []
     first = chance.sample(alone, min(len(alone), AT_ONCE))
     return (*first, *chance.sample(others, min(len(others), AT_ONCE - len(first))))
-
-
-def is_overdue(made: float, expires: float, now: float) -> bool:
-    """Whether a server's next announcement is overdue; times in seconds since 1970.
-
-    Servers announce themselves again after a third of an announcement's lifetime; half of it leaves time to spread.
-    """
-    return now > made + (expires - made) / 2

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
-from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, is_expired
+from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, is_expired, is_overdue
+from ...protocols.directory import MAX_PAGE, size_in_page
 from .view import Origin, SwarmView
 
 SAMPLE: Final = 64
 """Announcements that a client asks for: some 30 KiB, and six servers for each of 30 blocks if each has three."""
-_SEVERAL: Final = 3  # servers of a block
-_AT_ONCE: Final = 2048  # records that are put in order
+SEVERAL: Final = 3  # servers of a block
+_LARGE: Final = 16  # a record of more than this part of the bytes comes after smaller ones
 _LOOKED_AT: Final = 8  # times as many as are wanted, before those that fit best are taken
 
 T = TypeVar("T")
@@ -25,29 +26,49 @@ def sampled(
     limit: int,
     now: float,
     rng: random.Random | None = None,
+    *,
+    max_bytes: int = MAX_PAGE,
 ) -> list[SignedAnnouncement]:
-    """At most `limit` of `records`, in no order: all of them if they are not more.
+    """At most `limit` of `records`, of `max_bytes` together, in no order: all of them if they are not more.
 
     First one for each block of each model that anybody online has, then a second one for each, and so on. Whose turn
     it is goes around the sources (at which a server announced itself, else who passed its announcement on last): all
-    keys of one address are chosen as often as one server with an address of its own. `now` in seconds since 1970.
+    keys of one address are chosen as often as one server with an address of its own. Servers whose next announcement
+    is overdue come only for blocks that few others have. `now` in seconds since 1970.
     """
-    records = list(records)
+    records, rng = list(records), rng or random.Random()
     if len(records) <= limit:
-        return records
-    wanted = [record for record in records if record.content.state is ServerState.ONLINE]
-    order = _in_turn(
-        (record for record in wanted if not is_expired(record.content, now)), origins, rng or random.Random()
-    )
+        if sum(map(size_in_page, records)) <= max_bytes:
+            return records
+        return _within(_in_turn(records, origins, rng), max_bytes)
+    sure: list[SignedAnnouncement] = []
+    doubtful: list[SignedAnnouncement] = []
+    for record in records:
+        content = record.content
+        if content.state is ServerState.ONLINE and not is_expired(content, now):
+            late = is_overdue(content.sequence / 1e9, content.expires, now)
+            (doubtful if late else sure).append(record)
     held: Counter[tuple[bytes, int]] = Counter()
     chosen: list[SignedAnnouncement] = []
     blocks = {record.content.model_version: record.content.num_blocks for record in records}
-    others = _take(order, chosen, held, limit, 1, sum(blocks.values()))
+    others = _take(_in_turn(sure, origins, rng), chosen, held, limit, 1, sum(blocks.values()))
+    spare = _take(_in_turn(doubtful, origins, rng), chosen, held, limit, 1)
     target = 1
     while others and len(chosen) < limit:
         target += 1
         others = _take(iter(others), chosen, held, limit, target)
-    return chosen
+    _take(iter(spare), chosen, held, limit, SEVERAL)
+    return _within(chosen, max_bytes)
+
+
+def _within(records: Iterable[SignedAnnouncement], most: int) -> list[SignedAnnouncement]:
+    """Those that fit into so many bytes; large ones, which anybody can make, after all others."""
+    fitting = []
+    for record in sorted(records, key=lambda record: size_in_page(record) > most // _LARGE):
+        if size_in_page(record) <= most:
+            most -= size_in_page(record)
+            fitting.append(record)
+    return fitting
 
 
 def known_well(view: SwarmView, model_version: bytes, *, now: float) -> bool:
@@ -56,7 +77,7 @@ def known_well(view: SwarmView, model_version: bytes, *, now: float) -> bool:
         return len(view.records) >= SAMPLE
     servers = [one for one in view.servers(model_version, now=now) if one.state is ServerState.ONLINE]
     held = Counter(block for one in servers for block in range(one.span.start, one.span.end))
-    return bool(servers) and all(held[block] >= _SEVERAL for block in range(servers[0].num_blocks))
+    return bool(servers) and all(held[block] >= SEVERAL for block in range(servers[0].num_blocks))
 
 
 def in_turn(view: SwarmView, looked_at: int, now: float, rng: random.Random | None = None) -> Iterator[Announcement]:
@@ -89,20 +110,9 @@ def _take(
             held.update(blocks)
         elif len(others) < _LOOKED_AT * limit:
             others.append(record)
-        if len(chosen) == limit or (0 < there <= len(held) and len(others) == _LOOKED_AT * limit):
+        if len(chosen) >= limit or (0 < there <= len(held) and len(others) == _LOOKED_AT * limit):
             break
     return others
-
-
-def _in_parts(
-    records: list[SignedAnnouncement], origins: Mapping[str, Origin], now: float, rng: random.Random
-) -> Iterator[SignedAnnouncement]:
-    """The records of servers that are online, as `_in_turn`: first of some of them, then, if that is not enough, of the
-    others. A directory of ten thousand seldom has to go through all."""
-    first = set(rng.sample(range(len(records)), min(_AT_ONCE, len(records))))
-    for part in (first, (at for at in range(len(records)) if at not in first)):
-        there = (records[at] for at in part if records[at].content.state is ServerState.ONLINE)
-        yield from _in_turn((record for record in there if not is_expired(record.content, now)), origins, rng)
 
 
 def _in_turn(

@@ -1,0 +1,81 @@
+"""The longest announcements that are allowed, of sixteen addresses, in the place of all others in a client's sample;
+and announcements that outlive their servers."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.swarm.sample import SAMPLE, sampled
+from petalnode.node.swarm.view import SwarmView
+from petalnode.protocols.announcement import (
+    MAX_BYTES,
+    MAX_LIFETIME,
+    Announcement,
+    ServerState,
+    SignedAnnouncement,
+    freshened,
+)
+from petalnode.protocols.directory import MAX_PAGE
+from petalnode.protocols.ids import Span
+
+MODEL, BLOCKS = b"m" * 32, 10
+PEERS = [Identity.from_seed(number.to_bytes(32, "big")).peer_id for number in range(1200)]
+
+
+def held(number: int, *, age: float = 0.0, size: int = 600) -> SignedAnnouncement:
+    """As a view holds it after its signature was checked; it holds for an hour."""
+    span = Span(number % (BLOCKS - 2), number % (BLOCKS - 2) + 3)
+    plain = Announcement(PEERS[number], MODEL, "model", BLOCKS, span, ServerState.ONLINE)
+    content = freshened(plain, now=time.time() - age, lifetime=MAX_LIFETIME)
+    return SignedAnnouncement(content, bytes(size), number.to_bytes(64, "big"))
+
+
+# --- large announcements in the place of small ones
+
+
+def from_many(count: int) -> SwarmView:
+    view = SwarmView()
+    for number in range(count):
+        view = view.merge([held(number)], time.time(), source=f"server {number}", met=True)
+    return view
+
+
+@pytest.mark.parametrize(("limit", "most"), [(SAMPLE, MAX_PAGE), (128, MAX_PAGE), (SAMPLE, 48 * 1024)])
+@pytest.mark.parametrize("servers", [20, 200])
+def test_large_announcements_of_sixteen_addresses_leave_small_ones_out_of_no_answer(
+    limit: int, most: int, servers: int
+) -> None:
+    view = from_many(servers)
+    honest = set(view.records)
+    for address in range(16):
+        keys = range(1000 + address, 1100, 16)
+        large = [held(number, size=MAX_BYTES - 80) for number in keys]
+        view = view.merge(large, time.time(), source=f"attacker {address}", met=True)
+    for seed in range(5):
+        found = sampled(view.page(MODEL, b""), view.origins, limit, time.time(), random.Random(seed), max_bytes=most)
+        spans = [record.content.span for record in found if record.content.peer_id in honest]
+        assert all(any(block in span for span in spans) for block in range(BLOCKS))
+        assert sum(len(record.announcement) for record in found) <= most
+
+
+# --- servers that are gone, and clocks
+
+
+def test_what_outlives_its_server_is_passed_on_for_half_of_its_time_only() -> None:
+    there, gone = from_many(200), [held(number, age=0.6 * MAX_LIFETIME) for number in range(500, 800)]
+    view = there.merge(gone, time.time(), source="a peer")
+    found = sampled(view.page(MODEL, b""), view.origins, SAMPLE, time.time(), random.Random(1))
+    assert {record.content.peer_id for record in found} <= there.records.keys() and len(found) == SAMPLE
+
+
+def test_but_a_block_that_nobody_else_has_is_not_left_out() -> None:
+    late = replace(held(0, age=0.6 * MAX_LIFETIME), announcement=b"")
+    late = replace(late, content=replace(late.content, span=Span(BLOCKS - 1, BLOCKS)))
+    fresh = [held(number) for number in range(8, 400, 8)]  # all hold blocks 0:3
+    view = SwarmView().merge([*fresh, late], time.time())
+    assert late in sampled(view.page(MODEL, b""), view.origins, 20, time.time())
