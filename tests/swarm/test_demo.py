@@ -81,9 +81,9 @@ WEB = ("--web", "--no-open", "--http-port", "0")
 """Of the one that is ended by Ctrl-C: its chat is a page."""
 
 
-def has_its_page(output: Path) -> None:
+def has_its_page(output: Path, demo: warm_python.Process) -> None:
     """Waits until the demo with a page is ready; its first line says where."""
-    until(lambda: "ready:" in output.read_text(), "the page is there", timeout=100)
+    until(lambda: "ready:" in output.read_text() or demo.poll() is not None, "the page is there", timeout=100)
     found = re.match(r"(http://127\.0\.0\.1:\d+) has the chat page", output.read_text())
     assert found, output.read_text()
     assert "<pn-page>" in httpx.get(found[1], timeout=None).text
@@ -125,7 +125,7 @@ def test_no_server_outlives_the_demo(
     until(lambda: demo.poll() is not None or bool(servers_of(demo.pid)), "the server starts", timeout=100)
     assert demo.poll() is None
     if number is signal.SIGINT:
-        has_its_page(page_output)
+        has_its_page(page_output, demo)
     servers = servers_of(demo.pid)
     try:
         demo.send_signal(number)

@@ -59,6 +59,7 @@ NOT_RUN: Final = (
     (r"bans --forgive", PARSED, "a banned server; test_evidence_gossip.py runs it"),
     (r"--to me/poems", PARSED, "the Hugging Face hub is on the internet"),
     (r"petalnode self-test", PARSED, "it takes two minutes; test_self_test.py runs it in parts"),
+    (r"petalnode (pause|resume)", PARSED, "a server of this user that runs; test_pause.py runs them"),
     (r"petalnode demo", PARSED, "it downloads a model; test_demo.py runs it with another one"),
 )
 """What a command needs that is not here, or why it would not end."""
@@ -81,6 +82,7 @@ TOOLS: Final = {
 SHOWN: Final = {
     "docs/api.md": ("from openai import", "from anthropic import"),
     "docs/fine-tuning.md": ('{"event":"step"', "prompt: 40 steps", "model = PeftModel"),
+    "docs/monitoring.md": ("scrape_configs:", '{"time":'),
     "docs/nat.md": ("reachability: public",),
     "docs/placement.md": ("blocks = (free", "the whole model:", "taking blocks", '{"event":"moving"'),
     "docs/planning.md": ("time per token =", "{\n", "name,blocks"),
@@ -117,8 +119,8 @@ def is_shown(page: Path, block: Block) -> bool:
 
 
 def bare(line: str) -> str:
-    """A command without the program that measures it."""
-    return re.sub(r"^/usr/bin/time -f '[^']*' ", "", line.strip())
+    """A command without the program that measures it or gives it precedence."""
+    return re.sub(r"^(/usr/bin/time -f '[^']*'|nice -n -?\d+) ", "", line.strip())
 
 
 def commands_of(page: Path) -> list[str]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ...models import ModelFolder
     from .api import ApiOptions
 
-READY_TIMEOUT = 180.0
+READY_TIMEOUT = 600.0
 STOP_TIMEOUT = 10.0
 
 
