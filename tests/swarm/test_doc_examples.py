@@ -48,6 +48,7 @@ NOT_RUN: Final = (
     (r"petalnode serve\b", UNTIL_NETWORK, "it runs until it is stopped; test_placement.py and others start servers"),
     (r"petalnode api (?!--new)", UNTIL_NETWORK, "it runs until it is stopped; test_api_process.py runs it"),
     (r"petalnode validate (?!.*--once)", UNTIL_NETWORK, "it runs until it is stopped"),
+    (r"petalnode status --watch", UNTIL_NETWORK, "it runs until it is stopped; test_status.py draws its pictures"),
     (r"petalnode bootstrap\b", UNTIL_NETWORK, "it runs until it is stopped"),
     (r"--compare-chains", UNTIL_NETWORK, "three servers; test_compared_chains.py runs it"),
     (r"--share-receipts", UNTIL_NETWORK, "an auditor; test_auditing.py runs it"),
@@ -230,7 +231,7 @@ def parse(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def try_out(command: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
     """How far a command of petalnode was taken, and its exit code."""
-    arguments = place.arguments(command)
+    arguments = command_line.with_values(place.arguments(command))
     how = next((how for pattern, how, _ in NOT_RUN if re.search(pattern, command)), "run")
     if arguments[0] == "chat" and how == "run":
         arguments += ["--max-new-tokens", "2"]
