@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import math
 import os
 import random
 import signal
@@ -40,7 +41,7 @@ def main() -> int:
     shares = sum(target.share for target in targets)
     reports = []
     for target in targets:
-        count = max(1, given.inputs * target.share // shares)
+        count = max(1, math.ceil(given.inputs * target.share / shares))
         report = run(target, given.seed, range(count), _watched)
         if report.slowest > _SLOW:
             what = f"took {report.slowest:.1f} s of processor time"
