@@ -28,6 +28,9 @@ TEXTS = {
     "validator": "probes and audits servers",
     "tuning": "fine-tuning over the swarm",
     "credits": "points: ledger, wallet, payments",
+    "api": "HTTP APIs over the swarm",
+    "monitoring": "metrics for Prometheus",
+    "web": "the chat page and the swarm's",
     "cli": "commands; builds the parts",
 }
 GREEN, BLUE, AMBER, VIOLET, TEAL, GREY = "#cfe8cf", "#cfe0f7", "#f7e0bd", "#e2d6f5", "#c8e9e8", "#dfe3e8"
@@ -36,7 +39,7 @@ COLOURS = {
     **dict.fromkeys(("network", "swarm"), BLUE),
     **dict.fromkeys(("trust", "verification", "validator", "credits"), AMBER),
     **dict.fromkeys(("placement", "server"), VIOLET),
-    **dict.fromkeys(("client", "tuning"), TEAL),
+    **dict.fromkeys(("client", "tuning", "api", "web"), TEAL),
 }
 # Dark on the boxes; lines and free text in a grey that can be read on white as well as on black.
 INK, LINE = "#1f2733", "#6f7b8a"
@@ -44,6 +47,7 @@ INK, LINE = "#1f2733", "#6f7b8a"
 WIDTH, HEIGHT, GAP, LAYER_GAP, MARGIN = 222, 66, 22, 58, 24
 LANE = 26  # of an arrow that passes a layer
 STARTS = 6
+LONGEST = 28  # letters of the names of folders in a box
 
 
 def arrows(rooms: Mapping[str, Iterable[str]]) -> set[tuple[str, str]]:
@@ -173,7 +177,10 @@ BOLD, CODE = 'font-weight="700"', 'font-family="SFMono-Regular, Menlo, Consolas,
 
 
 def box(name: str, x: float, y: float) -> list[str]:
-    folders = " ".join(f"{folder}/" for folder in subfolders(name))
+    names = [f"{folder}/" for folder in subfolders(name)]
+    while len(" ".join(names)) > LONGEST:
+        names = [*names[: -1 - (names[-1] == "...")], "..."]
+    folders = " ".join(names)
     return [
         f'<g id="room-{name}"><rect x="{x - WIDTH / 2:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="9"'
         f' fill="{COLOURS.get(name, GREY)}" stroke="{LINE}"/>',

@@ -108,7 +108,7 @@ class Commands:
     async def close(self, stream: int) -> None:
         await self._streams[stream].close()
 
-    async def reach(self, peer: str, timeout: float = 30.0) -> float:
+    async def reach(self, peer: str, timeout: float = 55.0) -> float:
         """Seconds until an echo came back over a new stream, tried again and again."""
         peer_id, addrs = self._found(peer)
         start = time.perf_counter()
