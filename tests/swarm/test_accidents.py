@@ -63,6 +63,8 @@ COMMANDS = {
     "verify-evidence": "verify-evidence {scratch}/data.jsonl {models}/tiny-llama",
     "verify-receipts": "verify-receipts {scratch}/data.jsonl",
     "bans": "bans",
+    "pause": "pause",
+    "resume": "resume",
     "credits": "credits balance {nobody} --identity {scratch}/node.key",
 }
 """Without a network each of them ends by itself."""
