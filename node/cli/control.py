@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import secrets
 import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -23,7 +22,7 @@ import psutil
 import trio
 import typer
 
-from ...crypto.identity import make_private_folder
+from ...crypto.identity import make_private_folder, write_private
 from ..errors import BadInput, MachineError
 from ..server.lifecycle.pausing import Pause, PausePolicy, watch_machine
 from .output import Output
@@ -188,9 +187,7 @@ def _read(file: Path) -> bytes:
 
 
 def _write(file: Path, content: object) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as stream:
-        json.dump(content, stream)
-    Path(stream.name).replace(file)
+    write_private(file, json.dumps(content).encode())
 
 
 class Control:

@@ -100,18 +100,19 @@ class StepCost:
     def __init__(self) -> None:
         self._count = self._tokens = self._seconds = self._squares = self._products = 0.0
 
+    @property
+    def is_known(self) -> bool:
+        return self._count > 0
+
     def note(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
-        if self._count:
+        if self.is_known:
             seconds = min(seconds, _OUTLIER * self.of(tokens))
-        for name, value in (
-            ("_count", 1.0),
-            ("_tokens", float(tokens)),
-            ("_seconds", seconds),
-            ("_squares", float(tokens * tokens)),
-            ("_products", tokens * seconds),
-        ):
-            setattr(self, name, _FORGETS * getattr(self, name) + value)
+        self._count = _FORGETS * self._count + 1
+        self._tokens = _FORGETS * self._tokens + tokens
+        self._seconds = _FORGETS * self._seconds + seconds
+        self._squares = _FORGETS * self._squares + tokens**2
+        self._products = _FORGETS * self._products + tokens * seconds
 
     def of(self, tokens: int) -> float:
         """The seconds that a step of so many tokens takes. Only after a first observation."""
@@ -120,7 +121,7 @@ class StepCost:
         slope = 0.0
         if spread > 1e-9:
             slope = max(0.0, (self._products / self._count - mean_tokens * mean_seconds) / spread)
-        # No step is quicker than the tokens in it allow, nor much quicker than the quickest kind that was seen.
+        # Far from what was seen the line may go below zero.
         return max(mean_seconds + slope * (tokens - mean_tokens), 0.05 * mean_seconds)
 
 
@@ -151,14 +152,13 @@ class DraftPlan:
     deepest: int = 1
     cost: StepCost = field(default_factory=StepCost)
     _chances: dict[int, _Chance] = field(default_factory=lambda: defaultdict(_Chance))
-    _timed: int = 0
 
     def choose(self, drafts: Iterator[Draft], most: int) -> Draft:
         """What to ask about beside the next token: an empty draft where none is worth it."""
         for chance in self._chances.values():
             chance.rest = max(0, chance.rest - 1)
-        if not self._timed:
-            return Draft()  # what a step takes is not known yet
+        if not self.cost.is_known:
+            return Draft()
         for draft in drafts:
             chance = self._chances[draft.match]
             if chance.rest:
@@ -182,7 +182,6 @@ class DraftPlan:
 
     def note(self, draft: Draft, accepted: int, seconds: float) -> None:
         """A step with this draft, of which so many tokens were right, took so long."""
-        self._timed += 1
         self.cost.note(1 + len(draft.tokens), seconds)
         if not draft.tokens:
             return

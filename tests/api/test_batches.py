@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -203,6 +204,28 @@ def test_the_disk_is_bounded_and_shared(tmp_path: Path) -> None:
     assert store.drop_file("alice", kept.id)
     store.add_file("alice", "y", "batch", b"x" * (disk // 8))
     store.close()
+
+
+def test_a_full_disk_at_the_end_of_a_batch_ends_nothing_else(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no room for an answer, and not even for the word that there is none."""
+    gave_up: list[str] = []
+
+    def no_room(store: BatchStore, *_: object) -> None:
+        raise NoRoom("the files of batches have no room")
+
+    def full(store: BatchStore, batch: StoredBatch, message: str) -> None:
+        gave_up.append(message)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(BatchStore, "note_result", no_room)
+    monkeypatch.setattr(BatchStore, "give_up", full)
+    with running(served, tmp_path / "batches") as api, of(api) as client:
+        batch = start(client, [request("one", max_tokens=1)])
+        until(client, batch.id, lambda _: bool(gave_up))
+        answer = client.chat.completions.create(**request("two", max_tokens=1)["body"])
+        assert answer.choices and client.batches.retrieve(batch.id).status == "in_progress"
 
 
 def test_a_batch_that_takes_too_long_expires(served: Served, tmp_path: Path) -> None:

@@ -215,12 +215,11 @@ def _kill(node: Node) -> None:
     node.process.wait()
 
 
-@pytest.mark.parametrize("what", ["killed", "frozen", "replaced by another model"])
-def test_the_only_server_is_lost_in_an_answer(what: str, person: Person, node_starter: Nodes, models: Path) -> None:
-    """The person is told which it was and what would help, and gives up then."""
+def losing(what: str, person: Person, node_starter: Nodes, models: Path) -> tuple[Node, Callable[[], None]]:
+    """The person's server, which is started, and what makes it "killed", "frozen" or "replaced by another model"."""
     key = ("--identity", str(person.folder / "server.key"))
-    person.server = node_starter.server(models / "tiny-llama", "0:6", *ROOM, *key)
-    victim, address = person.server, person.server.address
+    person.server = victim = node_starter.server(models / "tiny-llama", "0:6", *ROOM, *key)
+    address = victim.address
 
     def lose() -> None:
         if what == "frozen":
@@ -230,6 +229,14 @@ def test_the_only_server_is_lost_in_an_answer(what: str, person: Person, node_st
         if what != "killed":
             listen = ("--listen", address.partition("/p2p/")[0])
             assert node_starter.server(models / "other-llama", "0:6", *key, *listen, *ROOM).peer_id == victim.peer_id
+
+    return victim, lose
+
+
+@pytest.mark.parametrize("what", ["killed", "frozen", "replaced by another model"])
+def test_the_only_server_is_lost_in_an_answer(what: str, person: Person, node_starter: Nodes, models: Path) -> None:
+    """The person is told which it was and what would help, and gives up then."""
+    victim, lose = losing(what, person, node_starter, models)
 
     tell, told = Chatter._tell_trouble, []
 
@@ -354,22 +361,11 @@ def test_a_full_disk_in_a_validation(person: Person) -> None:
 @pytest.mark.parametrize("what", ["killed", "frozen", "replaced by another model"])
 def test_the_server_is_lost_in_a_validation(what: str, person: Person, node_starter: Nodes, models: Path) -> None:
     """No fault of the server: whatever is wrong, others may have made it so."""
-    key = ("--identity", str(person.folder / "server.key"))
-    person.server = node_starter.server(models / "tiny-llama", "0:6", *ROOM, *key)
-    victim, address = person.server, person.server.address
-
-    def lose() -> None:
-        if what == "frozen":
-            victim.signal(signal.SIGSTOP)
-            return
-        _kill(victim)
-        if what != "killed":
-            listen = ("--listen", address.partition("/p2p/")[0])
-            assert node_starter.server(models / "other-llama", "0:6", *key, *listen, *ROOM).peer_id == victim.peer_id
+    victim, lose = losing(what, person, node_starter, models)
 
     person.monkeypatch.setattr(prober, "PROBE_TIMEOUT", 2.0)
     person.at_the_first_probe(lose)
-    code, out, err = person.run("validate", "tiny-llama", "--peer", address, "--once", "--json")
+    code, out, err = person.run("validate", "tiny-llama", "--peer", victim.address, "--once", "--json")
     if what == "replaced by another model":
         (verdict,) = map(json.loads, out)
         assert (code, verdict["verdict"], verdict["peer_id"]) == (0, "inconclusive", victim.peer_id)

@@ -155,9 +155,10 @@ class BatchRunner:
 
     def _note(self, batch: StoredBatch, line: BatchLine, status: int, body: bytes) -> None:
         try:
-            self.store.note_result(line, status != 200, result_line(line, status, json.loads(body)))
-        except NoRoom as error:
-            self.store.give_up(batch, str(error))
+            try:
+                self.store.note_result(line, status != 200, result_line(line, status, json.loads(body)))
+            except NoRoom as error:
+                self.store.give_up(batch, str(error))
         except sqlite3.Error:  # the request is asked again by the next process
             log.exception("the answer to a request of a batch cannot be kept")
 
