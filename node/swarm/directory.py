@@ -12,7 +12,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import trio
@@ -20,12 +20,7 @@ import trio
 from ...crypto.identity import Identity
 from ...protocols import directory as protocol
 from ...protocols import wire_pb2 as wire
-from ...protocols.announcement import (
-    BadAnnouncement,
-    ServerState,
-    SignedAnnouncement,
-    open_signed,
-)
+from ...protocols.announcement import BadAnnouncement, ServerState, SignedAnnouncement, open_signed
 from ...protocols.directory import NodeInfo
 from ...protocols.framing import MessageStream, PeerError, ProtocolError, StreamTimeout
 from ..errors import SwarmError
@@ -44,7 +39,8 @@ _GRACE: Final = 0.15  # seconds for them before that
 _NAMED: Final = 2.0  # seconds for the first answer of those whom others have named: they may be gone, or silent
 # Of a swarm of hundreds, a node that 16 peers push to and that asks 5 in every third of a lifetime knows nearly all
 # of every round's announcements one round later: spreading by asking multiplies the knowing by e^5 per round.
-_PULL_PEERS: Final = 5  # asked in every round of the background
+_PULL_PEERS: Final = 5  # of which answers are wanted in every round of the background
+_TRIES: Final = 4  # peers asked for each of these answers at most
 _FIRST_PULL: Final = 0.5  # seconds; then longer and longer, up to a round
 _UNKNOWN: Final = 3  # whom the table led to, met in one look
 _SAMPLED_PEERS: Final = 4  # asked side by side for a sample
@@ -411,18 +407,28 @@ class Directory:
         while True:
             await trio.sleep(min(pause, self._ttl / 3) * random.uniform(0.7, 1.0))
             pause *= 2
+            peers = self.peers_to_ask(1000)
+            count = _PULL_PEERS if self._sampled is None else 1
+            # Some are known and out of reach: the next one is asked in their place.
+            waiting = iter(random.sample(peers, min(count * _TRIES, len(peers))))
             async with trio.open_nursery() as nursery:
-                peers = self.peers_to_ask(1000)
-                count = _PULL_PEERS if self._sampled is None else 1
-                for peer_id in random.sample(peers, min(count, len(peers))):
-                    nursery.start_soon(self._try_pull, peer_id)
+                for _ in range(count):
+                    nursery.start_soon(self._pull_from_one, waiting)
 
-    async def _try_pull(self, peer_id: str) -> None:
+    async def _pull_from_one(self, peers: Iterator[str]) -> None:
+        for peer_id in peers:
+            if await self._try_pull(peer_id):
+                return
+
+    async def _try_pull(self, peer_id: str) -> bool:
+        """Whether it has answered."""
         try:
             sample = self._sampled is not None
             await self.pull(peer_id, model_version=self._sampled or b"", sample=sample, timeout=_PULL_DEADLINE)
         except PeerError as error:
             log.debug("could not ask %s: %s", peer_id, error)
+            return False
+        return True
 
     async def _meet_forever(self) -> None:
         """Finds servers that no known peer has named, through Kademlia."""

@@ -81,13 +81,23 @@ def test_a_stream_is_the_same_answer_in_pieces(client: Any, api: MemoryApi) -> N
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-@pytest.mark.parametrize("library", ["openai", "anthropic"])
-def test_the_examples_of_the_page(library: str, api: MemoryApi, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("library", "end"), [("openai", ""), ("anthropic", "\n")])
+def test_the_examples_of_the_page(
+    library: str, end: str, api: MemoryApi, python_model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (ROOT / "docs/api.md").read_text()
     (program,) = re.findall(rf"^```\n(from {library}.*?)^```", page, re.DOTALL | re.MULTILINE)
-    program = program.replace("http://127.0.0.1:8000", api.url).replace('"smollm2"', repr(MODEL))
-    exec(compile(program, "docs/api.md", "exec"), {})
-    assert len(capsys.readouterr().out) > 10
+    for written, here in {
+        "http://127.0.0.1:8000": api.url,
+        '"smollm2"': repr(MODEL),
+        "max_tokens=40": 'max_tokens=40, extra_body={"temperature": 0}',
+    }.items():
+        assert written in program
+        program = program.replace(written, here)
+    names: dict[str, Any] = {}
+    exec(compile(program, "docs/api.md", "exec"), names)
+    expected = greedy(python_model, api.core.text.chat_prompt(names["messages"]), 40)
+    assert capsys.readouterr().out == api.core.text.decode(expected) + end
 
 
 def test_the_async_client(api: MemoryApi, client: Any) -> None:

@@ -15,7 +15,13 @@ from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.testing import message_streams, run_autojumping
 from petalnode.protocols import wire_pb2 as wire
-from petalnode.protocols.announcement import Announcement, ServerState, freshened, sign_announcement
+from petalnode.protocols.announcement import (
+    Announcement,
+    ServerState,
+    SignedAnnouncement,
+    freshened,
+    sign_announcement,
+)
 from petalnode.protocols.framing import MessageStream, PeerError
 from petalnode.protocols.ids import Span
 
@@ -34,15 +40,17 @@ def directory(identity: Identity, peers: list[str], open_stream: Any) -> Directo
     return Directory(identity=identity, ttl=45, host=host, dht=dht, open_stream=open_stream, bootstrap=bootstrap)
 
 
-def announced(count: int) -> list[Any]:
+def announced(count: int) -> list[SignedAnnouncement]:
     """Servers of which nobody ever hears anything else."""
-    records = []
-    for identity in (Identity.generate() for _ in range(count)):
-        content = Announcement(
-            identity.peer_id, b"v" * 32, "model", 6, Span(0, 6), ServerState.ONLINE, addrs=("/ip4/192.0.2.2/tcp/1",)
-        )
-        records.append(sign_announcement(identity, freshened(content, now=time.time(), lifetime=45)))
-    return records
+    return [announcement(Identity.generate()) for _ in range(count)]
+
+
+def announcement(identity: Identity) -> SignedAnnouncement:
+    """Another one with each call, newer than those before."""
+    content = Announcement(
+        identity.peer_id, b"v" * 32, "model", 6, Span(0, 6), ServerState.ONLINE, addrs=("/ip4/192.0.2.2/tcp/1",)
+    )
+    return sign_announcement(identity, freshened(content, now=time.time(), lifetime=45))
 
 
 def refreshing(silent: int, check: Callable[[Directory, float], None], *, asked_answers: bool = True) -> None:
@@ -91,3 +99,37 @@ def test_where_nobody_answers_that_is_said_in_time() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         refreshing(3, check, asked_answers=False)
     assert caught.group_contains(SwarmError, match="no peer has answered")
+
+
+def test_in_the_background_another_peer_is_asked_in_place_of_one_out_of_reach() -> None:
+    """Whose new addresses only others know."""
+
+    async def main() -> None:
+        there, moved = directory(ASKED, [], nothing), Identity.generate()
+
+        async def serve(stream: MessageStream[wire.DirectoryFrame]) -> None:
+            try:
+                await there.serve(stream)
+            except PeerError:
+                await stream.reset()
+
+        async def open_stream(peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
+            if peer_id != ASKED.peer_id:
+                raise PeerError("cannot connect", peer_id)
+            ours, theirs = message_streams(wire.DirectoryFrame, ME.peer_id, ASKED.peer_id)
+            nursery.start_soon(serve, theirs)
+            return ours
+
+        here = directory(ME, [ASKED.peer_id], open_stream)
+        here.merge([announcement(moved)])
+        async with trio.open_nursery() as nursery:
+            # A client that needs a sample only asks one peer in a round.
+            await here.refresh(nursery, model_version=b"v" * 32, sample=True, timeout=TIMEOUT)
+            nursery.start_soon(here._pull_forever)
+            for _ in range(20):  # one of two peers, by chance, would be left out of some
+                there.merge([newer := announcement(moved)])
+                await trio.sleep(16)
+                assert here.view.records[moved.peer_id] == newer
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
