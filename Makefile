@@ -25,7 +25,7 @@ ONLY ?=
 NAT_TOOLS := iproute2 iptables
 
 .PHONY: setup kernels links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels wheelhouse web-check \
-  clean-install
+  clean-install docs
 
 setup: $(VENV)/.ready links kernels
 
@@ -61,6 +61,15 @@ mutants: setup
 # What strangers send, changed at random, to every parser and handler; it prints the seed, and how to see a failure again.
 fuzz: setup
 	nice -n 10 $(BIN)/python -m tests.fuzz --inputs $(FUZZ)
+
+# The pages of docs/ as a site, in build/site; a link that leads nowhere, or a page that would look otherwise here, is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+	@echo "build/site/index.html: $$(find build/site -name '*.html' | wc -l) pages, $$(du -sh build/site | cut -f1)"
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint packaging/constraints.txt --editable '.[docs]'
+	touch $@
 
 # The pages in Debian's Chromium, and axe-core; pictures of them in build/web-check. 370 MB on the first run, so no part of `test`.
 web-check: setup
