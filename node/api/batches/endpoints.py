@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final, TypeVar
 
 import trio
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from ..errors import ApiError
-from ..http.answers import read_fields
+from ..http.answers import page, read_fields
 from ..parts import metadata
 from .objects import ENDPOINTS, batch_object, file_object
 from .runner import BatchRunner
@@ -85,7 +85,7 @@ class _Endpoints:
             found = [stored for stored in found if stored.purpose == purpose]
         if request.query_params.get("order", "desc") == "asc":
             found.reverse()
-        return _page(request, found, file_object)
+        return page(request, list(map(file_object, found)))
 
     async def file(self, request: Request) -> Response:
         return JSONResponse(file_object(await self._file(request)))
@@ -126,7 +126,7 @@ class _Endpoints:
 
     async def batches(self, request: Request) -> Response:
         found = await trio.to_thread.run_sync(self._store.batches, request.state.owner)
-        return _page(request, found, batch_object)
+        return page(request, list(map(batch_object, found)))
 
     async def batch(self, request: Request) -> Response:
         return JSONResponse(batch_object(await self._found(self._store.batch, request, "batch")))
@@ -164,15 +164,3 @@ async def _bounded(request: Request, most: int) -> AsyncGenerator[bytes, None]:
         if size > most + _ROOM_FOR_FORM:
             raise ApiError(413, f"a file may have {most:,} bytes", code="request_too_large")
         yield chunk
-
-
-def _page(request: Request, found: Sequence[Any], shown: Callable[[Any], dict[str, Any]]) -> Response:
-    """A part of a list: `limit` of them behind `after`."""
-    limit, after = request.query_params.get("limit", "100"), request.query_params.get("after")
-    if not limit.isdecimal() or not 0 < len(limit) <= 5 or not 1 <= int(limit) <= 10_000:
-        raise ApiError(400, "limit: from 1 to 10000", param="limit", code="invalid_value")
-    names = [stored.id for stored in found]
-    start = names.index(after) + 1 if after in names else 0
-    data = [shown(stored) for stored in found[start : start + int(limit)]]
-    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return JSONResponse({"object": "list", "data": data, "has_more": start + len(data) < len(found), **ends})

@@ -31,20 +31,20 @@ def file_object(stored: StoredFile) -> dict[str, Any]:
 
 
 def batch_object(stored: StoredBatch) -> dict[str, Any]:
+    """What has not happened is left out."""
     given = stored.fields
+    happened = {name: given.get(name) for name in ("errors", "output_file_id", "error_file_id")}
+    happened |= {f"{name}_at": stored.times.get(f"{name}_at") for name in _TIMES}
     return {
         "id": stored.id,
         "object": "batch",
         "endpoint": stored.endpoint,
-        "errors": given.get("errors"),
         "input_file_id": stored.input,
         "completion_window": "24h",
         "status": stored.status,
-        "output_file_id": given.get("output_file_id"),
-        "error_file_id": given.get("error_file_id"),
         "created_at": stored.created,
         "expires_at": stored.created + WINDOW_SECONDS,
-        **{f"{name}_at": stored.times.get(f"{name}_at") for name in _TIMES},
+        **{name: value for name, value in happened.items() if value is not None},
         "request_counts": {"total": stored.total, "completed": stored.completed, "failed": stored.failed},
         "metadata": given.get("metadata"),
     }

@@ -29,6 +29,8 @@ class ToolForm:
 _HERMES: Final = ToolForm("<tool_call>\n", "\n</tool_call>")
 _MISTRAL: Final = ToolForm("[TOOL_CALLS]", "", listed=True)
 _LLAMA: Final = ToolForm("", "", "parameters")
+_ABOUT_NOTHING: Final = frozenset({"type", "properties", "required", "title", "description", "$schema"})
+"""Keywords of a schema that says nothing about arguments, if there are no properties."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,18 @@ def _quoted(text: str) -> str:
 def _call_schema(form: ToolForm, function: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, form.arguments: function["parameters"]},
+        "properties": {"name": {"const": function["name"]}, form.arguments: _arguments(function["parameters"])},
         "required": ["name", form.arguments],
         "additionalProperties": False,
     }
+
+
+def _arguments(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments. Where it names none and asks for nothing else, there are none: such a
+    schema by itself would let any pass, and a model would make some up."""
+    if parameters.get("properties") or not _ABOUT_NOTHING.issuperset(parameters):
+        return parameters
+    return {**parameters, "type": "object", "additionalProperties": False}
 
 
 class ToolText:

@@ -184,3 +184,19 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise too_large
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+def page(request: Request, found: Sequence[dict[str, Any]], default: int = 100) -> Response:
+    """A part of a list of objects with ids: `limit` of them, `default` unless the request says it, behind `after`.
+
+    Raises:
+        ApiError: the limit is none.
+    """
+    limit, after = request.query_params.get("limit", str(default)), request.query_params.get("after")
+    if not limit.isdecimal() or not 0 < len(limit) <= 5 or not 1 <= int(limit) <= 10_000:
+        raise ApiError(400, "limit: from 1 to 10000", param="limit", code="invalid_value")
+    names = [one["id"] for one in found]
+    start = names.index(after) + 1 if after in names else 0
+    data = list(found[start : start + int(limit)])
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": "", "last_id": ""}
+    return JSONResponse({"object": "list", "data": data, "has_more": start + len(data) < len(found), **ends})

@@ -76,16 +76,19 @@ class _Endpoints:
         core, asked = self._core, parse_chat(await self._fields(request))
         prepared = await prepare_chat(core, request.state.owner, asked)
         wanted = prepared.generation
-        head = Head(wanted.model.name, "chatcmpl")
+        head = self._head(wanted, "chatcmpl")
         writer = ChatWriter(asked.text, head, core.text.token_text, prepared)
         return Answers(core, wanted, writer, writer.progress)
 
     async def completions(self, request: Request) -> Response:
         core, asked = self._core, parse_completion(await self._fields(request))
         wanted = await prepare_completion(core, request.state.owner, asked)
-        head = Head(wanted.model.name, "cmpl")
+        head = self._head(wanted, "cmpl")
         writer = TextWriter(asked.text, head, len(wanted.prompts), core.text.token_text)
         return Answers(core, wanted, writer, writer.progress)
+
+    def _head(self, wanted: GenerationRequest, prefix: str) -> Head:
+        return Head(wanted.model.name, prefix, f"fp_{self._core.client.model.version.hex()[:10]}")
 
     async def embeddings(self, request: Request) -> Response:
         fields = await self._fields(request)

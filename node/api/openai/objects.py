@@ -19,10 +19,16 @@ TokenText = Callable[[int], str]
 
 @dataclass(frozen=True)
 class Head:
-    """What all chunks of one response have in common."""
+    """What all chunks of one response have in common.
+
+    Attributes:
+        prefix: of the id.
+        fingerprint: changes when the model's files do.
+    """
 
     model: str
     prefix: str
+    fingerprint: str
     id: str = field(default="")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -36,7 +42,7 @@ class Head:
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": None,
+            "system_fingerprint": self.fingerprint,
             "choices": list(choices),
         }
 
@@ -114,7 +120,7 @@ def text_logprobs(tokens: Sequence[ChosenToken], of: TokenText, offset: int) -> 
     return {
         "tokens": texts,
         "token_logprobs": [_finite(chosen.logprob) for chosen in tokens],
-        "top_logprobs": [
+        "top_logprobs": [  # the likeliest last: where two have the same text, it is the one that counts
             None
             if chosen.logprob is None
             else {
@@ -124,11 +130,6 @@ def text_logprobs(tokens: Sequence[ChosenToken], of: TokenText, offset: int) -> 
         ],
         "text_offset": offsets,
     }
-
-
-def _likeliest(chosen: ChosenToken) -> list[tuple[int, float | None]]:
-    """The likeliest last: where two have the same text, it is the one that counts."""
-    return [*reversed(chosen.top)] or [(chosen.token, chosen.logprob)]
 
 
 def _finite(value: float | None) -> float | None:

@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Route
 from ..engine.core import Core
 from ..engine.preparing import chat_prompt, prepare_chat
 from ..errors import ApiError
-from ..http.answers import Answers, read_fields
+from ..http.answers import Answers, page, read_fields
 from .response_requests import Message, ResponseRequest, parse_response
 from .response_store import ResponseStore, StoredResponse
 from .response_writer import ResponseWriter
@@ -70,8 +70,7 @@ class _Endpoints:
         listed = [_listed(index, item) for index, item in enumerate(stored.items)]
         if request.query_params.get("order", "desc") == "desc":
             listed.reverse()
-        ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]}
-        return JSONResponse({"object": "list", "data": listed, "has_more": False, **ends})
+        return page(request, listed, default=20)
 
     async def _asked(self, request: Request) -> ResponseRequest:
         return parse_response(await read_fields(request, self._core.limits.body_bytes))
@@ -100,10 +99,21 @@ def _unknown(name: str, param: str | None) -> ApiError:
 def _listed(index: int, item: dict[str, Any]) -> dict[str, Any]:
     """An item of the input with an id and a type, a message's content in parts."""
     found = {"id": f"item_{index}", "type": "message", **item}
-    if found["type"] == "message" and isinstance(found["content"], str):
-        kind = "output_text" if found["role"] == "assistant" else "input_text"
-        part: dict[str, Any] = {"type": kind, "text": found["content"]}
-        found["content"] = [{**part, "annotations": []} if kind == "output_text" else part]
+    if found["type"] == "message":
+        content = found["content"]
+        parts = [{"text": content}] if isinstance(content, str) else content
+        found["content"] = [_listed_part(found["role"] == "assistant", part) for part in parts]
     if found["type"] in ("message", "function_call", "function_call_output"):
         found["status"] = "completed"
     return found
+
+
+def _listed_part(answered: bool, part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a message, with the fields that one of an answer or of a question has to have."""
+    if part.get("type") == "refusal":
+        return part
+    return (
+        {"annotations": [], "logprobs": [], **part, "type": "output_text"}
+        if answered
+        else {**part, "type": "input_text"}
+    )

@@ -144,9 +144,10 @@ def _format(fields: Fields) -> tuple[dict[str, Any], Grammar | None]:
         "type": kind,
         "name": given.text("name", "schema"),
         "schema": schema.data,
-        "description": given.get("description"),
         "strict": given.get("strict") is not False,
     }
+    if given.get("description") is not None:
+        found["description"] = given.text("description")
     return found, bounded(given, schema_grammar(schema), "schema")
 
 

@@ -116,7 +116,6 @@ class ResponseWriter:
             "model": self._model,
             "output": list(self._output),
             "store": self._asked.store,
-            "usage": None,
             **self._asked.echoed,
         }
 
