@@ -33,6 +33,7 @@ _HOME = "192.168.1"
 _ROUTER, _FIRST_HOST, _FIRST_NAT = 1, 10, 101
 _BRIDGE = "02:00:00:00:00:01"
 _FORGET = Path(__file__).with_name("forget_mappings.py")
+_HANGING = 300.0  # seconds, of commands that take hundredths of one
 _labs = itertools.count()
 
 
@@ -89,7 +90,7 @@ def why_no_delay() -> str:
 
 
 def _run(*command: str, given: str = "") -> None:
-    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_HANGING)
     if done.returncode:
         raise LabError(f"{' '.join(command)}: {done.stderr.strip()}")
 
@@ -343,7 +344,7 @@ class Lab:
         """Removes everything; what runs there must have ended."""
         self.lines.close()
         for machine in self.machines:
-            subprocess.run(["ip", "netns", "del", machine.namespace], capture_output=True, timeout=30)
+            subprocess.run(["ip", "netns", "del", machine.namespace], capture_output=True, timeout=_HANGING)
 
 
 @contextlib.contextmanager
@@ -367,6 +368,8 @@ def _sweep() -> None:
         pid = namespace.name.removeprefix("pnlab").partition("x")[0]
         if not pid.isdigit() or Path(f"/proc/{pid}").exists():
             continue
-        inside = subprocess.run(["ip", "netns", "pids", namespace.name], capture_output=True, text=True, timeout=30)
+        inside = subprocess.run(
+            ["ip", "netns", "pids", namespace.name], capture_output=True, text=True, timeout=_HANGING
+        )
         if inside.returncode == 0 and not inside.stdout.strip():
-            subprocess.run(["ip", "netns", "del", namespace.name], capture_output=True, timeout=30)
+            subprocess.run(["ip", "netns", "del", namespace.name], capture_output=True, timeout=_HANGING)

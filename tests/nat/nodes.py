@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.nat.lab import Host
 from tests.patience import Patience
-from tests.swarm.processes import STOP_TIMEOUT, Node, Outcome, ReadyNode, Running, environment, petalnode
+from tests.swarm.processes import START_TIMEOUT, STOP_TIMEOUT, Node, Outcome, ReadyNode, Running, environment, petalnode
 
 _ROOT = Path(__file__).parents[2]
 LISTEN = "/ip4/0.0.0.0/tcp/31330"
@@ -41,11 +41,11 @@ class LightNode(ReadyNode):
         self._numbers = itertools.count(1)
         self._passed: list[dict[str, Any]] = []
 
-    def event(self, name: str, timeout: float = 60) -> dict[str, Any]:
+    def event(self, name: str, timeout: float = START_TIMEOUT) -> dict[str, Any]:
         """As `wait_event`."""
         return self.wait_event(name, timeout)
 
-    def ask(self, do: str, *, patience: float = 60, **arguments: Any) -> Any:
+    def ask(self, do: str, *, patience: float = START_TIMEOUT, **arguments: Any) -> Any:
         """Has a command done; returns its result. Raises NodeRefused with the error's text if it failed."""
         return self.answer(self.tell(do, **arguments), patience=patience)
 
@@ -57,18 +57,18 @@ class LightNode(ReadyNode):
         self.process.stdin.flush()
         return number
 
-    def answer(self, number: int, *, patience: float = 60) -> Any:
+    def answer(self, number: int, *, patience: float = START_TIMEOUT) -> Any:
         found = self._next(lambda line: line.get("number") == number, patience)
         if "error" in found:
             raise NodeRefused(found["error"])
         return found["result"]
 
-    def wait_event(self, name: str, patience: float = 60, **fields: Any) -> dict[str, Any]:
+    def wait_event(self, name: str, patience: float = START_TIMEOUT, **fields: Any) -> dict[str, Any]:
         """The next event of that name with these fields. What comes in between is kept for later."""
         wanted = {"event": name, **fields}
         return self._next(lambda line: wanted.items() <= line.items(), patience)
 
-    def wait_log(self, text: str, patience: float = 60) -> None:
+    def wait_log(self, text: str, patience: float = START_TIMEOUT) -> None:
         """Until it has said so on standard error."""
         waiting = Patience(patience, self.pid, lambda: len(self.errors))
         while text not in self.errors:

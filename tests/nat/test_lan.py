@@ -69,6 +69,7 @@ def test_neighbours_lose_sight_of_each_other_and_meet_again(lab: Lab, nodes: Lab
     second.ask("wait_server", peer=first.peer_id)
     start = time.perf_counter()
     lost = second.tell("wait_lost", peer=first.peer_id)
+    assert second.ask("connected") == [first.peer_id]  # hence it waits by now
     other.change_address()
     second.answer(lost)
     noticed = time.perf_counter()

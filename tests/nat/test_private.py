@@ -34,12 +34,13 @@ def test_only_who_has_the_key_gets_in(lab: Lab, nodes: LabNodes, slowness: Slown
 
     server = nodes.light(inside, listen=[LISTEN], peers=[peer], psk=load_swarm_key(key), blocks=[0, 4])
     server.ask("wait_reachability", kind="relayed")
+    guest = nodes.light(visitor, peers=[peer], psk=load_swarm_key(key))
+    guest.ask("wait_server", peer=server.peer_id)  # hence the others know of it too
     seen = nodes.run(visitor, "status", "--peer", peer, "--swarm-key", str(key), "--json")
     assert seen.code == 0, seen
     (line,) = seen.objects
     assert [shown["peer_id"] for shown in line["servers"]] == [server.peer_id]
     assert [(shown["peer_id"], shown["reservations"]) for shown in line["relays"]] == [(bootstrap.peer_id, 1)]
-    guest = nodes.light(visitor, peers=[peer], psk=load_swarm_key(key))
     print(f"reached through two NATs in {guest.ask('reach', peer=server.peer_id):.2f} s")
 
     outsider = nodes.light(stranger, listen=[LISTEN])

@@ -2,8 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from ipaddress import ip_address, ip_network
+from itertools import pairwise
+
+import pytest
+import trio
 
 from petalnode.node.network.addresses import Endpoint
+from petalnode.node.network.nat import upnp
 from petalnode.node.network.nat.reachability import (
     LocalEndpoints,
     ReachabilityInputs,
@@ -14,6 +19,7 @@ from petalnode.node.network.nat.reachability import (
     needs_relays,
     reachability,
 )
+from petalnode.node.testing import run_autojumping
 
 OWN = Endpoint(ip_address("192.168.1.10"), 31330)
 OWN6 = Endpoint(ip_address("2a00:77::10"), 31330)
@@ -103,3 +109,28 @@ def test_who_does_not_listen_or_only_for_this_machine_says_so() -> None:
 
 def test_circuits_are_announced_only_while_they_are_needed() -> None:
     assert extra_addrs(ReachabilityInputs(HERE, open_at(OWN), circuits=CIRCUITS)) == ()
+
+
+def test_a_router_that_was_silent_is_soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping, asked = upnp.Mapping(OUTER, OWN), []
+
+    def ask_router(*_: int) -> upnp.Mapping:
+        asked.append(trio.from_thread.run_sync(trio.current_time))
+        if len(asked) < 7:
+            raise LookupError("no router answers")
+        return mapping
+
+    monkeypatch.setattr(upnp, "_map", ask_router)
+    monkeypatch.setattr(upnp, "_unmap", lambda mapping: None)
+
+    async def main() -> None:
+        router = upnp.Upnp()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(router.run, OWN.port)
+            await router.changed.wait()
+            assert router.mapping == mapping
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+    pauses = [later - sooner for sooner, later in pairwise(asked)]
+    assert pauses == pytest.approx([15, 60, 240, 900, 900, 900])

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _DISCOVERY: Final = 2000  # milliseconds that routers have to answer
 _LEASE: Final = 3600  # seconds; some routers know only mappings without an end
 _RENEW: Final = _LEASE / 2
-_RETRY: Final = 900.0  # seconds after which a router is looked for again
+_RETRY: Final = (15.0, 900.0)  # seconds after which a router is looked for again: at first, at most
 _DEADLINE: Final = 30.0  # seconds for all questions to the router
 _UNMAP: Final = 3.0
 _OTHER_PORTS: Final = 3  # tried if the router has given ours to somebody else
@@ -34,6 +34,13 @@ class Mapping:
     internal: Endpoint
 
 
+def retry_pause(failures: int) -> float:
+    """Seconds until the router is asked again after so many failures in a row: a question, or its answer, by multicast
+    is lost now and then; most routers that never answer have no UPnP."""
+    first, longest = _RETRY
+    return float(min(first * 4 ** min(failures - 1, 8), longest))
+
+
 class Upnp:
     """Keeps the port mapped while `run` runs, and unmaps it when that is cancelled.
 
@@ -46,10 +53,12 @@ class Upnp:
 
     async def run(self, port: int) -> None:
         """Maps `port` of this machine, if there is a router that does it, and renews that."""
+        failures = 0
         try:
             while True:
                 self._set(await self._ask_router(port))
-                await trio.sleep(_RENEW if self.mapping else _RETRY)
+                failures = 0 if self.mapping else failures + 1
+                await trio.sleep(_RENEW if self.mapping else retry_pause(failures))
         finally:
             await self._unmap()
 
