@@ -1,13 +1,19 @@
 """Milliseconds per token through 1, 2 and 3 servers on loopback, against plain transformers in the same minutes.
 
     python benchmarks/chain.py [--json] [--models h512 smollm2] [--tokens 64] [--rounds 5]
+        [--llama-cpp FOLDER --gguf FILE]
 
 Servers are real processes with one compute thread each; the client and plain transformers run in this process with
 one thread too, in turns, so that both see the same noise. `h512` is a random Llama of 27.8M parameters (hidden 512, 8
 blocks), the one that Petals' figures are for. The parts of a hop are medians: `queue` and `compute` as the server
 reports them, `wire` what is left of the time between sending a step and having its reply, `serialise` tensors to
-bytes and back in the client, `local` embeddings, head and transformers' own loop. `receipt` is what the client takes to
-check the receipt of one reply to a decode step (hashes, fields, signature, chain), a part of `wire`.
+bytes and back in the client. `receipt` is what the client takes to check the receipt of one reply to a decode step
+(hashes, fields, signature, chain), a part of `wire`.
+
+`generate` is transformers' loop with the client's part of the model, `chat` the one of `petalnode chat` and the HTTP
+APIs, both greedy. `turn` is the part of a token that is the client's alone: from the last server's answer at its socket
+until the bytes of the next step are handed to the socket. With `--llama-cpp FOLDER --gguf FILE` (see cpu.py) llama.cpp
+takes turns with both, one thread too, and `of_llama_cpp` is the least time of a token over its least.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cpu import Way, measure_llama_cpp
 from local_swarm import local_swarm
 from rich.console import Console
 from rich.table import Table
@@ -33,8 +40,14 @@ from transformers.utils import logging
 
 from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import from_chunks, to_chunks
+from petalnode.node.client.core import SwarmClient
+from petalnode.node.client.generation import Conversation, Sampling
 from petalnode.node.client.session.stream import SessionStream
 from petalnode.node.models import resolve
+from petalnode.node.network.transport.raw_connection import SocketConnection
+
+HIDDEN_BYTES = 1500
+"""Less than the hidden states of one token, and more than any other message of a session."""
 
 
 class _Clock:
@@ -77,10 +90,54 @@ def spans_of(num_blocks: int, servers: int) -> list[tuple[int, int]]:
 
 def generate(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[list[float], torch.Tensor]:
     clock = _Clock()
-    output = model.generate(
-        prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=clock, pad_token_id=0
+    output = model.generate(  # no token ends it
+        prompt, max_new_tokens=tokens, eos_token_id=None, do_sample=False, streamer=clock, pad_token_id=0
     )
     return clock.milliseconds(), output
+
+
+def chat(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[list[float], list[int]]:
+    """The same by what chat and the HTTP APIs use; milliseconds from token to token, and the tokens."""
+    times: list[float] = []
+
+    async def answer(client: SwarmClient) -> list[int]:
+        conversation = Conversation(client, model._local, max_length=prompt.shape[1] + tokens, stop_tokens=())
+        try:
+            wanted = Sampling(max_new_tokens=tokens)
+            return await conversation.answer(prompt[0].tolist(), wanted, lambda _: times.append(time.perf_counter()))
+        finally:
+            await conversation.aclose()
+
+    made = model._runtime.call(answer, model._runtime.value)
+    return [1000 * (after - before) for before, after in itertools.pairwise(times)], made
+
+
+@contextmanager
+def client_turns() -> Iterator[list[float]]:
+    """Within it, the milliseconds between what comes to this process's sockets and the next step that it sends."""
+    receive, send = SocketConnection.receive, SocketConnection.send_nowait
+    came = 0.0
+    taken: list[float] = []
+
+    async def noting_receive(self: Any, *arguments: Any) -> bytes:
+        nonlocal came
+        data = await receive(self, *arguments)
+        if len(data) > HIDDEN_BYTES:
+            came = time.perf_counter()
+        return data
+
+    def noting_send(self: Any, data: bytes) -> int:
+        nonlocal came
+        if len(data) > HIDDEN_BYTES and came:
+            taken.append(1000 * (time.perf_counter() - came))
+            came = 0.0
+        return send(self, data)
+
+    SocketConnection.receive, SocketConnection.send_nowait = noting_receive, noting_send  # type: ignore[method-assign]
+    try:
+        yield taken
+    finally:
+        SocketConnection.receive, SocketConnection.send_nowait = receive, send  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -157,28 +214,55 @@ def bulk(model: Any, plain: Any, batch: int, tokens: int) -> dict[str, float]:
     }
 
 
-def run_model(name: str, folder: Path, servers: int, tokens: int, rounds: int) -> dict[str, Any]:
+def run_model(name: str, folder: Path, servers: int, options: argparse.Namespace) -> dict[str, Any]:
+    tokens, rounds = options.tokens, options.rounds
     plain = AutoModelForCausalLM.from_pretrained(folder)
     prompt = torch.randint(5, min(plain.config.vocab_size, 2000), (1, 16))
     with local_swarm(str(folder), spans_of(plain.config.num_hidden_layers, servers)) as processes:
         addrs = processes[-1].ready["addrs"]
         with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=addrs) as model:
             generate(model, prompt, 8), generate(plain, prompt, 8)
+            chat(model, prompt, 8)
             chain_ms: list[float] = []
+            chat_ms: list[float] = []
             plain_ms: list[float] = []
+            generate_turns: list[float] = []
+            chat_turns: list[float] = []
+            llama = Way("llama.cpp", 1)
             ratios = []
             for _ in range(rounds):
-                ours, ours_tokens = generate(model, prompt, tokens)
+                with client_turns() as turns:
+                    ours, ours_tokens = generate(model, prompt, tokens)
+                generate_turns += turns[1:]  # the first is the prompt's
+                with client_turns() as turns:
+                    chatted, chat_tokens = chat(model, prompt, tokens)
+                chat_turns += turns[1:]
                 theirs, their_tokens = generate(plain, prompt, tokens)
                 assert torch.equal(ours_tokens, their_tokens), "the chain's tokens differ from plain transformers'"
+                assert their_tokens[0, prompt.shape[1] :].tolist() == chat_tokens, "chat's tokens differ"
                 chain_ms += ours
+                chat_ms += chatted
                 plain_ms += theirs
                 ratios.append(statistics.median(ours) / statistics.median(theirs))
+                if options.llama_cpp and name == "smollm2":
+                    measure_llama_cpp(options.llama_cpp, options.gguf, llama, prompts=False)
+            of_llama = {}
+            if "1 row" in llama.best:
+                of_llama = {
+                    "llama_cpp_ms": llama.best["1 row"][0],
+                    "of_llama_cpp": {
+                        "generate": min(chain_ms) / llama.best["1 row"][0],
+                        "chat": min(chat_ms) / llama.best["1 row"][0],
+                    },
+                }
             result = {
                 "model": name,
                 "servers": servers,
                 "plain_ms": _percentiles(plain_ms),
                 "chain_ms": _percentiles(chain_ms),
+                "chat_ms": _percentiles(chat_ms),
+                "turn_ms": {"generate": _percentiles(generate_turns), "chat": _percentiles(chat_turns)},
+                **of_llama,
                 "ratio": statistics.median(ratios),
                 "hop_parts_ms": hop_parts(model, prompt, 32),
                 "receipt_ms": receipts(model, prompt, 200),
@@ -192,7 +276,7 @@ def run_model(name: str, folder: Path, servers: int, tokens: int, rounds: int) -
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
-    return {"p50": statistics.median(values), "p95": statistics.quantiles(values, n=20)[-1]}
+    return {"min": min(values), "p50": statistics.median(values), "p95": statistics.quantiles(values, n=20)[-1]}
 
 
 def main() -> None:
@@ -202,7 +286,11 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--llama-cpp", type=Path, help="folder in which node-llama-cpp is installed")
+    parser.add_argument("--gguf", type=Path, help="the file for llama.cpp")
     options = parser.parse_args()
+    if bool(options.llama_cpp) != bool(options.gguf):
+        parser.error("--llama-cpp and --gguf go together")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -212,7 +300,7 @@ def main() -> None:
             folder = h512(Path(scratch) / name) if name == "h512" else resolve(name, need="all").path
             for servers in options.servers:
                 print(f"{name} on {servers} servers ...", file=sys.stderr)
-                results.append(run_model(name, folder, servers, options.tokens, options.rounds))
+                results.append(run_model(name, folder, servers, options))
     if options.json:
         print(json.dumps({"chain": results}))
     else:
@@ -221,7 +309,9 @@ def main() -> None:
 
 def show(results: list[dict[str, Any]]) -> None:
     table = Table(title="milliseconds per token")
-    for column in ("model", "servers", "plain p50", "chain p50", "p95", "ratio", "compute", "wire", "queue"):
+    for column in ("model", "servers", "plain p50", "generate p50", "p95", "ratio", "chat p50", "p95"):
+        table.add_column(column, justify="right")
+    for column in ("turn p50", "p95", "of llama.cpp", "compute", "wire", "queue"):
         table.add_column(column, justify="right")
     for column in ("hand-over", "serialise", "receipt p50", "p95", "bulk 1x128", "8x128", "of plain"):
         table.add_column(column, justify="right")
@@ -236,6 +326,9 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{result['chain_ms']['p50']:.1f}",
             f"{result['chain_ms']['p95']:.1f}",
             f"{result['ratio']:.2f}",
+            *(f"{result['chat_ms'][name]:.1f}" for name in ("p50", "p95")),
+            *(f"{result['turn_ms']['chat'][name]:.1f}" for name in ("p50", "p95")),
+            f"{result['of_llama_cpp']['chat']:.2f}" if "of_llama_cpp" in result else "",
             *(f"{parts[name]:.2f}" for name in ("compute", "wire", "queue", "hand_over", "serialise")),
             *(f"{result['receipt_ms'][name]:.2f}" for name in ("p50", "p95")),
             f"{result['bulk_1x128']['tokens_per_s']:.0f}",
@@ -244,7 +337,7 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{max(result['ready_s']):.1f}",
             f"{max(result['server_rss_mib']):.0f}",
         )
-    Console(width=180).print(table)
+    Console(width=230).print(table)
 
 
 if __name__ == "__main__":

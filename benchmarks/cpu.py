@@ -212,11 +212,11 @@ def measure_transformers(model: Any, way: Way) -> None:
         way.note("1 row", *timed(lambda s=step: model(ids[:, s : s + 1], past_key_values=held, use_cache=True)))  # type: ignore[misc]
 
 
-def measure_llama_cpp(folder: Path, gguf: Path, way: Way) -> None:
+def measure_llama_cpp(folder: Path, gguf: Path, way: Way, *, prompts: bool = True) -> None:
     script = folder / "petalnode_benchmark.mjs"
     script.write_text(LLAMA_CPP)
-    for held, what, asked in ((HELD, "1 row", "step"), (PROMPT, "prompt", "prompt")):
-        command = ["node", script.name, str(gguf.resolve()), str(way.threads), "8", str(held)]
+    for held, what, asked in ((HELD, "1 row", "step"), (PROMPT, "prompt", "prompt"))[: 1 + prompts]:
+        command = ["node", script.name, str(gguf.resolve()), str(way.threads), "24", str(held)]
         run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
         way.note(what, *json.loads(run.stdout)[asked])
 

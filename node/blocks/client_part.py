@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
 
@@ -26,112 +26,15 @@ from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
 from .kernels.choice import native_kernels
 from .kernels.packing import use_packed_head
+from .outer_layers import OuterLayers
+from .remote_cache import RemoteCache, RemoteCall
 from .skeleton import BUILDING, BlockList, Skeleton, build, fill
 from .span_adapter import linear_shapes
 
-
-class RemoteCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """A session's cache as transformers' `generate` sees it: the tokens are counted here and held by servers.
-
-    Attributes:
-        session: whatever the owner of the remote blocks wants to find again at the next step.
-    """
-
-    def __init__(self, session: Any = None) -> None:
-        super().__init__(layers=[])
-        self.session = session
-        self._length = 0
-        self._reorder: list[int] | None = None
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._length + query_length, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def advance(self, tokens: int) -> None:
-        """Counts tokens that the servers hold now."""
-        self._length += tokens
-
-    def rollback(self, length: int) -> None:
-        """Forgets all tokens from `length` on; the next step's position says so to the servers.
-
-        Raises:
-            ValueError: it holds fewer than `length`.
-        """
-        if not 0 <= length <= self._length:
-            raise ValueError(f"cannot roll back to {length} tokens: {self._length} are held")
-        self._length = length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """As transformers means it: -n forgets the last n tokens; n > 0 keeps the first n."""
-        length = tokens_to_remove if tokens_to_remove > 0 else self._length + tokens_to_remove
-        self.rollback(min(length, self._length))
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row r continues row `beam_idx[r]`; sent with the next step."""
-        rows = [int(row) for row in beam_idx]
-        self._reorder = rows if self._reorder is None else [self._reorder[row] for row in rows]
-
-    def take_reorder(self) -> list[int] | None:
-        """The reorder to be sent with this step, once; None if all rows stay where they are."""
-        rows, self._reorder = self._reorder, None
-        return None if rows == list(range(len(rows or ()))) else rows
-
-    def reset(self) -> None:
-        self._length = 0
-        self._reorder = None
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise NotImplementedError("a swarm's cache cannot grow rows: give generate() the rows it needs")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        raise NotImplementedError("a swarm's cache cannot drop rows")
-
-    @property
-    def is_initialized(self) -> bool:
-        return True
-
-    @property
-    def is_croppable(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class RemoteCall:
-    """What remote blocks are told beside the hidden states of a step.
-
-    Attributes:
-        cache: of the session; None for a forward pass that keeps nothing.
-        position: tokens of a row that the session holds before this step.
-        attention_mask: [batch, position + tokens], 0 at padding; None if nothing is padded.
-        position_ids: [batch or 1, tokens]; None counts on, padding included.
-    """
-
-    cache: RemoteCache | None
-    position: int
-    attention_mask: torch.Tensor | None
-    position_ids: torch.Tensor | None = None
-
-    @property
-    def left_padding(self) -> tuple[int, ...] | None:
-        """Per row, how many of its first tokens are padding; None if there is none.
-
-        Raises:
-            BadInput: tokens are masked elsewhere than at the left.
-        """
-        if self.attention_mask is None:
-            return None
-        kept = self.attention_mask != 0
-        padding = (~kept).sum(-1)
-        expected = torch.arange(kept.shape[1], device=kept.device) >= padding.unsqueeze(1)
-        if not torch.equal(kept, expected):
-            raise BadInput("an attention mask may only hide tokens at the left of each row: pad on the left")
-        return tuple(padding.tolist()) if bool(padding.any()) else None
-
+_OF_A_STEP: Final = frozenset(
+    ("input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep")
+)
+"""What `generate` gives the model's `forward` in a step of an ordinary session."""
 
 Remote = Callable[[torch.Tensor, RemoteCall], torch.Tensor]
 """All blocks of the model: hidden states [batch, tokens, hidden size] in, the same shape out."""
@@ -196,6 +99,9 @@ class ClientModel:
         self.model.get_input_embeddings().register_forward_hook(self._put_prompts)
         self._prepare_cache = self.model._prepare_cache_for_generation
         self.model._prepare_cache_for_generation = self._prepare_remote_cache
+        self._outer = OuterLayers(self.model, skeleton.decoder, self.layer)
+        self._whole_forward = self.model.forward
+        self.model.forward = wraps(self._whole_forward)(lambda *args, **kwargs: self._forward(*args, **kwargs))
 
     def finish(self) -> None:
         """Once the weights are here: finds out in which form the decoder wants its layer's output."""
@@ -208,6 +114,7 @@ class ClientModel:
             except (TypeError, AttributeError, RuntimeError, IndexError):
                 continue
             if hidden.shape[:2] == ids.shape:
+                self._outer.compare_embeddings(self._embedded)
                 return
         raise ModelError(f"petalnode cannot put remote blocks into a {self.model.config.model_type!r} model")
 
@@ -259,19 +166,28 @@ class ClientModel:
         Returns:
             [batch, tokens, hidden size] in the model's dtype.
         """
+        ids = input_ids.to(self.device)
+        if self._outer.embeds and not self.is_prompted:
+            return self._outer.embed(ids)
+        return self._embedded(ids, position, attention_mask)
+
+    def _embedded(self, ids: torch.Tensor, position: int = 0, mask: torch.Tensor | None = None) -> torch.Tensor:
         seen: list[torch.Tensor] = []
 
         def keep(hidden: torch.Tensor) -> torch.Tensor:
             seen.append(hidden)
             return hidden
 
-        self._decode(input_ids.to(self.device), position, attention_mask, keep)
+        self._decode(ids, position, mask, keep)
         return seen[0]
 
     @torch.no_grad()
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [batch, tokens, vocabulary] of what left the last block, [batch, tokens, hidden size]."""
-        return self._logits(hidden.to(self.device, self.dtype))
+        given = hidden.to(self.device, self.dtype)
+        if getattr(self._here, "last", None) is None and self._outer.heads(self.hidden_size, self._logits):
+            return self._outer.head(given)
+        return self._logits(given)
 
     @torch.enable_grad()
     def loss_gradient(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -363,6 +279,28 @@ class ClientModel:
         if call.cache is not None:
             call.cache.advance(hidden.shape[1])
         return output.to(hidden.device, hidden.dtype)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's `forward`; a step of a session goes through the outer layers alone where that is the same."""
+        cache, ids, mask = kwargs.get("past_key_values"), kwargs.get("input_ids"), kwargs.get("attention_mask")
+        if (
+            args
+            or not kwargs.keys() <= _OF_A_STEP
+            or not (kwargs.get("use_cache") and kwargs.get("return_dict"))
+            or not isinstance(cache, RemoteCache)
+            or ids is None
+            or (mask is not None and mask.dim() != 2)
+            or torch.is_grad_enabled()
+            or self.is_prompted
+            or getattr(self._here, "last", None) is not None
+            or not self._outer.embeds
+            or not self._outer.heads(self.hidden_size, self._logits)
+        ):
+            return self._whole_forward(*args, **kwargs)
+        self._here.call = RemoteCall(cache, cache.get_seq_length(), mask, kwargs.get("position_ids"))
+        hidden = self._run_blocks(self._outer.embed(ids))
+        logits = self._outer.head(hidden[:, -int(kwargs.get("logits_to_keep") or 0) :])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _prepare_remote_cache(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> Any:
         """`generate` without past_key_values gets a session's cache in place of one with real keys and values."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from petalnode.node.blocks.cache import SpanCache
-from petalnode.node.blocks.client_part import ClientModel, RemoteCall, load_client
+from petalnode.node.blocks.client_part import ClientModel, load_client
+from petalnode.node.blocks.remote_cache import RemoteCall
 from petalnode.node.blocks.span import load_span
 from petalnode.protocols.ids import Span
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from petalnode.node.blocks.client_part import RemoteCache
 from petalnode.node.blocks.config import read_config
+from petalnode.node.blocks.remote_cache import RemoteCache
 from petalnode.node.blocks.skeleton import build
 from petalnode.node.errors import BadInput
 from petalnode.protocols.ids import Span
@@ -156,3 +156,30 @@ def test_models_that_load_at_once_have_a_dtype_each_and_leave_none_behind(tmp_pa
     with ThreadPoolExecutor(len(dtypes)) as threads:
         list(threads.map(load, dtypes))
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "granite", "gpt2", "opt"])
+def test_layers_are_called_alone_where_that_is_the_same(architecture: str, tiny: Tiny) -> None:
+    client, _ = open_client(tiny(architecture), TWO)
+    hidden = torch.randn(1, 3, client.hidden_size, generator=torch.Generator().manual_seed(3))
+    logits = client.head(hidden)
+    # Gemma 2 caps its logits, Granite scales embeddings and logits, GPT-2 and OPT add positions to embeddings.
+    assert client._outer.embeds == (architecture in ("llama", "gemma2"))
+    assert client._outer.heads(client.hidden_size, client._logits) == (architecture in ("llama", "gpt2", "opt"))
+    with torch.no_grad():
+        assert torch.equal(logits, client._logits(hidden))
+    for position in (0, 11):
+        assert torch.equal(client.embed(prompt(1, 4), position), client._embedded(prompt(1, 4), position))
+
+
+def test_a_head_is_compared_by_several_threads_at_once(tiny: Tiny) -> None:
+    """What one of them calls is not taken for what stands behind the blocks."""
+    client, swarm = open_client(tiny("llama"), TWO)
+    hidden = torch.randn(8, 1, client.hidden_size)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(client.head, hidden.split(1)))
+    with torch.no_grad():
+        for row, logits in zip(hidden.split(1), found, strict=True):
+            assert torch.equal(logits, client._logits(row))
+    assert not swarm.calls
+    assert [type(module).__name__ for module in client._outer._behind] == ["LlamaRMSNorm"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petalnode.node.blocks.client_part import RemoteCache, RemoteCall
+from petalnode.node.blocks.remote_cache import RemoteCache, RemoteCall
 from petalnode.node.errors import BadInput
 
 

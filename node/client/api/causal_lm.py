@@ -9,7 +9,7 @@ import torch
 
 from ....protocols.adapter import PROMPTS
 from ....protocols.framing import TensorError
-from ...blocks.client_part import RemoteCache, RemoteCall
+from ...blocks.remote_cache import RemoteCache, RemoteCall
 from ...errors import BadInput
 from ...models.adapter import Adapter
 from ..session_adapter import SessionAdapter

@@ -17,7 +17,8 @@ from ....crypto.identity import Identity, IdentityError, IdentityLocked, held_id
 from ....crypto.swarm_key import SwarmKeyError, find_swarm_key
 from ....protocols.ids import Span
 from ....protocols.training import LoraName
-from ...blocks.client_part import ClientModel, RemoteCache, RemoteCall, load_client
+from ...blocks.client_part import ClientModel, load_client
+from ...blocks.remote_cache import RemoteCache, RemoteCall
 from ...errors import BadInput, MachineError
 from ...models import Progress, resolve
 from ...models.adapter import Adapter

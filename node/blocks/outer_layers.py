@@ -1,0 +1,96 @@
+"""The layers outside of the blocks, called alone: embeddings, the norm behind the last block, and the head.
+
+What transformers does around them in a forward pass (masks, positions, cosines, outputs) takes longer than these layers
+do in a small model. Where they alone give the same values to the bit, which is tried once on random input, nothing else
+is called for a step. Models that scale their logits, or add positions to their embeddings, go the long way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLACES = (0, 7)  # tokens before those whose embeddings are compared
+
+
+class OuterLayers:
+    """Of `model`, in whose `decoder` the module `layer` stands in the place of all blocks.
+
+    Attributes:
+        embeds: whether `embed` gives what the decoder gives its blocks; false before `compare_embeddings`.
+    """
+
+    def __init__(self, model: Any, decoder: nn.Module, layer: nn.Module) -> None:
+        self.embeds = False
+        self._model = model
+        self._decoder = decoder
+        self._layer = layer
+        self._behind: list[nn.Module] = []
+        self._heads: bool | None = None
+        self._comparing = threading.Lock()
+
+    @torch.no_grad()
+    def compare_embeddings(self, embedded: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        """Sets `embeds`. `embedded(ids, position)`: what the decoder makes of ids at this position, for its blocks."""
+        table, padding = self._model.get_input_embeddings(), getattr(self._model.config, "pad_token_id", None)
+        rows = int(table.weight.shape[0])
+        chosen = [number for number in range(rows - 1, max(-1, rows - 8), -1) if number != padding][:6]
+        ids = torch.tensor([chosen], device=table.weight.device)
+        self.embeds = all(_same(self.embed(ids), embedded(ids, place)) for place in _PLACES)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """[batch, tokens, hidden size] of ids int64 [batch, tokens]."""
+        hidden: torch.Tensor = self._model.get_input_embeddings()(ids)
+        return hidden
+
+    def heads(self, hidden_size: int, logits: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Whether `head` gives what the model does, which is compared when this is asked for the first time.
+
+        `logits`: what the model makes of hidden states [batch, tokens, hidden size] in the place of its blocks.
+        """
+        if self._heads is None:
+            with self._comparing:
+                if self._heads is None:
+                    self._heads = self._compare_head(hidden_size, logits)
+        return self._heads
+
+    @torch.no_grad()
+    def _compare_head(self, hidden_size: int, logits: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        weight = self._model.get_input_embeddings().weight
+        hidden = torch.randn(1, 2, hidden_size, generator=torch.Generator().manual_seed(0))
+        hidden = hidden.to(weight.device, weight.dtype)
+        called: list[nn.Module] = []
+        own = threading.get_ident()  # others may use the model meanwhile
+
+        def note(module: nn.Module, given: Any, output: Any) -> None:
+            if threading.get_ident() == own:
+                called.append(module)
+
+        hooks = [module.register_forward_hook(note) for module in (*self._decoder.children(), self._layer)]
+        try:
+            expected = logits(hidden)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self._model.get_output_embeddings() is None or called.count(self._layer) != 1:
+            return False
+        self._behind = called[called.index(self._layer) + 1 :]
+        try:
+            return _same(self.head(hidden), expected)
+        except (TypeError, RuntimeError):  # what stands behind the blocks is not called like this
+            return False
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, tokens, vocabulary] of hidden states [batch, tokens, hidden size]."""
+        for module in self._behind:
+            hidden = module(hidden)
+        logits: torch.Tensor = self._model.get_output_embeddings()(hidden)
+        return logits
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
