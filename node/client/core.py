@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from ...protocols.framing import F, MessageStream, PeerError
 from ...protocols.ids import ADAPTER, INFERENCE, Span
 from ...protocols.training import MAX_HEADER as MAX_BATCH_HEADER
 from ...protocols.training import PIECE_BYTES, BatchFrames
-from ..errors import BadInput, NoChainError, ServerFailed
+from ..errors import BadInput, NoChainError, ServerFailed, SwarmError
 from ..swarm.routing import Hop
 from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers
@@ -38,6 +38,7 @@ from .router import Payments
 from .server_selection import ServerSelection
 from .session.session import ClientSession, SavedSession
 from .session.stream import InferenceStream, SessionSpec
+from .session.trace import OnSession, SessionTrace
 from .session_adapter import SessionAdapter, bring, named, names_held
 from .swarm_model import SwarmModel
 
@@ -122,6 +123,7 @@ class SwarmClient(ServerSelection):
     Attributes:
         disagreements: of chains that were compared, in all sessions so far.
         totals: of all sessions, those of variants included.
+        on_session: is called with each session that has ended, for traces.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class SwarmClient(ServerSelection):
         self.batches = BatchClient(self)
         self.disagreements: list[Disagreement] = []
         self.totals = SessionTotals()
+        self.on_session: OnSession | None = None
 
     def variant(self, *, trusted: TrustedServers, compare_chains: int) -> SwarmClient:
         """A client that demands other things of its sessions, and shares what this one knows of the servers."""
@@ -299,7 +302,8 @@ class SwarmClient(ServerSelection):
             BadInput: no server takes a session like this.
         """
         adapter = spec.adapter or await self.adapter(wait=wait)
-        spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted)
+        trace = None if self.on_session is None else SessionTrace(self.model.name)
+        spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted, trace=trace)
         session: ClientSession | ComparedSession
         if self._compare_chains > 1:
             from .session.compared_session import ComparedSession
@@ -307,10 +311,24 @@ class SwarmClient(ServerSelection):
             session = ComparedSession(self, spec, self._compare_chains, wait)
         else:
             session = ClientSession(self, spec, wait)
-        with self.totals.counted(session):
+        with self.totals.counted(session), self._traced(session, trace):
             if saved is None or saved.max_length != spec.max_length or not await session.resume(saved):
                 await session.open()
             try:
                 yield session
             finally:
                 await session.close()
+
+    @contextmanager
+    def _traced(self, session: ClientSession | ComparedSession, trace: SessionTrace | None) -> Iterator[None]:
+        """Tells of the session when the block is left."""
+        try:
+            yield
+        except SwarmError:
+            if trace is not None:
+                trace.failed = True
+            raise
+        finally:
+            if trace is not None and self.on_session is not None:
+                trace.ended, trace.recoveries = time.time(), session.recoveries
+                self.on_session(trace)

@@ -25,6 +25,7 @@ from .session.chain import HistoryLost, Trouble
 from .session.compared_session import Session
 from .session.session import ClientSession, SavedSession
 from .session.stream import HopTiming, SessionSpec
+from .session.trace import SessionTrace
 from .session_adapter import SessionAdapter
 
 __all__ = ["KEEP_SECONDS", "Conversation", "Sampler", "Sampling"]
@@ -138,6 +139,11 @@ class Conversation:
     def compared_routes(self) -> tuple[tuple[Hop, ...], ...]:
         """The chains whose outputs are compared; empty if there is only one."""
         return () if self._session is None or isinstance(self._session, ClientSession) else self._session.routes
+
+    @property
+    def trace(self) -> SessionTrace | None:
+        """Of the open session, if the client makes traces."""
+        return None if self._session is None else self._session.spec.trace
 
     @property
     def is_open(self) -> bool:

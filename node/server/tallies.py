@@ -80,6 +80,28 @@ class Serving:
     steps_per_second: float
 
 
+@dataclass(frozen=True)
+class ServedSession:
+    """A session that is over. Times in seconds since 1970, durations in seconds.
+
+    Attributes:
+        steps, tokens: that were computed; `tokens` of one row.
+        queue, compute: sums over the steps.
+        refusal: why it was ended by the server, by the name of the protocol's error code; "" if it was not.
+    """
+
+    nonce: bytes
+    span: Span
+    begun: float
+    ended: float
+    batch: int
+    steps: int
+    tokens: int
+    queue: float
+    compute: float
+    refusal: str = ""
+
+
 @dataclass(eq=False)
 class ServerTallies:
     """What a server has done since it started, whatever blocks it held.
@@ -89,6 +111,7 @@ class ServerTallies:
         refusals: of sessions and steps, by the name of the protocol's error code.
         batches, batch_tokens: of training, by "forward" and "backward".
         serving: gives what is served now; None while nothing is.
+        on_session: is called with each session that is over, for traces.
     """
 
     decode: StepTallies = field(default_factory=StepTallies)
@@ -100,3 +123,4 @@ class ServerTallies:
     batch_tokens: Counter[str] = field(default_factory=Counter)
     block_changes: int = 0
     serving: Callable[[], Serving] | None = None
+    on_session: Callable[[ServedSession], None] | None = None

@@ -21,6 +21,7 @@ from ..client.chat import Text
 from ..client.core import open_client
 from ..client.swarm_model import identify_model
 from ..models import resolve
+from ..monitoring.traces import Traces
 from ..swarm.config import SwarmConfig
 from .memory_servers import MemorySwarm, in_loop
 
@@ -73,6 +74,7 @@ def memory_api(
     http_limits: HttpLimits | None = None,
     pages: Callable[[Core], Sequence[BaseRoute]] = lambda core: (),
     batches: BatchRunner | None = None,
+    traces: Traces | None = None,
 ) -> Iterator[MemoryApi]:
     """The API of the model in `folder`, and of its `models` with adapters, for the length of the block."""
 
@@ -91,7 +93,10 @@ def memory_api(
                 nursery.start_soon(core.conversations.run)
                 if batches is not None:
                     nursery.start_soon(batches.run, application)
-                nursery.start_soon(serve_http, application, listeners, http_limits)
+                answering = application if traces is None else traces.application(application)
+                if traces is not None:
+                    client.on_session, core.tallies.on_answer = traces.session, traces.answered
+                nursery.start_soon(serve_http, answering, listeners, http_limits)
                 yield MemoryApi(swarm, url, core, application, trio.lowlevel.current_trio_token())
                 nursery.cancel_scope.cancel()
 

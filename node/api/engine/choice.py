@@ -144,20 +144,21 @@ class Choice:
         tallies = self._parts.tallies
         tallies.answers[reason] += 1
         tallies.tokens.update(prompt=len(prompt) - cached, cached=cached, completion=length)
-        self._send.send_nowait(
-            Finished(
-                self._index,
-                reason,
-                len(prompt),
-                length,
-                cached,
-                conversation.recoveries - before,
-                hops_of(conversation, traffic),
-                self._receipts(conversation),
-                self._stops.found,
-                conversation.compared_routes,
-            )
+        end = Finished(
+            self._index,
+            reason,
+            len(prompt),
+            length,
+            cached,
+            conversation.recoveries - before,
+            hops_of(conversation, traffic),
+            self._receipts(conversation),
+            self._stops.found,
+            conversation.compared_routes,
         )
+        if tallies.on_answer is not None:
+            tallies.on_answer(wanted.model.name, end, conversation.trace)
+        self._send.send_nowait(end)
 
     def _telling(self, conversation: Conversation) -> AbstractContextManager[None]:
         """Tells of the choice's progress for the length of the block, if that is wanted."""

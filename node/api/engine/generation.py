@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...client.deadlines import WaitHistogram
 from ...client.sampling import Sampling
+from ...client.session.trace import SessionTrace
 from ...models.adapter import Adapter
 from ...swarm.routing import Hop
 from ...trust.receipt_file import SignedReply, digest_of
@@ -73,11 +74,14 @@ class ApiTallies:
         tokens: of answers ("completion"), and of their prompts ("cached" if they were not computed again, else
             "prompt").
         first_token: from the begin of a choice to its first token.
+        on_answer: is called with the model and the end of each choice, in the request's task, and with its session if
+            the client makes traces.
     """
 
     answers: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
     first_token: WaitHistogram = field(default_factory=WaitHistogram)
+    on_answer: Callable[[str, Finished, SessionTrace | None], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,7 @@ async def api_in(
     from ...api.http.server import serve_http
     from ...monitoring.api_metrics import metrics_route
     from ...monitoring.process import LoopDelay
+    from ...monitoring.traces import traced
     from ...web.pages import page_routes
     from ...web.swarm_endpoint import swarm_routes
 
@@ -176,6 +177,7 @@ async def api_in(
     async with (
         open_client(swarm, identified, allowed=allowed, blocked=blocked, trusted=trusted) as client,
         open_batches(options.batch_file) as batches,
+        traced("api") as traces,
         trio.open_nursery() as nursery,
     ):
         core = Core(client, local, text, models, limits)
@@ -190,7 +192,9 @@ async def api_in(
         application = create_app(core, admission, pages, batches)
         if batches is not None:
             nursery.start_soon(batches.run, application)
-        nursery.start_soon(serve_http, application, listeners)
+        if traces is not None:
+            client.on_session, core.tallies.on_answer = traces.session, traces.answered
+        nursery.start_soon(serve_http, application if traces is None else traces.application(application), listeners)
         start.done()
         url = url_of(options.host, listeners)
         output.say(f"ready: {', '.join(core.models)} at {url}/v1, and a page for the browser at {url}")

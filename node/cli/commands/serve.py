@@ -25,6 +25,7 @@ from ...models.adapter import check_adapter_files
 from ...models.disk_limit import parse_size
 from ...models.quantisation import choose_kernels, choose_quantisation
 from ...models.sources.resolve import DEFAULT_MODEL
+from ...monitoring.traces import traced
 from ...network.addresses import parse_peer
 from ...network.nat.relay import RelayLimits
 from ...server.lifecycle.options import ServerOptions, check_adapters, check_blocks
@@ -207,6 +208,7 @@ async def _serve(asked: _Asked) -> None:
         with cancelled:
             async with (
                 metrics_served(asked.metrics, output) as metrics,
+                traced("server") as traces,
                 joined(join, output, role="serve", listens=True, relay_limits=asked.relay) as (swarm, identity),
                 controlled(pause, asked.policy, swarm.peer_id, options.name) as control,
             ):
@@ -217,6 +219,7 @@ async def _serve(asked: _Asked) -> None:
                     panel = ServerPanel(output.console, swarm, tallies, lambda: pause.reason, wallet)
                 report.begin(swarm, control, panel)
                 add_server(metrics, swarm, tallies)
+                tallies.on_session = None if traces is None else traces.served
                 await run_server(
                     swarm, identity, options, report.on_event, bars, stop.event, payments, wallet, tallies, pause
                 )

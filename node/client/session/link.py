@@ -13,6 +13,7 @@ from ..request import WireTensor
 from .history import Input, InputHistory
 from .reconnector import SessionReconnector
 from .stream import SessionStream
+from .trace import HopTrace
 
 
 @dataclass(eq=False)
@@ -20,7 +21,7 @@ class ServerLink:
     """One server of the chain, and the inputs that made its cache.
 
     `usual`: seconds that its last answers took per token, beyond the round trip. `reconnector`: once it is in the
-    chain. `standby_failed`: when no standby could be had.
+    chain. `standby_failed`: when no standby could be had. `trace`: where its answers are counted for a trace.
     """
 
     server: SessionStream
@@ -29,6 +30,14 @@ class ServerLink:
     standby: Standby | None = None
     reconnector: SessionReconnector | None = None
     standby_failed: float = -math.inf
+    trace: HopTrace | None = None
+
+    def count(self, tokens: int) -> None:
+        """Notes for the trace that the server has answered a step of so many tokens."""
+        if self.trace is not None:
+            timing = self.server.timing
+            self.trace.add(tokens, waited=timing.total, queue=timing.queue, compute=timing.compute)
+            self.trace.bytes_sent, self.trace.bytes_received = self.server.bytes_sent, self.server.bytes_received
 
     def note(self, tokens: int) -> None:
         """Learns from the last answer, to a step of so many tokens."""

@@ -211,8 +211,10 @@ class Opening:
             async with router.adapter_at(hop, spec):
                 stream = await router.connect(hop)
                 claims, log = router.claims_of(hop.peer_id), router.receipts.session(hop.peer_id)
-                server = SessionStream(stream, hop, spec, router.peer_id, claims=claims, log=log)
-                opened[hop] = ServerLink(server)
+                trace = None if spec.trace is None else spec.trace.hop(hop)
+                nonce = None if trace is None else trace.nonce
+                server = SessionStream(stream, hop, spec, router.peer_id, nonce, claims=claims, log=log)
+                opened[hop] = ServerLink(server, trace=trace)
                 before = route[index - 1].peer_id if index else None
                 after = route[index + 1].peer_id if spec.push and index + 1 < len(route) else None
                 may_push = spec.trusted.may_push
@@ -266,4 +268,5 @@ async def replay_step(
         before(link, link.patience(step.chunk))
         chunk = await link.server.exchange(step.chunk, step.position, step.reorder, epoch)
         link.history.append(step)
+        link.count(step.chunk.tokens)
         step = replace(step, chunk=chunk)

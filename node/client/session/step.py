@@ -234,6 +234,7 @@ class StepRun:
         if phase != "pushed":
             self._judge_push(link)
         link.history.append(replace(self._step, chunk=chunk))
+        link.count(chunk.tokens)
         self._chain.router.note_tokens(link.server.hop.peer_id, chunk.tokens)
         if not self._disturbed:
             link.note(chunk.tokens)

@@ -28,6 +28,7 @@ from ..request import OutstandingReplies, PushedOther, ServerClaims, ServerStrea
 
 if TYPE_CHECKING:
     from ..session_adapter import SessionAdapter
+    from .trace import SessionTrace
 
 InferenceStream = MessageStream[wire.InferenceFrame]
 
@@ -56,6 +57,7 @@ class SessionSpec:
     keep: float = 0.0
     adapter: SessionAdapter | None = None
     trusted: TrustedServers = field(default_factory=TrustedServers)
+    trace: SessionTrace | None = field(default=None, compare=False)
 
     @property
     def adapter_hash(self) -> bytes:
@@ -285,10 +287,7 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         return answer.chunk
 
     async def send(self, step: wire.Step, chunk: WireTensor) -> None:
-        """
-        Raises:
-            StreamLost: the server is gone or does not read.
-        """
+        """Raises StreamLost: the server is gone or does not read."""
         self._sent = step.sequence, self._stream
         self._due.ask(step.sequence)
         if self._log is not None:

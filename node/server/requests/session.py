@@ -3,6 +3,7 @@ answers with receipts, and pushes the output on. It may outlive the stream that 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ....protocols.inference import (
 )
 from ..budget import Lease
 from ..steps import ComputeSession, StepInput, StepOutput
+from ..tallies import ServedSession
 from .admission import check_step, check_step_tensors, step_tokens
 from .pushes import PushConnector, Pushes, Upstream, check_upstream
 from .request import SEND_TIMEOUT, ReceiptChain, RequestContext
@@ -79,6 +81,9 @@ class ServerSession:
         self._over = False
         self._changed = trio.Event()
         self._pushes: Pushes | None = None
+        self._begun = time.time()
+        self._steps = self._tokens = 0
+        self._queue = self._compute_seconds = 0.0
         self._listening = trio.CancelScope()
 
     async def run(self, stream: InferenceStream, downstream: bytes) -> None:
@@ -106,6 +111,7 @@ class ServerSession:
         finally:
             if not self._lease.taken:
                 self._context.compute.close(self._compute)
+            self._tell(ended)
         if ended is not None:
             raise ended
 
@@ -132,6 +138,14 @@ class ServerSession:
             self._resuming -= 1
             self._notify()
         await self._attend(stream)
+
+    def _tell(self, ended: Refusal | PeerError | None) -> None:
+        tell = self._context.tallies.on_session
+        if tell is not None:
+            refusal = wire.ErrorCode.Name(ended.code) if isinstance(ended, Refusal) else ""
+            terms, now = self._terms, time.time()
+            sums = self._steps, self._tokens, self._queue, self._compute_seconds
+            tell(ServedSession(terms.nonce, terms.span, self._begun, now, terms.batch, *sums, refusal))
 
     async def _greet(self, stream: InferenceStream) -> None:
         try:
@@ -337,6 +351,10 @@ class ServerSession:
     async def _answer(
         self, step: wire.Step, tensor: wire.Tensor, output: StepOutput, upstream: wire.Receipt | None
     ) -> None:
+        self._steps += 1
+        self._tokens += max(0, output.position - step.position)
+        self._queue += output.queue_seconds
+        self._compute_seconds += output.compute_seconds
         self._sequence = step.sequence
         self._position = output.position
         self._route_epoch = step.route_epoch
