@@ -183,3 +183,52 @@ def test_answers_go_on_when_a_server_dies_and_end_in_503_when_none_is_left(
         assert raised.value.code == "model_unavailable"
         assert raised.value.body["missing_blocks"] == [0, 1, 2]
         assert int(raised.value.response.headers["retry-after"]) > 0
+
+
+def test_the_other_streams_say_the_same_when_clients_and_servers_are_killed(
+    spare_swarm: tuple[MemorySwarm, list[Any]], api_model: Path
+) -> None:
+    """Greedy and sampled. `benchmarks/api_chaos.py` is the same with processes."""
+    swarm, servers = spare_swarm
+    biased = {"127": -100, "0": -100, "1": -100}
+    requests: list[dict[str, Any]] = [
+        {
+            "prompt": f"stream {number}",
+            "max_tokens": 24,
+            "temperature": number % 2,
+            "seed": number,
+            "logit_bias": biased,
+        }
+        for number in range(12)
+    ]
+    begun: list[int] = []
+    found: dict[int, str] = {}
+    with memory_api(swarm, api_model, limits=ApiLimits(context=256, kept=0)) as api:
+        alone = [
+            httpx.post(f"{api.url}/v1/completions", json=asked, timeout=None).json()["choices"][0]["text"]
+            for asked in requests
+        ]
+
+        async def main() -> None:
+            async with httpx.AsyncClient(base_url=api.url, timeout=None) as client, trio.open_nursery() as nursery:
+                for number in range(len(requests)):
+                    nursery.start_soon(read, client, number)
+
+        async def read(client: httpx.AsyncClient, number: int) -> None:
+            pieces = []
+            async with client.stream("POST", "/v1/completions", json={**requests[number], "stream": True}) as answer:
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    pieces.append(json.loads(line[6:])["choices"][0]["text"])
+                    if len(pieces) == 1:
+                        begun.append(number)
+                        if len(begun) in (4, 8):  # the others read, or are about to
+                            await trio.to_thread.run_sync(servers[0 if len(begun) == 4 else 2].kill)
+                        if number % 4 == 3:
+                            return  # which closes the connection
+            found[number] = "".join(pieces)
+
+        trio.run(main)
+        assert found == {number: text for number, text in enumerate(alone) if number % 4 != 3}
+        settled(api)
