@@ -1,17 +1,14 @@
 """What the directory costs and who is found, in swarms of up to 10,000 servers, on simulated time and links.
 
-    python benchmarks/directory.py [--json] [--planned] [--servers 100 1000 10000] [--models 1 100]
-                                   [--hostile 0 1 10 100] [--addresses 1 16 256] [--nodes 6]
-                                   [--lifetimes 1.5] [--seed 1]
+    python benchmarks/directory.py [--json] [--servers 100 1000 10000] [--models 1 100] [--hostile 0 1 10 100]
+                                   [--addresses 1 16 256] [--nodes 6] [--lifetimes 1.5] [--seed 1]
 
 No sockets and no keys: announcements are of their real size and merged, kept, chosen from and put into pages by the
-product's own functions (`SwarmView.merge`, `sampled`, `known_well`, `records_page`); signatures are not
+product's own functions (`rhythm`, `SwarmView.merge`, `sampled`, `known_well`, `records_page`); signatures are not
 checked. Some nodes are simulated in full and stand for all others, as in a mean-field model: whoever is asked is one of
 them, or the attacker, as `in_turn` chooses from the asking node's view. What a simulated server of a large swarm
-answers is of other servers than it knows, as old: each server that it stands for knows others. Numbers of peers are
-the constants of `node/swarm`. Servers ask for everything and say everything every 15 s; with `--planned`, lifetimes,
-rounds, renewals and the size of answers are what `rhythm` says for what a node knows, and servers ask for samples: the
-plan of docs/decisions/directory.md, which no node carries out yet.
+answers is of other servers than it knows, as old: each server that it stands for knows others. Numbers of peers are the
+constants of `node/swarm`; lifetimes, rounds and renewals are what `rhythm` says for what a node knows.
 
 - A server has a tenth to a third of its model's 30 blocks, and leaves with 10 % an hour without a word; another comes
   for it. It has an address of its own. A simulated server begins with what a newcomer is given at nine peers.
@@ -49,9 +46,11 @@ from rich.console import Console
 from rich.table import Table
 
 from petalnode.crypto.identity import peer_id_from_bytes
-from petalnode.node.server.lifecycle.rebalancing import CHECK_INTERVAL
+from petalnode.node.placement.observed import pinged_at_once
+from petalnode.node.server.lifecycle import other_servers, rebalancing
 from petalnode.node.swarm import announcer, directory
 from petalnode.node.swarm.config import DEFAULT_TTL
+from petalnode.node.swarm.rhythm import ANSWER_BYTES, WHOLE, Rhythm, rhythm
 from petalnode.node.swarm.sample import SAMPLE, in_turn, known_well, sampled
 from petalnode.node.swarm.view import MAX_RECORDS, ModelRecords, SwarmView
 from petalnode.protocols import directory as protocol
@@ -59,57 +58,6 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.announcement import MAX_LIFETIME, Announcement, ServerState, SignedAnnouncement
 from petalnode.protocols.ids import Span
 
-QUICK: Final = 64
-"""Announcements known up to which everything goes as quickly as it can."""
-WHOLE: Final = 128
-"""Announcements in an answer to a server or a bootstrap node. Who knows no more than that gives all."""
-ANSWER_BYTES: Final = 48 * 1024
-"""Of announcements in an answer, to clients and in swarms that are not small."""
-LONGEST_ROUND: Final = 60.0
-MOST_ASKED: Final = 5
-"""In a small swarm, a node that 16 peers tell and that asks 5 in every third of a lifetime knows nearly all
-announcements of a round one round later: spreading by asking multiplies the knowing by e^5 in a round."""
-
-
-@dataclass(frozen=True)
-class Rhythm:
-    """Times in seconds.
-
-    Attributes:
-        lifetime: of the own announcement.
-        round: between two times that others are asked for what they know.
-        asked: how many of them.
-        max_bytes: of announcements in an answer; 0: as many as there are.
-    """
-
-    lifetime: float
-    round: float
-    asked: int
-    max_bytes: int
-
-    @property
-    def renewal(self) -> float:
-        """Seconds after which an announcement is renewed: two may get lost before it expires."""
-        return self.lifetime / 3
-
-    @property
-    def quick(self) -> bool:
-        """Whether the swarm is so small that everybody is told everything, at once."""
-        return not self.max_bytes
-
-
-def rhythm(known: int, ttl: float, quick: float = QUICK) -> Rhythm:
-    """The planned rhythm of a node that knows so many announcements; `ttl` is how long they hold in a small swarm, in
-    seconds. With an infinite `quick`, what nodes do now."""
-    lifetime = max(ttl, min(ttl * (2 * known / quick - 1), MAX_LIFETIME))
-    pause = max(ttl / 3, min(lifetime / 3, LONGEST_ROUND))
-    asked = int(min(max(MOST_ASKED * quick / max(known, 1), 1), MOST_ASKED))
-    return Rhythm(lifetime, pause, asked, 0 if known <= quick else ANSWER_BYTES)
-
-
-FOR_ALL_MODELS: Final = 4  # each such question of a server in a large swarm is for all models
-MEASURED: Final = 16  # servers whose round trips a server measures every minute, and
-NEWLY_MEASURED: Final = 2  # of them, those to which it has no connection yet
 BLOCKS: Final = 30
 CHURN: Final = 0.10 / 3600  # of the servers in a second
 ROUND_TRIP: Final = 0.1  # seconds
@@ -250,9 +198,7 @@ class Traffic:
 class World:
     """All servers, and those that are simulated: `views[0]` is the bootstrap node's, the others are servers'."""
 
-    def __init__(self, setting: Setting, nodes: int, seed: int, *, planned: bool) -> None:
-        self.planned = planned
-        self.quick = QUICK if planned else math.inf
+    def __init__(self, setting: Setting, nodes: int, seed: int) -> None:
         self.setting = setting
         self.random = random.Random(seed)
         self.now = START
@@ -291,7 +237,7 @@ class World:
     # --- what nodes say to each other
 
     def pace(self, at: int) -> Rhythm:
-        return rhythm(len(self.views[at].records), DEFAULT_TTL, self.quick)
+        return rhythm(len(self.views[at].records), DEFAULT_TTL)
 
     def _servers_pace(self) -> Rhythm:
         """That of a server which is not simulated: of the middle one of those that are."""
@@ -321,11 +267,13 @@ class World:
     def _count_connections(self, at: int, seconds: float, opened: float) -> None:
         """Those of announcements and questions, and of pings: others open as many to the simulated node."""
         known = len(self.views[at].by_version.get(self.servers[at - 1].version, NOTHING).records)
-        probed = min(known, min(16, 16 * self.quick / max(known, 1))) * seconds / CHECK_INTERVAL
-        measured = min(known, MEASURED) * seconds / 60.0
-        met = measured * (NEWLY_MEASURED if self.planned else MEASURED) / MEASURED
+        probed = min(known, pinged_at_once(known)) * seconds / rebalancing.CHECK_INTERVAL
+        measured = min(known, other_servers.MOST) * seconds / other_servers.RTT_INTERVAL
+        met = measured * other_servers.NEW_ONES / other_servers.MOST
         new = opened + 2 * probed + 2 * met if len(self.servers) > CONNECTED else 0.0
-        transferred = min(known, 4) * protocol.TRANSFER_BYTES * seconds / 7200.0
+        transferred = (
+            min(known, other_servers.PEERS) * protocol.TRANSFER_BYTES * seconds / other_servers.LONGEST_INTERVAL
+        )
         each_way = round(2 * PING * (probed + measured) + 2 * transferred + CONNECTION * new)
         self.traffic[at].up += each_way
         self.traffic[at].down += each_way
@@ -350,26 +298,22 @@ class World:
         """One question in the background of a simulated node, to somebody that it knows."""
         traffic, node, pace = self.traffic[at], self.nodes[at], self.pace(at)
         asked = self.asked_by(self.views[at])
-        own = node is not None and not pace.quick and turn % FOR_ALL_MODELS
+        own = node is not None and not pace.quick and turn % directory._OTHERS
         version = node.version if own and node is not None else b""
-        one = self.sample(asked, version, WHOLE, pace.max_bytes) if self.planned else None
-        source = self.address_of(asked)
-        for answer in [one] if one is not None else self.answers(asked, version):
-            traffic.down += answer.reply
-            traffic.up += answer.query
-            if at and not isinstance(asked, Server):  # each is asked as often as it asks, on the average
-                traffic.up += answer.reply
-                traffic.down += answer.query
-            self._heard(at, answer.records, source)
+        answer = self.sample(asked, version, WHOLE, pace.max_bytes)
+        traffic.down += answer.reply
+        traffic.up += answer.query
+        if at and not isinstance(asked, Server):  # each is asked as often as it asks, on the average
+            traffic.up += answer.reply
+            traffic.down += answer.query
+        self._heard(at, answer.records, self.address_of(asked))
 
     def asked_by(self, view: SwarmView) -> int | Server:
         """A simulated node (its number) that stands for an honest peer, or a key of the attacker."""
         some = next(in_turn(view, directory._LOOKED_AT, self.now, self.random), None)
         if some is not None and some.peer_id not in self._by_peer:
             return self.attacker(self.random.randrange(self.hostile))
-        return self.random.randrange(
-            0 if rhythm(len(view.records), DEFAULT_TTL, self.quick).quick else 1, len(self.nodes)
-        )
+        return self.random.randrange(0 if rhythm(len(view.records), DEFAULT_TTL).quick else 1, len(self.nodes))
 
     def address_of(self, asked: int | Server) -> int:
         """Another honest peer each time: those that are simulated stand for all."""
@@ -397,7 +341,7 @@ class World:
 
     def settle(self) -> None:
         """What newcomers are given: samples of all servers, at peers that know them."""
-        pace = rhythm(len(self.servers), DEFAULT_TTL, self.quick)
+        pace = rhythm(len(self.servers), DEFAULT_TTL)
         for at in range(len(self.nodes)):
             for _ in range(NEWCOMER):
                 known = self.random.sample(self.servers, min(WHOLE, len(self.servers)))
@@ -436,7 +380,7 @@ class World:
                     asked += [self.asked_by(view) for _ in range(count)]
                 slowest, of_wave = 0.0, 0
                 for peer in asked:
-                    one = self.sample(peer, version, SAMPLE, ANSWER_BYTES if self.planned else 0) if sample else None
+                    one = self.sample(peer, version, SAMPLE, ANSWER_BYTES) if sample else None
                     answers = [one] if one is not None else list(self.answers(peer, version))
                     for answer in answers:
                         view = view.merge(answer.records, self.now, source=str(self.address_of(peer)))
@@ -453,7 +397,9 @@ class World:
 
     def sample(self, asked: int | Server, version: bytes, limit: int, most: int) -> Answer:
         """What one peer answers to who wants a sample."""
-        query = wire.DirectoryFrame(query=wire.DirectoryQuery(model_version=version, limit=limit, sample=True))
+        query = wire.DirectoryFrame(
+            query=wire.DirectoryQuery(model_version=version, limit=limit, sample=True, max_bytes=most)
+        )
         if isinstance(asked, Server):
             keys = (self.attacker(self.random.randrange(self.hostile)) for _ in range(10 * limit))
             records = [key.record(self.now) for key in keys if not version or key.version == version][:limit]
@@ -540,11 +486,11 @@ def _mean(values: Iterable[float]) -> float:
     return sum(held) / len(held) if held else 0.0
 
 
-def simulate(setting: Setting, nodes: int, lifetimes: float, seed: int, *, planned: bool) -> Outcome:
+def simulate(setting: Setting, nodes: int, lifetimes: float, seed: int) -> Outcome:
     """So many lifetimes of an announcement, and a third of one to measure; seconds are of simulated time."""
-    world = World(setting, min(nodes, setting.servers // 2), seed, planned=planned)
+    world = World(setting, min(nodes, setting.servers // 2), seed)
     world.settle()
-    lifetime = rhythm(setting.servers * (1 + setting.hostile), DEFAULT_TTL, world.quick).lifetime
+    lifetime = rhythm(setting.servers * (1 + setting.hostile), DEFAULT_TTL).lifetime
     step = max(min(lifetime / 240, 15.0), 1.0)
     world.run(lifetimes * lifetime, step)
     world.traffic = [Traffic() for _ in world.nodes]
@@ -562,7 +508,6 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--planned", action="store_true", help="with announcements that hold longer in large swarms")
     parser.add_argument("--servers", type=int, nargs="+", default=[100, 1000, 10_000])
     parser.add_argument("--models", type=int, nargs="+", default=[1, 100])
     parser.add_argument("--hostile", type=int, nargs="+", default=[0, 1, 10, 100], help="times as many keys as servers")
@@ -574,7 +519,7 @@ def main() -> None:
     rows = []
     console = Console(stderr=args.json, width=200 if args.json else None)
     for setting in settings(args):
-        outcome = simulate(setting, args.nodes, args.lifetimes, args.seed, planned=args.planned)
+        outcome = simulate(setting, args.nodes, args.lifetimes, args.seed)
         rows.append({**asdict(setting), **_flat(asdict(outcome))})
         if args.json:
             console.print(rows[-1])

@@ -18,6 +18,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
+from ..crypto.identity import peer_id_to_bytes
 from . import wire_pb2 as wire
 from .announcement import BadAnnouncement, RelayOffer, SignedAnnouncement, open_signed
 from .framing import MessageStream, ProtocolError
@@ -33,6 +34,11 @@ TRANSFER_ROUNDS: Final = 3
 """Of one stream, at most."""
 _MAX_TEXT: Final = 256  # characters
 
+_PINGS: Final = 4  # of a measurement of a round trip
+_FAR: Final = 0.02  # seconds of a round trip in which the few milliseconds that opening a stream takes are lost
+_AGREE: Final = 1.5  # times one round trip that another one of the same way takes at most, if nothing held it up
+
+DirectoryStream = MessageStream[wire.DirectoryFrame]
 TransferStream = MessageStream[wire.TransferFrame]
 
 
@@ -135,6 +141,61 @@ def last_peer_id(page: wire.DirectoryRecords) -> bytes:
         return wire.Announcement.FromString(page.records[-1].announcement).peer_id
     except DecodeError:
         return b""
+
+
+async def ask_page(stream: DirectoryStream, query: wire.DirectoryQuery, *, timeout: float) -> wire.DirectoryRecords:
+    """
+    Raises:
+        PeerError: no answer within `timeout` seconds, or none that fits.
+    """
+    await stream.send(wire.DirectoryFrame(query=query), timeout=timeout)
+    reply, _payloads = await stream.receive(timeout=timeout)
+    if reply.WhichOneof("body") != "records":
+        raise ProtocolError(f"{stream.peer_id} answered no records", stream.peer_id)
+    return reply.records
+
+
+async def ask_own(stream: DirectoryStream, *, now: float, timeout: float) -> SignedAnnouncement:
+    """What the asked server announces of itself at this moment. `now` in seconds since 1970.
+
+    Raises:
+        PeerError: no answer within `timeout` seconds, or another one: nothing, or an announcement of somebody else.
+    """
+    key = peer_id_to_bytes(stream.peer_id)
+    before = (int.from_bytes(key, "big") - 1).to_bytes(len(key), "big")
+    page = await ask_page(stream, wire.DirectoryQuery(after=before, limit=1), timeout=timeout)
+    if len(page.records) != 1:
+        raise ProtocolError(f"{stream.peer_id} does not announce itself", stream.peer_id)
+    try:
+        record = open_signed(page.records[0], now=now)
+    except BadAnnouncement as error:
+        raise ProtocolError(f"{stream.peer_id} gave a bad announcement: {error}", stream.peer_id) from error
+    if record.content.peer_id != stream.peer_id:
+        raise ProtocolError(f"{stream.peer_id} gave the announcement of another server", stream.peer_id)
+    return record
+
+
+async def measure_round_trip(stream: DirectoryStream, *, timeout: float) -> float:
+    """The least round trip of several pings, in seconds; of two if the peer is far away and they agree.
+
+    Raises:
+        PeerError: no answer within `timeout` seconds, or none that fits.
+    """
+    best = float("inf")
+    for turn in range(_PINGS):
+        frame = wire.DirectoryFrame(ping=wire.Ping(payload=turn.to_bytes(1, "big")))
+        start = time.perf_counter()
+        await stream.send(frame, timeout=timeout)
+        reply, _ = await stream.receive(timeout=timeout)
+        elapsed = time.perf_counter() - start
+        if reply != frame:
+            raise ProtocolError(f"{stream.peer_id} answered another ping", stream.peer_id)
+        before = best
+        if turn > 0 or elapsed > _FAR:  # the first one waits for the stream to be opened, too
+            best = min(best, elapsed)
+        if best > _FAR and before < _AGREE * elapsed and elapsed < _AGREE * before:
+            break  # a machine that was busy for a moment looks far away, but not as far again
+    return best
 
 
 # --- manifests

@@ -422,6 +422,7 @@ class DirectoryQuery(google.protobuf.message.Message):
     LIMIT_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
     SAMPLE_FIELD_NUMBER: builtins.int
+    MAX_BYTES_FIELD_NUMBER: builtins.int
     model_version: builtins.bytes
     """empty: of all models"""
     limit: builtins.int
@@ -430,6 +431,8 @@ class DirectoryQuery(google.protobuf.message.Message):
     """the last peer id of the page before; records come in the order of their peer ids"""
     sample: builtins.bool
     """if there are more than `limit`: some of them, for all blocks and of all sources alike"""
+    max_bytes: builtins.int
+    """of records in the reply to a sample; 0: as many as it holds"""
     def __init__(
         self,
         *,
@@ -437,8 +440,9 @@ class DirectoryQuery(google.protobuf.message.Message):
         limit: builtins.int = ...,
         after: builtins.bytes = ...,
         sample: builtins.bool = ...,
+        max_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "limit", b"limit", "model_version", b"model_version", "sample", b"sample"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "limit", b"limit", "max_bytes", b"max_bytes", "model_version", b"model_version", "sample", b"sample"]) -> None: ...
 
 Global___DirectoryQuery: typing_extensions.TypeAlias = DirectoryQuery
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from ...protocols.announcement import Announcement, ServerState
 from ...protocols.framing import PeerError
 from ...protocols.ids import Span
 from ..errors import BadInput, NoChainError, SwarmError
+from ..swarm.config import DEFAULT_TTL
 from ..swarm.routing import (
     NOBODY_HOLDS,
     Hop,
@@ -25,6 +27,7 @@ from ..swarm.routing import (
     missing_blocks,
     second_best,
 )
+from ..swarm.sample import SEVERAL
 from ..swarm.swarm import Swarm
 from ..swarm.trusted_servers import TrustedServers, trusted_servers
 from ..verification.tolerances import doubt
@@ -139,7 +142,10 @@ class ServerSelection:
         servers = [server for server in self.servers() if server.peer_id not in excluded]
         if adapter is not None and adapter.content is None:
             servers = [server for server in servers if adapter.is_held_by(server)]
-        await self._measured([server.peer_id for server in servers], patient=not excluded)
+        await self._measured(servers, patient=not excluded)
+        # Those whose announcements were old have said what they announce now.
+        current = {server.peer_id: server for server in self.servers()}
+        servers = [current[server.peer_id] for server in servers if server.peer_id in current]
         now = trio.current_time()
         found = []
         for server in servers:
@@ -173,15 +179,17 @@ class ServerSelection:
         measured = self._rtts.get(peer_id)
         return None if measured is None else measured[0]
 
-    async def _measured(self, peer_ids: Sequence[str], *, patient: bool) -> None:
+    async def _measured(self, servers: Sequence[Announcement], *, patient: bool) -> None:
         """Measures round trips that are old or unknown, and waits for some of the unknown ones.
 
         Where a step waits for the route (it is not `patient`), nobody waits twice for the same measurement, nor for a
-        peer that was silent when it was measured last.
+        peer that was silent when it was measured last. Servers that have announced themselves long ago may be gone:
+        they are waited for as long as others do not suffice.
         """
         now = trio.current_time()
-        known, unknown = [], []
-        for peer_id in peer_ids:
+        known, unknown, doubtful = [], [], []
+        for server in servers:
+            peer_id = server.peer_id
             measured = self._rtts.get(peer_id)
             if measured is not None and now - measured[1] <= RTT_LIFETIME:
                 known.append(measured[0])
@@ -189,12 +197,29 @@ class ServerSelection:
             measurement = self._measuring(peer_id)
             if measured is not None:
                 known.append(measured[0])
+            elif patient and peer_id not in self.trusted.peers and time.time() - server.sequence / 1e9 > DEFAULT_TTL:
+                doubtful.append(measurement)
             elif patient or now - self._unmeasured.get(peer_id, -math.inf) > RTT_RETRY:
                 unknown.append(measurement)
         patience = RTT_TIMEOUT if patient else rtt_patience(max(known, default=None))
         for measurement in unknown:
             with trio.move_on_at((now if patient else measurement.begun) + patience):
                 await measurement.done.wait()
+        with trio.move_on_at(now + patience) as scope:
+            async with trio.open_nursery() as nursery:
+                for measurement in doubtful:
+                    nursery.start_soon(self._until_enough, measurement, servers, scope)
+
+    async def _until_enough(
+        self, measurement: _Measurement, servers: Sequence[Announcement], scope: trio.CancelScope
+    ) -> None:
+        """Waits for a measurement, and lets `scope` end soon if each block has several measured servers then."""
+        await measurement.done.wait()
+        measured = [server for server in servers if server.peer_id in self._rtts]
+        held = Counter(block for server in measured for block in range(server.span.start, server.span.end))
+        if all(held[block] >= SEVERAL for block in range(self.model.num_blocks)):
+            longest = max(self._rtts[server.peer_id][0] for server in measured)
+            scope.deadline = min(scope.deadline, trio.current_time() + rtt_patience(longest))
 
     def _measuring(self, peer_id: str) -> _Measurement:
         """The measurement of the round trip to a peer that is under way. It goes on when nobody waits for it any more:

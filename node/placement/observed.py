@@ -6,6 +6,7 @@ left out.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Collection, Sequence
@@ -19,6 +20,7 @@ from ...protocols.announcement import is_overdue as is_overdue
 from ...protocols.ids import Span
 from ..swarm import cost
 from ..swarm.cost import Floats, steps_per_second
+from ..swarm.rhythm import QUICK
 
 MOST_OF_MEDIAN: Final = 100.0
 """No server counts as faster than so many times the median: a false announcement must not keep others from a block."""
@@ -81,6 +83,19 @@ def upper_bound(servers: Sequence[PlacedServer], num_blocks: int) -> float:
         return 0.0
     speeds = np.array([server.throughput for server in servers], float)
     return cost.throughput_bound(blocks, 1 / (speeds * blocks), num_blocks)
+
+
+def sampling_noise(servers: Sequence[PlacedServer], num_blocks: int, share: float) -> float:
+    """How far off the throughput of a block seems, as a part of it, where only this `share` of the servers is known.
+
+    Two standard deviations of a sample without replacement (Cochran, Sampling Techniques, 1977, section 2.6), for the
+    block with the fewest servers. What gains no more than that may be no gain at all.
+    """
+    counts = np.zeros(num_blocks, np.intp)
+    for server in servers:
+        counts[server.span.start : server.span.end] += 1
+    held = counts[counts > 0]
+    return 2 * math.sqrt(max(1 - share, 0.0) / int(held.min())) if held.size else 0.0
 
 
 def gaps(servers: Sequence[PlacedServer], num_blocks: int) -> tuple[Span, ...]:
@@ -206,6 +221,12 @@ def turnover(changes: Sequence[Change], servers: int, now: float) -> float:
     return min(max((weighed + _PRIOR * usual) / ((WINDOW + _PRIOR) * usual), LEAST), MOST)
 
 
+def pinged_at_once(servers: int) -> float:
+    """Of so many servers, how many are pinged together, on the average: in a large swarm nobody is connected to most of
+    them, and a connection costs far more than a ping."""
+    return min(AT_ONCE, AT_ONCE * QUICK / max(servers, 1))
+
+
 def worth_asking(
     servers: Sequence[PlacedServer], own: str, sure: Collection[str], num_blocks: int, chance: random.Random
 ) -> tuple[str, ...]:
@@ -226,4 +247,5 @@ def worth_asking(
     if chance.random() * len(servers) > ASKERS:
         alone = []
     first = chance.sample(alone, min(len(alone), AT_ONCE))
-    return (*first, *chance.sample(others, min(len(others), AT_ONCE - len(first))))
+    more = max(int(pinged_at_once(len(servers)) + chance.random()) - len(first), 0)
+    return (*first, *chance.sample(others, min(len(others), more)))

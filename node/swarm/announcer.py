@@ -15,7 +15,9 @@ from multiaddr import Multiaddr
 from ...crypto.identity import Identity
 from ...protocols.announcement import (
     MAX_ADDRS,
+    MAX_LIFETIME,
     Announcement,
+    RelayOffer,
     ServerState,
     SignedAnnouncement,
     freshened,
@@ -34,6 +36,12 @@ _PUSH_PEERS_NEWS: Final = 32  # when something in it changed
 _PUSH_PAUSE: Final = 0.5  # seconds between two announcements that changed quickly
 
 
+def lasting(announcement: Announcement) -> Announcement:
+    """What of it holds for as long as nothing happens: all but load, free cache, round trips and places at a relay."""
+    relay = None if announcement.relay is None else RelayOffer(0, 0)
+    return replace(announcement, cache_tokens_free=0, queue_depth=0, rtts={}, relay=relay)
+
+
 class Announcer:
     """Announces one node, as long as it is a server. What it signs is merged into `directory`, which sends it."""
 
@@ -45,6 +53,7 @@ class Announcer:
         self._directory = directory
         self._own: Announcement | None = None  # as it was given: without addresses, it follows the host's
         self._sequence = 0  # of the last announcement signed
+        self._expires = 0.0  # the same one
         self._changed = trio.Event()
 
     async def run(self) -> None:
@@ -108,9 +117,12 @@ class Announcer:
 
     def _sign(self) -> SignedAnnouncement:
         assert self._own is not None
-        fresh = freshened(self._completed(self._own), now=time.time(), lifetime=self._ttl, after=self._sequence)
+        now = time.time()
+        # None expires before an older one: that would count again, and with it what this server has left.
+        lifetime = max(self._directory.rhythm().lifetime, min(self._expires - now, MAX_LIFETIME))
+        fresh = freshened(self._completed(self._own), now=now, lifetime=lifetime, after=self._sequence)
         record = sign_announcement(self._identity, fresh)
-        self._sequence = fresh.sequence
+        self._sequence, self._expires = fresh.sequence, fresh.expires
         self._directory.own = record
         self._directory.merge([record])
         return record
@@ -126,15 +138,23 @@ class Announcer:
 
     async def _publish_forever(self) -> None:
         published: Announcement | None = None
+        told: Announcement | None = None  # what the last one that was sent says, as far as it lasts
+        due = 0.0
         async with trio.open_nursery() as nursery:
             while True:
-                changed = self._changed
-                if self._own is not None:
-                    news = self._own is not published
-                    nursery.start_soon(self._push, self._sign(), _PUSH_PEERS_NEWS if news else _PUSH_PEERS)
-                    published = self._own
+                changed, own, pace = self._changed, self._own, self._directory.rhythm()
+                pause = self._ttl / 3
+                if own is not None:
+                    # In a large swarm, what changes all the time is left to those who ask this server itself.
+                    now = lasting(self._completed(own))
+                    news = own is not published and (pace.quick or now != told)
+                    if news or trio.current_time() >= due:
+                        nursery.start_soon(self._push, self._sign(), _PUSH_PEERS_NEWS if news else _PUSH_PEERS)
+                        told, due = now, trio.current_time() + pace.renewal * random.uniform(0.9, 1.0)
+                    published = own
                     await trio.sleep(_PUSH_PAUSE)
-                with trio.move_on_after(self._ttl / 3 * random.uniform(0.9, 1.0)):
+                    pause = due - trio.current_time()
+                with trio.move_on_after(max(pause, 0)):
                     await changed.wait()
 
     async def _put_forever(self) -> None:
@@ -150,4 +170,4 @@ class Announcer:
                 view = self._directory.view
                 if random.random() * len(view.servers(now=time.time())) <= 2:
                     await self._dht.put_models(view.records.values(), timeout=TABLE_DEADLINE)
-            await trio.sleep(self._ttl / 2 * random.uniform(0.9, 1.0))
+            await trio.sleep(self._directory.rhythm().lifetime / 2 * random.uniform(0.9, 1.0))

@@ -1,18 +1,22 @@
 """The node's directory of servers: what it knows of them, the protocol that shares it, and the search for peers.
 
-Owns the view, the answers to `/petalnode/directory/1`, the questions asked of other directories, and the two loops
-that keep the view fresh. `announcer.py` owns what this node says of itself.
+Owns the view, the questions asked of other directories, and the two loops that keep the view fresh. `answers.py`
+answers other nodes, `announcer.py` owns what this node says of itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import math
 import random
+import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 import trio
@@ -20,14 +24,15 @@ import trio
 from ...crypto.identity import Identity
 from ...protocols import directory as protocol
 from ...protocols import wire_pb2 as wire
-from ...protocols.announcement import BadAnnouncement, ServerState, SignedAnnouncement, open_signed
+from ...protocols.announcement import ServerState, SignedAnnouncement
 from ...protocols.directory import NodeInfo
 from ...protocols.framing import MessageStream, PeerError, ProtocolError, StreamTimeout
 from ..errors import SwarmError
 from ..network.dht import SHARDS, Dht
 from ..network.host import Host, keep_up
-from .allowances import PageAllowances
-from .sample import SAMPLE, around, in_turn, known_well, sampled
+from .answers import DirectoryAnswers
+from .rhythm import ANSWER_BYTES, WHOLE, Rhythm, rhythm
+from .sample import SAMPLE, Contacts, around, in_turn, known_well
 from .view import SwarmView, nobody
 
 log = logging.getLogger(__name__)
@@ -37,10 +42,7 @@ _WAVES: Final = 4  # of asking those whom the last wave named
 _ENOUGH_ANSWERS: Final = 3  # after which the slow ones go on in the background
 _GRACE: Final = 0.15  # seconds for them before that
 _NAMED: Final = 2.0  # seconds for the first answer of those whom others have named: they may be gone, or silent
-# Of a swarm of hundreds, a node that 16 peers push to and that asks 5 in every third of a lifetime knows nearly all
-# of every round's announcements one round later: spreading by asking multiplies the knowing by e^5 per round.
-_PULL_PEERS: Final = 5  # of which answers are wanted in every round of the background
-_TRIES: Final = 4  # peers asked for each of these answers at most
+_TRIES: Final = 4  # peers asked at most for each answer that is wanted in a round of the background
 _FIRST_PULL: Final = 0.5  # seconds; then longer and longer, up to a round
 _UNKNOWN: Final = 3  # whom the table led to, met in one look
 _SAMPLED_PEERS: Final = 4  # asked side by side for a sample
@@ -50,17 +52,12 @@ TABLE_DEADLINE: Final = 10.0
 _FIND_DEADLINE: Final = 3.0
 _TABLE_ROUND: Final = 60.0  # seconds between two look-ups of unknown peers
 _PROVIDE_ROUND: Final = 300.0
-_IDLE_STREAM: Final = 60.0  # seconds
 _MAX_MET: Final = 256  # peers found otherwise whose addresses we keep
-_MAX_LOGGED: Final = 1000
-_PINGS: Final = 4  # of a measurement of a round trip
-_FAR: Final = 0.02  # seconds of a round trip in which the few milliseconds that opening a stream takes are lost
-_AGREE: Final = 1.5  # times one round trip that another one of the same way takes at most, if nothing held it up
-_BURST: Final = 300  # frames at once on one stream, and
-_FRAMES_PER_SECOND: Final = 20.0
-_PAGE_COST: Final = 10  # frames: a page of records costs far more than a ping to make and to send
 _CHECKED_AT_ONCE: Final = 16  # announcements of a page
 _LOOKED_AT: Final = 512  # records beside twice as many as are wanted, to find some of many sources
+_OTHERS: Final = 4  # each such question of a server in a large swarm is for all models
+_ESTIMATED_FROM: Final = 9  # answers, each of
+_LEAST_ESTIMATED: Final = 16  # announcements at least
 _CONNECTED_LOOKED_AT: Final = 128  # peers, whose addresses take 0.05 ms each
 _KADEMLIA: Final = "Kademlia"  # the source of what stands there: anybody may have put it
 
@@ -83,15 +80,16 @@ class Directory:
         bootstrap: Sequence[tuple[str, str]],
         address_of: Callable[[str], str] = str,
         is_proven: Callable[[str], bool] = nobody,
+        listens: bool = False,
     ) -> None:
         """
         Args:
-            address_of: the address at which a connected peer is, as `Host.origin_of` has it; of a peer id itself if
-                there are no addresses.
+            address_of: the address at which a connected peer is, as `Host.origin_of` has it.
             is_proven: whether a server has computed for this node before.
+            listens: whether it is a server or a bootstrap node: in a large swarm it has a sample of the servers.
         """
         self.view = SwarmView()
-        self._address_of = address_of
+        self.address_of = address_of
         self._is_proven = is_proven
         self._identity = identity
         self._ttl = ttl
@@ -104,12 +102,15 @@ class Directory:
                 self._bootstrap.setdefault(peer_id, []).append(addr)
                 host.remember(peer_id, [addr])
         self._sampled: bytes | None = None  # the model version that is sampled; empty: all; None: it wants everything
+        self._listens = listens
+        self._contacts = Contacts()
+        self._shares: deque[float] = deque(maxlen=_ESTIMATED_FROM)
         self._met: dict[str, tuple[str, ...]] = {}
-        self._allowances = PageAllowances()
-        self._logged: set[str] = set()  # whose bad announcements were logged
         self._changed = trio.Event()
         self.about: Callable[[], NodeInfo] = lambda: NodeInfo("client")  # what this node answers about itself
         self.own: SignedAnnouncement | None = None  # this node's announcement, if it is a server
+        self._answers = DirectoryAnswers(self)
+        self.serve = self._answers.serve
 
     # --- the view
 
@@ -135,12 +136,15 @@ class Directory:
         """Whether this node is a server."""
         return self.own is not None
 
+    def rhythm(self) -> Rhythm:
+        """How often this node tells and asks, by what it knows now."""
+        return rhythm(len(self.view.records), self._ttl)
+
     def merge(self, records: Iterable[SignedAnnouncement], *, source: str = "", met: bool = False) -> None:
         """As `SwarmView.merge`."""
-        merged = self.view.merge(records, time.time(), source=source, met=met, keep=self._stays)
-        news = merged.records is not self.view.records
-        self.view = merged
-        if news:
+        before, now = self.view, time.time()
+        self.view = before.merge(records, now, source=source, met=met, keep=self._stays)
+        if self.view.records is not before.records:
             self._changed.set()
             self._changed = trio.Event()
 
@@ -150,78 +154,64 @@ class Directory:
     async def wait_changed(self) -> None:
         await self._changed.wait()
 
-    # --- serving
-
-    async def serve(self, stream: MessageStream[wire.DirectoryFrame]) -> None:
-        """Answers one peer's stream until it ends (raises PeerError then)."""
-        allowance, counted = float(_BURST), trio.current_time()
-        while True:
-            frame, _ = await stream.receive(timeout=_IDLE_STREAM)
-            page, now = frame.HasField("query"), trio.current_time()
-            allowance = min(allowance + (now - counted) * _FRAMES_PER_SECOND, _BURST) - (_PAGE_COST if page else 1)
-            counted = now
-            if allowance < 0 or (page and not self._allowances.take(stream.peer_id)):
-                error = wire.Error(code=wire.ERROR_BUSY, message="too many questions; ask more slowly")
-                await stream.send(wire.DirectoryFrame(error=error), timeout=_PUSH_DEADLINE)
-                return
-            reply = self._answer(frame, stream.peer_id)
-            if reply is not None:
-                await stream.send(reply, timeout=_PUSH_DEADLINE)
-
-    def _answer(self, frame: wire.DirectoryFrame, peer_id: str) -> wire.DirectoryFrame | None:
-        kind = frame.WhichOneof("body")
-        if kind == "ping" and len(frame.ping.payload) <= protocol.MAX_PING:
-            return wire.DirectoryFrame(ping=frame.ping)
-        if kind == "query":
-            self.merge(())  # drops the expired ones
-            query = frame.query
-            records = self.view.page(query.model_version, query.after)
-            if query.sample and query.limit:
-                records = sampled(records, self.view.origins, query.limit, time.time())
-            return protocol.records_page(records, after=query.after, limit=query.limit)
-        if kind == "publish":
-            try:
-                record = open_signed(frame.publish, now=time.time())
-            except BadAnnouncement as error:
-                if peer_id not in self._logged and len(self._logged) < _MAX_LOGGED:
-                    self._logged.add(peer_id)
-                    log.warning("%s announces what cannot be, which is ignored: %s", peer_id, error)
-                raise ProtocolError(f"{peer_id} published a bad announcement: {error}", peer_id) from error
-            # Anyone may hand records on when asked, but only a server itself may push its own to us.
-            if record.content.peer_id != peer_id:
-                raise ProtocolError(f"{peer_id} published the announcement of another peer", peer_id)
-            self.merge([record], source=self._address_of(peer_id), met=True)
-            return None
-        if kind == "node_query":
-            return self.about().to_frame()
-        refusal = wire.Error(
-            code=wire.ERROR_BAD_REQUEST, message="a directory answers query, ping, publish, node_query"
-        )
-        return wire.DirectoryFrame(error=refusal)
+    def is_unreached(self, peer_id: str) -> bool:
+        """Whether a server that is known could not be reached since it announced itself."""
+        return self._contacts.is_unreached(peer_id, self.view.records[peer_id].content.sequence / 1e9)
 
     # --- asking
 
+    @contextlib.asynccontextmanager
+    async def _stream(self, peer_id: str, timeout: float) -> AsyncIterator[MessageStream[wire.DirectoryFrame]]:
+        """A stream to a peer's directory for `timeout` seconds, closed behind the block or reset if that fails.
+
+        Raises:
+            PeerError: the peer cannot be reached, or did not answer within `timeout` seconds.
+        """
+        opened = False
+        try:
+            with trio.move_on_after(timeout):
+                stream = await self._open_stream(peer_id, timeout)
+                opened = True
+                try:
+                    yield stream
+                except BaseException:
+                    await stream.reset()
+                    raise
+                await stream.close()
+                self._contacts.answered(peer_id, time.time())
+                return
+            raise StreamTimeout(f"{peer_id} did not answer within {timeout:g} s", peer_id)
+        except PeerError:
+            if not opened:
+                self._contacts.failed(peer_id, time.time())
+            raise
+
     async def pull(
-        self, peer_id: str, *, model_version: bytes = b"", publish: bool = False, sample: bool = False, timeout: float
+        self,
+        peer_id: str,
+        *,
+        model_version: bytes = b"",
+        publish: bool = False,
+        sample: bool = False,
+        everything: bool = False,
+        timeout: float,
     ) -> None:
         """Merges all that a peer knows, or a sample of it; with `publish`, sends it the own announcement first.
+
+        A node that listens asks for a sample, too, unless it wants `everything`: in a small swarm that is all.
 
         Raises:
             PeerError: it cannot be reached, did not answer within `timeout` seconds, or not what was asked.
         """
-        with trio.move_on_after(timeout):
-            stream = await self._open_stream(peer_id, timeout)
-            try:
-                if publish and self.own is not None:
-                    await stream.send(wire.DirectoryFrame(publish=self.own.to_wire()), timeout=timeout)
-                await self._pull_pages(stream, model_version, sample, timeout)
-            except BaseException:
-                await stream.reset()
-                raise
-            await stream.close()
-            await self._dht.add_peer(peer_id, self.addrs_of(peer_id))
-            return
-        raise StreamTimeout(f"{peer_id} did not answer within {timeout:g} s", peer_id)
+        query = wire.DirectoryQuery(model_version=model_version)
+        if sample or (self._listens and not everything):
+            query.sample, query.limit = True, SAMPLE if sample else WHOLE
+            query.max_bytes = ANSWER_BYTES if sample else self.rhythm().max_bytes
+        async with self._stream(peer_id, timeout) as stream:
+            if publish and self.own is not None:
+                await stream.send(wire.DirectoryFrame(publish=self.own.to_wire()), timeout=timeout)
+            await self._pull_pages(stream, query, timeout)
+        await self._dht.add_peer(peer_id, self.addrs_of(peer_id))
 
     async def meet(self, peer_id: str, addrs: Sequence[str], *, timeout: float) -> None:
         """Gets to know a peer that was found otherwise, at these addresses: each learns what the other knows of itself.
@@ -247,32 +237,23 @@ class Directory:
     async def push(self, peer_id: str, record: SignedAnnouncement) -> None:
         """Sends an announcement of this node to a peer, if it can be reached within some seconds."""
         try:
-            with trio.fail_after(_PUSH_DEADLINE):
-                stream = await self._open_stream(peer_id, _PUSH_DEADLINE)
+            async with self._stream(peer_id, _PUSH_DEADLINE) as stream:
                 await stream.send(wire.DirectoryFrame(publish=record.to_wire()), timeout=_PUSH_DEADLINE)
-                await stream.close()
-        except (PeerError, trio.TooSlowError) as error:
+        except PeerError as error:
             log.debug("could not announce to %s: %s", peer_id, error)
 
     async def _pull_pages(
-        self, stream: MessageStream[wire.DirectoryFrame], model_version: bytes, sample: bool, timeout: float
+        self, stream: MessageStream[wire.DirectoryFrame], query: wire.DirectoryQuery, timeout: float
     ) -> None:
-        after = b""
-        for _ in range(1 if sample else protocol.MAX_PAGES):
-            query = wire.DirectoryQuery(
-                model_version=model_version, after=after, limit=SAMPLE if sample else 0, sample=sample
-            )
-            await stream.send(wire.DirectoryFrame(query=query), timeout=timeout)
-            reply, _payloads = await stream.receive(timeout=timeout)
-            if reply.WhichOneof("body") != "records":
-                raise ProtocolError(f"{stream.peer_id} answered no records", stream.peer_id)
-            await self._merge_page(reply.records, stream.peer_id)
-            last = protocol.last_peer_id(reply.records)
-            if not reply.records.truncated or last <= after:
+        for _ in range(1 if query.sample else protocol.MAX_PAGES):
+            page = await protocol.ask_page(stream, query, timeout=timeout)
+            await self._merge_page(page, stream.peer_id)
+            last = protocol.last_peer_id(page)
+            if not page.truncated or last <= query.after:
                 return
-            after = last
+            query.after = last
 
-    async def _merge_page(self, page: wire.DirectoryRecords, peer_id: str) -> None:
+    async def _merge_page(self, page: wire.DirectoryRecords, peer_id: str) -> list[SignedAnnouncement]:
         """A page may hold thousands of signatures to check: between some of them others have their turn."""
         records: list[SignedAnnouncement] = []
         for number, record in enumerate(protocol.checked_records(page, self.view.records, now=time.time())):
@@ -280,10 +261,31 @@ class Directory:
                 records.append(record)
             if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
                 await trio.lowlevel.checkpoint()
-        self.merge(records, source=self._address_of(peer_id))
+        self._estimate(records)
+        self.merge(records, source=self.address_of(peer_id))
+        return records
+
+    def _estimate(self, told: Sequence[SignedAnnouncement]) -> None:
+        """How many of the servers of its model a server knows: as many as of those that others name (capture and
+        recapture: Lincoln 1930). The middle of several answers: who makes servers up changes little."""
+        if self.own is None:
+            return
+        version = self.own.content.model_version
+        ours = [record.content.peer_id for record in told if record.content.model_version == version]
+        if len(ours) >= _LEAST_ESTIMATED:
+            self._shares.append(sum(peer in self.view.records for peer in ours) / len(ours))
+        share = 1.0 if self.rhythm().quick or not self._shares else statistics.median(self._shares)
+        if share != self.view.share:
+            self.view = replace(self.view, share=share)
 
     async def refresh(
-        self, nursery: trio.Nursery, *, model_version: bytes, sample: bool = False, timeout: float
+        self,
+        nursery: trio.Nursery,
+        *,
+        model_version: bytes,
+        sample: bool = False,
+        everything: bool = False,
+        timeout: float,
     ) -> None:
         """As `Swarm.refresh`: pulls from several peers, and from some that they name, until there is nothing new, or
         with `sample` until there are several servers for each block."""
@@ -296,13 +298,21 @@ class Directory:
                 peer for peer in self.peers_to_ask(_SAMPLED_PEERS if sample else ASK_AT_START) if peer not in asked
             ]
             asked.update(peers)
-            pull = functools.partial(self.pull, model_version=model_version, sample=sample, timeout=timeout)
+            pull = functools.partial(
+                self.pull, model_version=model_version, sample=sample, everything=everything, timeout=timeout
+            )
             await self._ask(nursery, peers, pull, failures, math.inf if wave == 0 else _NAMED)
             if wave == 0 and asked and len(failures) == len(asked):
                 reasons = "; ".join(sorted(set(failures))[:5])
                 raise SwarmError(f"no peer has answered ({len(asked)} asked): {reasons}")
-            if len(self.view.records) == known or (sample and known_well(self.view, model_version, now=time.time())):
+            if len(self.view.records) == known or self._suffices(model_version, known, sample, everything):
                 return
+
+    def _suffices(self, model_version: bytes, before: int, sample: bool, everything: bool) -> bool:
+        """Whether nobody else need be asked in this look; `before` announcements were known before the last ones."""
+        if sample:
+            return known_well(self.view, model_version, now=time.time())
+        return self._listens and not everything and before > WHOLE  # where there is always something new
 
     async def _ask(
         self,
@@ -342,57 +352,31 @@ class Directory:
         of each address before a second one of any."""
         known = [peer for peer in self._host.connected() if self.addrs_of(peer)]
         some = random.sample(known, min(_CONNECTED_LOOKED_AT, len(known)))
-        connected = list(around(some, self._address_of, random.Random()))
+        connected = list(around(some, self.address_of, random.Random()))
         servers = (content.peer_id for content in in_turn(self.view, 2 * count + _LOOKED_AT, time.time()))
         wanted = dict.fromkeys([*self._bootstrap, *connected, *itertools.islice(servers, count + len(connected) + 1)])
         wanted.pop(self._identity.peer_id, None)
         return list(wanted)[: count + len(self._bootstrap)]
 
     async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
-        with trio.move_on_after(timeout):
-            stream = await self._open_stream(peer_id, timeout)
-            try:
-                best = await self._ping(stream, timeout)
-            except BaseException:
-                await stream.reset()
-                raise
-            await stream.close()
-            return best
-        raise StreamTimeout(f"{peer_id} did not answer a ping within {timeout:g} s", peer_id)
-
-    async def _ping(self, stream: MessageStream[wire.DirectoryFrame], timeout: float) -> float:
-        """The least round trip of several pings, in seconds; of two if the peer is far away and they agree."""
-        best = float("inf")
-        for turn in range(_PINGS):
-            frame = wire.DirectoryFrame(ping=wire.Ping(payload=turn.to_bytes(1, "big")))
-            start = time.perf_counter()
-            await stream.send(frame, timeout=timeout)
-            reply, _ = await stream.receive(timeout=timeout)
-            elapsed = time.perf_counter() - start
-            if reply != frame:
-                raise ProtocolError(f"{stream.peer_id} answered another ping", stream.peer_id)
-            before = best
-            if turn > 0 or elapsed > _FAR:  # the first one waits for the stream to be opened, too
-                best = min(best, elapsed)
-            if best > _FAR and before < _AGREE * elapsed and elapsed < _AGREE * before:
-                break  # a machine that was busy for a moment looks far away, but not as far again
+        """As `Swarm.measure_rtt`."""
+        async with self._stream(peer_id, timeout) as stream:
+            best = await protocol.measure_round_trip(stream, timeout=timeout)
+            held = self.view.records.get(peer_id)
+            if held is not None and time.time() - held.content.sequence / 1e9 > self._ttl:
+                with contextlib.suppress(ProtocolError):  # it may have become something else
+                    record = await protocol.ask_own(stream, now=time.time(), timeout=timeout)
+                    self.merge([record], source=self.address_of(peer_id), met=True)
         return best
 
     async def ask_node(self, peer_id: str, *, timeout: float) -> NodeInfo:
         """As `Swarm.ask_node`."""
-        with trio.move_on_after(timeout):
-            stream = await self._open_stream(peer_id, timeout)
-            try:
-                await stream.send(wire.DirectoryFrame(node_query=wire.NodeQuery()), timeout=timeout)
-                reply, _ = await stream.receive(timeout=timeout)
-                if reply.WhichOneof("body") != "node":
-                    raise ProtocolError(f"{peer_id} does not say what it is", peer_id)
-            except BaseException:
-                await stream.reset()
-                raise
-            await stream.close()
-            return NodeInfo.of(reply.node)
-        raise StreamTimeout(f"{peer_id} did not answer within {timeout:g} s", peer_id)
+        async with self._stream(peer_id, timeout) as stream:
+            await stream.send(wire.DirectoryFrame(node_query=wire.NodeQuery()), timeout=timeout)
+            reply, _ = await stream.receive(timeout=timeout)
+            if reply.WhichOneof("body") != "node":
+                raise ProtocolError(f"{peer_id} does not say what it is", peer_id)
+        return NodeInfo.of(reply.node)
 
     # --- the background
 
@@ -403,28 +387,44 @@ class Directory:
                 nursery.start_soon(keep_up, part)
 
     async def _pull_forever(self) -> None:
-        pause = _FIRST_PULL
+        pause, turn = _FIRST_PULL, 0
         while True:
-            await trio.sleep(min(pause, self._ttl / 3) * random.uniform(0.7, 1.0))
-            pause *= 2
-            peers = self.peers_to_ask(1000)
-            count = _PULL_PEERS if self._sampled is None else 1
+            await trio.sleep(min(pause, self.rhythm().round) * random.uniform(0.7, 1.0))
+            pause, turn = pause * 2, turn + 1
+            count = self.rhythm().asked if self._sampled is None else 1
             # Some are known and out of reach: the next one is asked in their place.
-            waiting = iter(random.sample(peers, min(count * _TRIES, len(peers))))
+            waiting = iter(self._asked_now(count))
             async with trio.open_nursery() as nursery:
                 for _ in range(count):
-                    nursery.start_soon(self._pull_from_one, waiting)
+                    nursery.start_soon(self._pull_from_one, waiting, turn % _OTHERS == 0)
 
-    async def _pull_from_one(self, peers: Iterator[str]) -> None:
+    def _asked_now(self, count: int) -> list[str]:
+        """Whom to ask in this round of the background for `count` answers, and others in their place."""
+        most = count * _TRIES
+        if self.rhythm().quick:
+            peers = self.peers_to_ask(1000)
+            return random.sample(peers, min(most, len(peers)))
+        # Of as many sources as possible, however many keys each of them has.
+        others = (content.peer_id for content in in_turn(self.view, _LOOKED_AT, time.time()))
+        others = (peer for peer in others if peer != self._identity.peer_id and not self.is_unreached(peer))
+        return list(dict.fromkeys([*itertools.islice(others, most - count), *self.peers_to_ask(count)]))[:most]
+
+    async def _pull_from_one(self, peers: Iterator[str], others: bool) -> None:
         for peer_id in peers:
-            if await self._try_pull(peer_id):
+            if await self._try_pull(peer_id, others):
                 return
 
-    async def _try_pull(self, peer_id: str) -> bool:
-        """Whether it has answered."""
+    async def _try_pull(self, peer_id: str, others: bool = True) -> bool:
+        """Asks a peer; a server in a large swarm asks for its own model, or with `others` for all models. Returns
+        whether the peer has answered."""
+        version = self._sampled or b""
+        large = self._listens and not self.rhythm().quick
+        if large and self.own is not None and not others:
+            version = self.own.content.model_version
         try:
+            # Who is asked gets to know who asks, from the address at which that is.
             sample = self._sampled is not None
-            await self.pull(peer_id, model_version=self._sampled or b"", sample=sample, timeout=_PULL_DEADLINE)
+            await self.pull(peer_id, model_version=version, publish=large, sample=sample, timeout=_PULL_DEADLINE)
         except PeerError as error:
             log.debug("could not ask %s: %s", peer_id, error)
             return False

@@ -21,15 +21,9 @@ import trio
 
 from ...crypto.identity import peer_id_to_bytes
 from ...protocols import wire_pb2 as wire
-from ...protocols.announcement import (
-    MAX_BYTES,
-    Announcement,
-    BadAnnouncement,
-    ServerState,
-    SignedAnnouncement,
-    open_signed,
-)
-from ...protocols.framing import MessageStream, PeerError, ProtocolError
+from ...protocols.announcement import MAX_BYTES, Announcement, ServerState
+from ...protocols.directory import ask_own
+from ...protocols.framing import PeerError
 from ...protocols.ids import (
     DIRECTORY,
     MAX_RANGES,
@@ -132,27 +126,6 @@ def missing(servers: Iterable[Announcement]) -> bool:
     return not sizes or len(held) < sizes.most_common(1)[0][0]
 
 
-async def ask_own(stream: MessageStream[wire.DirectoryFrame], *, timeout: float) -> SignedAnnouncement:
-    """What a server announces of itself, as it gives it.
-
-    Raises:
-        PeerError: no answer within `timeout` seconds, or another one: nothing, or an announcement of somebody else.
-    """
-    key = peer_id_to_bytes(stream.peer_id)
-    before = (int.from_bytes(key, "big") - 1).to_bytes(len(key), "big")
-    await stream.send(wire.DirectoryFrame(query=wire.DirectoryQuery(after=before, limit=1)), timeout=timeout)
-    reply, _ = await stream.receive(timeout=timeout)
-    if len(reply.records.records) != 1:
-        raise ProtocolError(f"{stream.peer_id} does not announce itself", stream.peer_id)
-    try:
-        record = open_signed(reply.records.records[0], now=time.time())
-    except BadAnnouncement as error:
-        raise ProtocolError(f"{stream.peer_id} gave a bad announcement: {error}", stream.peer_id) from error
-    if record.content.peer_id != stream.peer_id:
-        raise ProtocolError(f"{stream.peer_id} gave the announcement of another server", stream.peer_id)
-    return record
-
-
 @dataclass
 class _Search:
     """One search: who was asked for its announcement, and what it said (None: nothing of use, or not yet)."""
@@ -178,7 +151,9 @@ class ProviderRecords:
 
     # --- finding servers
 
-    async def refresh(self, nursery: trio.Nursery, *, model_version: bytes, sample: bool, timeout: float) -> None:
+    async def refresh(
+        self, nursery: trio.Nursery, *, model_version: bytes, sample: bool, everything: bool = False, timeout: float
+    ) -> None:
         """As `Directory.refresh`. Where no directory answers, Kademlia is asked.
 
         It is asked as well where blocks of the model version have no servers: at once for a client that wants them for
@@ -190,16 +165,16 @@ class ProviderRecords:
         again = model_version in self._wanted
         self._wanted.add(model_version)
         sought = blocks_sought(model_version.hex()) if model_version else directories_sought()
-        directory = self._directory
+        directory, which = self._directory, {"sample": sample, "everything": everything}
         try:
-            await directory.refresh(nursery, model_version=model_version, sample=sample, timeout=timeout)
+            await directory.refresh(nursery, model_version=model_version, timeout=timeout, **which)
         except SwarmError:
             known = len(directory.view.records)
             if not await self.find(sought, timeout=timeout):
                 raise
             if len(directory.view.records) > known:
                 with suppress(SwarmError):  # those who were found know others
-                    await directory.refresh(nursery, model_version=model_version, sample=sample, timeout=timeout)
+                    await directory.refresh(nursery, model_version=model_version, timeout=timeout, **which)
             return
         if not model_version:
             return
@@ -289,7 +264,7 @@ class ProviderRecords:
                     max_payload=0,
                 )
                 try:
-                    record = await ask_own(stream, timeout=_MEETING)
+                    record = await ask_own(stream, now=time.time(), timeout=_MEETING)
                 finally:
                     await stream.reset()
             except PeerError as error:

@@ -1,7 +1,9 @@
-"""Which announcements a directory gives to who wants only some of very many: a client that needs one chain. Pure."""
+"""Which announcements a directory gives to who wants only some of very many, and whom it asks itself. But for what was
+noted of peers (`Contacts`), pure."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,13 +11,16 @@ from typing import Final, TypeVar
 
 from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, is_expired, is_overdue
 from ...protocols.directory import MAX_PAGE, size_in_page
-from .view import Origin, SwarmView
+from .view import Origin, SwarmView, nobody
 
 SAMPLE: Final = 64
 """Announcements that a client asks for: some 30 KiB, and six servers for each of 30 blocks if each has three."""
 SEVERAL: Final = 3  # servers of a block
 _LARGE: Final = 16  # a record of more than this part of the bytes comes after smaller ones
 _LOOKED_AT: Final = 8  # times as many as are wanted, before those that fit best are taken
+
+_NETWORK_WORKS: Final = 120.0  # seconds since anybody answered after which a failure says nothing of the peer
+_MAX_FAILED: Final = 1000
 
 T = TypeVar("T")
 
@@ -28,13 +33,15 @@ def sampled(
     rng: random.Random | None = None,
     *,
     max_bytes: int = MAX_PAGE,
+    is_unreached: Callable[[str], bool] = nobody,
 ) -> list[SignedAnnouncement]:
     """At most `limit` of `records`, of `max_bytes` together, in no order: all of them if they are not more.
 
     First one for each block of each model that anybody online has, then a second one for each, and so on. Whose turn
     it is goes around the sources (at which a server announced itself, else who passed its announcement on last): all
     keys of one address are chosen as often as one server with an address of its own. Servers whose next announcement
-    is overdue come only for blocks that few others have. `now` in seconds since 1970.
+    is overdue, or that are known to be `is_unreached` (of a peer id), come only for blocks that few others have. `now`
+    in seconds since 1970.
     """
     records, rng = list(records), rng or random.Random()
     if len(records) <= limit:
@@ -46,7 +53,7 @@ def sampled(
     for record in records:
         content = record.content
         if content.state is ServerState.ONLINE and not is_expired(content, now):
-            late = is_overdue(content.sequence / 1e9, content.expires, now)
+            late = is_overdue(content.sequence / 1e9, content.expires, now) or is_unreached(content.peer_id)
             (doubtful if late else sure).append(record)
     held: Counter[tuple[bytes, int]] = Counter()
     chosen: list[SignedAnnouncement] = []
@@ -141,3 +148,34 @@ def around(items: Iterable[T], source_of: Callable[[T], str], rng: random.Random
             yield group[turn]
         turn += 1
         groups = [group for group in groups if len(group) > turn]
+
+
+class Contacts:
+    """Remembers the peers that could not be reached. Times in seconds since 1970.
+
+    A mark is never sent to anybody, nor taken from anybody: who has it leaves the server out of what it hands on as
+    long as there are others, and does not ask it. So nobody can be slandered. It ends with the next announcement that
+    the server has made since, or when the server is reached; and failures count only while others answer, since
+    otherwise it is this node that has no network.
+    """
+
+    def __init__(self) -> None:
+        self._failed: dict[str, float] = {}
+        self._answered: tuple[str, float] = ("", -math.inf)
+
+    def answered(self, peer_id: str, now: float) -> None:
+        self._failed.pop(peer_id, None)
+        self._answered = peer_id, now
+
+    def failed(self, peer_id: str, now: float) -> None:
+        last, at = self._answered
+        if last == peer_id or now - at > _NETWORK_WORKS:
+            return
+        self._failed.pop(peer_id, None)
+        self._failed[peer_id] = now
+        if len(self._failed) > _MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+
+    def is_unreached(self, peer_id: str, made: float) -> bool:
+        """Whether a peer could not be reached after the announcement that it `made` then."""
+        return self._failed.get(peer_id, made) > made

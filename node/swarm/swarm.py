@@ -82,6 +82,7 @@ class Swarm(MessageStreams):
             bootstrap=bootstrap,
             address_of=host.origin_of,
             is_proven=config.trust.is_proven,
+            listens=bool(config.listen),
         )
         self._records = ProviderRecords(streams=self, dht=dht, directory=self._directory, ttl=config.announcement_ttl)
         dht.weigh_models(lambda version: self.view.backing(version, now=time.time()))
@@ -218,7 +219,8 @@ class Swarm(MessageStreams):
         """Publishes what this server says of itself, from now on and until it changes or is retracted.
 
         Sequence number, expiry and, where it has none, the addresses are filled in. It is sent out at once, and
-        again at every third of its lifetime.
+        again at every third of its lifetime. In a large swarm, load, free cache and round trips are not sent out: who
+        measures the round trip to this server gets them.
 
         Raises:
             ValueError: the announcement is another node's, or one that no reader would accept.
@@ -239,18 +241,20 @@ class Swarm(MessageStreams):
         """Returns when `view` has changed. Expiry alone does not count as a change."""
         await self._directory.wait_changed()
 
-    async def refresh(self, *, model_version: bytes | None = None, sample: bool = False, timeout: float) -> SwarmView:
+    async def refresh(
+        self, *, model_version: bytes | None = None, sample: bool = False, everything: bool = False, timeout: float
+    ) -> SwarmView:
         """Asks several peers for all they know, side by side; returns when the quick ones have answered.
 
         With `sample`, for some servers of each block only, as a client needs them, and from now on in the background.
-        The slow ones go on in the background for as long as `timeout` seconds allow. Where they know too little,
-        Kademlia is asked for servers.
+        In a large swarm a node that listens gets a sample too, unless it wants `everything`. The slow ones go on in the
+        background for as long as `timeout` seconds allow. Where they know too little, Kademlia is asked for servers.
 
         Raises:
             SwarmError: there are peers to ask, and none has answered within `timeout` seconds, nor any of a DHT.
         """
-        version = model_version or b""
-        await self._records.refresh(self._nursery, model_version=version, sample=sample, timeout=timeout)
+        which = {"sample": sample, "everything": everything}
+        await self._records.refresh(self._nursery, model_version=model_version or b"", timeout=timeout, **which)
         return self._directory.view
 
     async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:
@@ -261,7 +265,7 @@ class Swarm(MessageStreams):
         return await self._announcer.exchange(peers, model_version=model_version, timeout=timeout)
 
     async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
-        """Seconds of a round trip to this peer, the least of three.
+        """Seconds of a round trip to this peer. A server whose announcement is old is asked what it announces now.
 
         Raises:
             PeerError: the peer cannot be reached or did not answer within `timeout` seconds.
@@ -269,13 +273,9 @@ class Swarm(MessageStreams):
         return await self._directory.measure_rtt(peer_id, timeout=timeout)
 
     async def _open_directory(self, peer_id: str, timeout: float) -> MessageStream[wire.DirectoryFrame]:
+        header = self._directory.max_header
         return await self.new_stream(
-            peer_id,
-            DIRECTORY,
-            wire.DirectoryFrame,
-            timeout=timeout,
-            max_header=self._directory.max_header,
-            max_payload=0,
+            peer_id, DIRECTORY, wire.DirectoryFrame, timeout=timeout, max_header=header, max_payload=0
         )
 
     # --- manifests

@@ -101,12 +101,14 @@ class SwarmView:
         by_version: the same by model version.
         origins: of each record, by peer id.
         gone_through: when expired records were last looked for (seconds since 1970).
+        share: of the servers of its model that the node seems to know, 0 .. 1 (`Directory` estimates it).
     """
 
     records: Mapping[str, SignedAnnouncement] = field(default_factory=dict)
     by_version: Mapping[bytes, ModelRecords] = field(default_factory=dict)
     origins: Mapping[str, Origin] = field(default_factory=dict)
     gone_through: float = 0.0
+    share: float = 1.0
 
     def merge(
         self,
@@ -217,7 +219,7 @@ class _Change:
             if not held:
                 del by_version[version]
         records = self.records if self._versions else self._view.records
-        return SwarmView(records, by_version, self.origins, self._gone_through)
+        return SwarmView(records, by_version, self.origins, self._gone_through, self._view.share)
 
 
 def chosen(

@@ -302,7 +302,9 @@ class MemoryNode(MessageStreams):
     async def wait_changed(self) -> None:
         await self.network.wait_changed()
 
-    async def refresh(self, *, model_version: bytes | None = None, sample: bool = False, timeout: float) -> SwarmView:
+    async def refresh(
+        self, *, model_version: bytes | None = None, sample: bool = False, everything: bool = False, timeout: float
+    ) -> SwarmView:
         await trio.lowlevel.checkpoint()
         return self.view
 
@@ -371,7 +373,7 @@ class DirectoryNode(MemoryNode):
         parts: dict[str, Any] = {"identity": identity, "ttl": _LIFETIME, "host": self.host}
         parts["dht"] = cast(Dht, _NoTable())
         bootstrap = [(peer, f"/ip4/127.0.0.1/tcp/1/p2p/{peer}") for peer in list(network.nodes)[:1]]
-        self.directory = Directory(**parts, open_stream=self._open_directory, bootstrap=bootstrap)
+        self.directory = Directory(**parts, open_stream=self._open_directory, bootstrap=bootstrap, listens=True)
         self._announcer = Announcer(**parts, directory=self.directory)
         self._addrs_of = self.directory.addrs_of
         self._scope = trio.CancelScope()
@@ -422,9 +424,11 @@ class DirectoryNode(MemoryNode):
     async def wait_changed(self) -> None:
         await self.directory.wait_changed()
 
-    async def refresh(self, *, model_version: bytes | None = None, sample: bool = False, timeout: float) -> SwarmView:
-        version = model_version or b""
-        await self.directory.refresh(self.nursery, model_version=version, sample=sample, timeout=timeout)
+    async def refresh(
+        self, *, model_version: bytes | None = None, sample: bool = False, everything: bool = False, timeout: float
+    ) -> SwarmView:
+        kind = {"sample": sample, "everything": everything}
+        await self.directory.refresh(self.nursery, model_version=model_version or b"", timeout=timeout, **kind)
         return self.view
 
     async def exchange(self, peers: Collection[str], *, model_version: bytes, timeout: float) -> frozenset[str]:

@@ -136,7 +136,7 @@ def in_progress(service: DialBackService | Circuits | HolePuncher | CreditsServi
 
 def logged(part: MessageStreams | Directory) -> set[Any]:
     """What this part of a node has logged and will not log again."""
-    return part._logged
+    return part._answers._logged if isinstance(part, Directory) else part._logged
 
 
 def pubsub_of(gossip: Gossip) -> Any:

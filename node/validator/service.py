@@ -79,7 +79,7 @@ class Validator:
         Raises:
             SwarmError: nobody answers, or nobody serves the model.
         """
-        view = await self._swarm.refresh(model_version=self._model.version, timeout=REFRESH_TIMEOUT)
+        view = await self._swarm.refresh(model_version=self._model.version, everything=True, timeout=REFRESH_TIMEOUT)
         found = {
             server.peer_id: server
             for server in view.servers(self._model.version, now=time.time())

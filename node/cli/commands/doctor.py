@@ -128,7 +128,7 @@ async def check_network(join: JoinOptions, output: Output) -> list[Finding]:
 
 
 async def _swarm(swarm: Swarm) -> Finding:
-    servers = (await swarm.refresh(timeout=_ANSWER_WAIT)).servers(now=time.time())
+    servers = (await swarm.refresh(everything=True, timeout=_ANSWER_WAIT)).servers(now=time.time())
     return Finding("swarm", "ok", f"joined; {len(servers)} servers are known")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
@@ -23,8 +23,11 @@ from ...swarm.swarm import Swarm
 _REFRESH_TIMEOUT: Final = 5.0
 _PUSH_OPEN_TIMEOUT: Final = 5.0
 _RTT_TIMEOUT: Final = 3.0
-_RTT_INTERVAL: Final = 60.0
-_MOST: Final = 16
+RTT_INTERVAL: Final = 60.0
+MOST: Final = 16
+"""Servers whose round trips are known, and"""
+NEW_ONES: Final = 2
+"""places among them for others, if there are more: the farthest ones make room."""
 
 
 class ServerConnector:
@@ -46,6 +49,17 @@ class ServerConnector:
         return self._swarm.watch_direct(peer_id)
 
 
+def to_measure(following: Sequence[str], rtts: dict[str, float]) -> list[str]:
+    """The servers of `following` whose round trips are to be known: all if they are few, else the nearest of those that
+    were measured (`rtts`, seconds), and some others. Drops those of `rtts` that are not among them."""
+    known = sorted((peer for peer in following if peer in rtts), key=rtts.__getitem__)
+    others = [peer for peer in following if peer not in rtts]
+    known = known[: max(MOST - NEW_ONES, MOST - len(others))]
+    for peer_id in rtts.keys() - set(known):
+        del rtts[peer_id]
+    return [*known, *random.sample(others, min(len(others), MOST - len(known)))]
+
+
 async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], on_change: Callable[[], None]) -> None:
     """Keeps `rtts` filled with the round trips to servers that may come next in a chain, for routes that push."""
 
@@ -65,17 +79,20 @@ async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], on_
         for gone in rtts.keys() - set(following):
             del rtts[gone]
         async with trio.open_nursery() as nursery:
-            for peer_id in random.sample(following, min(len(following), _MOST)):
+            for peer_id in to_measure(following, rtts):
                 nursery.start_soon(measure, peer_id)
         on_change()
-        await trio.sleep(_RTT_INTERVAL * random.uniform(0.8, 1.2))
+        await trio.sleep(RTT_INTERVAL * random.uniform(0.8, 1.2))
 
 
 INTERVAL: Final = 600.0
-"""Seconds between two measurements."""
+"""Seconds between two measurements; twice as many each time that nothing has changed, up to"""
+LONGEST_INTERVAL: Final = 7200.0
+_SAME: Final = 1.25
+"""A measurement that is no more than so many times another says the same."""
 _SOON: Final = 20.0
 """Seconds to the next one as long as nobody has answered."""
-_PEERS: Final = 4
+PEERS: Final = 4
 _OPEN_TIMEOUT: Final = 3.0
 _TIMEOUT: Final = 10.0
 _AT_ONCE: Final = 2
@@ -166,7 +183,7 @@ async def measure_network(swarm: Swarm, model_version: bytes, *, timeout: float)
     peers = [peer_id for peer_id in servers if peer_id != swarm.peer_id]
     found = []
     with trio.move_on_after(timeout):
-        for peer_id in random.sample(peers, min(len(peers), _PEERS)):
+        for peer_id in random.sample(peers, min(len(peers), PEERS)):
             try:
                 async with swarm.open_stream(
                     peer_id, TRANSFER, wire.TransferFrame, timeout=_OPEN_TIMEOUT, max_payload=TRANSFER_BYTES
@@ -182,9 +199,11 @@ async def keep_measured(
 ) -> None:
     """Measures now and then, as long as it runs, and tells `on_measured` the seconds of a byte. `known`: it has just
     been measured."""
+    pause, before = (INTERVAL if known else _SOON), 0.0
     while True:
-        await trio.sleep((INTERVAL if known else _SOON) * random.uniform(0.8, 1.2))
-        seconds = await measure_network(swarm, model_version, timeout=_PEERS * _TIMEOUT)
+        await trio.sleep(pause * random.uniform(0.8, 1.2))
+        seconds = await measure_network(swarm, model_version, timeout=PEERS * _TIMEOUT)
         if seconds:
-            known = True
+            same = before / _SAME < seconds < before * _SAME
+            pause, before = (min(2 * pause, LONGEST_INTERVAL) if same else INTERVAL), seconds
             await on_measured(seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from ...placement.observed import (
     is_overdue,
     observe_servers,
     recent,
+    sampling_noise,
     turnover,
     worth_asking,
 )
@@ -41,6 +42,8 @@ _LOOKS: Final = 5
 _MAX_DOUBTED: Final = 1000
 _PROBE_TIMEOUT: Final = 3.0
 _PROBE_ROUNDS: Final = 4
+_NEARLY_ALL: Final = 0.9
+"""Share of the servers from which it counts that one appears, or is no longer there."""
 _PLAN_LASTS: Final = 30 * 60.0
 """Seconds after which a plan is made anew though nothing has changed: a swarm that comes to rest has more to gain."""
 
@@ -158,7 +161,7 @@ class PlacementState:
         """
         for _ in range(_LOOKS):
             seen = self.seen()
-            decide = partial(choice_of_newcomer, turnover=self._turnover(), policy=self._policy)
+            decide = partial(choice_of_newcomer, turnover=self._turnover(), policy=self._policy_for(seen.servers))
             choice = await trio.to_thread.run_sync(
                 decide, seen.servers, seen.newcomers, self.peer_id, throughput, count, self.num_blocks
             )
@@ -197,11 +200,18 @@ class PlacementState:
 
     async def _make_plan(self, holders: tuple[PlacedServer, ...], rate: float) -> PlacementPlan:
         return await trio.to_thread.run_sync(
-            lambda: make_plan(holders, self.num_blocks, turnover=rate, policy=self._policy)
+            lambda: make_plan(holders, self.num_blocks, turnover=rate, policy=self._policy_for(holders))
         )
 
+    def _policy_for(self, servers: Sequence[PlacedServer]) -> Policy:
+        """Who knows only some of the servers moves for no gain that chance may have made."""
+        noise = sampling_noise(servers, self.num_blocks, self._swarm.view.share)
+        return replace(self._policy, least_gain=max(self._policy.least_gain, noise))
+
     def _turnover(self) -> float:
-        """In steps: all shall reckon with the same."""
+        """In steps: all shall reckon with the same. Of a sample, nobody knows who came and who went."""
+        if self._swarm.view.share < _NEARLY_ALL:
+            return 1.0
         return round(turnover(self._changes, len(self._there or ()) + 1, time.time()), 1)
 
     def _announcements(self) -> list[Announcement]:

@@ -1,0 +1,130 @@
+"""What a directory answers to any peer, and how much of that each peer gets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
+
+import trio
+
+from ...protocols import directory as protocol
+from ...protocols import wire_pb2 as wire
+from ...protocols.announcement import BadAnnouncement, SignedAnnouncement, open_signed
+from ...protocols.directory import NodeInfo
+from ...protocols.framing import MessageStream, ProtocolError
+from .sample import sampled
+from .view import SwarmView
+
+log = logging.getLogger(__name__)
+
+_SEND_DEADLINE: Final = 4.0
+_IDLE_STREAM: Final = 60.0  # seconds
+_MAX_LOGGED: Final = 1000
+_BURST: Final = 300  # frames at once on one stream, and
+_FRAMES_PER_SECOND: Final = 20.0
+_PAGE_COST: Final = 10  # frames: a page of records costs far more than a ping to make and to send
+_PAGES_AT_ONCE: Final = 120  # for one peer, and
+_PAGES_PER_SECOND: Final = 12.0  # on however many streams; a client asks on a new one whenever it looks for servers
+_MAX_COUNTED: Final = 1000  # peers
+
+
+class PageAllowances:
+    """Counts the pages of each peer, of those that asked last."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, tuple[float, float]] = {}  # pages that a peer may have, and when that was
+
+    def take(self, peer_id: str) -> bool:
+        """Whether a peer gets one more page, on whichever stream; counts it."""
+        now = trio.current_time()
+        left, counted = self._left.pop(peer_id, (float(_PAGES_AT_ONCE), now))
+        left = min(left + (now - counted) * _PAGES_PER_SECOND, _PAGES_AT_ONCE)
+        self._left[peer_id] = (left - 1 if left >= 1 else left), now
+        while len(self._left) > _MAX_COUNTED:
+            del self._left[next(iter(self._left))]
+        return left >= 1
+
+
+class Answering(Protocol):
+    """The directory whose answers these are."""
+
+    view: SwarmView
+    own: SignedAnnouncement | None
+    about: Callable[[], NodeInfo]
+
+    def merge(self, records: Iterable[SignedAnnouncement], *, source: str = "", met: bool = False) -> None: ...
+
+    def address_of(self, peer_id: str, /) -> str: ...
+
+    def is_unreached(self, peer_id: str) -> bool: ...
+
+
+class DirectoryAnswers:
+    """Answers the streams of `/petalnode/directory/1`."""
+
+    def __init__(self, directory: Answering) -> None:
+        self._directory = directory
+        self._allowances = PageAllowances()
+        self._logged: set[str] = set()  # whose bad announcements were logged
+
+    async def serve(self, stream: MessageStream[wire.DirectoryFrame]) -> None:
+        """Answers one peer's stream until it ends (raises PeerError then)."""
+        allowance, counted = float(_BURST), trio.current_time()
+        while True:
+            frame, _ = await stream.receive(timeout=_IDLE_STREAM)
+            page, now = frame.HasField("query"), trio.current_time()
+            allowance = min(allowance + (now - counted) * _FRAMES_PER_SECOND, _BURST) - (_PAGE_COST if page else 1)
+            counted = now
+            if allowance < 0 or (page and not self._allowances.take(stream.peer_id)):
+                error = wire.Error(code=wire.ERROR_BUSY, message="too many questions; ask more slowly")
+                await stream.send(wire.DirectoryFrame(error=error), timeout=_SEND_DEADLINE)
+                return
+            reply = self._answer(frame, stream.peer_id)
+            if reply is not None:
+                await stream.send(reply, timeout=_SEND_DEADLINE)
+
+    def _answer(self, frame: wire.DirectoryFrame, peer_id: str) -> wire.DirectoryFrame | None:
+        kind = frame.WhichOneof("body")
+        if kind == "ping" and len(frame.ping.payload) <= protocol.MAX_PING:
+            return wire.DirectoryFrame(ping=frame.ping)
+        if kind == "query":
+            self._directory.merge(())  # drops the expired ones
+            return self._page(frame.query)
+        if kind == "publish":
+            try:
+                record = open_signed(frame.publish, now=time.time())
+            except BadAnnouncement as error:
+                if peer_id not in self._logged and len(self._logged) < _MAX_LOGGED:
+                    self._logged.add(peer_id)
+                    log.warning("%s announces what cannot be, which is ignored: %s", peer_id, error)
+                raise ProtocolError(f"{peer_id} published a bad announcement: {error}", peer_id) from error
+            # Anyone may hand records on when asked, but only a server itself may push its own to us.
+            if record.content.peer_id != peer_id:
+                raise ProtocolError(f"{peer_id} published the announcement of another peer", peer_id)
+            self._directory.merge([record], source=self._directory.address_of(peer_id), met=True)
+            return None
+        if kind == "node_query":
+            return self._directory.about().to_frame()
+        refusal = wire.Error(
+            code=wire.ERROR_BAD_REQUEST, message="a directory answers query, ping, publish, node_query"
+        )
+        return wire.DirectoryFrame(error=refusal)
+
+    def _page(self, query: wire.DirectoryQuery) -> wire.DirectoryFrame:
+        view, own = self._directory.view, self._directory.own
+        records = view.page(query.model_version, query.after)
+        if query.sample and query.limit:
+            records = sampled(
+                records,
+                view.origins,
+                query.limit,
+                time.time(),
+                max_bytes=min(query.max_bytes or protocol.MAX_PAGE, protocol.MAX_PAGE),
+                is_unreached=self._directory.is_unreached,
+            )
+            # Of two that ask each other, at least one knows what the other has announced last.
+            if own is not None and own not in records and query.model_version in (b"", own.content.model_version):
+                records = [own, *records[: query.limit - 1]]
+        return protocol.records_page(records, after=query.after, limit=query.limit)

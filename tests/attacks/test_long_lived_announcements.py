@@ -1,0 +1,268 @@
+"""In a large swarm announcements hold for an hour: an attacker makes it look large, or says of others
+what is not so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.swarm.announcer import Announcer
+from petalnode.node.swarm.directory import Directory
+from petalnode.node.swarm.rhythm import rhythm
+from petalnode.node.swarm.sample import SAMPLE, Contacts, sampled
+from petalnode.node.swarm.view import SwarmView
+from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.announcement import (
+    MAX_LIFETIME,
+    Announcement,
+    BadAnnouncement,
+    ServerState,
+    SignedAnnouncement,
+    freshened,
+    open_signed,
+    sign_announcement,
+)
+from petalnode.protocols.directory import MAX_HEADER
+from petalnode.protocols.framing import MessageStream, PeerError, StreamClosed
+from petalnode.protocols.ids import Span
+from tests.attacks.forger import ATTACKER, HONEST
+
+MODEL, BLOCKS, TTL, SPAN = b"m" * 32, 10, 45.0, Span(0, 10)
+ADDRS = ("/ip4/192.0.2.1/tcp/1",)
+SOME = [Identity.from_seed(number.to_bytes(32, "big")).peer_id for number in range(2000)]
+Stream = MessageStream[wire.DirectoryFrame]
+
+
+def plain(peer_id: str, span: Span = SPAN, state: ServerState = ServerState.ONLINE) -> Announcement:
+    return Announcement(peer_id, MODEL, "model", BLOCKS, span, state, addrs=ADDRS)
+
+
+def held(number: int) -> SignedAnnouncement:
+    """As a view holds it after its signature was checked."""
+    span = Span(number % (BLOCKS - 2), number % (BLOCKS - 2) + 3)
+    content = freshened(plain(SOME[number], span), now=time.time(), lifetime=MAX_LIFETIME)
+    return SignedAnnouncement(content, bytes(600), number.to_bytes(64, "big"))
+
+
+async def nothing(*_: Any, **__: Any) -> None:
+    await trio.lowlevel.checkpoint()
+
+
+def a_directory(identity: Identity, open_stream: Any, **parts: Any) -> Directory:
+    host: Any = SimpleNamespace(connected=list, remember=lambda *_: None, addrs=list)
+    dht: Any = SimpleNamespace(add_peer=nothing)
+    return Directory(identity=identity, ttl=TTL, host=host, dht=dht, open_stream=open_stream, bootstrap=[], **parts)
+
+
+# --- a flood makes a small swarm look like a large one
+
+
+def test_a_server_among_many_keys_says_at_once_that_it_leaves() -> None:
+    """The rhythm is that of a large swarm; the drain and the retraction are told all the same."""
+    told: list[ServerState] = []
+    enough = trio.Event()
+
+    async def main() -> None:
+        directory = a_directory(HONEST, nothing)
+        directory.merge([held(number) for number in range(1500)], source="attacker")
+        assert directory.rhythm().lifetime > 1000
+
+        async def push(_peer_id: str, record: SignedAnnouncement) -> None:
+            nonlocal enough
+            told.append(record.content.state)
+            if told.count(record.content.state) == 32:
+                enough.set()
+                enough = trio.Event()
+
+        directory.push = push  # type: ignore[method-assign]
+        announcer = Announcer(identity=HONEST, ttl=TTL, host=directory._host, dht=directory._dht, directory=directory)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(announcer._publish_forever)
+            for state in (ServerState.ONLINE, ServerState.DRAINING):
+                announcer.announce(plain(HONEST.peer_id, state=state))
+                before = trio.current_time()
+                await enough.wait()
+                assert told.count(state) == 32
+                assert trio.current_time() - before < TTL / 3
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_what_a_server_said_in_a_flood_does_not_come_back_when_the_flood_is_over() -> None:
+    """Its retraction, made when the swarm is small again, lasts as long as the announcement of before."""
+
+    async def main() -> None:
+        directory = a_directory(HONEST, nothing)
+        directory.merge([held(number) for number in range(1500)], source="attacker")
+        dht: Any = SimpleNamespace(add_peer=nothing, put_announcement=nothing)
+        announcer = Announcer(identity=HONEST, ttl=TTL, host=directory._host, dht=dht, directory=directory)
+        announcer.announce(plain(HONEST.peer_id))
+        assert directory.own is not None
+        before = directory.own
+        assert before.content.expires > time.time() + 1000
+        directory.view = SwarmView()
+        assert directory.rhythm().lifetime == TTL
+        await announcer.retract()
+        gone = directory.view.records[HONEST.peer_id]
+        assert gone.content.state is ServerState.OFFLINE
+        assert gone.content.expires >= before.content.expires - 0.001
+        view = SwarmView().merge([gone], time.time()).merge([before], before.content.expires - 1)
+        assert view.get(HONEST.peer_id, before.content.expires - 1) is None
+
+    run_autojumping(main)
+
+
+def test_no_number_of_keys_makes_a_node_ask_or_tell_more() -> None:
+    costs = []
+    for known in (1000, 10_000, 10**9):
+        pace = rhythm(known, TTL)
+        assert pace.lifetime <= MAX_LIFETIME
+        costs.append(pace.asked * pace.max_bytes / pace.round)
+    assert max(costs) <= costs[0] < 1000
+
+
+def from_many(count: int) -> SwarmView:
+    view = SwarmView()
+    for number in range(count):
+        view = view.merge([held(number)], time.time(), source=f"server {number}", met=True)
+    return view
+
+
+# --- clocks
+
+
+@pytest.mark.parametrize(("behind", "counts"), [(-3000.0, False), (1000.0, True), (2500.0, True), (4000.0, False)])
+def test_a_clock_that_is_wrong_harms_its_owner_only(behind: float, counts: bool) -> None:
+    """A server whose clock is `behind` by so many seconds in a large swarm."""
+    now = time.time()
+    content = freshened(plain(HONEST.peer_id), now=now - behind, lifetime=MAX_LIFETIME)
+    record = sign_announcement(HONEST, content)
+    if not counts:
+        with pytest.raises(BadAnnouncement):
+            open_signed(record.to_wire(), now=now)
+        return
+    view = from_many(100).merge([open_signed(record.to_wire(), now=now)], now, source="HONEST", met=True)
+    assert view.get(HONEST.peer_id, now) is not None
+    found = {one.content.peer_id for one in sampled(view.page(MODEL, b""), view.origins, SAMPLE, now)}
+    assert HONEST.peer_id not in found or behind < MAX_LIFETIME / 2
+
+
+# --- saying of others that they are gone
+
+
+def test_who_could_not_be_reached_is_known_by_own_experience_and_only_while_others_answer() -> None:
+    contacts = Contacts()
+    contacts.failed("server", 100.0)
+    assert not contacts.is_unreached("server", 50.0)  # this node may have no network
+    contacts.answered("another", 120.0)
+    contacts.failed("server", 150.0)
+    assert contacts.is_unreached("server", 140.0)
+    assert not contacts.is_unreached("server", 160.0)  # it has announced itself since
+    contacts.failed("third", 120.0 + 500)
+    assert not contacts.is_unreached("third", 0.0)
+    contacts.answered("server", 700.0)
+    assert not contacts.is_unreached("server", 0.0)
+    for number in range(3000):
+        contacts.failed(f"peer {number}", 701.0)
+    assert sum(contacts.is_unreached(f"peer {number}", 0.0) for number in range(3000)) == 1000
+
+
+def test_the_marks_of_a_directory_reach_nobody_and_take_nobody_out_of_a_view() -> None:
+    """It leaves who it could not reach out of its answers while there are others; who asks it keeps what it had."""
+
+    async def main() -> None:
+        async def open_stream(peer_id: str, _timeout: float) -> Stream:
+            if peer_id == HONEST.peer_id:
+                raise StreamClosed("no way there", peer_id)
+            return message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)[0]
+
+        there = a_directory(ATTACKER, open_stream)
+        made = freshened(plain(HONEST.peer_id), now=time.time() - 100, lifetime=MAX_LIFETIME)
+        record = sign_announcement(HONEST, made)
+        there.merge([record, *(held(number) for number in range(300))])
+        there._contacts.answered(SOME[0], time.time())
+        with pytest.raises(PeerError):
+            await there.pull(HONEST.peer_id, timeout=5)
+        assert there.is_unreached(HONEST.peer_id)
+        assert HONEST.peer_id in there.view.records
+        answer = there._answers._page(wire.DirectoryQuery(limit=SAMPLE, sample=True))
+        here = SwarmView().merge([record], time.time())
+        told = [open_told(message) for message in answer.records.records]
+        assert HONEST.peer_id not in told and len(told) == SAMPLE
+        assert HONEST.peer_id in here.records
+        everything = there._answers._page(wire.DirectoryQuery())
+        assert HONEST.peer_id in map(open_told, everything.records.records)
+
+    run_autojumping(main)
+
+
+def open_told(message: wire.SignedAnnouncement) -> str:
+    """Whose announcement it is; those that were not signed count for nobody."""
+    try:
+        return open_signed(message, now=time.time()).content.peer_id
+    except BadAnnouncement:
+        return ""
+
+
+# --- answering for another server, and making servers up
+
+
+@pytest.mark.parametrize("answer", ["of another", "older", "forged"])
+def test_a_server_that_is_asked_what_it_announces_now_speaks_for_itself_only(answer: str) -> None:
+    now = time.time()
+    held_of = sign_announcement(ATTACKER, freshened(plain(ATTACKER.peer_id), now=now - 600, lifetime=MAX_LIFETIME))
+    honest = sign_announcement(HONEST, freshened(plain(HONEST.peer_id), now=now, lifetime=MAX_LIFETIME))
+    older = sign_announcement(
+        ATTACKER, freshened(plain(ATTACKER.peer_id, Span(0, 1)), now=now - 900, lifetime=MAX_LIFETIME)
+    )
+    forged = replace(honest, signature=bytes(64))
+    said = {"of another": honest, "older": older, "forged": forged}[answer]
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def open_stream(peer_id: str, _timeout: float) -> Stream:
+                ours, theirs = message_streams(wire.DirectoryFrame, "us", peer_id, max_header=MAX_HEADER)
+                nursery.start_soon(serve, theirs)
+                return ours
+
+            async def serve(stream: Stream) -> None:
+                while True:
+                    try:
+                        frame, _ = await stream.receive(timeout=None)
+                    except PeerError:
+                        return
+                    page = wire.DirectoryRecords(records=[said.to_wire()])
+                    await stream.send(frame if frame.HasField("ping") else wire.DirectoryFrame(records=page), timeout=5)
+
+            asking = a_directory(Identity.generate(), open_stream)
+            asking.merge([held_of])
+            before = asking.view
+            await asking.measure_rtt(ATTACKER.peer_id, timeout=60)
+            assert asking.view.records == before.records
+            assert asking.view.origins[ATTACKER.peer_id].met in (None, ATTACKER.peer_id)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_servers_that_are_made_up_do_not_decide_how_much_of_the_swarm_a_server_thinks_it_knows() -> None:
+    directory = a_directory(HONEST, nothing)
+    directory.own = sign_announcement(HONEST, freshened(plain(HONEST.peer_id), now=time.time(), lifetime=TTL))
+    known = [held(number) for number in range(200)]
+    directory.merge(known)
+    made_up: Callable[[int], Sequence[SignedAnnouncement]] = lambda turn: [  # noqa: E731
+        held(1000 + turn * 100 + number) for number in range(100)
+    ]
+    for turn in range(9):
+        directory._estimate(known[:100] if turn % 3 else made_up(turn))
+    assert directory.view.share == 1.0

@@ -1,0 +1,299 @@
+"""How often servers tell and ask, by how many there are, and what a large swarm does otherwise than a small one."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.client.deadlines import RTT_TIMEOUT
+from petalnode.node.client.server_selection import ServerSelection
+from petalnode.node.errors import SwarmError
+from petalnode.node.placement.observed import AT_ONCE, PlacedServer, pinged_at_once, sampling_noise
+from petalnode.node.server.lifecycle.other_servers import MOST, NEW_ONES, to_measure
+from petalnode.node.swarm.announcer import Announcer
+from petalnode.node.swarm.directory import Directory
+from petalnode.node.swarm.rhythm import ANSWER_BYTES, QUICK, WHOLE, rhythm
+from petalnode.node.swarm.view import SwarmView
+from petalnode.node.testing import message_streams, run_autojumping
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.announcement import (
+    MAX_LIFETIME,
+    Announcement,
+    ServerState,
+    SignedAnnouncement,
+    freshened,
+    sign_announcement,
+)
+from petalnode.protocols.directory import MAX_HEADER
+from petalnode.protocols.framing import MessageStream, PeerError
+from petalnode.protocols.ids import Span
+
+MODEL, BLOCKS, TTL, SPAN = b"m" * 32, 10, 45.0, Span(0, 2)
+Stream = MessageStream[wire.DirectoryFrame]
+
+
+@given(st.integers(0, QUICK))
+def test_a_small_swarm_is_as_quick_as_ever(known: int) -> None:
+    pace = rhythm(known, TTL)
+    assert (pace.lifetime, pace.renewal, pace.round, pace.asked, pace.max_bytes) == (TTL, TTL / 3, TTL / 3, 5, 0)
+    assert pace.quick
+
+
+@given(st.integers(0, 100_000), st.integers(0, 100_000), st.sampled_from([3.0, TTL, 300.0]))
+def test_a_larger_one_is_never_quicker(one: int, other: int, ttl: float) -> None:
+    small, large = rhythm(min(one, other), ttl), rhythm(max(one, other), ttl)
+    assert small.lifetime <= large.lifetime <= MAX_LIFETIME
+    assert small.round <= large.round and small.asked >= large.asked >= 1
+    assert large.lifetime >= 3 * min(large.round, large.renewal)
+
+
+@given(st.integers(500, 1_000_000))
+def test_of_many_servers_all_that_is_asked_for_stays_within_a_kilobyte_a_second(known: int) -> None:
+    pace = rhythm(known, TTL)
+    assert pace.asked * pace.max_bytes / pace.round < 1000
+
+
+def test_it_has_no_jump_where_the_swarm_stops_being_small() -> None:
+    assert rhythm(QUICK + 1, TTL).lifetime < 1.05 * TTL
+    assert rhythm(QUICK + 1, TTL).asked == 5
+
+
+# --- announcing in a large swarm
+
+
+def identity_of(number: int) -> Identity:
+    return Identity.from_seed(number.to_bytes(32, "big"))
+
+
+def plain(peer_id: str, span: Span = SPAN, **fields: Any) -> Announcement:
+    fields = {"cache_tokens": 100, "cache_tokens_free": 100, "addrs": ("/ip4/192.0.2.1/tcp/1",)} | fields
+    return Announcement(peer_id, MODEL, "model", BLOCKS, span, ServerState.ONLINE, **fields)
+
+
+def held(number: int, age: float = 0.0, lifetime: float = MAX_LIFETIME, **fields: Any) -> SignedAnnouncement:
+    """What a view holds; nobody asks for its signature."""
+    content = freshened(plain(identity_of(number).peer_id, **fields), now=time.time() - age, lifetime=lifetime)
+    return SignedAnnouncement(content, b"", number.to_bytes(64, "big"))
+
+
+def swarm_of(count: int, first: int = 1000) -> list[SignedAnnouncement]:
+    spans = [Span(number % (BLOCKS - 2), number % (BLOCKS - 2) + 3) for number in range(count)]
+    return [held(first + number, span=span) for number, span in enumerate(spans)]
+
+
+async def nothing(*_: Any, **__: Any) -> None:
+    await trio.lowlevel.checkpoint()
+
+
+def a_directory(identity: Identity, open_stream: Any, peers: Sequence[str] = (), **parts: Any) -> Directory:
+    host: Any = SimpleNamespace(connected=list, remember=lambda *_: None, addrs=list)
+    dht: Any = SimpleNamespace(add_peer=nothing)
+    bootstrap = [(peer_id, "/ip4/192.0.2.1/tcp/1") for peer_id in peers]
+    return Directory(
+        identity=identity, ttl=TTL, host=host, dht=dht, open_stream=open_stream, bootstrap=bootstrap, **parts
+    )
+
+
+async def told(
+    directory: Directory, changes: Sequence[Callable[[Announcement], Announcement]]
+) -> tuple[list[list[str]], SignedAnnouncement]:
+    """To whom a server sends its announcement at first and after each change; and the last that it has signed."""
+    rounds: list[list[str]] = []
+    identity = identity_of(1)
+    announcer = Announcer(identity=identity, ttl=TTL, host=directory._host, dht=directory._dht, directory=directory)
+
+    async def push(peer_id: str, record: SignedAnnouncement) -> None:
+        rounds[-1].append(peer_id)
+
+    directory.push = push  # type: ignore[method-assign]
+    own = plain(identity.peer_id)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(announcer._publish_forever)
+        for change in (lambda one: one, *changes):
+            rounds.append([])
+            own = change(own)
+            announcer.announce(own)
+            await trio.sleep(2.0)
+        nursery.cancel_scope.cancel()
+    assert directory.own is not None
+    return rounds, directory.own
+
+
+def busier(own: Announcement) -> Announcement:
+    return replace(own, cache_tokens_free=own.cache_tokens_free - 1, queue_depth=own.queue_depth + 1)
+
+
+def moving(own: Announcement) -> Announcement:
+    return replace(own, next_span=Span(4, 6))
+
+
+def draining(own: Announcement) -> Announcement:
+    return replace(own, state=ServerState.DRAINING)
+
+
+@pytest.mark.parametrize(("others", "of_load"), [(20, 20), (1000, 0)])
+def test_load_is_sent_out_in_small_swarms_only_and_moves_and_drains_at_once_in_all(others: int, of_load: int) -> None:
+    async def main() -> None:
+        directory = a_directory(identity_of(1), nothing)
+        directory.merge(swarm_of(others))
+        rounds, record = await told(directory, [busier, moving, draining])
+        at_once = min(others, 32)
+        assert [len(peers) for peers in rounds] == [at_once, of_load, at_once, at_once]
+        # Who asks this server itself has what it says of its load, too.
+        assert record.content.queue_depth == 1
+        lifetime = record.content.expires - record.content.sequence / 1e9
+        assert lifetime == pytest.approx(directory.rhythm().lifetime, abs=0.01)
+        assert (lifetime > 600) == (others == 1000)
+
+    run_autojumping(main)
+
+
+# --- asking
+
+
+def between(here: Identity, there: Directory, nursery: trio.Nursery) -> Any:
+    """Opens streams to one directory."""
+
+    async def serve(stream: Stream) -> None:
+        try:
+            await there.serve(stream)
+        except PeerError:
+            await stream.reset()
+
+    async def open_stream(peer_id: str, _timeout: float) -> Stream:
+        ours, theirs = message_streams(wire.DirectoryFrame, here.peer_id, peer_id, max_header=MAX_HEADER)
+        nursery.start_soon(serve, theirs)
+        return ours
+
+    return open_stream
+
+
+def test_who_measures_the_way_to_a_server_learns_what_it_announces_now() -> None:
+    """Its announcement was made ten minutes ago, as in a large swarm."""
+    here, server = identity_of(1), identity_of(2)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            there = a_directory(server, nothing)
+            old = freshened(plain(server.peer_id), now=time.time() - 600, lifetime=MAX_LIFETIME)
+            new = freshened(plain(server.peer_id, Span(5, 9), queue_depth=7), now=time.time(), lifetime=MAX_LIFETIME)
+            there.merge([sign_announcement(server, new)])
+            asking = a_directory(here, between(here, there, nursery))
+            asking.merge([sign_announcement(server, old)])
+            assert await asking.measure_rtt(server.peer_id, timeout=60) < 60
+            known = asking.view.get(server.peer_id, time.time())
+            assert known is not None and (known.span, known.queue_depth) == (Span(5, 9), 7)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_a_server_takes_a_sample_of_a_large_swarm_and_what_the_other_one_announces_is_in_it() -> None:
+    here, server = identity_of(1), identity_of(2)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            there = a_directory(server, nothing)
+            joining = replace(plain(server.peer_id), state=ServerState.JOINING)
+            there.own = sign_announcement(server, freshened(joining, now=time.time(), lifetime=TTL))
+            made = [
+                sign_announcement(one, freshened(plain(one.peer_id), now=time.time(), lifetime=MAX_LIFETIME))
+                for one in map(identity_of, range(100, 100 + WHOLE + 20))
+            ]
+            there.merge([*made, there.own])
+            asking = a_directory(here, between(here, there, nursery), listens=True)
+            await asking.pull(server.peer_id, model_version=MODEL, timeout=60)
+            assert len(asking.view.records) == WHOLE and server.peer_id in asking.view.records
+            await asking.pull(server.peer_id, model_version=MODEL, timeout=60)  # it knows now that the swarm is large
+            assert asking.rhythm().max_bytes == ANSWER_BYTES
+            await asking.pull(server.peer_id, model_version=MODEL, everything=True, timeout=60)
+            assert len(asking.view.records) == WHOLE + 21
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
+def test_what_share_of_its_model_a_server_knows_is_seen_from_what_others_tell() -> None:
+    directory = a_directory(identity_of(1), nothing)
+    directory.own = held(1)
+    records = swarm_of(400)
+    directory.merge([directory.own, *records[:200]])
+    assert directory.view.share == 1.0
+    for seed in range(9):
+        directory._estimate(random.Random(seed).sample(records, 100))
+    assert 0.4 < directory.view.share < 0.6
+    directory.merge(records)
+    for seed in range(9):
+        directory._estimate(random.Random(seed).sample(records, 100))
+    assert directory.view.share == 1.0
+
+
+def test_a_share_seen_by_chance_moves_nobody() -> None:
+    servers = [PlacedServer(f"peer {number}", Span(number % 8, number % 8 + 2), 1.0) for number in range(160)]
+    assert sampling_noise(servers, 9, 1.0) == 0.0
+    assert sampling_noise(servers, 9, 0.5) == pytest.approx(2 * (0.5 / 20) ** 0.5)
+    assert sampling_noise([], 9, 0.5) == 0.0
+
+
+def test_in_a_large_swarm_few_strangers_are_pinged() -> None:
+    assert pinged_at_once(0) == pinged_at_once(QUICK) == AT_ONCE
+    assert pinged_at_once(2 * QUICK) == AT_ONCE / 2 and pinged_at_once(10_000) < 1
+
+
+def test_of_many_that_may_follow_the_nearest_and_some_others_are_measured() -> None:
+    rtts = {f"peer {number}": number / 1000 for number in range(MOST)}
+    few = list(rtts)[:5]
+    assert sorted(to_measure(few, dict(rtts))) == sorted(few)
+    many = [f"peer {number}" for number in range(300)]
+    chosen = to_measure(many, rtts)
+    assert len(chosen) == len(set(chosen)) == MOST
+    assert list(rtts) == many[: MOST - NEW_ONES] and set(rtts) < set(chosen)
+
+
+# --- a client of a large swarm
+
+
+class Pinged:
+    """A swarm in which those that are `there` answer at once, and the others never."""
+
+    def __init__(self, records: Sequence[SignedAnnouncement], there: set[str]) -> None:
+        self._there = there
+        self.view = SwarmView().merge(records, time.time())
+        self.trust: Any = SimpleNamespace(is_banned=lambda _: False, penalty_seconds=lambda _: 0.0)
+
+    async def measure_rtt(self, peer_id: str, *, timeout: float) -> float:
+        if peer_id in self._there:
+            await trio.sleep(0.05)
+            return 0.05
+        await trio.sleep(timeout)
+        raise SwarmError("silent")
+
+
+@pytest.mark.parametrize(("age", "waits"), [(600.0, False), (0.0, True)])
+def test_servers_that_have_announced_themselves_long_ago_and_are_gone_cost_a_moment(age: float, waits: bool) -> None:
+    records = [held(number, age, span=Span(0, BLOCKS)) for number in range(20)]
+    there = {record.content.peer_id for record in records[::2]}
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            model: Any = SimpleNamespace(version=MODEL, num_blocks=BLOCKS)
+            swarm: Any = Pinged(records, there)
+            selection = ServerSelection(swarm, model, nursery)
+            begun = trio.current_time()
+            found = await selection.candidates()
+            assert {candidate.peer_id for candidate in found} == there
+            seconds = trio.current_time() - begun
+            assert seconds == pytest.approx(RTT_TIMEOUT, abs=0.01) if waits else seconds < RTT_TIMEOUT / 2
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
