@@ -160,14 +160,21 @@ class Announcer:
     async def _put_forever(self) -> None:
         """Keeps the own announcement, and now and then the list of models, in Kademlia.
 
-        The directory is the quick way, and a swarm that starts has enough to do: Kademlia can wait.
+        The directory is the quick way, and a swarm that starts has enough to do: Kademlia can wait. In a large swarm,
+        what has not changed waits for longer.
         """
         await trio.sleep(self._ttl * random.uniform(0.15, 0.35))
+        told: Announcement | None = None
+        due = 0.0
         while True:
-            if self._own is not None and self._directory.own is not None:
-                await self._put(self._directory.own)
-                # About two servers of the swarm put the list of models in every round.
-                view = self._directory.view
-                if random.random() * len(view.servers(now=time.time())) <= 2:
-                    await self._dht.put_models(view.records.values(), timeout=TABLE_DEADLINE)
-            await trio.sleep(self._directory.rhythm().lifetime / 2 * random.uniform(0.9, 1.0))
+            own, record = self._own, self._directory.own
+            if own is not None and record is not None:
+                now = lasting(self._completed(own))
+                if now != told or trio.current_time() >= due:
+                    await self._put(record)
+                    # About two servers of the swarm put the list of models in every round.
+                    view = self._directory.view
+                    if random.random() * len(view.servers(now=time.time())) <= 2:
+                        await self._dht.put_models(view.records.values(), timeout=TABLE_DEADLINE)
+                    told, due = now, trio.current_time() + self._directory.rhythm().lifetime * 0.4
+            await trio.sleep(self._ttl / 2 * random.uniform(0.9, 1.0))

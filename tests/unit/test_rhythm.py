@@ -158,6 +158,31 @@ def test_load_is_sent_out_in_small_swarms_only_and_moves_and_drains_at_once_in_a
     run_autojumping(main)
 
 
+def test_kademlia_holds_what_a_server_has_changed_soon_and_the_rest_for_long() -> None:
+    async def main() -> None:
+        directory, put = a_directory(identity_of(1), nothing), []
+        directory.merge(swarm_of(1000))
+
+        async def put_announcement(record: SignedAnnouncement, **_: Any) -> None:
+            put.append(record.content.next_span)
+
+        dht: Any = SimpleNamespace(put_announcement=put_announcement, put_models=nothing)
+        announcer = Announcer(identity=identity_of(1), ttl=TTL, host=directory._host, dht=dht, directory=directory)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(announcer._put_forever)
+            own = plain(identity_of(1).peer_id)
+            for change in (lambda one: one, busier, busier, moving):
+                own = change(own)
+                announcer.announce(own)
+                await trio.sleep(TTL)
+            assert put == [None, Span(4, 6)]
+            await trio.sleep(directory.rhythm().lifetime)
+            assert put[1:] in ([Span(4, 6)] * 3, [Span(4, 6)] * 4)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+
+
 # --- asking
 
 
