@@ -6,61 +6,85 @@ draft is a single guess for each place, so that comparing it with the token that
 rejection rule of section 2.3, whatever the sampling: the answer is the same as without drafts, with the same seed.
 
 Drafts come from the text itself: what followed the last few tokens where they stood before ("prompt lookup decoding",
-Saxena 2023; suffix matching as in REST, arXiv 2311.08252, section 3.2). Pure: no clock, no network.
+Saxena 2023; suffix matching as in REST, arXiv 2311.08252, section 3.2). Where the servers push to each other a draft is
+cut into several steps that are under way at once, so that all servers work and the way is waited for once.
+Pure: no clock, no network.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
-MOST_DRAFTED: Final = 48
+MOST_DRAFTED: Final = 96
 """Tokens of one draft: more gains little where they are right, and costs the servers much where they are not."""
+REALIGNED: Final = 1
+"""The match of a draft that goes on behind its only wrong token."""
 SHORTEST_MATCH: Final = 2
-LONGEST_MATCH: Final = 6
-"""Tokens that have to stand elsewhere, too, for a draft."""
+LONGEST_MATCH: Final = 48
+"""Tokens that have to stand elsewhere, too, for a draft; more are not counted."""
+_KEY: Final = 6
+"""Tokens by which a place is found; longer matches are counted from there."""
 _LONG_MATCH: Final = 4
 """From so many tokens on, a match is no coincidence: its first draft may be twice as long as itself."""
-_FIRST_CHANCE: Final = 0.5
-"""That a drafted token is right, before anything was drafted after a match of this length."""
+_KINDS: Final = (1, 2, 3, 4, 5, 6, 9, 14, 24)
+"""Lengths of matches, each with those up to the next one, whose drafts are counted together."""
+_FIRST_CHANCES: Final = (0.4, 0.5, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9, 0.95)
+"""That a drafted token is right, before anything was drafted after matches of these lengths."""
 _SURE: Final = 4.0
 """Drafted tokens for which that first guess counts."""
 _FORGETS: Final = 0.97
 """What an observation still counts for after one more."""
 _LONGEST_BREAK: Final = 256
 """Steps after which a kind of draft that has gained nothing is tried again."""
+_STEP_SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Of which a draft may be cut into steps."""
 _OUTLIER: Final = 4.0
 """A step that takes so many times longer than expected says something of the network, not of its tokens."""
 
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """How many tokens were drafted, how many of them were right, and in how many steps."""
+    """How many tokens were drafted, how many of them were right, in how many steps, and about how many seconds less the
+    answer took than one token after the other."""
 
     drafted: int = 0
     accepted: int = 0
     steps: int = 0
+    gained: float = 0.0
+
+    def plus(self, *, drafted: int = 0, accepted: int = 0, steps: int = 0, gained: float = 0.0) -> DraftCounts:
+        return DraftCounts(self.drafted + drafted, self.accepted + accepted, self.steps + steps, self.gained + gained)
 
     def __sub__(self, other: DraftCounts) -> DraftCounts:
-        return DraftCounts(self.drafted - other.drafted, self.accepted - other.accepted, self.steps - other.steps)
+        return self.plus(drafted=-other.drafted, accepted=-other.accepted, steps=-other.steps, gained=-other.gained)
 
     def __str__(self) -> str:
-        return f", {self.accepted} of {self.drafted} drafted tokens right in {self.steps} steps" if self.steps else ""
+        if not self.steps:
+            return ""
+        right = f", {self.accepted} of {self.drafted} drafted tokens right in {self.steps} steps"
+        return right + (f", about {self.gained:.1f} s gained" if self.gained >= 0.05 else "")
 
-    def fields(self) -> dict[str, int]:
+    def fields(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {"drafted": self.drafted, "accepted": self.accepted, "steps": self.steps}
+        return {
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "steps": self.steps,
+            "gained_seconds": round(self.gained, 3),
+        }
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that may come next; `match`: how many tokens before them stood elsewhere."""
+    """Tokens that may come next; `match`: how many tokens before them stood elsewhere, before `place` in the text."""
 
     tokens: tuple[int, ...] = ()
     match: int = 0
+    place: int = 0
 
 
 class LookupDrafter:
@@ -73,19 +97,31 @@ class LookupDrafter:
     def matches(self, tokens: Sequence[int]) -> Iterator[Draft]:
         """What may come after `tokens`, the longest match first, each up to `MOST_DRAFTED` tokens."""
         self._learn(tokens)
-        for length in range(min(LONGEST_MATCH, len(tokens) - 1), SHORTEST_MATCH - 1, -1):
+        for length in range(min(_KEY, len(tokens) - 1), SHORTEST_MATCH - 1, -1):
             place = self._after.get(tuple(tokens[-length:]))
             if place is not None:
-                yield Draft(tuple(_repeated(tokens, place)), length)
+                yield self.follow(tokens, place, _whole_match(tokens, place) if length == _KEY else length)
+
+    def follow(self, tokens: Sequence[int], place: int, match: int) -> Draft:
+        """What comes after `tokens` if it is what stands there from `place` on."""
+        return Draft(tuple(_repeated(tokens, place)), match, place)
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Notes the newest place of every few tokens but the last ones, which nothing follows yet."""
         if list(tokens[: len(self._known)]) != self._known:
             self._after, self._known = {}, []
         for end in range(max(SHORTEST_MATCH, len(self._known)), len(tokens)):
-            for length in range(SHORTEST_MATCH, min(LONGEST_MATCH, end) + 1):
+            for length in range(SHORTEST_MATCH, min(_KEY, end) + 1):
                 self._after[tuple(tokens[end - length : end])] = end
         self._known = list(tokens)
+
+
+def _whole_match(tokens: Sequence[int], place: int) -> int:
+    """How many of the last tokens stand before `place`, too."""
+    length = _KEY
+    while length < min(LONGEST_MATCH, place) and tokens[place - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
 
 
 def _repeated(tokens: Sequence[int], place: int) -> list[int]:
@@ -129,7 +165,7 @@ class StepCost:
 class _Chance:
     """How often drafted tokens were right. `rest`: steps until they are tried again, after so many `breaks`."""
 
-    right: float = _FIRST_CHANCE * _SURE
+    right: float
     tried: float = _SURE
     rest: int = 0
     breaks: int = 0
@@ -139,19 +175,31 @@ class _Chance:
         return self.right / self.tried
 
 
+def _first_chances() -> dict[int, _Chance]:
+    return {kind: _Chance(share * _SURE) for kind, share in zip(_KINDS, _FIRST_CHANCES, strict=True)}
+
+
+def kind_of(match: int) -> int:
+    """The length of a match that stands for this one."""
+    return _KINDS[max(0, bisect_right(_KINDS, match) - 1)]
+
+
 @dataclass
 class DraftPlan:
-    """Decides how long drafts are, from what they have gained so far.
+    """Decides how long drafts are, and in how many steps they are checked, from what they have gained so far.
 
     Attributes:
         counts: of all drafts so far.
         deepest: of the drafts that were right so far; the next may be twice as deep.
+        cost: of a step that is under way alone, from when it is sent until its tokens are chosen.
+        speed: of the servers of a chain; None where steps are not under way side by side.
     """
 
     counts: DraftCounts = DraftCounts()
     deepest: int = 1
     cost: StepCost = field(default_factory=StepCost)
-    _chances: dict[int, _Chance] = field(default_factory=lambda: defaultdict(_Chance))
+    speed: PipelineSpeed | None = None
+    _chances: dict[int, _Chance] = field(default_factory=_first_chances)
 
     def choose(self, drafts: Iterator[Draft], most: int) -> Draft:
         """What to ask about beside the next token: an empty draft where none is worth it."""
@@ -160,46 +208,110 @@ class DraftPlan:
         if not self.cost.is_known:
             return Draft()
         for draft in drafts:
-            chance = self._chances[draft.match]
+            chance = self._chances[kind_of(draft.match)]
             if chance.rest:
                 continue
-            trusted = draft.match if draft.match >= _LONG_MATCH else 1
-            depth = self.depth(chance.share, min(most, len(draft.tokens), 2 * max(self.deepest, trusted)))
+            longest = min(most, len(draft.tokens))
+            if self.speed is None:
+                longest = min(longest, 2 * max(self.deepest, draft.match if draft.match >= _LONG_MATCH else 1))
+            depth = self.depth(draft.match, longest)
             if not depth and chance.breaks:
                 depth = 1  # its break is over
             if depth and most:
-                return Draft(draft.tokens[:depth], draft.match)
+                return Draft(draft.tokens[:depth], draft.match, draft.place)
         return Draft()
 
-    def depth(self, share: float, most: int) -> int:
-        """How many tokens to draft, each of which is right with this probability if those before it are."""
-        best, found = 1.0 / self.cost.of(1), 0
+    def depth(self, match: int, most: int) -> int:
+        """How many tokens to draft after a match: each that is right makes it longer, and the next one likelier."""
+        best, found = 1.0 / self._seconds(1), 0
+        tokens, likely = 1.0, 1.0
         for depth in range(1, most + 1):
-            rate = expected_tokens(share, depth) / self.cost.of(1 + depth)
+            likely *= self._chances[kind_of(match + depth - 1 if match > REALIGNED else match)].share
+            tokens += likely
+            rate = tokens / self._seconds(1 + depth)
             if rate > best:
                 best, found = rate, depth
+            elif tokens + likely * (most - depth) < best * self._seconds(1 + depth):
+                break  # not even if all the others were right
         return found
+
+    def step_tokens(self, tokens: int) -> int:
+        """How many of so many tokens to send in the next step."""
+        return tokens if self.speed is None else self.speed.step_tokens(tokens)
+
+    def _seconds(self, tokens: int) -> float:
+        """Until so many tokens are answered that are sent now."""
+        return self.cost.of(tokens) if self.speed is None else self.speed.seconds(tokens)
 
     def note(self, draft: Draft, accepted: int, seconds: float) -> None:
         """A step with this draft, of which so many tokens were right, took so long."""
+        alone = self.cost.of(1) if self.cost.is_known else seconds
         self.cost.note(1 + len(draft.tokens), seconds)
-        if not draft.tokens:
-            return
-        before = self.counts
-        self.counts = DraftCounts(before.drafted + len(draft.tokens), before.accepted + accepted, before.steps + 1)
-        if accepted == len(draft.tokens):
-            self.deepest = max(self.deepest, min(MOST_DRAFTED, len(draft.tokens)))
-        chance = self._chances[draft.match]
+        if draft.tokens:
+            self.counts = self.counts.plus(drafted=len(draft.tokens), steps=1, gained=(1 + accepted) * alone - seconds)
+            self.note_tokens(draft.match, len(draft.tokens), accepted)
+
+    def note_tokens(self, match: int, drafted: int, accepted: int) -> None:
+        """So many tokens were drafted after a match, and the first `accepted` of them were right."""
+        self.counts = self.counts.plus(accepted=accepted)
+        if accepted == drafted:
+            self.deepest = max(self.deepest, min(MOST_DRAFTED, drafted))
         # The first wrong token ends the draft: those after it say nothing.
-        tried = min(len(draft.tokens), accepted + 1)
-        for index in range(tried):
+        for index in range(min(drafted, accepted + 1)):
+            chance = self._chances[kind_of(match + index if match > REALIGNED else match)]
             chance.right = _FORGETS * chance.right + (index < accepted)
             chance.tried = _FORGETS * chance.tried + 1
+        first = self._chances[kind_of(match)]
         if accepted:
-            chance.breaks = 0
-        elif not self.depth(chance.share, len(draft.tokens)):
-            chance.breaks += 1
-            chance.rest = min(_LONGEST_BREAK, 8 << min(chance.breaks, 5))
+            first.breaks = 0
+        elif self.cost.is_known and not self.depth(match, drafted):
+            first.breaks += 1
+            first.rest = min(_LONGEST_BREAK, 8 << min(first.breaks, 5))
+
+
+@dataclass
+class PipelineSpeed:
+    """What steps cost that are under way side by side, through servers that work at the same time.
+
+    Attributes:
+        alone: seconds of a step of one token when nothing else is under way, from sending it to choosing its token.
+        work: seconds of computing of a step by its tokens, all servers and the head together.
+        stage: the same at the server that takes longest.
+    """
+
+    alone: float = 0.0
+    work: StepCost = field(default_factory=StepCost)
+    stage: StepCost = field(default_factory=StepCost)
+
+    @property
+    def is_known(self) -> bool:
+        return self.alone > 0 and self.work.is_known
+
+    def note_work(self, tokens: int, stages: Sequence[float], head: float) -> None:
+        """A step of so many tokens was computed by each server in so many seconds, and by the head here."""
+        self.work.note(tokens, sum(stages) + head)
+        self.stage.note(tokens, max([*stages, head]))
+
+    def note_alone(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens, with nothing else under way, took so long. Only after `note_work`."""
+        seconds = max(seconds - (self.work.of(tokens) - self.work.of(1)), 0.1 * seconds)
+        if self.alone:
+            seconds = 0.8 * self.alone + 0.2 * min(seconds, _OUTLIER * self.alone)
+        self.alone = seconds
+
+    def seconds(self, tokens: int) -> float:
+        """Until all of so many tokens are answered."""
+        return self._of_steps(tokens, self.step_tokens(tokens))
+
+    def step_tokens(self, tokens: int) -> int:
+        """Into steps of how many tokens to cut so many: the answers are all there soonest."""
+        sizes = [size for size in _STEP_SIZES if size < tokens]
+        return min((*sizes, tokens), key=lambda size: self._of_steps(tokens, size))
+
+    def _of_steps(self, tokens: int, size: int) -> float:
+        """The first step passes all servers; each further one is done as long after it as the slowest server takes."""
+        first = self.alone + self.work.of(size) - self.work.of(1)
+        return first + (math.ceil(tokens / size) - 1) * self.stage.of(size)
 
 
 def expected_tokens(share: float, depth: int) -> float:

@@ -18,7 +18,7 @@ from ..trust.receipt_log import SessionLog
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
 from .deadlines import Waits
-from .drafting import Draft, DraftPlan, LookupDrafter
+from .drafting import Draft, DraftPlan, LookupDrafter, PipelineSpeed
 from .request import WireTensor
 from .sampling import Sampler, Sampling
 from .session.chain import HistoryLost, Trouble
@@ -27,6 +27,7 @@ from .session.session import ClientSession, SavedSession
 from .session.stream import HopTiming, SessionSpec
 from .session.trace import SessionTrace
 from .session_adapter import SessionAdapter
+from .speculation import Answering, Speculation
 
 __all__ = ["KEEP_SECONDS", "Conversation", "Sampler", "Sampling"]
 
@@ -182,30 +183,72 @@ class Conversation:
             SwarmError: no chain of servers can serve.
         """
         self._check(prompt)
-        sampler = sampler or Sampler(sampling)
         tokens = [*self._virtual, *prompt]
         begin = len(tokens)
         session = await self._open()
         self.reused = max(0, min(_common_prefix(self._held, tokens), session.position) - len(self._virtual))
         limit = min(self.max_length + len(self._virtual), begin + sampling.max_new_tokens)
-        stop = trio.Event() if stop is None else stop
-        while len(tokens) < limit and not stop.is_set():
+        sampler, stop = sampler or Sampler(sampling), trio.Event() if stop is None else stop
+        answer = Answering(tokens, limit, sampler, on_token, stop, self._stop_tokens)
+        while not answer.is_over:
             draft = self._guess(tokens, limit - len(tokens) - 1) if len(tokens) > begin else Draft()
-            begun, accepted = trio.current_time(), 0
+            if draft.tokens and await self._check_side_by_side(answer, draft):
+                continue
+            begun, made = trio.current_time(), len(tokens)
             hidden = await self._advance([*tokens, *draft.tokens], outputs=1 + len(draft.tokens))
-            token, rows = await trio.to_thread.run_sync(self._choose, sampler, tokens, hidden, len(draft.tokens))
-            for guess, row in zip((*draft.tokens, None), (*rows, None), strict=True):
-                if token in self._stop_tokens:
-                    return tokens[begin:]
-                tokens.append(token)
-                on_token(token)
-                if row is None or token != guess or stop.is_set():
-                    break
-                accepted += 1
-                token = await trio.to_thread.run_sync(sampler.next, tokens, row)
-            if self._drafter is not None and len(tokens) > begin + 1:
-                self.drafting.note(draft, accepted, trio.current_time() - begun)
+            answered = trio.current_time()
+            for token in await trio.to_thread.run_sync(self._choose, answer, hidden, draft.tokens):
+                answer.take(token)
+            if self._drafter is not None and not answer.is_over:
+                now = trio.current_time()
+                self._note_speed(hidden, now - answered)
+                if made > begin:
+                    self._note_step(draft, len(tokens) - made - 1, now - begun)
         return tokens[begin:]
+
+    def _note_speed(self, hidden: list[WireTensor], head: float) -> None:
+        """Learns how the servers' time grows with the tokens of a step."""
+        session, plan = self._session, self.drafting
+        if not isinstance(session, ClientSession) or not session.spec.push:
+            plan.speed = None
+            return
+        plan.speed = plan.speed or PipelineSpeed()
+        plan.speed.note_work(hidden[-1].tokens, [timing.compute for timing in session.timings], head)
+
+    def _note_step(self, draft: Draft, accepted: int, seconds: float) -> None:
+        """Learns from a step by itself."""
+        self.drafting.note(draft, accepted, seconds)
+        if self.drafting.speed is not None:
+            self.drafting.speed.note_alone(1 + len(draft.tokens), seconds)
+
+    async def _check_side_by_side(self, answer: Answering, draft: Draft) -> bool:
+        """Checks this draft and those that follow it in steps that are under way at once; false if that cannot be."""
+        session, tokens, speed = self._session, answer.tokens, self.drafting.speed
+        held = min(_common_prefix(self._held, tokens), 0 if session is None else session.position)
+        if speed is None or self._drafter is None or not isinstance(session, ClientSession) or held < len(tokens) - 1:
+            return False
+        made = len(tokens)
+        session.position = made - 1
+
+        async def embed(some: list[int], position: int) -> WireTensor:
+            return (await trio.to_thread.run_sync(self._embed, some, position, session))[0]
+
+        async with session.flight() as flight:
+            checking = Speculation(
+                answer,
+                flight,
+                self.drafting,
+                self._drafter,
+                embed=embed,
+                head=self._model.head,
+                compute_seconds=lambda: [timing.compute for timing in session.timings],
+                most_step_tokens=session.max_step_tokens,
+            )
+            try:
+                await checking.run(draft)
+            finally:
+                self._held = checking.held
+        return len(tokens) > made
 
     def _guess(self, tokens: list[int], most: int) -> Draft:
         """What may come next, up to `most` tokens; nothing where asking for it gains nothing."""
@@ -293,12 +336,9 @@ class Conversation:
             hidden = self._model.embed(torch.tensor([tokens]), position)
         return to_chunks(hidden, session.spec.codec, session.max_step_tokens)
 
-    def _choose(
-        self, sampler: Sampler, tokens: list[int], hidden: list[WireTensor], drafted: int
-    ) -> tuple[int, torch.Tensor]:
-        """The token after `tokens`, and the logits after each of so many drafted ones, [drafted, vocabulary]."""
-        logits = self._model.head(from_chunks(hidden)[:, -1 - drafted :])[0]
-        return sampler.next(tokens, logits[0]), logits[1:]
+    def _choose(self, answer: Answering, hidden: list[WireTensor], drafted: Sequence[int]) -> list[int]:
+        logits = self._model.head(from_chunks(hidden)[:, -1 - len(drafted) :])[0]
+        return answer.choose(logits, drafted)
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -39,7 +39,7 @@ MAX_FAILURES: Final = 8
 """Servers for the same blocks that may fail at one request, one after another."""
 
 _LOOK_BACK: Final = 16
-"""Steps behind the last answer that are remembered; a server holds the replies to four."""
+"""Steps behind the last answer that are remembered; a server holds the replies to eight at most."""
 
 Frame = TypeVar("Frame", wire.InferenceFrame, wire.BatchFrame)
 
@@ -282,9 +282,10 @@ class ServerStream(Generic[Frame]):
         """What a step of so many tokens (all rows) takes there, as the server announced; None if it said nothing."""
         return None if self._claims is None else self._claims.seconds(tokens)
 
-    def next_sequence(self) -> int:
-        """The number of the next request; they only grow."""
+    def next_sequence(self, nbytes: int = 0) -> int:
+        """The number of the next request, of so many bytes if that is known; they only grow."""
         self._sequence += 1
+        self._largest = max(self._largest, nbytes)
         return self._sequence
 
     async def _ask(self, stream: MessageStream[Frame], question: Frame, timeout: float) -> Frame:

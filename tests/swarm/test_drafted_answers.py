@@ -13,9 +13,11 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.core import open_client
-from petalnode.node.client.drafting import Draft, DraftCounts, LookupDrafter
+from petalnode.node.client.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter
 from petalnode.node.client.generation import Conversation
-from petalnode.node.client.sampling import Sampling
+from petalnode.node.client.request import WireTensor
+from petalnode.node.client.sampling import Constraint, Sampler, Sampling
+from petalnode.node.client.session.flight import Flight
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
@@ -53,6 +55,7 @@ class Chain:
         stops: tuple[int, ...] = (),
         stop_after: int = LENGTH,
         prompts: int = 1,
+        constraint: Constraint | None = None,
     ) -> tuple[list[int], DraftCounts]:
         """All tokens in the end, and what was drafted; each next prompt is all that was said so far and 5, 6."""
 
@@ -70,7 +73,8 @@ class Chain:
                             stop.set()
 
                     given = [*tokens, 5, 6] if number else tokens
-                    tokens = [*given, *await conversation.answer(given, sampling, take, stop)]
+                    sampler = Sampler(sampling, constraint) if constraint is not None else None
+                    tokens = [*given, *await conversation.answer(given, sampling, take, stop, sampler)]
                     assert tokens[len(given) :] == made
                 return tokens, conversation.drafting.counts
 
@@ -163,6 +167,79 @@ def test_a_server_that_dies_while_drafts_are_checked_is_replaced(
 
     drafted, counts = Chain(swarm, folder).answer(GREEDY, drafts=True, on_token=kill_one)
     assert drafted == plain and counts.accepted
+
+
+@pytest.fixture
+def under_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Drafts are cut into steps of three tokens; how many were under way after each was sent."""
+    seen: list[int] = []
+    ask = Flight.ask
+
+    async def asked(flight: Flight, chunk: WireTensor, position: int) -> bool:
+        done = await ask(flight, chunk, position)
+        seen.append(len(flight) if done else 0)
+        return done
+
+    monkeypatch.setattr(DraftPlan, "step_tokens", lambda plan, tokens: min(tokens, 3))
+    monkeypatch.setattr(Flight, "ask", asked)
+    return seen
+
+
+class NeverTwice:
+    """A constraint: no token follows itself."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+
+    def apply(self, scores: torch.Tensor) -> None:
+        if self._last is not None:
+            scores[self._last] = float("-inf")
+
+    def accept(self, token: int) -> None:
+        self._last = token
+
+
+@pytest.mark.parametrize("constrained", [False, True], ids=["free", "constrained"])
+def test_steps_are_under_way_side_by_side(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int], constrained: bool
+) -> None:
+    def constraint() -> Constraint | None:
+        return NeverTwice() if constrained else None
+
+    plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False, constraint=constraint())
+    assert not under_way
+    drafted, counts = Chain(swarm, folder).answer(GREEDY, drafts=True, constraint=constraint())
+    assert drafted == plain and counts.accepted
+    assert max(under_way) >= 4
+
+
+def test_a_server_that_dies_with_several_steps_under_way_is_replaced(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
+    another = swarm.start(folder, "3:6")
+    known = {server.ready["peer_id"]: server for server in (*servers, another)}
+    lost: list[str] = []
+    ask = Flight.ask
+
+    async def asked(flight: Flight, chunk: WireTensor, position: int) -> bool:
+        if len(flight) == 3 and not lost:
+            lost.append(flight.route[-1].peer_id)
+            await trio.to_thread.run_sync(known[lost[0]].kill)
+        return await ask(flight, chunk, position)
+
+    monkeypatch.setattr(Flight, "ask", asked)
+    drafted, counts = Chain(swarm, folder).answer(GREEDY, drafts=True)
+    assert lost and drafted == plain and counts.accepted
+
+
+def test_servers_that_cannot_push_to_each_other_check_one_draft_at_a_time(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
+    monkeypatch.setattr("petalnode.node.swarm.trusted_servers.TrustedServers.may_push", lambda *_: False)
+    drafted, counts = Chain(swarm, folder).answer(GREEDY, drafts=True)
+    assert drafted == plain and counts.accepted and not any(under_way)
 
 
 def test_the_drafter_of_a_conversation_knows_what_was_said_before() -> None:

@@ -43,10 +43,12 @@ class ServerLink:
         """Learns from the last answer, to a step of so many tokens."""
         self.usual = learnt(self.usual, max(0.0, self.server.timing.total - self.server.round_trip) / tokens)
 
-    def patience(self, chunk: WireTensor) -> float:
-        """Seconds after which the answer to a step with this input is late."""
-        announced = self.server.announced_seconds(chunk.tokens * chunk.tensor.shape[0])
-        return patience(self.usual, chunk.tokens, len(chunk.payload), self.server.round_trip, announced)
+    def patience(self, chunk: WireTensor, before: int = 0) -> float:
+        """Seconds after which the answer to a step with this input is late, with so many tokens of a row under way
+        before it."""
+        tokens = before + chunk.tokens
+        announced = self.server.announced_seconds(tokens * chunk.tensor.shape[0])
+        return patience(self.usual, tokens, len(chunk.payload), self.server.round_trip, announced)
 
     @property
     def standby_ready(self) -> bool:

@@ -232,9 +232,9 @@ _AWAITED: Final[dict[Signal | type, tuple[Phase, ...]]] = {
 """In which phases an event can come."""
 
 
-def begin_step(servers: int) -> tuple[StepState, StepAction]:
-    """A step before a chain of so many servers."""
-    return StepState(servers), Send(anew=True)
+def begin_step(servers: int, sent: bool = False) -> tuple[StepState, StepAction]:
+    """A step before a chain of so many servers; `sent`: it has left for the first of them."""
+    return (StepState(servers, "sent"), Receive("sent")) if sent else (StepState(servers), Send(anew=True))
 
 
 def next_action(state: StepState, event: StepEvent) -> tuple[StepState, StepAction]:

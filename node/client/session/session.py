@@ -10,7 +10,8 @@ failed, or a better one is found, a reconnector takes the session up on another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import trio
@@ -22,6 +23,7 @@ from ..deadlines import RESUME_TIMEOUT, Waits
 from ..request import WireTensor
 from ..router import Router
 from .chain import Chain, Trouble
+from .flight import Flight
 from .history import Input, InputHistory
 from .link import ServerLink, close_links, step_limit
 from .reconnector import PathChanges
@@ -60,6 +62,7 @@ class ClientSession:
         self._position = 0
         self._torn = False
         self._closed = False
+        self._relays_next = False
 
     @property
     def route(self) -> tuple[Hop, ...]:
@@ -190,10 +193,7 @@ class ClientSession:
             BadInput: more tokens than the session was opened for.
             SwarmError: the session is closed, or an earlier reorder was cut off.
         """
-        if self._closed:
-            raise SwarmError("this session is closed; open another")
-        if self._torn:
-            raise SwarmError("this session was cut off while its rows changed places; open another")
+        self._check_usable()
         tokens = sum(chunk.tokens for chunk in chunks)
         if self._position + tokens > self.spec.max_length:
             raise BadInput(
@@ -204,21 +204,54 @@ class ClientSession:
         for chunk in chunks:
             inputs.append(Input(position, first, chunk))
             position, first = position + chunk.tokens, ()
+        async with self._turn():
+            self._torn = bool(reorder)
+            if len(inputs) == 1:
+                # Rows that change places twice are wrong: no step with a reorder may be where we cannot see it.
+                push = self.spec.push and not reorder and not self._relays_next
+                out = [await self._run(self._chain.links, inputs[0], push=push)]
+            else:
+                out = await self._pipeline(inputs)
+            self._torn = self._relays_next = False
+            self._position = position
+        return out
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise SwarmError("this session is closed; open another")
+        if self._torn:
+            raise SwarmError("this session was cut off while its rows changed places; open another")
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Steps run in this block, on the servers and streams that are best now."""
         begun = trio.current_time()
         async with self._chain.between_steps:
             await self._chain.switch_to_standbys()
             self.waits.add("turn", trio.current_time() - begun)
             for link in self._chain.links:
                 self._chain.reconnector(link)
-            self._torn = bool(reorder)
-            if len(inputs) == 1:
-                # Rows that change places twice are wrong: no step with a reorder may be where we cannot see it.
-                out = [await self._run(self._chain.links, inputs[0], push=self.spec.push and not reorder)]
-            else:
-                out = await self._pipeline(inputs)
-            self._torn = False
-            self._position = position
-        return out
+            yield
+
+    @asynccontextmanager
+    async def flight(self) -> AsyncIterator[Flight]:
+        """Several steps under way at once, in this block; those that are not answered at its end are not wanted.
+
+        The session holds what was answered then, and may be rolled back as after any step.
+
+        Raises:
+            SwarmError: the session is closed, or an earlier reorder was cut off.
+        """
+        self._check_usable()
+        async with self._turn():
+            flight = Flight(self._chain, self._position, may_push=self.spec.push and not self._relays_next)
+            # Where servers change, steps are numbered that some of them will never see, and cannot be pushed for once.
+            pushes, self._relays_next = flight.smooth, True
+            try:
+                yield flight
+                self._relays_next = not pushes or not flight.smooth
+            finally:
+                self._position = flight.position
 
     async def _run(self, links: list[ServerLink], step: Input, *, push: bool) -> WireTensor:
         return await StepRun(self._chain, links, step, push=push).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
 import trio
@@ -50,14 +51,23 @@ class StepRun:
     """Runs `step` through `links`, replacing in that list whichever server fails.
 
     With `push` the first server is given the other servers, and each pushes its output to the next one; this client
-    sends a step only where that has failed.
+    sends a step only where that has failed. `before`: tokens of a row that are under way in steps before this one.
+
+    Attributes:
+        smooth: no server was replaced or reconnected so far.
     """
 
-    def __init__(self, chain: Chain, links: list[ServerLink], step: Input, *, push: bool) -> None:
+    def __init__(
+        self, chain: Chain, links: list[ServerLink], step: Input, *, push: bool, before: int | None = None
+    ) -> None:
+        self.smooth = True
         self._chain = chain
         self._links = links
         self._step = step
         self._push = push
+        self._before = before or 0
+        self._alone = before is None
+        self._sent_ahead = False
         self._index = 0
         self._chunk = step.chunk  # what enters the server at `index`
         self._receipt: Receipt | None = None  # of what left the server before it
@@ -78,7 +88,7 @@ class StepRun:
             NoChainError: servers failed, and no others hold their blocks.
             SwarmError: several servers in a row failed at this step.
         """
-        state, action = begin_step(len(self._links))
+        state, action = begin_step(len(self._links), self._sent_ahead)
         waits = self._chain.waits
         with waits.timed("step"), self._chain_at_ease():
             while action is not Recover.FINISH:
@@ -86,11 +96,25 @@ class StepRun:
                 begun, cause = trio.current_time(), wait_cause(action)
                 event = await self._carry_out(action)
                 waits.add(cause, trio.current_time() - begun)
+                self.smooth = self.smooth and (isinstance(event, Answered) or event in (Signal.SENT, Signal.LATE))
                 if isinstance(event, Replaced):
                     # Where one server is silent another may be, and what is pushed to it is missed later.
                     self._push = False
                 state, action = next_action(state, event)
         return self._chunk
+
+    async def send_ahead(self) -> bool:
+        """Sends the step to the first server, which pushes it on; `run` then waits for the answers. Steps before this
+        one may be under way. Nothing is sent, and false returned, where not all servers can push to each other.
+
+        Raises:
+            StreamLost: the server is gone or does not read.
+        """
+        if not all(self._may_push(*pair) for pair in pairwise(self._links)):
+            return False
+        self._sent_ahead = True
+        await self._send(True)
+        return True
 
     @contextmanager
     def _chain_at_ease(self) -> Iterator[None]:
@@ -186,14 +210,12 @@ class StepRun:
     def _request(self) -> wire.Step:
         targets = []
         if self._push:
-            for sender, receiver in zip(self._links[self._index :], self._links[self._index + 1 :], strict=False):
-                pair = _peers(sender, receiver)
-                lost = self._chain.no_push.get(pair, 0.0) > trio.current_time()
-                if lost or not self._chain.spec.trusted.may_push(*pair):
+            for sender, receiver in pairwise(self._links[self._index :]):
+                if not self._may_push(sender, receiver):
                     break
-                targets.append(receiver.server.target())
+                targets.append(receiver.server.target(len(self._chunk.payload)))
         return wire.Step(
-            sequence=self._link.server.next_sequence(),
+            sequence=self._link.server.next_sequence(len(self._chunk.payload)),
             position=self._step.position,
             reorder=self._step.reorder,
             route_epoch=self._chain.route_epoch,
@@ -201,12 +223,17 @@ class StepRun:
             targets=targets,
         )
 
+    def _may_push(self, sender: ServerLink, receiver: ServerLink) -> bool:
+        pair = _peers(sender, receiver)
+        lost = self._chain.no_push.get(pair, 0.0) > trio.current_time()
+        return not lost and self._chain.spec.trusted.may_push(*pair)
+
     async def _receive(self, phase: Phase) -> StepEvent:
         """Waits for a server's answer; one that is late has a standby prepared."""
         link, asked = self._link, self._asked
         assert asked is not None
         nbytes, round_trip = len(self._chunk.payload), link.server.round_trip
-        patient = min(link.patience(self._chunk), self._chain.spec.step_timeout)
+        patient = min(link.patience(self._chunk, self._before), self._chain.spec.step_timeout)
         if phase == "late":
             return await self._receive_late(link, asked)
         if phase == "pushed":
@@ -236,7 +263,7 @@ class StepRun:
         link.history.append(replace(self._step, chunk=chunk))
         link.count(chunk.tokens)
         self._chain.router.note_tokens(link.server.hop.peer_id, chunk.tokens)
-        if not self._disturbed:
+        if self._alone and not self._disturbed:
             link.note(chunk.tokens)
             self._chain.router.note_transfer(link.server.timing, len(chunk.payload) + len(answer.chunk.payload))
         if link.server.draining:

@@ -16,7 +16,7 @@ from ....crypto.identity import peer_id_to_bytes
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.credits import clearing_to_wire
-from ....protocols.framing import MessageStream, PeerError, TensorError, all_finite, wire_nbytes
+from ....protocols.framing import MessageStream, PeerError, all_finite
 from ....protocols.ids import PROTOCOL_VERSION, Span
 from ....protocols.inference import LOOK_BACK, MAX_SEQUENCE, STEP_TOKENS, hash_of_step, root_of, sha256
 from ...errors import ServerFailed
@@ -144,6 +144,11 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         return max(1, min(self._granted.max_step_tokens, STEP_TOKENS // self._spec.batch))
 
     @property
+    def spare_credits(self) -> int:
+        """How many more steps may be under way."""
+        return self._granted.credits - (self._sequence - self._answered)
+
+    @property
     def priority(self) -> bool:
         """Whether the server has taken points for this session."""
         return self._granted.priority
@@ -266,9 +271,9 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
 
     # --- steps
 
-    def target(self) -> wire.PushTarget:
-        """Where another server pushes the next step of this session to. Takes a sequence number for it."""
-        sequence = self.next_sequence()
+    def target(self, nbytes: int = 0) -> wire.PushTarget:
+        """Where another server pushes the next step, of so many bytes, to. Takes a sequence number for it."""
+        sequence = self.next_sequence(nbytes)
         self._due.ask(sequence)
         self._targeted = True
         return wire.PushTarget(peer_id=peer_id_to_bytes(self.hop.peer_id), nonce=self.nonce, sequence=sequence)
@@ -287,7 +292,7 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         return answer.chunk
 
     async def send(self, step: wire.Step, chunk: WireTensor) -> None:
-        """Raises StreamLost: the server is gone or does not read."""
+        """Sends a step. Raises StreamLost: the server is gone or does not read."""
         self._sent = step.sequence, self._stream
         self._due.ask(step.sequence)
         if self._log is not None:
@@ -428,12 +433,8 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
             raise self._failed(f"it answered step {reply.sequence}, which nobody has sent")
         if (list(tensor.shape), tensor.dtype, tensor.codec) != (list(asked.shape), asked.dtype, asked.codec):
             raise self._failed(f"it answered a tensor of {list(asked.shape)} with one of {list(tensor.shape)}")
-        try:
-            nbytes = wire_nbytes(asked.shape, asked.dtype, asked.codec)
-        except TensorError as error:
-            raise self._failed(str(error)) from None
-        if len(answer.payload) != nbytes:
-            raise self._failed(f"it answered {len(answer.payload)} bytes for a tensor of {nbytes}")
+        if len(answer.payload) != len(chunk.payload):
+            raise self._failed(f"it answered {len(answer.payload)} bytes for a tensor of {len(chunk.payload)}")
         if reply.position != step.position + chunk.tokens:
             raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
 

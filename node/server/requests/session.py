@@ -35,7 +35,11 @@ InferenceStream = MessageStream[wire.InferenceFrame]
 
 IDLE_TIMEOUT: Final = 1800.0
 """A session that asks nothing for this long gives its cache back; a dead connection is noticed far sooner."""
-CREDITS: Final = 4
+CREDITS: Final = 8
+"""Steps that may be under way at once, so that drafts are checked without waiting for those before them."""
+KEPT_REPLIES: Final = 4
+KEPT_BYTES: Final = 1 << 20
+"""Replies are kept for a client that comes back: so many, and up to `CREDITS` of them as long as all take no more."""
 
 
 @dataclass(frozen=True)
@@ -386,6 +390,8 @@ class ServerSession:
         frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor])
         sent = _SentReply(step.sequence, request, frame, output.payload)
         self._replies.append(sent)
+        while len(self._replies) > KEPT_REPLIES and sum(len(kept.payload) for kept in self._replies) > KEPT_BYTES:
+            self._replies.popleft()
         await self._reply(sent)
 
     async def _reply(self, sent: _SentReply, *, asked_again: bool = False) -> None:
