@@ -1,11 +1,11 @@
 """Tokens a second over a wide area with and without drafts, on three kinds of text.
 
-    sudo python benchmarks/drafts.py [--json] [--model smollm2] [--rtts 20 50 100 200] [--servers 3] [--tokens 64]
+    sudo python benchmarks/drafts.py [--json] [--model smollm2] [--rtts 20 50 100 200] [--servers 3] [--tokens 140]
 
 Every server and the client is a process on a host of its own (`delay_bridge.py`), with the same round trip between
-any two. The texts: `re-emitted`, a text of the prompt that is to be repeated; `ordinary`, an answer to a question;
-`random`, sampled at a temperature at which nothing repeats itself. All greedy but the last, which has a seed. Each is
-answered with and without drafts in turn, the first token left out; the answers have to be the same.
+any two. The texts: `re-emitted`, a file of the prompt that is to be written once more with a small edit; `ordinary`, an
+answer to a question; `random`, sampled at a temperature at which nothing repeats itself. All greedy but the last, which
+has a seed. Each is answered with and without drafts in turn, the first token left out; the answers have to be the same.
 """
 
 from __future__ import annotations
@@ -36,13 +36,27 @@ from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.swarm import open_swarm
 
-PASSAGE = (
-    "A swarm is a set of ordinary machines that serve one model together. Each server holds some blocks of the model, "
-    "announces them, and keeps the attention caches of the sessions that pass through it. A client holds the "
-    "embeddings and the head, finds a chain of servers that has every block once, and sends hidden states through it."
-)
+FILE = """# Settings of the server.
+[server]
+name = "library-east"
+model = "smollm2"
+blocks = "0:15"
+cache_tokens = 65536
+listen = "/ip4/0.0.0.0/tcp/31337"
+
+[limits]
+sessions_per_client = 4
+tokens_per_session = 8192
+idle_seconds = 1800
+
+[log]
+level = "info"
+file = "/var/log/petalnode.log"
+keep_days = 14
+"""
+EDIT = 'Repeat this file word for word, without any comment, but with the level "debug" instead of "info":'
 TEXTS = {
-    "re-emitted": f"Repeat the following text word for word, without any comment:\n\n{PASSAGE}",
+    "re-emitted": f"{EDIT}\n\n{FILE}",
     "ordinary": "Explain in a few sentences why the sky is blue and why sunsets are red.",
     "random": "Write down some words.",
 }
@@ -71,7 +85,8 @@ async def _client(model: str, addr: str, tokens: int) -> None:
                 def note(_: int, times: list[float] = times) -> None:
                     times.append(trio.current_time())
 
-                conversation = Conversation(opened, local, max_length=1024, stop_tokens=(), drafts=drafts)
+                stops = () if kind == "random" else text.stop_tokens
+                conversation = Conversation(opened, local, max_length=1024, stop_tokens=stops, drafts=drafts)
                 async with aclosing(conversation):
                     answer = await conversation.answer(prompt, sampling, note)
                     counts = conversation.drafting.counts.fields()
@@ -113,7 +128,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rtts", nargs="+", type=float, default=[20, 50, 100, 200], help="milliseconds")
     parser.add_argument("--servers", nargs="+", type=int, default=[3])
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=140)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--client", nargs=2, metavar=("MODEL", "PEER"), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -42,6 +42,8 @@ _LONGEST_BREAK: Final = 256
 """Steps after which a kind of draft that has gained nothing is tried again."""
 _STEP_SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Of which a draft may be cut into steps."""
+_LEAST_GAIN: Final = 1.05
+"""Times as quick that a draft has to make the answer, by what is known: less is within the error of that."""
 _OUTLIER: Final = 4.0
 """A step that takes so many times longer than expected says something of the network, not of its tokens."""
 
@@ -223,7 +225,7 @@ class DraftPlan:
 
     def depth(self, match: int, most: int) -> int:
         """How many tokens to draft after a match: each that is right makes it longer, and the next one likelier."""
-        best, found = 1.0 / self._seconds(1), 0
+        best, found = _LEAST_GAIN / self._seconds(1), 0
         tokens, likely = 1.0, 1.0
         for depth in range(1, most + 1):
             likely *= self._chances[kind_of(match + depth - 1 if match > REALIGNED else match)].share

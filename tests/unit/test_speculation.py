@@ -1,0 +1,244 @@
+"""Drafts in steps that are under way side by side: right, quicker over a wide area, and slower nowhere.
+
+The chain is a model in virtual time: each server takes one step after another, and the way between any two is as long.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+from petalnode.node.client.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter, PipelineSpeed
+from petalnode.node.client.request import WireTensor
+from petalnode.node.client.sampling import Sampler
+from petalnode.node.client.session.flight import Flight
+from petalnode.node.client.session.recovery import Receive, Send, begin_step
+from petalnode.node.client.speculation import Answering, Speculation
+
+CREDITS = 8
+MOST_STEP = 28  # tokens
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of the way between two hosts, and of a step at each of so many servers: `fixed` and `each` per token."""
+
+    one_way: float
+    servers: int
+    fixed: float
+    each: float
+
+    def cost(self, tokens: int) -> float:
+        return self.fixed + self.each * tokens
+
+
+class SimulatedChain:
+    """When the steps that are sent are answered."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.compute: list[float] = []
+        self.most_under_way = 0
+        self._free = [0.0] * line.servers
+        self._out: list[float] = []
+
+    def send(self, tokens: int) -> float:
+        """When a step that is sent now is answered."""
+        at = trio.current_time()
+        for server, free in enumerate(self._free):
+            at = max(at + self.line.one_way, free) + self.line.cost(tokens)
+            self._free[server] = at
+        self._out = [due for due in self._out if due > trio.current_time()] + [at + self.line.one_way]
+        self.most_under_way = max(self.most_under_way, len(self._out))
+        return at + self.line.one_way
+
+    @property
+    def spare(self) -> int:
+        return CREDITS - sum(due > trio.current_time() for due in self._out)
+
+    async def answered(self, due: float, tokens: int) -> None:
+        await trio.sleep_until(due)
+        self.compute = [self.line.cost(tokens)] * self.line.servers
+
+
+class SimulatedFlight:
+    """As `Flight`."""
+
+    def __init__(self, chain: SimulatedChain) -> None:
+        self._chain = chain
+        self._steps: list[tuple[WireTensor, float]] = []
+
+    @property
+    def may_ask(self) -> bool:
+        return self._chain.spare > 0
+
+    async def ask(self, chunk: WireTensor, position: int) -> bool:
+        if chunk.tokens > MOST_STEP:
+            return False
+        self._steps.append((chunk, self._chain.send(chunk.tokens)))
+        return True
+
+    async def answer(self) -> WireTensor:
+        chunk, due = self._steps[0]
+        await self._chain.answered(due, chunk.tokens)
+        self._steps.pop(0)
+        return chunk
+
+    def drop(self) -> None:
+        self._steps.clear()
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """In the place of hidden states."""
+
+    tokens: int
+
+
+class Oracle:
+    """Chooses what the text says."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = text
+
+    def next(self, tokens: Sequence[int], row: object) -> int:
+        assert list(tokens) == list(self._text[: len(tokens)])
+        return self._text[len(tokens)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    tokens: list[int]
+    seconds: float
+    counts: DraftCounts
+    most_under_way: int
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual time does not wait for threads."""
+
+    async def direct(function: Callable[..., Any], *arguments: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        return function(*arguments)
+
+    monkeypatch.setattr("petalnode.node.client.speculation.trio.to_thread.run_sync", direct)
+    monkeypatch.setattr("petalnode.node.client.speculation.from_chunks", lambda chunks: chunks[0])
+
+
+def answer(text: Sequence[int], prompt: int, line: Line, drafts: bool) -> Outcome:
+    """As `Conversation.answer` does it."""
+
+    async def run() -> Outcome:
+        chain, plan, lookup = SimulatedChain(line), DraftPlan(speed=PipelineSpeed()), LookupDrafter()
+        assert plan.speed is not None
+        sampler = cast(Sampler, Oracle(text))
+        said: list[int] = []
+        going = Answering(list(text[:prompt]), len(text), sampler, said.append, trio.Event(), frozenset())
+
+        async def embed(tokens: list[int], position: int) -> WireTensor:
+            assert tokens and position + len(tokens) < len(text)
+            return cast(WireTensor, Tokens(len(tokens)))
+
+        def head(hidden: torch.Tensor) -> torch.Tensor:
+            return cast(torch.Tensor, [[None] * cast(Tokens, hidden).tokens])
+
+        await chain.answered(chain.send(prompt), prompt)
+        plan.speed.note_work(prompt, chain.compute, 0.0)
+        going.take(text[prompt])
+        begun = trio.current_time()
+        while not going.is_over:
+            most = len(text) - len(going.tokens) - 1
+            draft = plan.choose(lookup.matches(going.tokens), most) if drafts else Draft()
+            if draft.tokens:
+                flight = cast(Flight, SimulatedFlight(chain))
+                made, stages = len(going.tokens), lambda: chain.compute
+                await Speculation(going, flight, plan, lookup, embed, head, stages, MOST_STEP).run(draft)
+                assert len(going.tokens) > made
+                continue
+            sent = trio.current_time()
+            await chain.answered(chain.send(1), 1)
+            going.take(text[len(going.tokens)])
+            plan.speed.note_work(1, chain.compute, 0.0)
+            plan.note(Draft(), 0, trio.current_time() - sent)
+            plan.speed.note_alone(1, trio.current_time() - sent)
+        assert going.tokens[prompt:] == said
+        return Outcome(going.tokens, trio.current_time() - begun, plan.counts, chain.most_under_way)
+
+    return trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+def repeated(rng: random.Random) -> tuple[list[int], int]:
+    """A text that is said once more with a token changed here and there."""
+    given = [rng.randrange(2000) for _ in range(200)]
+    again = [rng.randrange(2000) if index % 60 == 40 else token for index, token in enumerate(given)]
+    return [*given, 5000, 5001, given[0], *again], 202
+
+
+def ordinary(rng: random.Random) -> tuple[list[int], int]:
+    """Words out of which now and then two follow each other once more."""
+    words = [rng.randrange(120) for _ in range(300)]
+    return words, 60
+
+
+def meaningless(rng: random.Random) -> tuple[list[int], int]:
+    """So few tokens that there are matches, which mean nothing."""
+    return [rng.randrange(6) for _ in range(300)], 20
+
+
+WIDE = Line(0.05, 3, 0.008, 0.001)
+
+
+@pytest.mark.parametrize("servers", [2, 4])
+def test_what_is_said_once_more_is_many_times_quicker_over_a_wide_area(no_threads: None, servers: int) -> None:
+    text, prompt = repeated(random.Random(servers))
+    line = Line(0.05, servers, 0.008, 0.001)
+    plain, drafted = (answer(text, prompt, line, drafts) for drafts in (False, True))
+    assert drafted.tokens == plain.tokens == text
+    assert plain.seconds / drafted.seconds > 5
+    assert drafted.most_under_way >= 3 and plain.most_under_way == 1
+    assert drafted.counts.gained == pytest.approx(plain.seconds - drafted.seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("text", [repeated, ordinary, meaningless])
+@pytest.mark.parametrize(
+    "line",
+    [WIDE, Line(0.01, 2, 0.008, 0.001), Line(0.0002, 1, 0.0, 0.02), Line(0.0002, 3, 0.02, 0.01)],
+    ids=["wide", "near", "every-token-costs-as-much", "no-way"],
+)
+def test_drafts_make_nothing_slower(
+    no_threads: None, text: Callable[[random.Random], tuple[list[int], int]], line: Line
+) -> None:
+    tokens, prompt = text(random.Random(3))
+    plain, drafted = (answer(tokens, prompt, line, drafts) for drafts in (False, True))
+    assert drafted.tokens == plain.tokens == tokens
+    assert plain.seconds / drafted.seconds > 0.97
+
+
+def test_a_draft_is_cut_so_that_all_servers_work() -> None:
+    speed = PipelineSpeed()
+    for tokens in (1, 9, 17):
+        speed.note_work(tokens, [0.008 + 0.002 * tokens] * 3, 0.0)
+    speed.note_alone(1, 0.43)
+    assert speed.alone == pytest.approx(0.43)
+    assert speed.step_tokens(1) == 1 and 4 <= speed.step_tokens(48) <= 24
+    cut = speed.step_tokens(48)
+    assert speed.seconds(48) < 0.43 + 3 * 47 * 0.002 < speed.seconds(48 * cut)
+    one = PipelineSpeed()
+    for tokens in (1, 9):
+        one.note_work(tokens, [0.008 + 0.002 * tokens], 0.0)
+    one.note_alone(1, 0.2)
+    assert one.step_tokens(48) == 48  # a single server has nothing to wait for
+
+
+def test_a_step_that_was_sent_is_waited_for() -> None:
+    assert begin_step(2)[1] == Send(anew=True)
+    state, action = begin_step(2, sent=True)
+    assert (state.servers, state.phase, action) == (2, "sent", Receive("sent"))
