@@ -82,6 +82,13 @@ TOOLS: Final = {
 
 SHOWN: Final = {
     "docs/api.md": ("from openai import", "from anthropic import"),
+    "docs/apps.md": (
+        "from langchain_openai",
+        "import litellm",
+        "model_list:",
+        "name: petalnode",
+        "OPENAI_API_BASE_URL",
+    ),
     "docs/fine-tuning.md": ('{"event":"step"', "prompt: 40 steps", "model = PeftModel"),
     "docs/monitoring.md": ("scrape_configs:", '{"time":'),
     "docs/nat.md": ("reachability: public",),
@@ -95,7 +102,8 @@ SHOWN: Final = {
 }
 """Blocks that are output, formulas, or files; those of docs/planning.md are run below.
 
-The program of docs/api.md needs its server: tests/api/test_openai_client.py runs it."""
+The programs of docs/api.md need its server: tests/api runs them. Those of docs/apps.md need packages that are not
+installed here; the page says with which versions they were tried."""
 
 
 @dataclass(frozen=True)
@@ -291,8 +299,7 @@ def test_commands_do_what_they_should(
     page: Path, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the order of the page: a result of one is used by the next."""
-    if name_of(page) == "docs/planning.md":
-        write_machines(page, place.folder)
+    write_machines(ROOT / "docs/planning.md", place.folder)
     for written in commands_of(page):
         for command in alternatives(written):
             piped = re.fullmatch(r"echo .* \| (petalnode .*)", command)
