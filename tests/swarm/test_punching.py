@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from petalnode.node.network.host import Host
+from petalnode.node.network.nat import hole_punching
 from petalnode.node.network.nat.autonat import local_endpoints
 from petalnode.node.network.nat.hole_punching import HolePuncher
 from petalnode.protocols.delimited import DelimitedStream
@@ -78,7 +79,10 @@ def test_addresses_are_exchanged_through_a_relay_only():
     trio.run(main)
 
 
-def test_a_peer_that_never_gives_the_sign_holds_nothing():
+def test_a_peer_that_never_gives_the_sign_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # All of them are asked while the first ones are still waited for.
+    monkeypatch.setattr(hole_punching, "_MESSAGE", 300.0)
+
     async def main() -> None:
         async with (
             relay_here() as (relay, _),
