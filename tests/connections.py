@@ -1,6 +1,10 @@
-"""Waits for connections of a node to end."""
+"""Waits for connections of a node to end; ports that nobody takes."""
 
 from __future__ import annotations
+
+import random
+import socket
+from contextlib import suppress
 
 import trio
 
@@ -17,3 +21,11 @@ def connection_lost(host: Host, peer_id: str) -> trio.Event:
 
     host.on_lost(on_lost)
     return lost
+
+
+def free_port() -> int:
+    """One that no connection of other tests gets while nobody listens there: systems choose among higher ones."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port is free")

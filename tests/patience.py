@@ -17,6 +17,8 @@ _LOOK: Final = 1.0
 """Seconds between two looks at a process; only the waiting for a core in between counts as well."""
 WORKING: Final = 0.1
 """Of a core: who uses more, or would if it got it, is at work. Idle nodes use about a hundredth."""
+LONGEST_PAUSE: Final = 90.0
+"""Seconds, more than nodes let pass between two tries of anything: rounds of 15 s, a look around after 60 s."""
 
 
 def children(pid: int) -> Iterator[int]:
@@ -65,7 +67,7 @@ class Patience:
         return now >= self._deadline
 
 
-async def eventually(condition: Callable[[], Any], what: str, seconds: float = 20) -> None:
+async def eventually(condition: Callable[[], Any], what: str, seconds: float = LONGEST_PAUSE) -> None:
     """Asks again and again, by a plain or an async function, until `condition` holds: for what no event tells.
 
     Raises:

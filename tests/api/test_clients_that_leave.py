@@ -109,8 +109,8 @@ def test_nonsense_is_told_what_it_is(body: bytes, status: int, code: str | None,
 
 
 def test_other_places_and_methods(alone: MemoryApi) -> None:
-    assert httpx.get(f"{alone.url}/v1/nothing").json()["error"]["code"] == "unknown_url"
-    assert httpx.get(f"{alone.url}/v1/chat/completions").status_code == 405
+    assert httpx.get(f"{alone.url}/v1/nothing", timeout=None).json()["error"]["code"] == "unknown_url"
+    assert httpx.get(f"{alone.url}/v1/chat/completions", timeout=None).status_code == 405
 
 
 def test_a_body_without_end_is_refused_at_its_limit(alone: MemoryApi) -> None:

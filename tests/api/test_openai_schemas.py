@@ -113,7 +113,7 @@ def test_chats(name: str, ask: Ask) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"n": 2, "temperature": 1}, {"logprobs": 3}, {"logprobs": 0, "prompt": [40, 41, 42]}],
+    [{}, {"n": 2, "temperature": 1, "seed": 3}, {"logprobs": 3}, {"logprobs": 0, "prompt": [40, 41, 42]}],
     ids=["plain", "choices", "logprobs", "logprobs of token ids"],
 )
 def test_completions(fields: dict[str, Any], stream: bool, ask: Ask) -> None:
@@ -178,7 +178,9 @@ def test_responses_that_are_kept(ask: Ask, api: MemoryApi) -> None:
     assert ask(path)["id"] == again["id"]
     assert len(ask(f"{path}/input_items")["data"]) == 6
     assert ask("/responses/input_tokens", {"input": items})["input_tokens"] > 0
-    assert httpx.delete(f"{api.url}/v1{path}").json()["deleted"]  # of which the specification says nothing
+    assert httpx.delete(f"{api.url}/v1{path}", timeout=None).json()[
+        "deleted"
+    ]  # of which the specification says nothing
     ask(path, status=404)
 
 

@@ -84,7 +84,7 @@ def test_a_file_that_has_not_changed_is_not_sent_again(site: MemoryApi) -> None:
     ],
 )
 def test_nothing_else_is_sent(site: MemoryApi, path: str) -> None:
-    with httpx.Client() as client:
+    with httpx.Client(timeout=None) as client:
         request = client.build_request("GET", site.url)
         request.url = request.url.copy_with(raw_path=path.encode())
         found = client.send(request)

@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import IO, Any, TypeVar
 
-from tests.patience import Patience
+from tests.patience import LONGEST_PAUSE, Patience
 from tests.swarm import warm_python
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -309,7 +309,7 @@ def nodes(home: Path) -> Iterator[Nodes]:
         started.end()
 
 
-def until(condition: Callable[[], bool], what: str, timeout: float = 30) -> None:
+def until(condition: Callable[[], bool], what: str, timeout: float = LONGEST_PAUSE) -> None:
     """Asks again and again until `condition` holds.
 
     Gives up once neither this process nor any that it started has worked in earnest for `timeout` seconds.

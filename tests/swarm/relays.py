@@ -18,7 +18,7 @@ from petalnode.node.network.host import Host, open_host
 from petalnode.node.network.nat.circuits import Circuits
 from petalnode.node.network.nat.relay import RelayLimits, RelayService
 from petalnode.node.network.transport.stream_bytes import StreamBytes
-from tests.patience import Patience, eventually
+from tests.patience import LONGEST_PAUSE, Patience, eventually
 from tests.swarm import warm_python
 from tests.swarm.processes import LOOPBACK, ReadyNode
 from tests.swarm.relay_node import ECHO, STATS, echo
@@ -87,11 +87,11 @@ async def echoed(stream: StreamBytes, payload: bytes) -> None:
     parts = bytearray()
 
     async def watch() -> None:
-        patience = Patience(30, os.getpid(), lambda: len(parts), working=0.5)
+        patience = Patience(LONGEST_PAUSE, os.getpid(), lambda: len(parts), working=0.5)
         while True:
             await trio.sleep(0.5)
             if patience.is_over:
-                raise AssertionError(f"{len(parts)} of {len(payload)} bytes came back, and then none for 30 s")
+                raise AssertionError(f"{len(parts)} of {len(payload)} bytes came back, and then none for long")
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch)

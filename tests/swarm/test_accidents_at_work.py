@@ -37,6 +37,7 @@ from petalnode.node.client import swarm_model
 from petalnode.node.models import resolve
 from petalnode.node.validator import prober
 from petalnode.node.validator.service import Validator
+from tests.connections import free_port
 from tests.swarm.processes import Node, Nodes, environment
 
 ENDED = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "stopped by SIGTERM")}
@@ -217,9 +218,9 @@ def _kill(node: Node) -> None:
 
 def losing(what: str, person: Person, node_starter: Nodes, models: Path) -> tuple[Node, Callable[[], None]]:
     """The person's server, which is started, and what makes it "killed", "frozen" or "replaced by another model"."""
-    key = ("--identity", str(person.folder / "server.key"))
-    person.server = victim = node_starter.server(models / "tiny-llama", "0:6", *ROOM, *key)
-    address = victim.address
+    here = ("--identity", str(person.folder / "server.key"), "--listen", f"/ip4/127.0.0.1/tcp/{free_port()}")
+    person.server = victim = node_starter.server(models / "tiny-llama", "0:6", *ROOM, *here)
+    assert victim.ready
 
     def lose() -> None:
         if what == "frozen":
@@ -227,8 +228,7 @@ def losing(what: str, person: Person, node_starter: Nodes, models: Path) -> tupl
             return
         _kill(victim)
         if what != "killed":
-            listen = ("--listen", address.partition("/p2p/")[0])
-            assert node_starter.server(models / "other-llama", "0:6", *key, *listen, *ROOM).peer_id == victim.peer_id
+            assert node_starter.server(models / "other-llama", "0:6", *here, *ROOM).peer_id == victim.peer_id
 
     return victim, lose
 

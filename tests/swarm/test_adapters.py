@@ -145,7 +145,7 @@ def test_sessions_of_many_adapters_share_the_servers(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(600)
     finally:
         for model in models_open:
             model.close()

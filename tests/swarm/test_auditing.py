@@ -46,7 +46,7 @@ async def auditor_here(peers: Sequence[str] = (), sample: int = 2) -> AsyncItera
 
 def run(main: Callable[[], object]) -> None:
     async def bounded() -> None:
-        with trio.fail_after(100):
+        with trio.fail_after(600):  # of a test that hangs
             await main()  # type: ignore[misc]
 
     trio.run(bounded)

@@ -24,6 +24,7 @@ from petalnode.node.trust.bundle import Bundle, equivocation_bundle
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.credits import clearing_to_wire, price
 from petalnode.protocols.ids import CREDITS
+from tests.connections import free_port
 from tests.swarm.processes import Node, Nodes, Outcome, petalnode
 from tests.swarm.raw import RawSession
 
@@ -46,7 +47,6 @@ class PointsSwarm:
     folder: Path
     server: Node
     validator: Node
-    port: int = 0
     earned: int = 0
 
     @property
@@ -64,13 +64,13 @@ class PointsSwarm:
 
     def restart_validator(self, interval: str) -> None:
         """Where it was, so that it is found there again."""
-        self.port = int(self.validator.address.split("/tcp/")[1].split("/")[0])
+        port = int(self.validator.address.split("/tcp/")[1].split("/")[0])
         self.validator.kill()
-        self.validator = start_validator(self.nodes, self.folder, self.server.address, interval, self.port)
+        self.validator = start_validator(self.nodes, self.folder, self.server.address, interval, port)
         self.validator.ready  # noqa: B018  (waits)
 
 
-def start_validator(nodes: Nodes, folder: Path, peer: str, interval: str, port: int = 0) -> Node:
+def start_validator(nodes: Nodes, folder: Path, peer: str, interval: str, port: int) -> Node:
     key = nodes.home / "issuer.key"
     ISSUER.save(key)
     options = ("--json", "--issue-points", "--gossip", "--interval", interval, "--identity", str(key), "--peer", peer)
@@ -88,7 +88,8 @@ def points(node_starter: Nodes, home: Path, models: Path) -> Iterator[PointsSwar
         *("--cache-tokens", str(CACHE), "--identity", str(home / "earner.key")),
         *("--trust-validator", ISSUER.peer_id),
     )
-    made = PointsSwarm(node_starter, folder, server, start_validator(node_starter, folder, server.address, "0.3"))
+    validator = start_validator(node_starter, folder, server.address, "0.3", free_port())
+    made = PointsSwarm(node_starter, folder, server, validator)
 
     async def until_earned() -> None:
         async with client(made) as swarm:
@@ -106,7 +107,7 @@ def points(node_starter: Nodes, home: Path, models: Path) -> Iterator[PointsSwar
 @asynccontextmanager
 async def client(points: PointsSwarm, identity: Identity | None = None) -> AsyncIterator[Swarm]:
     config = SwarmConfig(identity or Identity.generate(), peers=(points.server.address,), serve_dht=False)
-    with trio.fail_after(150):
+    with trio.fail_after(600):  # of a test that hangs
         async with open_swarm(config) as swarm:
             yield swarm
 
@@ -356,7 +357,7 @@ def test_a_pledge_is_backed_by_what_the_server_has_earned_and_lost_by_a_fault(po
 
     async def main() -> None:
         config = SwarmConfig(ACCUSER, peers=(points.validator_address,), serve_dht=False, gossip=True)
-        with trio.fail_after(100):
+        with trio.fail_after(600):
             async with open_swarm(config) as swarm:
                 while True:
                     view = await swarm.refresh(timeout=10)

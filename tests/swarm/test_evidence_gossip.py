@@ -422,7 +422,7 @@ async def nodes(*stores: TrustStore) -> AsyncIterator[Sequence[Swarm]]:
 
 def run(main: Callable[[], object]) -> None:
     async def bounded() -> None:
-        with trio.fail_after(100):
+        with trio.fail_after(600):  # of a test that hangs
             await main()  # type: ignore[misc]
 
     trio.run(bounded)

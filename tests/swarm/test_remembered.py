@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import secrets
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from petalnode.node.errors import SwarmError
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.swarm.discovery import JoinResult, PeerStore
 from petalnode.node.swarm.swarm import Swarm, open_swarm
+from tests.connections import free_port
 from tests.swarm.announcers import Node, Nodes
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -38,14 +36,6 @@ def nodes() -> Iterator[Nodes]:
 
 def config(memory: Path, *peers: str, **options) -> SwarmConfig:
     return SwarmConfig(identity=Identity.generate(), peers=peers, remembered=memory, **options)
-
-
-def free_port() -> int:
-    """One that no connection of other tests gets while nobody listens there: systems choose among higher ones."""
-    for port in random.sample(range(20_000, 32_000), 100):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise OSError("no port is free")
 
 
 async def sees(swarm: Swarm, *peers: str) -> None:

@@ -234,8 +234,8 @@ def test_the_service_finds_who_is_honest_to_strangers(suspected: SuspectSwarm, t
         while not any(verdict["verdict"] == "faulty" for verdict in verdicts):
             trio.run(talk, swarm, client, auditor)
             talks += 1  # each time two answers are picked, of either server
-            until(partial(audited, 2 * talks), "two audits", 60)
-        until(probed, "a probe of the server that is at fault", 60)
+            until(partial(audited, 2 * talks), "two audits")
+        until(probed, "a probe of the server that is at fault")
         validator.signal(signal.SIGTERM)
         assert validator.wait() == 0
     finally:

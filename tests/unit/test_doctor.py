@@ -22,6 +22,7 @@ from petalnode.node.cli.output import Output
 from petalnode.node.errors import MachineError, SwarmError
 from petalnode.protocols.announcement import ServerState
 from petalnode.protocols.ids import Span
+from tests.connections import free_port
 
 
 def test_this_environment_has_what_the_package_asks_for() -> None:
@@ -66,12 +67,12 @@ def test_the_clock_is_judged_by_the_middle_of_the_peers(offsets: tuple[float, ..
 
 def test_a_port_that_is_taken_is_seen() -> None:
     with socket.socket() as holder:
-        holder.bind(("0.0.0.0", 0))
+        port = free_port()
+        holder.bind(("0.0.0.0", port))
         holder.listen()
-        finding = checks.check_port(holder.getsockname()[1])
+        finding = checks.check_port(port)
         assert finding.verdict == "warning"
         assert "--listen" in finding.advice
-        port = holder.getsockname()[1]
     assert checks.check_port(port).verdict == "ok"
 
 

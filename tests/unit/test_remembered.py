@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from petalnode.crypto.identity import Identity
+from petalnode.node.swarm import discovery
 from petalnode.node.swarm.discovery import (
     MAX_ADDRS,
     MAX_PEERS,
@@ -77,7 +78,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (tmp_path / "not yet" / "public.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_several_write_at_once(tmp_path: Path) -> None:
+def test_several_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_LOCK_PATIENCE", 300.0)  # however slow the disk is
     peers = [Identity.generate().peer_id for _ in range(24)]
     path = tmp_path / "public.json"
     with ThreadPoolExecutor(8) as pool:
