@@ -16,7 +16,7 @@ from tests.attacks.one_server import OneServer, one_server, pushed
 from tests.swarm.raw import RawSession, values
 
 CLIENT, UPSTREAM, STRANGER = Identity.generate(), Identity.generate(), Identity.generate()
-TIMEOUT = 20.0
+TIMEOUT = 120.0
 Attack = Callable[[OneServer, RawSession], Awaitable[None]]
 
 

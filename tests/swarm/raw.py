@@ -17,7 +17,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.framing import MessageStream
 from petalnode.protocols.ids import INFERENCE
 
-TIMEOUT = 40.0
+TIMEOUT = 120.0
 HIDDEN = 64
 Stream = MessageStream[wire.InferenceFrame]
 
