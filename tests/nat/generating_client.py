@@ -120,7 +120,7 @@ def main() -> None:
             begun = time.perf_counter()
             try:
                 if model is None:
-                    opened = AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=peers)
+                    opened = AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=peers, wait=True)
                     model = stack.enter_context(opened)
                 generate(model, json.loads(line), begun)
             except Exception as error:

@@ -116,7 +116,7 @@ async def received(stream: StreamBytes, size: int) -> bytes:
 async def stats_of(host: Host, relay: RelayNode) -> dict[str, Any]:
     stream = await host.open_stream(relay.peer_id, STATS)
     parts = []
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         while part := await stream.read(1 << 16):
             parts.append(part)
     await stream.close()

@@ -41,7 +41,7 @@ def listening(host: Host) -> Endpoint:
 def test_a_host_is_dialed_where_it_listens():
     async def main() -> None:
         async with two_hosts() as (asking, answering):
-            seen = await observed_by(asking, answering.peer_id, timeout=10)
+            seen = await observed_by(asking, answering.peer_id, timeout=60)
             assert seen is not None and seen.ip == ip_address("127.0.0.1") and seen != listening(asking)
             answer = await request_dial_back(asking, answering.peer_id, (listening(asking),))
             assert answer.status is DialStatus.OK and answer.addr == listening(asking).multiaddr
@@ -116,12 +116,12 @@ def test_libp2ps_own_autonat_understands_us_and_we_it():
             service = AutoNATService(stock)
             stock_id, stock_addrs = str(stock.get_id()), [str(addr) for addr in stock.get_addrs()]
             await stock.connect(info_from_p2p_addr(Multiaddr(ours.addrs()[0])))
-            with trio.fail_after(20):
+            with trio.fail_after(60):
                 status, addr = await service.query_server(ID.from_string(ours.peer_id))
             assert status == int(DialStatus.OK) and addr is not None
             assert str(Multiaddr(addr)) in stock_addrs[0]
             assert service.status in (AutoNATStatus.UNKNOWN, AutoNATStatus.PUBLIC)
-            seen = await observed_by(ours, stock_id, timeout=10)
+            seen = await observed_by(ours, stock_id, timeout=60)
             assert seen is not None and seen.ip == ip_address("127.0.0.1")
             answer = await request_dial_back(ours, stock_id, (listening(ours),))
             assert answer.status is DialStatus.OK and answer.addr == listening(ours).multiaddr

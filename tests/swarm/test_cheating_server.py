@@ -119,14 +119,14 @@ def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStrea
     """A server whose blocks change nothing, and which cheats at its second step."""
 
     async def handle(stream: MessageStream[wire.InferenceFrame]) -> None:
-        frame, _ = await stream.receive(timeout=10)
+        frame, _ = await stream.receive(timeout=60)
         terms, epoch, previous, count = frame.open, b"e" * 16, b"", 0
         previous = root_of(terms, stream.peer_id, epoch)
         granted = wire.Granted(session_epoch=epoch, codec=terms.codec, dtype="float32", quantisation="none")
         granted.max_step_tokens = granted.credits = 4
-        await stream.send(wire.InferenceFrame(granted=granted), timeout=10)
+        await stream.send(wire.InferenceFrame(granted=granted), timeout=60)
         while True:
-            frame, (payload,) = await stream.receive(timeout=10)
+            frame, (payload,) = await stream.receive(timeout=60)
             step, tensor = frame.step, frame.tensors[0]
             count += 1
             receipt = Receipt(
@@ -152,7 +152,7 @@ def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStrea
             if cheat is not None and count == 2:
                 cheat(reply, receipt, identity)
             _last[:] = [reply]
-            await stream.send(wire.InferenceFrame(reply=reply, tensors=[tensor]), [payload], timeout=10)
+            await stream.send(wire.InferenceFrame(reply=reply, tensors=[tensor]), [payload], timeout=60)
 
     return handle
 
@@ -160,12 +160,12 @@ def answering(identity: Identity, cheat: Cheat | None) -> Callable[[MessageStrea
 def talk(cheat: Cheat | None, claims: ServerClaims | None = None, log: SessionLog | None = None) -> None:
     async def main() -> None:
         identity = Identity.generate()
-        with trio.fail_after(40):
+        with trio.fail_after(60):
             async with open_swarm(SwarmConfig(identity, listen=(LOOPBACK,))) as server:
                 server.set_handler(INFERENCE, wire.InferenceFrame, answering(identity, cheat))  # type: ignore[arg-type]
                 config = SwarmConfig(Identity.generate(), peers=tuple(server.addrs), serve_dht=False)
                 async with open_swarm(config) as client:
-                    stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=10)
+                    stream = await client.new_stream(server.peer_id, INFERENCE, wire.InferenceFrame, timeout=60)
                     session = SessionStream(
                         stream, Hop(server.peer_id, SPEC.span), SPEC, client.peer_id, claims=claims, log=log
                     )

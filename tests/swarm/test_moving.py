@@ -70,7 +70,7 @@ class Ways:
 
     async def stream(self, peer_id: str, protocol: str, frame: Any, direct: bool) -> Any:
         try:
-            with trio.fail_after(10):
+            with trio.fail_after(60):
                 raw = await self.host.open_stream(peer_id, protocol, direct=direct)
         except (ConnectionError, trio.TooSlowError) as error:
             raise StreamClosed(str(error), peer_id) from error
@@ -198,7 +198,7 @@ async def chain_here(spans: Sequence[BlockSpan]) -> AsyncIterator[tuple[ClientSe
 async def go_direct(host: Host, target: Host) -> None:
     """What a punch would do."""
     host.remember(target.peer_id, target.addrs())
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         await host.connect(target.peer_id, direct=True)
 
 

@@ -73,7 +73,7 @@ def test_addresses_are_exchanged_through_a_relay_only():
             other.remember(one.peer_id, one.addrs())
             stream = DelimitedStream(await other.open_stream(one.peer_id, PUNCH), one.peer_id)
             with pytest.raises(StreamClosed, match="closed the stream"):
-                await exchange_first(stream, ["/ip4/203.0.113.5/tcp/1"], timeout=10)
+                await exchange_first(stream, ["/ip4/203.0.113.5/tcp/1"], timeout=60)
             nursery.cancel_scope.cancel()
 
     trio.run(main)
@@ -98,7 +98,7 @@ def test_a_peer_that_never_gives_the_sign_holds_nothing(monkeypatch: pytest.Monk
             for _ in range(20):  # more than the client punches at a time
                 stream = DelimitedStream(await target.open_stream(client.peer_id, PUNCH), client.peer_id)
                 with contextlib.suppress(StreamClosed):
-                    await exchange_first(stream, [], timeout=10)
+                    await exchange_first(stream, [], timeout=60)
                     answers += 1
             assert answers == 8
             nursery.cancel_scope.cancel()
@@ -114,14 +114,14 @@ def test_a_sign_without_addresses_is_answered_by_dialing_nobody():
             async def answer(raw, peer_id) -> None:
                 stream = DelimitedStream(raw, peer_id)
                 try:
-                    await exchange_second(stream, [], timeout=10)
+                    await exchange_second(stream, [], timeout=60)
                 finally:
                     heard.set()
 
             client.set_stream_handler(PUNCH, answer)
             await client.close_path(target.peer_id)
             await client.connect(target.peer_id)
-            with trio.fail_after(20):
+            with trio.fail_after(60):
                 await heard.wait()
             await echoed(await client.open_stream(target.peer_id, ECHO), b"x")
 

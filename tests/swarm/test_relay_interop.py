@@ -48,7 +48,7 @@ def test_our_reservations_come_with_a_voucher_that_others_can_read():
             target.remember(relay.peer_id, relay.addrs())
             await target.connect(relay.peer_id)
             stream = DelimitedStream(await target.open_stream(relay.peer_id, HOP), relay.peer_id)
-            terms = await ask_reservation(stream, timeout=10)
+            terms = await ask_reservation(stream, timeout=60)
             envelope = unmarshal_envelope(terms.voucher)
             envelope.validate(VOUCHER_DOMAIN)
             voucher = Voucher.FromString(envelope.raw_payload)

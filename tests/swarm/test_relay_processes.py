@@ -52,7 +52,7 @@ def test_when_a_client_dies_the_relay_knows_and_when_the_relay_dies_the_client_k
             await echoed(stream, b"still alive")
             relay.kill()
             began = time.perf_counter()
-            with trio.fail_after(10):
+            with trio.fail_after(60):
                 await stream.wait_lost()
             print(f"seconds until the client knew: {time.perf_counter() - began:.2f}")
             with pytest.raises(ConnectionError):
@@ -78,7 +78,7 @@ def test_a_peer_that_dies_or_stands_still_keeps_no_place(start):
 
             target.signal(signal.SIGSTOP)
             began = time.perf_counter()
-            with trio.fail_after(20):
+            with trio.fail_after(60):
                 await stream.wait_lost()
             print(f"seconds until the client knew of the frozen peer: {time.perf_counter() - began:.2f}")
             await until(is_free, "the frozen peer's places are free")

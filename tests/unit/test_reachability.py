@@ -3,12 +3,14 @@ from __future__ import annotations
 from dataclasses import replace
 from ipaddress import ip_address, ip_network
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
 
 from petalnode.node.network.addresses import Endpoint
-from petalnode.node.network.nat import upnp
+from petalnode.node.network.nat import autonat, upnp
 from petalnode.node.network.nat.reachability import (
     LocalEndpoints,
     ReachabilityInputs,
@@ -20,6 +22,7 @@ from petalnode.node.network.nat.reachability import (
     reachability,
 )
 from petalnode.node.testing import run_autojumping
+from petalnode.protocols.nat_traversal import DialAnswer, DialStatus
 
 OWN = Endpoint(ip_address("192.168.1.10"), 31330)
 OWN6 = Endpoint(ip_address("2a00:77::10"), 31330)
@@ -134,3 +137,39 @@ def test_a_router_that_was_silent_is_soon_asked_again(monkeypatch: pytest.Monkey
     run_autojumping(main)
     pauses = [later - sooner for sooner, later in pairwise(asked)]
     assert pauses == pytest.approx([15, 60, 240, 900, 900, 900])
+
+
+def test_a_peer_that_does_not_answer_is_soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the only one, and this node out of reach until it says where it is."""
+    asked: list[float] = []
+
+    async def observed_by(*_: object, timeout: float) -> Endpoint:
+        asked.append(trio.current_time())
+        if len(asked) < 7:
+            raise ConnectionError("lost on its way")
+        answered.set()
+        return OUTER
+
+    async def dial_back(*_: object) -> DialAnswer:
+        return DialAnswer(DialStatus.DIAL_ERROR, "no answer")
+
+    monkeypatch.setattr(autonat, "observed_by", observed_by)
+    monkeypatch.setattr(autonat, "request_dial_back", dial_back)
+    monkeypatch.setattr(autonat, "local_endpoints", lambda listened: HERE)
+    path = SimpleNamespace(direct=True, remote_addr="/ip4/11.77.0.10/tcp/31330")
+    host: Any = SimpleNamespace(libp2p=SimpleNamespace(get_transport_addrs=list), paths=lambda peer_id: [path])
+    answered = trio.Event()
+
+    async def main() -> None:
+        observed = autonat.ObservedAddresses(
+            host, observers=lambda: [RELAY], extra=tuple, changed=lambda: None, moved=lambda: None
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(observed.run)
+            await answered.wait()
+            await trio.sleep(500)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
+    pauses = [later - sooner for sooner, later in pairwise(asked)]
+    assert pauses == pytest.approx([2, 4, 8, 16, 30, 30], abs=1.1)  # it looks every second

@@ -29,7 +29,17 @@ from ....protocols.nat_traversal import (
 from ..addresses import Endpoint, IPAddress, concrete, own_networks
 from ..host import Host
 from ..transport.stream_bytes import StreamBytes
-from .reachability import DialBack, LocalEndpoints, Observation, Observer, Verdict, candidates, judge, whom_to_ask
+from .reachability import (
+    DialBack,
+    LocalEndpoints,
+    Observation,
+    Observer,
+    Verdict,
+    candidates,
+    counts_as_asked,
+    judge,
+    whom_to_ask,
+)
 
 log = logging.getLogger(__name__)
 
@@ -210,6 +220,7 @@ class ObservedAddresses:
         self._moved = moved
         self._observations: dict[str, Observation] = {}
         self._asked: dict[str, float] = {}
+        self._unanswered: dict[str, int] = {}  # questions in a row, by peer
         self.settling_until = 0.0  # until then, those asked again have not all answered
         self._generation = 0  # what was asked before a move says nothing about after
         self._news = trio.Event()
@@ -283,7 +294,9 @@ class ObservedAddresses:
             answer = await request_dial_back(self._host, peer_id, endpoints)
         except (PeerError, ConnectionError) as error:
             log.debug("%s cannot tell how it sees us: %s", peer_id, error)
+            self._note_unanswered(peer_id)
             return
+        self._unanswered.pop(peer_id, None)
         outcome = {DialStatus.OK: DialBack.REACHED, DialStatus.DIAL_ERROR: DialBack.FAILED}.get(
             answer.status, DialBack.NOT_TRIED
         )
@@ -292,6 +305,13 @@ class ObservedAddresses:
             outcome, reached = DialBack.NOT_TRIED, None  # nothing that we asked for
         log.debug("%s sees us at %s; dialing back: %s %s", peer_id, seen, outcome.value, answer.text)
         self._keep(generation, Observation(peer_id, observer.ip, seen, outcome, reached, trio.current_time()))
+
+    def _note_unanswered(self, peer_id: str) -> None:
+        failures = self._unanswered.pop(peer_id, 0) + 1
+        self._unanswered[peer_id] = failures
+        while len(self._unanswered) > _MAX_KEPT:
+            del self._unanswered[next(iter(self._unanswered))]
+        self._asked[peer_id] = counts_as_asked(trio.current_time(), failures)
 
     def _keep(self, generation: int, observation: Observation) -> None:
         before = self._observations.get(observation.observer)

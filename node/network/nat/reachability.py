@@ -18,6 +18,7 @@ from ..addresses import Endpoint, IPAddress
 _OBSERVERS: Final = 3  # peers of one family to ask
 _REFRESH: Final = 600.0  # seconds after which a peer is asked again
 _RETRY: Final = 30.0  # seconds after which one is asked again that could not say anything
+_FIRST_RETRY: Final = 2.0  # seconds after which one is that did not answer at all; then in longer pauses
 _STALE: Final = 1500.0  # seconds after which what a peer said no longer counts
 _MAX_CANDIDATES: Final = 8  # addresses that one peer is asked to dial
 
@@ -202,6 +203,12 @@ def whom_to_ask(
         due = [observer.peer_id for observer in silent if now - asked.get(observer.peer_id, -_RETRY) >= _RETRY]
         ask += due[: max(missing, 0)]
     return tuple(ask)
+
+
+def counts_as_asked(now: float, failures: int) -> float:
+    """When a peer counts as asked that has not answered now, for so many times in a row: a question that was lost
+    on its way, by the only peer perhaps, must not keep a node out of reach for long."""
+    return now - _RETRY + min(_FIRST_RETRY * 2.0 ** min(failures - 1, 8), _RETRY)
 
 
 def _says_something(observation: Observation | None, now: float) -> bool:
