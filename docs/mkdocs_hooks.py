@@ -1,9 +1,9 @@
 """What MkDocs does for the site besides rendering: a hook of mkdocs.yml.
 
 The pages are written for the code hosting page first, where links lead to files of the repository, and its renderer is
-CommonMark. So links are turned to where their targets are in the site, two files from outside of docs/ become pages,
-and it is a warning (an error for `mkdocs build --strict`) if a page has other elements or text than CommonMark makes of
-it, or if the site fetches anything from elsewhere.
+CommonMark. So links are turned to where their targets are in the site and named after them, two files from outside of
+docs/ become pages, and it is a warning (an error for `mkdocs build --strict`) if a page has other elements or text than
+CommonMark makes of it, or if the site fetches anything from elsewhere.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +42,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     text = relinked(markdown, page.file.src_uri, config.extra["source"])
+    if page.file.src_uri == "changelog.md":
+        page.meta["search"] = {"exclude": True}  # it names everything once
     # A bar in code in a table needs a backslash for CommonMark, and shows it with Python-Markdown.
     return re.sub(r"(?m)^\|.*$", lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]), text)
 
@@ -54,10 +57,18 @@ def relinked(markdown: str, name: str, source: str) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
         there = {**MOVED, **STANDS_FOR}.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
         if there is not None:
+            if text in (path, posixpath.basename(path)):
+                text = title(path)
             return f"{picture}[{text}]({posixpath.relpath(there, posixpath.dirname(name) or '.')}{anchor})"
         return f"{picture}[{text}]({source}{path})" if source else text
 
     return LINK.sub(turned, markdown)
+
+
+@cache
+def title(path: str) -> str:
+    """The heading of a page, which stands in the site where the page is called by its file's name."""
+    return (ROOT / path).read_text("utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
@@ -111,6 +122,12 @@ class Elements(HTMLParser):
             self.items.append(f"…{text}")
         if self._in_paragraph:
             self.paragraph += data.replace("\n", " ")
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Gives the theme's search a name, for who hears the page."""
+    dialog = 'data-md-component="search" role="dialog"'
+    return output.replace(dialog, f'{dialog} aria-label="Search"')
 
 
 def on_post_build(config: MkDocsConfig) -> None:
