@@ -304,7 +304,9 @@ class ObservedAddresses:
         if outcome is DialBack.REACHED and reached not in endpoints:
             outcome, reached = DialBack.NOT_TRIED, None  # nothing that we asked for
         log.debug("%s sees us at %s; dialing back: %s %s", peer_id, seen, outcome.value, answer.text)
-        self._keep(generation, Observation(peer_id, observer.ip, seen, outcome, reached, trio.current_time()))
+        before, now = self._observations.get(peer_id), trio.current_time()
+        doubtful = outcome is DialBack.FAILED and (before is None or before.dial_back is not DialBack.FAILED)
+        self._keep(generation, Observation(peer_id, observer.ip, seen, outcome, reached, now, doubtful))
 
     def _note_unanswered(self, peer_id: str) -> None:
         failures = self._unanswered.pop(peer_id, 0) + 1

@@ -58,7 +58,8 @@ class DialBack(Enum):
 class Observation:
     """What one peer could say of us: where it saw us come from, and whether it reached us when it dialed.
 
-    `observer_ip` is where we see the peer itself; `at` in seconds.
+    `observer_ip` is where we see the peer itself; `at` in seconds. `doubtful`: the first failure, of a peer perhaps
+    that was busy; it counts, but is soon tried again.
     """
 
     observer: str
@@ -67,6 +68,7 @@ class Observation:
     dial_back: DialBack
     reached: Endpoint | None
     at: float
+    doubtful: bool = False
 
 
 class Standing(Enum):
@@ -212,9 +214,9 @@ def counts_as_asked(now: float, failures: int) -> float:
 
 
 def _says_something(observation: Observation | None, now: float) -> bool:
-    return (
-        observation is not None and observation.dial_back is not DialBack.NOT_TRIED and now - observation.at < _REFRESH
-    )
+    if observation is None or observation.dial_back is DialBack.NOT_TRIED:
+        return False
+    return now - observation.at < (_RETRY if observation.doubtful else _REFRESH)
 
 
 # --- what follows from the verdicts
