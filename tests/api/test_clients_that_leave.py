@@ -15,6 +15,7 @@ import trio
 
 from petalnode.node.api.engine.generation import ApiLimits
 from petalnode.node.api.http.admission import Admission
+from petalnode.node.client.session import chain
 from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from tests.api.conftest import Served
@@ -156,7 +157,7 @@ def spare_swarm(api_model: Path) -> Iterator[tuple[MemorySwarm, list[Any]]]:
 
 
 def test_answers_go_on_when_a_server_dies_and_end_in_503_when_none_is_left(
-    spare_swarm: tuple[MemorySwarm, list[Any]], api_model: Path
+    spare_swarm: tuple[MemorySwarm, list[Any]], api_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swarm, servers = spare_swarm
     asked: dict[str, Any] = {"model": MODEL, "prompt": "go on and on", "max_tokens": 60, "temperature": 0}
@@ -177,6 +178,7 @@ def test_answers_go_on_when_a_server_dies_and_end_in_503_when_none_is_left(
         for server in servers[:2]:
             if server.alive:
                 server.kill()
+        monkeypatch.setattr(chain, "REOPEN_TIMEOUT", 0.2)  # nobody will come: there is nothing to wait for
         with pytest.raises(openai.InternalServerError) as raised:
             client.completions.create(**{**asked, "prompt": "another"}, stream=True)  # which has not begun
         assert raised.value.status_code == 503
