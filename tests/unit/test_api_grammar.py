@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from petalnode.node.api.engine.grammar import AnyConstraint, Grammars
+from petalnode.node.api.engine.grammar import AnyConstraint, GrammarConstraint, Grammars
 from petalnode.node.api.engine.requests import Grammar, GrammarKind
 from petalnode.node.api.engine.tools import call_grammar, grammar_after_mark, tool_form
 from petalnode.node.api.errors import ApiError
@@ -97,6 +98,48 @@ def test_a_form_that_cannot_be_kept_is_refused(kind: GrammarKind, text: str, pla
     assert (raised.value.status, raised.value.code) == (400, "invalid_schema")
 
 
+class BusyMatcher:
+    """A matcher that computes until it is told to go on, and may not be asked anything meanwhile."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.computing = False
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        self.computing = True
+        self.begun.set()
+        assert self.go_on.wait(timeout=600)
+        self.computing = False
+
+    def is_stopped(self) -> bool:
+        assert not self.computing, "Already mutably borrowed"
+        return False
+
+    is_error = is_accepting = is_stopped
+
+    def consume_token(self, token: int) -> None:
+        self.is_stopped()
+
+
+def test_a_mask_that_is_computed_late_is_in_nobodys_way() -> None:
+    """A thread that was to compute the mask of the token before begins when that has been chosen."""
+    matcher = BusyMatcher()
+    constraint = GrammarConstraint(matcher, 64)
+    constraint.accept(1)
+    late = threading.Thread(target=constraint.prepare)
+    late.start()
+    assert matcher.begun.wait(timeout=600)
+    assert not constraint.done
+    asked: list[bool] = []
+    other = threading.Thread(target=lambda: asked.append(constraint.complete))
+    other.start()
+    matcher.go_on.set()
+    late.join()
+    other.join()
+    assert asked == [False]
+    constraint.accept(2)
+
+
 def calls_in(text: str) -> list[dict[str, Any]]:
     return [json.loads(call) for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text)]
 
@@ -116,6 +159,39 @@ def test_a_call_that_is_wanted_is_one(which: str, seed: int, request: pytest.Fix
     assert call["arguments"]["at"] in ("a", "b")
     ids = [special_of(loaded)(mark) for mark in MARKS]
     assert which == "plain" or [token for token in made if token in ids] == ids
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"type": "object", "properties": {}},
+        {
+            "title": "f",
+            "properties": {"a": {"type": "boolean"}, "b": {"$ref": "#/$defs/b"}},
+            "$defs": {"b": {"const": 1}},
+        },
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_arguments_that_nothing_names_are_not_made_up(parameters: dict[str, Any], seed: int, plain: Any) -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in "xy"[: seed + 1]]
+    grammars = Grammars(plain, VOCABULARY, (EOS,))
+    for form in (HERMES, MISTRAL):
+        assert form is not None
+        wanted = call_grammar(form, tools, special_of(plain), only=None, many=False)
+        text = plain.decode(answer(grammars.constraint(grammars.checked(wanted)), seed))
+        (call,) = calls_in(text) if form is HERMES else json.loads(text.removeprefix("[TOOL_CALLS]"))
+        assert set(call["arguments"]) <= set(parameters.get("properties", ()))
+
+
+@pytest.mark.parametrize("more", [{"additionalProperties": {"type": "boolean"}}, {"minProperties": 1}])
+def test_arguments_without_a_name_are_left_to_a_schema_that_speaks_of_them(more: dict[str, Any]) -> None:
+    assert HERMES is not None
+    tools = [{"type": "function", "function": {"name": "x", "parameters": {"type": "object", **more}}}]
+    assert f'"arguments": {json.dumps(tools[0]["function"]["parameters"])}' in call_grammar(
+        HERMES, tools, lambda text: None, only=None, many=False
+    )
 
 
 def test_a_list_of_calls(plain: Any) -> None:

@@ -139,17 +139,23 @@ class _PlainTokenizer:
 
 
 class GrammarConstraint:
-    """Of one answer. `prepare` may run in another thread than the other calls.
+    """Of one answer. `prepare` may run in another thread than the other calls, also later than it was asked for.
 
     Attributes:
         done: nothing may follow.
     """
+
+    # What computes a mask has the matcher for itself: whoever asks it anything meanwhile gets an error, so that it is
+    # asked with the lock only, and what is asked at every token (`done`) is noted.
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros((vocabulary + 31) // 32, dtype=np.int32)
         self._forbidden: torch.Tensor | None = None
         self._lock = threading.Lock()
+        self._problem: str | None = None
+        self.done = False
+        self._note()
 
     def prepare(self) -> None:
         """Computes the mask of the next token ahead, while the servers compute its logits. Never raises."""
@@ -157,6 +163,7 @@ class GrammarConstraint:
             if self._forbidden is None:
                 self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
                 self._forbidden = torch.from_numpy(np.unpackbits(self._mask.view(np.uint8), bitorder="little") == 0)
+                self._note()
 
     def apply(self, scores: torch.Tensor) -> None:
         """As `Constraint` says. Raises ApiError if llguidance gives up."""
@@ -171,20 +178,22 @@ class GrammarConstraint:
         with self._lock:
             self._forbidden = None
             self._matcher.consume_token(token)
+            self._note()
         self._check()
-
-    @property
-    def done(self) -> bool:
-        return bool(self._matcher.is_stopped())
 
     @property
     def complete(self) -> bool:
         """Whether what there is follows the grammar, and may end here."""
-        return bool(self._matcher.is_accepting()) or self.done
+        with self._lock:
+            return self.done or bool(self._matcher.is_accepting())
+
+    def _note(self) -> None:
+        self.done = bool(self._matcher.is_stopped())
+        self._problem = self._matcher.get_error() if self._matcher.is_error() else None
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise _refused(self._matcher.get_error())
+        if self._problem is not None:
+            raise _refused(self._problem)
 
 
 class ConstraintAfterMark:

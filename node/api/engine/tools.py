@@ -29,8 +29,10 @@ class ToolForm:
 _HERMES: Final = ToolForm("<tool_call>\n", "\n</tool_call>")
 _MISTRAL: Final = ToolForm("[TOOL_CALLS]", "", listed=True)
 _LLAMA: Final = ToolForm("", "", "parameters")
-_ABOUT_NOTHING: Final = frozenset({"type", "properties", "required", "title", "description", "$schema"})
-"""Keywords of a schema that says nothing about arguments, if there are no properties."""
+_NAMING: Final = frozenset(
+    {"type", "properties", "required", "title", "description", "$schema", "$defs", "definitions", "default", "examples"}
+)
+"""Keywords of a schema that say nothing about properties without a name."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,13 @@ def grammar_after_mark(form: ToolForm, tools: Sequence[dict[str, Any]], special:
 
 
 def _call_rule(form: ToolForm, tools: Sequence[dict[str, Any]], only: str | None, many: bool) -> str:
-    schemas = [_call_schema(form, tool["function"]) for tool in tools if only in (None, tool["function"]["name"])]
-    schema: dict[str, Any] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    functions = [tool["function"] for tool in tools if only in (None, tool["function"]["name"])]
+    place = "#/items" if form.listed else "#"
+    schema: dict[str, Any]
+    if len(functions) == 1:
+        schema = _call_schema(form, functions[0], place)
+    else:
+        schema = {"anyOf": [_call_schema(form, one, f"{place}/anyOf/{index}") for index, one in enumerate(functions)]}
     if form.listed:
         schema = {"type": "array", "items": schema, "minItems": 1, **({} if many else {"maxItems": 1})}
     return f"call: %json {json.dumps({'x-guidance': JSON_FORM, **schema})}"
@@ -102,21 +109,39 @@ def _quoted(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _call_schema(form: ToolForm, function: dict[str, Any]) -> dict[str, Any]:
+def _call_schema(form: ToolForm, function: dict[str, Any], place: str) -> dict[str, Any]:
+    """The schema of a call, which will stand at `place` (a JSON pointer) of another one."""
+    arguments = _moved(_arguments(function["parameters"]), f"{place}/properties/{form.arguments}")
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, form.arguments: _arguments(function["parameters"])},
+        "properties": {"name": {"const": function["name"]}, form.arguments: arguments},
         "required": ["name", form.arguments],
         "additionalProperties": False,
     }
 
 
 def _arguments(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments. Where it names none and asks for nothing else, there are none: such a
-    schema by itself would let any pass, and a model would make some up."""
-    if parameters.get("properties") or not _ABOUT_NOTHING.issuperset(parameters):
+    """The schema of a function's arguments: what it does not name is no argument, unless it speaks of others.
+
+    JSON Schema lets any pass, and a model would make some up.
+    """
+    if not _NAMING.issuperset(parameters):
         return parameters
     return {**parameters, "type": "object", "additionalProperties": False}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema with its references to parts of itself (`#/$defs/...`) as they are where it stands at `place`."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: f"{place}{item[1:]}"
+        if name == "$ref" and isinstance(item, str) and item.startswith("#")
+        else _moved(item, place)
+        for name, item in schema.items()
+    }
 
 
 class ToolText:
