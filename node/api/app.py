@@ -21,10 +21,15 @@ from .http.admission import Admission, AdmissionMiddleware
 from .ollama.endpoints import ollama_routes
 from .openai.endpoints import openai_routes
 from .openai.response_endpoints import response_routes
+from .openai.response_store import ResponseStore
 
 
 def create_app(
-    core: Core, admission: Admission, pages: Sequence[BaseRoute] = (), batches: BatchRunner | None = None
+    core: Core,
+    admission: Admission,
+    pages: Sequence[BaseRoute] = (),
+    batches: BatchRunner | None = None,
+    responses: ResponseStore | None = None,
 ) -> AdmissionMiddleware:
     """The ASGI application.
 
@@ -32,8 +37,9 @@ def create_app(
         pages: routes beside the API, such as `Mount("/", StaticFiles(...))` for a web page. They come after the API's,
             need no key, and are told nothing that does.
         batches: keeps files and batches; its `run` takes what this returns.
+        responses: keeps what /v1/responses goes on from; one of the usual size if none is given.
     """
-    routes = [*openai_routes(core), *response_routes(core), *batch_routes(batches)]
+    routes = [*openai_routes(core), *response_routes(core, responses), *batch_routes(batches)]
     routes += [*anthropic_routes(core), *ollama_routes(core), *pages]
     handlers: Mapping[Any, Any] = {
         ApiError: _error_response,

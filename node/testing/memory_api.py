@@ -16,6 +16,7 @@ from ..api.engine.core import Core
 from ..api.engine.generation import ApiLimits, ServedModel
 from ..api.http.admission import Admission, AdmissionMiddleware
 from ..api.http.server import HttpLimits, serve_http
+from ..api.openai.response_store import ResponseStore
 from ..blocks.client_part import load_client
 from ..client.chat import Text
 from ..client.core import open_client
@@ -75,6 +76,7 @@ def memory_api(
     pages: Callable[[Core], Sequence[BaseRoute]] = lambda core: (),
     batches: BatchRunner | None = None,
     traces: Traces | None = None,
+    responses: ResponseStore | None = None,
 ) -> Iterator[MemoryApi]:
     """The API of the model in `folder`, and of its `models` with adapters, for the length of the block."""
 
@@ -89,7 +91,7 @@ def memory_api(
             url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
             async with open_client(node, identified) as client, trio.open_nursery() as nursery:
                 core = Core(client, local, text, [ServedModel(given.name), *models], limits or ApiLimits())
-                application = create_app(core, admission or Admission(), pages(core), batches)
+                application = create_app(core, admission or Admission(), pages(core), batches, responses)
                 nursery.start_soon(core.conversations.run)
                 if batches is not None:
                     nursery.start_soon(batches.run, application)

@@ -19,7 +19,7 @@ from .response_writer import ResponseWriter
 
 def response_routes(core: Core, store: ResponseStore | None = None) -> list[BaseRoute]:
     """The routes of /v1/responses."""
-    endpoints = _Endpoints(core, store or ResponseStore())
+    endpoints = _Endpoints(core, ResponseStore() if store is None else store)
     return [
         Route("/v1/responses", endpoints.create, methods=["POST"]),
         Route("/v1/responses/input_tokens", endpoints.count, methods=["POST"]),
