@@ -6,7 +6,7 @@ Two servers on loopback, and `petalnode api`, are processes of one compute threa
 HTTP, as a stream of server-sent events, and once by `generate` of the Python API in a thread for each stream, in turns,
 so that both see the same noise. Tokens/s are those of all streams together, from the request to the last token; the
 ratio is that of the medians. `schema` is the time for each token of an answer that is bound to a JSON schema, against
-an answer that is not.
+an answer that is not. Processor time is that of the process that answers: `petalnode api`, or this one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import psutil
 import torch
 from local_swarm import local_swarm
 from rich.console import Console
@@ -51,25 +52,28 @@ class Measured:
 
 
 @contextlib.contextmanager
-def api(model: str, peer: str) -> Iterator[str]:
-    """The URL of `petalnode api`, in a process that keeps no conversations."""
+def api(model: str, peer: str) -> Iterator[tuple[httpx.Client, psutil.Process]]:
+    """A client of `petalnode api` that keeps its connections, as the official ones do, and the process of that, which
+    keeps no conversations."""
     command = [sys.executable, "-m", "petalnode", "api", model, "--peer", peer, "--http-port", "0", "--json"]
     command += ["--no-mdns", "--no-remember", "--keep-sessions", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
         try:
             assert process.stdout is not None
-            yield json.loads(process.stdout.readline())["url"]
+            url = json.loads(process.stdout.readline())["url"]
+            with httpx.Client(base_url=url, timeout=None, trust_env=False) as client:
+                yield client, psutil.Process(process.pid)
         finally:
             process.terminate()
 
 
-def over_http(url: str, prompt: list[int], tokens: int, **fields: Any) -> Measured:
+def over_http(client: httpx.Client, prompt: list[int], tokens: int, **fields: Any) -> Measured:
     asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **fields}
     asked["stream_options"] = {"include_usage": True}
     begun = time.perf_counter()
     first = last = 0.0
     count = 0
-    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=None) as response:
+    with client.stream("POST", "/v1/completions", json=asked) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -104,16 +108,21 @@ def by_python(model: Any, prompt: list[int], tokens: int) -> Measured:
     return Measured(clock.times[1] - begun, clock.times[-1] - begun, len(clock.times) - 1)
 
 
-def together(ask: Callable[[list[int]], Measured], prompts: Sequence[list[int]]) -> tuple[float, float]:
-    """(median seconds to the first token, tokens/s of all) of answers to all prompts at once."""
+def together(
+    ask: Callable[[list[int]], Measured], prompts: Sequence[list[int]], process: psutil.Process
+) -> tuple[float, float, float]:
+    """(median seconds to the first token, tokens/s of all, processor seconds of `process` for each token) of answers to
+    all prompts at once."""
     found: list[Measured] = []
+    before = sum(process.cpu_times()[:2])
     threads = [threading.Thread(target=lambda prompt=prompt: found.append(ask(prompt))) for prompt in prompts]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    seconds = max(measured.last for measured in found)
-    return statistics.median(measured.first for measured in found), sum(one.tokens for one in found) / seconds
+    seconds, tokens = max(measured.last for measured in found), sum(one.tokens for one in found)
+    used = sum(process.cpu_times()[:2]) - before
+    return statistics.median(measured.first for measured in found), tokens / seconds, used / tokens
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -123,7 +132,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     half = blocks // 2
     with (
         local_swarm(options.model, [(0, half), (half, blocks)], "--cache-tokens", "65536") as servers,
-        api(options.model, str(servers[0].ready["addrs"][0])) as url,  # type: ignore[index]
+        api(options.model, str(servers[0].ready["addrs"][0])) as (client, process),  # type: ignore[index]
         AutoDistributedModelForCausalLM.from_pretrained(
             options.model,
             initial_peers=[servers[0].ready["addrs"][0]],  # type: ignore[index]
@@ -139,31 +148,36 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         unending = {str(token): -100 for token in (stop if isinstance(stop, list) else [stop])}
 
         def http(prompt: list[int]) -> Measured:
-            return over_http(url, prompt, options.tokens, logit_bias=unending)
+            return over_http(client, prompt, options.tokens, logit_bias=unending)
 
         def python(prompt: list[int]) -> Measured:
             return by_python(model, prompt, options.tokens)
 
         for count in options.streams:
-            rounds: dict[str, list[tuple[float, float]]] = {"api": [], "python": []}
+            rounds: dict[str, list[tuple[float, float, float]]] = {"api": [], "python": []}
+            ways = (("api", http, process), ("python", python, psutil.Process()))
             for index in range(options.rounds + 1):  # the first one warms up
                 asked = prompts(count)
-                for name, ask in (("api", http), ("python", python))[:: 1 if index % 2 else -1]:
-                    measured = together(ask, asked)
+                for name, ask, answering in ways[:: 1 if index % 2 else -1]:
+                    measured = together(ask, asked, answering)
                     if index:
                         rounds[name].append(measured)
             row: dict[str, Any] = {"streams": count}
             for name, found in rounds.items():
-                row[f"{name}_first_ms"] = round(1000 * statistics.median(first for first, _ in found), 1)
-                row[f"{name}_tokens_per_s"] = round(statistics.median(rate for _, rate in found), 2)
+                row[f"{name}_first_ms"] = round(1000 * statistics.median(first for first, _, _ in found), 1)
+                row[f"{name}_tokens_per_s"] = round(statistics.median(rate for _, rate, _ in found), 2)
+                row[f"{name}_cpu_ms_per_token"] = round(1000 * statistics.median(used for _, _, used in found), 2)
             row["ratio"] = round(row["api_tokens_per_s"] / row["python_tokens_per_s"], 3)
             result["streams"].append(row)
-        result["schema"] = schema_cost(url, prompts, options, unending)
+        result["schema"] = schema_cost(client, prompts, options, unending)
     return result
 
 
 def schema_cost(
-    url: str, prompts: Callable[[int], list[list[int]]], options: argparse.Namespace, unending: dict[str, int]
+    client: httpx.Client,
+    prompts: Callable[[int], list[list[int]]],
+    options: argparse.Namespace,
+    unending: dict[str, int],
 ) -> dict[str, float]:
     """Milliseconds for each token after the first, free and bound; both have a bias, so only the mask differs."""
     form = {"response_format": {"type": "json_schema", "json_schema": {"name": "story", "schema": SCHEMA}}}
@@ -171,7 +185,7 @@ def schema_cost(
     for index in range(2 * options.rounds + 1):
         (prompt,) = prompts(1)
         for name, fields in (("free", {}), ("bound", form))[:: 1 if index % 2 else -1]:
-            one = over_http(url, prompt, options.tokens, logit_bias=unending, **fields)
+            one = over_http(client, prompt, options.tokens, logit_bias=unending, **fields)
             if index:
                 found[name].append(1000 * (one.last - one.first) / max(1, one.tokens - 1))
     free, bound = (statistics.median(found[name]) for name in ("free", "bound"))
@@ -190,11 +204,12 @@ def main() -> None:
     if "--json" in sys.argv:
         print(json.dumps(result))
         return
-    table = Table("streams", "API, first token", "Python, first token", "API, tokens/s", "Python, tokens/s", "ratio")
+    names = ("first token", "tokens/s", "processor ms a token")
+    table = Table("streams", *(f"{way}, {name}" for name in names for way in ("API", "Python")), "ratio")
     for row in result["streams"]:
         firsts = (f"{row['api_first_ms']} ms", f"{row['python_first_ms']} ms")
-        table.add_row(str(row["streams"]), *firsts, *(str(row[f"{name}_tokens_per_s"]) for name in ("api", "python")),
-                      str(row["ratio"]))  # fmt: skip
+        rest = (str(row[f"{way}_{name}"]) for name in ("tokens_per_s", "cpu_ms_per_token") for way in ("api", "python"))
+        table.add_row(str(row["streams"]), *firsts, *rest, str(row["ratio"]))
     console = Console()
     console.print(table)
     schema = result["schema"]

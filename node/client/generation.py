@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -37,6 +38,16 @@ KEEP_SECONDS: Final = 60.0
 
 _PIECE: Final = 64
 """Tokens whose logits are made at once: 12 MB for a vocabulary of 49,152."""
+
+
+@dataclass(frozen=True)
+class _Embedded:
+    """A token that was just chosen, ready to be sent at this position of a session."""
+
+    session: Session
+    position: int
+    token: int
+    chunks: list[WireTensor]
 
 
 class Conversation:
@@ -84,6 +95,7 @@ class Conversation:
         self._keep = 0.0
         self._recovered = 0
         self._waited = Waits()
+        self._embedded: _Embedded | None = None
         self.reused = 0
 
     def keep(self, tokens: Sequence[int], saved: SavedSession | None) -> None:
@@ -197,7 +209,8 @@ class Conversation:
             begun, made = trio.current_time(), len(tokens)
             hidden = await self._advance([*tokens, *draft.tokens], outputs=1 + len(draft.tokens))
             answered = trio.current_time()
-            for token in await trio.to_thread.run_sync(self._choose, answer, hidden, draft.tokens):
+            chosen, self._embedded = await trio.to_thread.run_sync(self._choose, answer, hidden, draft.tokens)
+            for token in chosen:
                 answer.take(token)
             if self._drafter is not None and not answer.is_over:
                 now = trio.current_time()
@@ -305,7 +318,11 @@ class Conversation:
         start = start if start >= len(self._virtual) else 0
         session.position = start
         del self._held[start:]
-        chunks = await trio.to_thread.run_sync(self._embed, tokens[start:], start, session)
+        ready, self._embedded = self._embedded, None
+        if ready is not None and (ready.session, ready.position, [ready.token]) == (session, start, tokens[start:]):
+            chunks = ready.chunks
+        else:
+            chunks = await trio.to_thread.run_sync(self._embed, tokens[start:], start, session)
         out = await session.step(chunks)
         self._held = list(tokens)
         first, answered = len(out), 0
@@ -336,12 +353,21 @@ class Conversation:
             hidden = self._model.embed(torch.tensor([tokens]), position)
         return to_chunks(hidden, session.spec.codec, session.max_step_tokens)
 
-    def _choose(self, answer: Answering, hidden: list[WireTensor], drafted: Sequence[int]) -> list[int]:
+    def _choose(
+        self, answer: Answering, hidden: list[WireTensor], drafted: Sequence[int]
+    ) -> tuple[list[int], _Embedded | None]:
+        """The next tokens. One is also made ready to be sent, which saves another way to a worker thread and back."""
         logits = self._model.head(from_chunks(hidden)[:, -1 - len(drafted) :])[0]
-        return answer.choose(logits, drafted)
+        chosen = answer.choose(logits, drafted)
+        session, position = self._session, len(answer.tokens)
+        if drafted or session is None or chosen[0] in self._stop_tokens:
+            return chosen, None
+        return chosen, _Embedded(session, position, chosen[0], self._embed(chosen, position, session))
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    if left == right[: len(left)]:  # which is what happens at every token
+        return len(left)
     count = 0
     for one, other in zip(left, right, strict=False):
         if one != other:

@@ -169,14 +169,19 @@ class AnswerReceipts:
 
     def keep(self, owner: str, name: str, replies: Sequence[SignedReply]) -> None:
         """Keeps those of the response `name` for the owner of the key that asked."""
-        _, before = self._kept.pop(name, ("", ()))
+        before = self._kept.pop(name, None)
         self._kept[name] = owner, tuple(replies)
-        self._count += len(replies) - len(before)
+        self._count += _room(replies) - (0 if before is None else _room(before[1]))
         while self._count > self._most and len(self._kept) > 1:
             _, (_, dropped) = self._kept.popitem(last=False)
-            self._count -= len(dropped)
+            self._count -= _room(dropped)
 
     def find(self, owner: str, name: str) -> tuple[SignedReply, ...] | None:
         """None if there are none, or they are another owner's."""
         kept_for, replies = self._kept.get(name, ("", ()))
         return replies if name in self._kept and kept_for == owner else None
+
+
+def _room(replies: Sequence[SignedReply]) -> int:
+    """What an answer counts for; one without receipts has a name too."""
+    return max(1, len(replies))

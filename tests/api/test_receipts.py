@@ -167,3 +167,7 @@ def test_only_so_many_receipts_are_kept(answered: tuple[dict[str, Any], dict[str
     book.keep("", "longer", [*replies, *replies, *replies])
     assert book.find("", "long") is None and book.find("", "third") is None
     assert book.find("", "longer") is not None  # the last answer's are kept, however many
+    for number in range(10 * len(replies)):  # those of chains that are compared have none
+        book.keep("", f"empty {number}", [])
+        book.keep("", f"empty {number}", [])
+    assert sum(book.find("", f"empty {number}") is not None for number in range(10 * len(replies))) == 2 * len(replies)
