@@ -62,6 +62,15 @@ def test_every_attack_is_in_the_threat_model_and_is_tested() -> None:
     assert set(named) == {path.name for path in (ROOT / "tests/attacks").glob("test_*.py")}
 
 
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    """`make docs` fails otherwise."""
+    menu = re.findall(r"(?m)^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(menu) == sorted(
+        [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+        + ["changelog.md", "contributing.md"]
+    )
+
+
 @cache
 def commands() -> dict[str, tuple[set[str], set[str]]]:
     """The options and the sub-commands of every command of `petalnode`."""
