@@ -42,7 +42,7 @@ from petalnode import AutoDistributedModelForCausalLM
 from petalnode.node.client.chunks import from_chunks, to_chunks
 from petalnode.node.client.core import SwarmClient
 from petalnode.node.client.generation import Conversation, Sampling
-from petalnode.node.client.session.stream import SessionStream
+from petalnode.node.client.session.answers import AnswerChecks
 from petalnode.node.models import resolve
 from petalnode.node.network.transport.raw_connection import SocketConnection
 
@@ -143,7 +143,7 @@ def client_turns() -> Iterator[list[float]]:
 @contextmanager
 def receipt_checks() -> Iterator[list[float]]:
     """Within it, the milliseconds of computing that each check of a reply's receipt takes in this process."""
-    check = SessionStream._verify
+    check = AnswerChecks._verify
     taken: list[float] = []
 
     async def timed(*arguments: Any) -> Any:
@@ -152,11 +152,11 @@ def receipt_checks() -> Iterator[list[float]]:
         taken.append(1000 * (time.thread_time() - begun))
         return receipt
 
-    SessionStream._verify = timed
+    AnswerChecks._verify = timed
     try:
         yield taken
     finally:
-        SessionStream._verify = check
+        AnswerChecks._verify = check
 
 
 def receipts(model: Any, prompt: torch.Tensor, steps: int) -> dict[str, float]:

@@ -26,7 +26,7 @@ from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
 from .kernels.choice import native_kernels
 from .kernels.packing import use_packed_head
-from .outer_layers import OuterLayers
+from .outer_layers import EarlyLogits, OuterLayers
 from .remote_cache import RemoteCache, RemoteCall
 from .skeleton import BUILDING, BlockList, Skeleton, build, fill
 from .span_adapter import linear_shapes
@@ -182,12 +182,21 @@ class ClientModel:
         return seen[0]
 
     @torch.no_grad()
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, tokens, vocabulary] of what left the last block, [batch, tokens, hidden size]."""
+    def head(self, hidden: torch.Tensor, begin: Callable[[], None] | None = None) -> torch.Tensor:
+        """Logits [batch, tokens, vocabulary] of what left the last block, [batch, tokens, hidden size].
+
+        `begin`, which may only be given where this `is_short`, is called when other threads can run beside it.
+        """
         given = hidden.to(self.device, self.dtype)
         if getattr(self._here, "last", None) is None and self._outer.heads(self.hidden_size, self._logits):
-            return self._outer.head(given)
+            return self._outer.head(given, begin)
         return self._logits(given)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether `embed` and `head` take so little time for one token that another thread is not worth its waking;
+        false before the first `head`."""
+        return self._outer.are_short and not self.is_prompted
 
     @torch.enable_grad()
     def loss_gradient(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -297,9 +306,11 @@ class ClientModel:
             or not self._outer.heads(self.hidden_size, self._logits)
         ):
             return self._whole_forward(*args, **kwargs)
-        self._here.call = RemoteCall(cache, cache.get_seq_length(), mask, kwargs.get("position_ids"))
+        early = EarlyLogits(self._outer) if self._outer.are_short and len(ids) == 1 else None
+        self._here.call = RemoteCall(cache, cache.get_seq_length(), mask, kwargs.get("position_ids"), early)
         hidden = self._run_blocks(self._outer.embed(ids))
-        logits = self._outer.head(hidden[:, -int(kwargs.get("logits_to_keep") or 0) :])
+        last = hidden[:, -int(kwargs.get("logits_to_keep") or 0) :]
+        logits = early.of(last) if early is not None else self._outer.head(last)
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _prepare_remote_cache(self, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> Any:

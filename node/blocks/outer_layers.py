@@ -8,13 +8,18 @@ is called for a step. Models that scale their logits, or add positions to their 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-_PLACES = (0, 7)  # tokens before those whose embeddings are compared
+from .kernels.packing import TiledLinear
+from .kernels.tiles import MOST_ROWS
+
+_PLACES: Final = (0, 7)  # tokens before those whose embeddings are compared
+_SHORT: Final = 0.004  # seconds
 
 
 class OuterLayers:
@@ -22,10 +27,13 @@ class OuterLayers:
 
     Attributes:
         embeds: whether `embed` gives what the decoder gives its blocks; false before `compare_embeddings`.
+        are_short: whether `embed` and `head` may be called, and take so little time for one token on a CPU that waiting
+            for another thread would take longer; false before `heads` was asked.
     """
 
     def __init__(self, model: Any, decoder: nn.Module, layer: nn.Module) -> None:
         self.embeds = False
+        self.are_short = False
         self._model = model
         self._decoder = decoder
         self._layer = layer
@@ -80,16 +88,58 @@ class OuterLayers:
             return False
         self._behind = called[called.index(self._layer) + 1 :]
         try:
-            return _same(self.head(hidden), expected)
+            same = _same(self.head(hidden), expected)
+            self.are_short = same and self.embeds and weight.device.type == "cpu" and self._seconds(hidden) < _SHORT
+            return same
         except (TypeError, RuntimeError):  # what stands behind the blocks is not called like this
             return False
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, tokens, vocabulary] of hidden states [batch, tokens, hidden size]."""
+    def _seconds(self, hidden: torch.Tensor) -> float:
+        """The least of a few calls of `head` for one token."""
+        taken = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            self.head(hidden[:, :1])
+            taken.append(time.perf_counter() - begun)
+        return min(taken)
+
+    def head(self, hidden: torch.Tensor, begin: Callable[[], None] | None = None) -> torch.Tensor:
+        """Logits [batch, tokens, vocabulary] of hidden states [batch, tokens, hidden size].
+
+        `begin` is called when other threads of Python can run beside it.
+        """
         for module in self._behind:
             hidden = module(hidden)
-        logits: torch.Tensor = self._model.get_output_embeddings()(hidden)
+        output = self._model.get_output_embeddings()
+        if begin is not None and isinstance(output, TiledLinear) and output.bias is None:
+            flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+            if flat.dtype == torch.float32 and len(flat) <= MOST_ROWS and not torch.is_grad_enabled():
+                return output.matrix.few(flat, begin).view(*hidden.shape[:-1], -1)
+        if begin is not None:
+            begin()
+        logits: torch.Tensor = output(hidden)
         return logits
+
+
+class EarlyLogits:
+    """The head of a last token whose hidden state may turn out to be another one."""
+
+    def __init__(self, outer: OuterLayers) -> None:
+        self._outer = outer
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @torch.no_grad()
+    def __call__(self, hidden: torch.Tensor, begin: Callable[[], None]) -> None:
+        try:
+            self._found = hidden[:, -1:], self._outer.head(hidden[:, -1:], begin)
+        except (RuntimeError, IndexError):  # who reads the hidden state for good says what is wrong with it
+            self._found = None
+
+    def of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of `hidden` [1, tokens, hidden size]; those that are here if they are of the same values."""
+        if self._found is not None and _same(self._found[0], hidden):
+            return self._found[1]
+        return self._outer.head(hidden)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

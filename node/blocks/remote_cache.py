@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,12 +91,15 @@ class RemoteCall:
         position: tokens of a row that the session holds before this step.
         attention_mask: [batch, position + tokens], 0 at padding; None if nothing is padded.
         position_ids: [batch or 1, tokens]; None counts on, padding included.
+        early: gets the output, in any thread, before it is known to be what will be returned, and what it calls when
+            other threads of Python can run beside it. Must not raise.
     """
 
     cache: RemoteCache | None
     position: int
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None = None
+    early: Callable[[torch.Tensor, Callable[[], None]], None] | None = None
 
     @property
     def left_padding(self) -> tuple[int, ...] | None:

@@ -124,6 +124,7 @@ class SwarmClient(ServerSelection):
         disagreements: of chains that were compared, in all sessions so far.
         totals: of all sessions, those of variants included.
         on_session: is called with each session that has ended, for traces.
+        answering: the conversations that are being answered, those of variants included.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class SwarmClient(ServerSelection):
         self.disagreements: list[Disagreement] = []
         self.totals = SessionTotals()
         self.on_session: OnSession | None = None
+        self.answering: set[object] = set()
 
     def variant(self, *, trusted: TrustedServers, compare_chains: int) -> SwarmClient:
         """A client that demands other things of its sessions, and shares what this one knows of the servers."""

@@ -13,7 +13,7 @@ import trio
 from ...protocols.ids import Span
 from ...protocols.tensors import dtype_name
 from ..blocks.client_part import ClientModel
-from ..errors import BadInput
+from ..errors import BadInput, SwarmError
 from ..swarm.routing import Hop
 from ..trust.receipt_log import SessionLog
 from .chunks import from_chunks, to_chunks
@@ -195,23 +195,43 @@ class Conversation:
             SwarmError: no chain of servers can serve.
         """
         self._check(prompt)
+        self._client.answering.add(self)
+        try:
+            return await self._answer(
+                prompt, sampling, on_token, trio.Event() if stop is None else stop, sampler or Sampler(sampling)
+            )
+        finally:
+            self._client.answering.discard(self)
+
+    async def _answer(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        on_token: Callable[[int], object],
+        stop: trio.Event,
+        sampler: Sampler,
+    ) -> list[int]:
         tokens = [*self._virtual, *prompt]
         begin = len(tokens)
         session = await self._open()
         self.reused = max(0, min(_common_prefix(self._held, tokens), session.position) - len(self._virtual))
         limit = min(self.max_length + len(self._virtual), begin + sampling.max_new_tokens)
-        sampler, stop = sampler or Sampler(sampling), trio.Event() if stop is None else stop
         answer = Answering(tokens, limit, sampler, on_token, stop, self._stop_tokens)
         while not answer.is_over:
             draft = self._guess(tokens, limit - len(tokens) - 1) if len(tokens) > begin else Draft()
             if draft.tokens and await self._check_side_by_side(answer, draft):
                 continue
             begun, made = trio.current_time(), len(tokens)
-            hidden = await self._advance([*tokens, *draft.tokens], outputs=1 + len(draft.tokens))
+            early = _EarlyToken(self._model) if sampler.is_argmax and not draft.tokens and self._is_quick else None
+            hidden = await self._advance([*tokens, *draft.tokens], outputs=1 + len(draft.tokens), early=early)
             answered = trio.current_time()
-            chosen, self._embedded = await trio.to_thread.run_sync(self._choose, answer, hidden, draft.tokens)
-            for token in chosen:
-                answer.take(token)
+            if early is not None and early.answer is hidden[-1]:
+                answered -= early.seconds
+                answer.take(early.token)
+            else:
+                chosen, self._embedded = await trio.to_thread.run_sync(self._choose, answer, hidden, draft.tokens)
+                for token in chosen:
+                    answer.take(token)
             if self._drafter is not None and not answer.is_over:
                 now = trio.current_time()
                 self._note_speed(hidden, now - answered)
@@ -263,6 +283,12 @@ class Conversation:
                 self._held = checking.held
         return len(tokens) > made
 
+    @property
+    def _is_quick(self) -> bool:
+        """Whether one token is embedded and chosen on the trio thread: that takes less than waking another one twice,
+        and nobody else's answer waits for it."""
+        return self._model.is_short and self._soft_prompt is None and len(self._client.answering) == 1
+
     def _guess(self, tokens: list[int], most: int) -> Draft:
         """What may come next, up to `most` tokens; nothing where asking for it gains nothing."""
         if self._drafter is None or most < 1:
@@ -301,17 +327,17 @@ class Conversation:
         if len(prompt) + 1 > self.max_length:
             raise BadInput(f"the prompt has {len(prompt)} tokens, and {self.max_length} is the most with an answer")
 
-    async def _advance(self, tokens: list[int], *, outputs: int) -> list[WireTensor]:
+    async def _advance(self, tokens: list[int], *, outputs: int, early: _EarlyToken | None = None) -> list[WireTensor]:
         """Brings the session to hold all of `tokens`; returns chunks that end in the outputs of the last `outputs`."""
         try:
-            return await self._send(tokens, outputs)
+            return await self._send(tokens, outputs, early)
         except HistoryLost:
             # Taken up from an earlier process, whose inputs are gone: the tokens make them again.
             await self.aclose()
             self._recovered += 1
-            return await self._send(tokens, outputs)
+            return await self._send(tokens, outputs, early)
 
-    async def _send(self, tokens: list[int], outputs: int) -> list[WireTensor]:
+    async def _send(self, tokens: list[int], outputs: int, early: _EarlyToken | None) -> list[WireTensor]:
         session = await self._open()
         # What is to be answered is sent, whether the servers hold it or not.
         start = min(_common_prefix(self._held, tokens), len(tokens) - outputs, session.position)
@@ -321,9 +347,14 @@ class Conversation:
         ready, self._embedded = self._embedded, None
         if ready is not None and (ready.session, ready.position, [ready.token]) == (session, start, tokens[start:]):
             chunks = ready.chunks
+        elif len(tokens) == start + 1 and self._is_quick:
+            chunks = self._embed(tokens[start:], start, session)
         else:
             chunks = await trio.to_thread.run_sync(self._embed, tokens[start:], start, session)
-        out = await session.step(chunks)
+        if isinstance(session, ClientSession):
+            out = await session.step(chunks, early=early)
+        else:
+            out = await session.step(chunks)
         self._held = list(tokens)
         first, answered = len(out), 0
         while answered < outputs:
@@ -363,6 +394,30 @@ class Conversation:
         if drafted or session is None or chosen[0] in self._stop_tokens:
             return chosen, None
         return chosen, _Embedded(session, position, chosen[0], self._embed(chosen, position, session))
+
+
+class _EarlyToken:
+    """Chooses the token of the largest logit while the receipt of the answer that it follows from is checked.
+
+    Attributes:
+        answer: what `token` follows from; None before it has come, or where no token could be chosen.
+        seconds: that it took.
+    """
+
+    def __init__(self, model: ClientModel) -> None:
+        self.answer: WireTensor | None = None
+        self.token = 0
+        self.seconds = 0.0
+        self._model = model
+
+    def __call__(self, answer: WireTensor, begin: Callable[[], None]) -> None:
+        begun = trio.current_time()
+        try:
+            self.token = int(self._model.head(from_chunks([answer])[:, -1:], begin)[0, 0].argmax())
+            self.answer = answer
+        except (SwarmError, RuntimeError):  # who reads the answer for good says what is wrong with it
+            self.answer = None
+        self.seconds = trio.current_time() - begun
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

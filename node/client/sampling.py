@@ -137,6 +137,11 @@ class Sampler:
         else:
             self._generator.seed()
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the token is the one of the largest logit, whatever came before."""
+        return self._plain
+
     def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
         """The token after `tokens`, from logits [vocabulary]. The tokens of the first call are the prompt."""
         if self._prompt is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import trio
 
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
+from petalnode.node.blocks.outer_layers import OuterLayers
 from petalnode.node.client.core import open_client
 from petalnode.node.client.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter
 from petalnode.node.client.generation import Conversation
@@ -134,6 +136,36 @@ def test_an_answer_is_the_same_with_drafts(
     assert drafted == plain and none == DraftCounts() and counts.drafted
     if sampling is GREEDY:
         assert counts.accepted > LENGTH // 4
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["all live", "one is killed"])
+def test_an_answer_is_the_same_on_one_thread(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """Whether the next token is chosen early, on the trio thread, or by another thread after all checks."""
+    in_threads: list[int] = []
+    choose = Conversation._choose
+
+    def counting(conversation: Conversation, *arguments: Any) -> tuple[int, torch.Tensor]:
+        in_threads[-1] += 1
+        return choose(conversation, *arguments)
+
+    def kill_one(made: int) -> None:
+        if made == LENGTH // 2 and killed and len(in_threads) == 2:
+            whole[0].kill()
+
+    whole = [swarm.start(folder, "0:6") for _ in range(2 if killed else 0)]
+    for server in whole:
+        assert server.ready
+    monkeypatch.setattr(Conversation, "_choose", counting)
+    answers = []
+    for seconds in (1.0, 0.0):
+        monkeypatch.setattr(OuterLayers, "_seconds", lambda layers, hidden, seconds=seconds: seconds)
+        in_threads.append(0)
+        answers.append(Chain(swarm, folder).answer(Sampling(LENGTH), drafts=False, on_token=kill_one)[0])
+    assert answers[0] == answers[1] and in_threads == [LENGTH, 1]
+    for server in whole:
+        server.kill()
 
 
 def test_a_stop_ends_an_answer_in_the_middle_of_a_draft(

@@ -391,6 +391,34 @@ def test_an_answer_is_checked_and_told_of() -> None:
     talk(main, log=log)
 
 
+@pytest.mark.parametrize("begins", [True, False], ids=["beside a thread", "alone"])
+def test_an_answer_is_shown_early_and_given_only_when_it_is_checked(begins: bool) -> None:
+    async def main(server: Server, session: SessionStream) -> None:
+        shown: list[bytes] = []
+
+        def early(answer: WireTensor, begin: Callable[[], None]) -> None:
+            for _ in range(2 if begins else 0):  # the second call does nothing
+                begin()
+            shown.append(bytes(answer.payload))
+
+        chunk, output = chunk_of(), chunk_of(5.0, 6.0, 7.0, 8.0)
+        step = await asked(session, chunk)
+        await server.hear()
+        receipt = await server.answer(step, chunk, output)
+        answer = await session.receive(step, chunk, 5.0, early)
+        assert answer is not None and answer.receipt == receipt
+        assert shown == [output.payload] == [answer.chunk.payload]
+
+        step = await asked(session, chunk, 1)
+        await server.hear()
+        await server.answer(step, chunk, signed={"request_hash": bytes(32)})
+        with pytest.raises(ServerCheated, match="something else than what was sent"):
+            await session.receive(step, chunk, 5.0, early)
+        assert len(shown) == 2
+
+    talk(main)
+
+
 def test_a_large_answer_is_checked_as_well() -> None:
     """Off the trio thread."""
 

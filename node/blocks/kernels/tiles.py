@@ -9,10 +9,11 @@ Activations are float32; results are exact to rounding.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Self
 
+import numpy as np
 import torch
 
 from ...errors import MachineError
@@ -193,14 +194,22 @@ class TiledMatrix(QuantisedMatrix):
     def product(self, values: torch.Tensor) -> torch.Tensor:
         if len(values) > MOST_ROWS:
             return self.product_in_pieces(values)
-        given = values.to(torch.float32).contiguous()
-        output = torch.empty(len(given), self.shape[0])
-        scratch = torch.empty(len(given) * self._blocks)
+        return self.few(values.to(torch.float32).contiguous()).to(values.dtype)
+
+    def few(self, values: torch.Tensor, begin: Callable[[], None] | None = None) -> torch.Tensor:
+        """`product` of up to `MOST_ROWS` rows of float32, contiguous.
+
+        `begin` is called when other threads of Python can run for as long as the kernel does, and none could since this
+        was called: so what it wakes does not hold up this one.
+        """
+        output = np.empty((len(values), self.shape[0]), np.float32)  # torch would let others run
+        scratch = np.empty(len(values) * self._blocks, np.float32)
         threads = usable_threads() if self.shape[0] * self.shape[1] >= _WORTH_THREADS else 1
-        self._functions.petalnode_multiply(
-            self._by_reference, given.data_ptr(), len(given), output.data_ptr(), scratch.data_ptr(), threads
-        )
-        return output.to(values.dtype)
+        places = values.data_ptr(), len(values), output.ctypes.data, scratch.ctypes.data
+        if begin is not None:
+            begin()
+        self._functions.petalnode_multiply(self._by_reference, *places, threads)
+        return torch.from_numpy(output)
 
 
 class StoredMatrix(TiledMatrix):

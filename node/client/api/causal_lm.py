@@ -172,7 +172,8 @@ class DistributedModelForCausalLM(DistributedModel):
             raise BadInput("deep prompts and LoRA have to be given when a session is opened: generate without session=")
         if session.position > call.position:
             session.position = call.position
-        return session.step(hidden, reorder=cache.take_reorder() or (), left_padding=padding)
+        reorder = cache.take_reorder() or ()
+        return session.step(hidden, reorder=reorder, left_padding=padding, early=call.early)
 
 
 def _shared(held: list[list[int]] | None, wanted: list[list[int]]) -> int:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ...errors import BadInput, PetalnodeError
 from ..chunks import from_chunks, to_chunks
 from ..core import SwarmClient
 from ..session.compared_session import Session
+from ..session.session import ClientSession
 from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
 from .runtime import TrioThread
@@ -108,7 +110,12 @@ class InferenceSession:
             self.tokens = [row[:position] for row in self.tokens]
 
     def step(
-        self, hidden: torch.Tensor, *, reorder: Sequence[int] = (), left_padding: Sequence[int] = ()
+        self,
+        hidden: torch.Tensor,
+        *,
+        reorder: Sequence[int] = (),
+        left_padding: Sequence[int] = (),
+        early: Callable[[torch.Tensor, Callable[[], None]], None] | None = None,
     ) -> torch.Tensor:
         """Runs the next tokens of every row through the blocks and keeps them in the servers' caches.
 
@@ -116,6 +123,9 @@ class InferenceSession:
             hidden: float [batch, tokens, hidden]; float32, float16 or bfloat16, any device.
             reorder: per row, the row whose cache it continues (beam search).
             left_padding: per row, how many of its first tokens are padding. First step only.
+            early: gets what the last server answered, in another thread, while its receipt is checked, and what it has
+                to call when other threads can run beside it. If it is not what is returned, it is of no worth. Must not
+                raise, and is to be short.
 
         Returns:
             The same shape, dtype and device.
@@ -135,7 +145,10 @@ class InferenceSession:
             elif hidden.shape[0] != session.spec.batch:
                 raise BadInput(f"this session has {session.spec.batch} rows, not {hidden.shape[0]}")
             chunks = to_chunks(hidden, session.spec.codec, session.max_step_tokens)
-            output = from_chunks(self._runtime.call(session.step, chunks, tuple(reorder)))
+            step = session.step
+            if early is not None and isinstance(session, ClientSession):
+                step = partial(session.step, early=lambda answer, begin: early(from_chunks([answer]), begin))
+            output = from_chunks(self._runtime.call(step, chunks, tuple(reorder)))
             return output.to(hidden.device)
 
     def _open(self, hidden: torch.Tensor, left_padding: Sequence[int]) -> Session:

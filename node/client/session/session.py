@@ -22,6 +22,7 @@ from ...swarm.routing import Hop
 from ..deadlines import RESUME_TIMEOUT, Waits
 from ..request import WireTensor
 from ..router import Router
+from .answers import Early
 from .chain import Chain, Trouble
 from .flight import Flight
 from .history import Input, InputHistory
@@ -181,10 +182,13 @@ class ClientSession:
         self._closed = True
         await self._chain.end()
 
-    async def step(self, chunks: Sequence[WireTensor], reorder: Sequence[int] = ()) -> list[WireTensor]:
+    async def step(
+        self, chunks: Sequence[WireTensor], reorder: Sequence[int] = (), *, early: Early | None = None
+    ) -> list[WireTensor]:
         """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers.
 
         `reorder` says for each row whose cache it continues, before the first chunk. Servers that fail are replaced.
+        `early` gets the last server's answer to a single chunk while its receipt is checked.
         If the step raises or is cancelled, the session still holds what it held before, and goes on when servers are
         back; but not after a step with a reorder, which some servers have carried out then and others have not.
 
@@ -209,7 +213,7 @@ class ClientSession:
             if len(inputs) == 1:
                 # Rows that change places twice are wrong: no step with a reorder may be where we cannot see it.
                 push = self.spec.push and not reorder and not self._relays_next
-                out = [await self._run(self._chain.links, inputs[0], push=push)]
+                out = [await self._run(self._chain.links, inputs[0], push=push, early=early)]
             else:
                 out = await self._pipeline(inputs)
             self._torn = self._relays_next = False
@@ -253,8 +257,8 @@ class ClientSession:
             finally:
                 self._position = flight.position
 
-    async def _run(self, links: list[ServerLink], step: Input, *, push: bool) -> WireTensor:
-        return await StepRun(self._chain, links, step, push=push).run()
+    async def _run(self, links: list[ServerLink], step: Input, *, push: bool, early: Early | None = None) -> WireTensor:
+        return await StepRun(self._chain, links, step, push=push, early=early).run()
 
     async def _pipeline(self, inputs: Sequence[Input]) -> list[WireTensor]:
         """Runs many steps at once, each server on another one."""

@@ -18,6 +18,7 @@ from ...errors import BadInput, ServerCheated, ServerFailed, SwarmError, unwrapp
 from ...swarm.routing import Hop
 from ..deadlines import PUSH_RETRY, RECOVERY_TIMEOUT, STANDBY_POLL, WaitCause, push_patience
 from ..request import PushedOther, StreamLost, WireTensor, blames_request
+from .answers import Answer, Early
 from .chain import Chain, Trouble
 from .history import Input
 from .link import ServerLink
@@ -40,7 +41,6 @@ from .recovery import (
     begin_step,
     next_action,
 )
-from .stream import Answer
 
 UNWATCHED_BYTES: Final = 1 << 16
 """Of a step that is sent without a look at how long that takes: it fits the least window of a stream (256 KiB)."""
@@ -52,19 +52,28 @@ class StepRun:
 
     With `push` the first server is given the other servers, and each pushes its output to the next one; this client
     sends a step only where that has failed. `before`: tokens of a row that are under way in steps before this one.
+    `early` gets what the last server answers while its receipt is checked.
 
     Attributes:
         smooth: no server was replaced or reconnected so far.
     """
 
     def __init__(
-        self, chain: Chain, links: list[ServerLink], step: Input, *, push: bool, before: int | None = None
+        self,
+        chain: Chain,
+        links: list[ServerLink],
+        step: Input,
+        *,
+        push: bool,
+        before: int | None = None,
+        early: Early | None = None,
     ) -> None:
         self.smooth = True
         self._chain = chain
         self._links = links
         self._step = step
         self._push = push
+        self._early = early
         self._before = before or 0
         self._alone = before is None
         self._sent_ahead = False
@@ -133,6 +142,10 @@ class StepRun:
     @property
     def _link(self) -> ServerLink:
         return self._links[self._index]
+
+    @property
+    def _early_here(self) -> Early | None:
+        return self._early if self._index == len(self._links) - 1 else None
 
     async def _carry_out(self, action: StepAction) -> StepEvent:
         match action:
@@ -240,14 +253,14 @@ class StepRun:
             self._begin()
             self._pushed, self._pushed_before = True, link.server.pushed_steps
             patient = min(patient, push_patience(round_trip, nbytes))
-        answer = await link.server.receive(asked, self._chunk, patient)
+        answer = await link.server.receive(asked, self._chunk, patient, self._early_here)
         return Signal.LATE if answer is None else self._answered(answer, phase)
 
     async def _receive_late(self, link: ServerLink, asked: wire.Step) -> StepEvent:
         self._chain.router.suspect(link.server.hop.peer_id)  # before another step of this client asks it
         while self._deadline is not None and trio.current_time() < self._deadline:
             self._chain.prepare_standby(link, late=True)
-            answer = await link.server.receive(asked, self._chunk, STANDBY_POLL)
+            answer = await link.server.receive(asked, self._chunk, STANDBY_POLL, self._early_here)
             if answer is not None:
                 return self._answered(answer, "late")
             if link.standby_ready:

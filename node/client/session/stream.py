@@ -2,90 +2,29 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final
 
 import trio
 
 from ....crypto.credits import Clearing
-from ....crypto.evidence import NotProven, check_equivocation
 from ....crypto.identity import peer_id_to_bytes
-from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.credits import clearing_to_wire
-from ....protocols.framing import MessageStream, PeerError, all_finite
-from ....protocols.ids import PROTOCOL_VERSION, Span
-from ....protocols.inference import LOOK_BACK, MAX_SEQUENCE, STEP_TOKENS, hash_of_step, root_of, sha256
+from ....protocols.framing import PeerError
+from ....protocols.ids import PROTOCOL_VERSION
+from ....protocols.inference import MAX_SEQUENCE, STEP_TOKENS, root_of
 from ...errors import ServerFailed
 from ...swarm.routing import Hop
-from ...swarm.trusted_servers import TrustedServers
 from ...trust.receipt_log import SessionLog
 from ..deadlines import PATH_KEEP, SEND_TIMEOUT
-from ..request import OutstandingReplies, PushedOther, ServerClaims, ServerStream, StreamLost, WireTensor, close_stream
+from ..request import OutstandingReplies, ServerClaims, StreamLost, WireTensor, close_stream
+from .answers import Answer, AnswerChecks, Early, HopTiming, InferenceStream, SessionSpec
 
-if TYPE_CHECKING:
-    from ..session_adapter import SessionAdapter
-    from .trace import SessionTrace
-
-InferenceStream = MessageStream[wire.InferenceFrame]
-
-_HASH_INLINE: Final = 64 * 1024
-"""Payloads above this are hashed in a worker thread: 64 KiB take 30 us."""
+__all__ = ["Answer", "HopTiming", "InferenceStream", "OutstandingReplies", "SessionSpec", "SessionStream"]
 
 
-@dataclass(frozen=True)
-class SessionSpec:
-    """What a session is opened for. Timeouts in seconds.
-
-    `push` lets servers send their outputs to each other, those of `trusted` to each other only. `keep`: closing leaves
-    the session at the servers for so many seconds; when only a stream is lost they keep it for a while in any case.
-    """
-
-    model_version: bytes
-    span: Span
-    batch: int
-    max_length: int
-    left_padding: tuple[int, ...] = ()
-    codec: str = "none"
-    dtype: str = "float32"
-    cache_wait: float = 10.0
-    step_timeout: float = 60.0
-    push: bool = True
-    keep: float = 0.0
-    adapter: SessionAdapter | None = None
-    trusted: TrustedServers = field(default_factory=TrustedServers)
-    trace: SessionTrace | None = field(default=None, compare=False)
-
-    @property
-    def adapter_hash(self) -> bytes:
-        """Empty without an adapter."""
-        return self.adapter.hash if self.adapter is not None else b""
-
-
-@dataclass(frozen=True)
-class HopTiming:
-    """Where the time of one server's last step went, in seconds; `total` is measured at the client, from the moment
-    that the server's input was there to its answer."""
-
-    peer_id: str
-    total: float
-    queue: float
-    compute: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A checked reply. `handed_on`: the server has pushed its output to the next one of the chain."""
-
-    chunk: WireTensor
-    receipt: Receipt
-    handed_on: bool
-
-
-class SessionStream(ServerStream[wire.InferenceFrame]):
+class SessionStream(AnswerChecks):
     """One granted session at one server.
 
     Calls may be cancelled: an answer that nobody waits for any more is skipped when the next one is read.
@@ -94,14 +33,10 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         round_trip: seconds to the server and back, the least that was seen.
         generation: grows with every stream that takes the place of another.
         held: the sequence number of the last step that the server had done when the stream was changed.
-        draining: the server has said that it will stop.
-        pushed_steps: how many steps came to it from the server before it.
         bytes_sent, bytes_received: tensor bytes between this client and the server.
 
     `claims` are what the server has announced, to which it is held; `log` keeps its receipts.
     """
-
-    _granted: wire.Granted
 
     def __init__(
         self,
@@ -114,29 +49,15 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         claims: ServerClaims | None = None,
         log: SessionLog | None = None,
     ) -> None:
-        super().__init__(stream, hop, spec.model_version, client, claims, nonce)
-        self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
-        self.draining = False
-        self.pushed_steps = 0
+        super().__init__(stream, hop, spec, client, nonce, claims=claims, log=log)
         self.bytes_sent = 0
         self.bytes_received = 0
         self.round_trip = float("inf")
         self.generation = 0
         self.held = 0
-        self._spec = spec
-        self._granted = wire.Granted()
-        self._answered = 0
         self._due = OutstandingReplies()
-        self._targeted = False  # another server was told where to push steps of this session to
-        self._upstreams: deque[bytes] = deque(maxlen=LOOK_BACK)  # receipts that came with steps
-        self._log = log
         self._sent: tuple[int, InferenceStream] | None = None  # the last step that was sent, and on what
         self._attempt = 0
-
-    @property
-    def log(self) -> SessionLog | None:
-        """Its receipts; None if nobody keeps them."""
-        return self._log
 
     @property
     def max_step_tokens(self) -> int:
@@ -292,7 +213,7 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
         return answer.chunk
 
     async def send(self, step: wire.Step, chunk: WireTensor) -> None:
-        """Sends a step. Raises StreamLost: the server is gone or does not read."""
+        """Raises StreamLost: the server is gone or does not read."""
         self._sent = step.sequence, self._stream
         self._due.ask(step.sequence)
         if self._log is not None:
@@ -304,8 +225,12 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
             raise self._lost(error) from error
         self.bytes_sent += len(chunk.payload)
 
-    async def receive(self, step: wire.Step, chunk: WireTensor, timeout: float) -> Answer | None:
+    async def receive(
+        self, step: wire.Step, chunk: WireTensor, timeout: float, early: Early | None = None
+    ) -> Answer | None:
         """The answer to `step`, which took `chunk`, whoever sent it; None if it did not come within `timeout` seconds.
+
+        `early` gets what came while its receipt is checked.
 
         Raises:
             StreamLost: the stream has ended, or another one has taken its place without the step.
@@ -337,106 +262,11 @@ class SessionStream(ServerStream[wire.InferenceFrame]):
                 if not due:
                     raise self._failed(f"it answered step {frame.reply.sequence} more often than it was asked")
                 continue
-            return await self._checked(frame.reply, answer, step, chunk, begun)
+            return await self._checked(frame.reply, answer, step, chunk, begun, early)
 
     def silent(self, seconds: float) -> ServerFailed:
         """The error of a server that did not answer for so long."""
         return self._failed(f"it did not answer for {seconds:.0f} s")
-
-    # --- checking answers
-
-    def _skip(self, reply: wire.Reply) -> None:
-        """An answer that nobody wants any more still is a part of the chain of receipts."""
-        receipt = self._receipt_of(reply.receipt)
-        if reply.sequence <= self._answered:
-            self._check_copy(receipt)
-            return
-        if receipt.previous_receipt != self._last_receipt or not receipt.is_signed_by(self.hop.peer_id):
-            raise self._cheated("its receipts do not follow each other")
-        self._answered = reply.sequence
-        self._last_receipt = receipt.hash()
-        if self._log is not None:
-            self._log.answered(reply.sequence, receipt, None)
-
-    def _check_copy(self, receipt: Receipt) -> None:
-        """A reply that comes once more has to be the one that came."""
-        first = self._log.find(receipt.sequence) if self._log is not None else None
-        if first is None or first == receipt:
-            return
-        try:
-            what = check_equivocation(self.hop.peer_id, first, receipt)
-        except NotProven:
-            raise self._cheated("what it sends once more is not what it sent before") from None
-        raise self._cheated(what, (first, receipt))
-
-    async def _checked(
-        self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor, begun: float
-    ) -> Answer:
-        self._check_form(reply, answer, step, chunk)
-        total = trio.current_time() - begun
-        self.timing = HopTiming(self.hop.peer_id, total, reply.queue_us / 1e6, reply.compute_us / 1e6)
-
-        receipt = await self._verify(reply, answer, step, chunk)
-        self.draining = reply.draining
-        self.pushed_steps += reply.pushed
-        return Answer(answer, receipt, reply.handed_on)
-
-    async def _verify(self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor) -> Receipt:
-        """Hashes what was sent and came back, and checks the receipt for it."""
-
-        def look() -> tuple[bytes, bytes, bool]:
-            return sha256(chunk.payload), sha256(answer.payload), all_finite(answer.tensor, answer.payload)
-
-        large = len(chunk.payload) > _HASH_INLINE
-        input_hash, output_hash, finite = await trio.to_thread.run_sync(look) if large else look()
-        if not finite:
-            raise self._failed("it answered NaN or infinity")
-        pushed = self._receipt_of(reply.receipt) if reply.pushed and step.previous_receipt else None
-        other = pushed is not None and pushed.upstream_receipt not in (b"", step.previous_receipt)
-        receipt = self._check_receipt(
-            reply.receipt,
-            sequence=step.sequence,
-            request_hash=pushed.request_hash if pushed and other else hash_of_step(step, chunk.tensor, input_hash),
-            reply_hash=output_hash,
-            previous=self._last_receipt,
-            upstream=pushed.upstream_receipt if pushed and other else step.previous_receipt,
-            adapter=self._spec.adapter_hash,
-        )
-        self._last_receipt, self._answered = receipt.hash(), reply.sequence
-        if self._log is not None:
-            if not other:
-                self._log.asked(step, chunk.tensor, chunk.payload)
-            self._log.answered(step.sequence, receipt, None if other else answer.payload)
-        if other:
-            raise self._pushed_other(reply, receipt)
-        self._upstreams.append(step.previous_receipt)
-        return receipt
-
-    def _pushed_other(self, reply: wire.Reply, receipt: Receipt) -> ServerFailed:
-        """The error of a server that signs for another input than the server before it has answered."""
-        shown = self._receipt_of(reply.upstream) if reply.HasField("upstream") else None
-        if not self._targeted or receipt.upstream_receipt in self._upstreams:
-            return self._cheated("it signs for a push that nobody can have made, or for an earlier one once more")
-        if shown is not None and shown.hash() != receipt.upstream_receipt:
-            return self._cheated("the receipt that it shows of the server before it is not the one that it signed for")
-        what = self._failed("it was pushed something else than the server before it has answered")
-        return PushedOther(str(what), self.hop.peer_id, shown)
-
-    def _check_form(self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor) -> None:
-        """Checks what needs no receipt: step, position, shape, size.
-
-        Raises:
-            ServerFailed: nobody has signed this, so it proves nothing; but it is of no use.
-        """
-        tensor, asked = answer.tensor, chunk.tensor
-        if reply.sequence != step.sequence:
-            raise self._failed(f"it answered step {reply.sequence}, which nobody has sent")
-        if (list(tensor.shape), tensor.dtype, tensor.codec) != (list(asked.shape), asked.dtype, asked.codec):
-            raise self._failed(f"it answered a tensor of {list(asked.shape)} with one of {list(tensor.shape)}")
-        if len(answer.payload) != len(chunk.payload):
-            raise self._failed(f"it answered {len(answer.payload)} bytes for a tensor of {len(chunk.payload)}")
-        if reply.position != step.position + chunk.tokens:
-            raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
 
     # --- leaving
 

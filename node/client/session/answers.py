@@ -1,0 +1,273 @@
+"""What a session's server answered, and whether it is what was asked for, as its receipt has to say."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import trio
+
+from ....crypto.evidence import NotProven, check_equivocation
+from ....crypto.receipts import Receipt
+from ....protocols import wire_pb2 as wire
+from ....protocols.framing import MessageStream, all_finite
+from ....protocols.ids import Span
+from ....protocols.inference import LOOK_BACK, hash_of_step, sha256
+from ...errors import ServerFailed
+from ...swarm.routing import Hop
+from ...swarm.trusted_servers import TrustedServers
+from ...trust.receipt_log import SessionLog
+from ..request import PushedOther, ServerClaims, ServerStream, WireTensor
+
+if TYPE_CHECKING:
+    from ..session_adapter import SessionAdapter
+    from .trace import SessionTrace
+
+T = TypeVar("T")
+InferenceStream = MessageStream[wire.InferenceFrame]
+Early = Callable[[WireTensor, Callable[[], None]], None]
+"""Gets what the last server of a chain answered before its receipt is checked, on the trio thread, and may compute
+something short of it, to be dropped if the step's output turns out to be another object. It calls the function that it
+is given when other threads of Python can run beside it: the check then does. Must not raise."""
+
+_HASH_INLINE: Final = 64 * 1024
+"""Payloads above this are hashed in a worker thread: 64 KiB take 30 us."""
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """What a session is opened for. Timeouts in seconds.
+
+    `push` lets servers send their outputs to each other, those of `trusted` to each other only. `keep`: closing leaves
+    the session at the servers for so many seconds; when only a stream is lost they keep it for a while in any case.
+    """
+
+    model_version: bytes
+    span: Span
+    batch: int
+    max_length: int
+    left_padding: tuple[int, ...] = ()
+    codec: str = "none"
+    dtype: str = "float32"
+    cache_wait: float = 10.0
+    step_timeout: float = 60.0
+    push: bool = True
+    keep: float = 0.0
+    adapter: SessionAdapter | None = None
+    trusted: TrustedServers = field(default_factory=TrustedServers)
+    trace: SessionTrace | None = field(default=None, compare=False)
+
+    @property
+    def adapter_hash(self) -> bytes:
+        """Empty without an adapter."""
+        return self.adapter.hash if self.adapter is not None else b""
+
+
+@dataclass(frozen=True)
+class HopTiming:
+    """Where the time of one server's last step went, in seconds; `total` is measured at the client, from the moment
+    that the server's input was there to its answer."""
+
+    peer_id: str
+    total: float
+    queue: float
+    compute: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A checked reply. `handed_on`: the server has pushed its output to the next one of the chain."""
+
+    chunk: WireTensor
+    receipt: Receipt
+    handed_on: bool
+
+
+class Beside(Generic[T]):
+    """`work` in a thread that is kept warm, beside what the trio thread does until it asks for the result."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._started = False
+        self._finished = threading.Event()
+        self._outcome: Any = None
+
+    def start(self) -> None:
+        """Only the first call does anything."""
+        if not self._started:
+            self._started = True
+            trio.lowlevel.start_thread_soon(self._work, self._deliver)
+
+    def _deliver(self, outcome: Any) -> None:
+        self._outcome = outcome
+        self._finished.set()
+
+    async def result(self) -> T:
+        """What `work` returned or raised; returns at once if that has ended. Where it was not started, it runs here."""
+        if not self._started:
+            return self._work()
+        if not self._finished.is_set():
+            with trio.CancelScope(shield=True):  # it computes for less than a millisecond
+                await trio.to_thread.run_sync(self._finished.wait)
+        result: T = self._outcome.unwrap()
+        return result
+
+
+class AnswerChecks(ServerStream[wire.InferenceFrame]):
+    """Checks the answers of one session at one server.
+
+    Attributes:
+        timing: where the time of its last step went.
+        draining: the server has said that it will stop.
+        pushed_steps: how many steps came to it from the server before it.
+    """
+
+    _granted: wire.Granted
+
+    def __init__(
+        self,
+        stream: InferenceStream,
+        hop: Hop,
+        spec: SessionSpec,
+        client: str,
+        nonce: bytes | None,
+        *,
+        claims: ServerClaims | None,
+        log: SessionLog | None,
+    ) -> None:
+        super().__init__(stream, hop, spec.model_version, client, claims, nonce)
+        self.timing = HopTiming(hop.peer_id, 0.0, 0.0, 0.0)
+        self.draining = False
+        self.pushed_steps = 0
+        self._spec = spec
+        self._granted = wire.Granted()
+        self._answered = 0
+        self._targeted = False  # another server was told where to push steps of this session to
+        self._upstreams: deque[bytes] = deque(maxlen=LOOK_BACK)  # receipts that came with steps
+        self._log = log
+
+    @property
+    def log(self) -> SessionLog | None:
+        """Its receipts; None if nobody keeps them."""
+        return self._log
+
+    def _skip(self, reply: wire.Reply) -> None:
+        """An answer that nobody wants any more still is a part of the chain of receipts."""
+        receipt = self._receipt_of(reply.receipt)
+        if reply.sequence <= self._answered:
+            self._check_copy(receipt)
+            return
+        if receipt.previous_receipt != self._last_receipt or not receipt.is_signed_by(self.hop.peer_id):
+            raise self._cheated("its receipts do not follow each other")
+        self._answered = reply.sequence
+        self._last_receipt = receipt.hash()
+        if self._log is not None:
+            self._log.answered(reply.sequence, receipt, None)
+
+    def _check_copy(self, receipt: Receipt) -> None:
+        """A reply that comes once more has to be the one that came."""
+        first = self._log.find(receipt.sequence) if self._log is not None else None
+        if first is None or first == receipt:
+            return
+        try:
+            what = check_equivocation(self.hop.peer_id, first, receipt)
+        except NotProven:
+            raise self._cheated("what it sends once more is not what it sent before") from None
+        raise self._cheated(what, (first, receipt))
+
+    async def _checked(
+        self,
+        reply: wire.Reply,
+        answer: WireTensor,
+        step: wire.Step,
+        chunk: WireTensor,
+        begun: float,
+        early: Early | None,
+    ) -> Answer:
+        self._check_form(reply, answer, step, chunk)
+        total = trio.current_time() - begun
+        self.timing = HopTiming(self.hop.peer_id, total, reply.queue_us / 1e6, reply.compute_us / 1e6)
+
+        receipt = await self._verify(reply, answer, step, chunk, early)
+        self.draining = reply.draining
+        self.pushed_steps += reply.pushed
+        return Answer(answer, receipt, reply.handed_on)
+
+    async def _verify(
+        self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor, early: Early | None = None
+    ) -> Receipt:
+        """Hashes what was sent and came back, and checks the receipt for it; meanwhile `early` gets the answer."""
+        check = partial(self._check_answer, reply, answer, step, chunk)
+        if early is not None:
+            checking = Beside(check)
+            early(answer, checking.start)
+            receipt, hashed, other = await checking.result()
+        elif len(chunk.payload) > _HASH_INLINE:
+            receipt, hashed, other = await trio.to_thread.run_sync(check)
+        else:
+            receipt, hashed, other = check()
+        self._last_receipt, self._answered = hashed, reply.sequence
+        if self._log is not None:
+            if not other:
+                self._log.asked(step, chunk.tensor, chunk.payload)
+            self._log.answered(step.sequence, receipt, None if other else answer.payload)
+        if other:
+            raise self._pushed_other(reply, receipt)
+        self._upstreams.append(step.previous_receipt)
+        return receipt
+
+    def _check_answer(
+        self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor
+    ) -> tuple[Receipt, bytes, bool]:
+        """The receipt, its hash, and whether it is for another input, which the server before has pushed. Changes
+        nothing, and may run in a thread.
+
+        Raises:
+            ServerCheated: the receipt is not this server's for what was sent and came back.
+            ServerFailed: values that are none.
+        """
+        if not all_finite(answer.tensor, answer.payload):
+            raise self._failed("it answered NaN or infinity")
+        pushed = self._receipt_of(reply.receipt) if reply.pushed and step.previous_receipt else None
+        other = pushed is not None and pushed.upstream_receipt not in (b"", step.previous_receipt)
+        asked = hash_of_step(step, chunk.tensor, sha256(chunk.payload))
+        receipt = self._check_receipt(
+            reply.receipt,
+            sequence=step.sequence,
+            request_hash=pushed.request_hash if pushed and other else asked,
+            reply_hash=sha256(answer.payload),
+            previous=self._last_receipt,
+            upstream=pushed.upstream_receipt if pushed and other else step.previous_receipt,
+            adapter=self._spec.adapter_hash,
+        )
+        return receipt, receipt.hash(), other
+
+    def _pushed_other(self, reply: wire.Reply, receipt: Receipt) -> ServerFailed:
+        """The error of a server that signs for another input than the server before it has answered."""
+        shown = self._receipt_of(reply.upstream) if reply.HasField("upstream") else None
+        if not self._targeted or receipt.upstream_receipt in self._upstreams:
+            return self._cheated("it signs for a push that nobody can have made, or for an earlier one once more")
+        if shown is not None and shown.hash() != receipt.upstream_receipt:
+            return self._cheated("the receipt that it shows of the server before it is not the one that it signed for")
+        what = self._failed("it was pushed something else than the server before it has answered")
+        return PushedOther(str(what), self.hop.peer_id, shown)
+
+    def _check_form(self, reply: wire.Reply, answer: WireTensor, step: wire.Step, chunk: WireTensor) -> None:
+        """Checks what needs no receipt: step, position, shape, size.
+
+        Raises:
+            ServerFailed: nobody has signed this, so it proves nothing; but it is of no use.
+        """
+        tensor, asked = answer.tensor, chunk.tensor
+        if reply.sequence != step.sequence:
+            raise self._failed(f"it answered step {reply.sequence}, which nobody has sent")
+        if (list(tensor.shape), tensor.dtype, tensor.codec) != (list(asked.shape), asked.dtype, asked.codec):
+            raise self._failed(f"it answered a tensor of {list(asked.shape)} with one of {list(tensor.shape)}")
+        if len(answer.payload) != len(chunk.payload):
+            raise self._failed(f"it answered {len(answer.payload)} bytes for a tensor of {len(chunk.payload)}")
+        if reply.position != step.position + chunk.tokens:
+            raise self._failed(f"it holds {reply.position} tokens after a step that ends at another position")
