@@ -46,8 +46,8 @@ STANDS_FOR: Final = {
 UNTIL_NETWORK, PARSED = "checked until it asks the network", "parsed"
 NOT_RUN: Final = (
     (r"petalnode serve\b", UNTIL_NETWORK, "it runs until it is stopped; test_placement.py and others start servers"),
-    (r"petalnode api (?!--new)", UNTIL_NETWORK, "it runs until it is stopped; test_api_process.py runs it"),
-    (r"petalnode validate (?!.*--once)", UNTIL_NETWORK, "it runs until it is stopped"),
+    (r"petalnode api\b(?! --new)", UNTIL_NETWORK, "it runs until it is stopped; test_api_process.py runs it"),
+    (r"petalnode validate\b(?!.*--once)", UNTIL_NETWORK, "it runs until it is stopped"),
     (r"petalnode status --watch", UNTIL_NETWORK, "it runs until it is stopped; test_status.py draws its pictures"),
     (r"petalnode bootstrap\b", UNTIL_NETWORK, "it runs until it is stopped"),
     (r"--compare-chains", UNTIL_NETWORK, "three servers; test_compared_chains.py runs it"),
