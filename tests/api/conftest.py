@@ -55,9 +55,11 @@ def served(api_model: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def api(served: Served) -> Iterator[MemoryApi]:
+    from petalnode.node.api.engine.generation import ApiLimits
     from petalnode.node.testing.memory_api import memory_api
 
-    with memory_api(served.swarm, served.folder) as running:
+    # How long a form may take to be made ready is the subject of tests of its own.
+    with memory_api(served.swarm, served.folder, limits=ApiLimits(grammar_seconds=600)) as running:
         yield running
 
 
