@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_RETRACT_DEADLINE: Final = 1.0
+_RETRACT_DEADLINE: Final = 3.0  # seconds: several round trips across an ocean, or on a busy machine
 _MANIFEST_IDLE: Final = 60.0
 
 F = TypeVar("F", bound=Message)
@@ -228,7 +228,7 @@ class Swarm(MessageStreams):
         self._announcer.announce(announcement)
 
     async def retract(self) -> None:
-        """Sends a retraction to all who may know this server, within a second, and announces no more."""
+        """Sends a retraction to all who may know this server, within 3 s, and announces no more."""
         with trio.CancelScope(deadline=trio.current_time() + _RETRACT_DEADLINE, shield=True):
             await self._announcer.retract()
 
