@@ -1,6 +1,7 @@
 """Tokens a second over a wide area with and without drafts, on three kinds of text.
 
     sudo python benchmarks/drafts.py [--json] [--model smollm2] [--rtts 20 50 100 200] [--servers 3] [--tokens 140]
+        [--draft MODEL]
 
 Every server and the client is a process on a host of its own (`delay_bridge.py`), with the same round trip between
 any two. The texts: `re-emitted`, a file of the prompt that is to be written once more with a small edit; `ordinary`, an
@@ -29,6 +30,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.chat import ChatMessage, Text
 from petalnode.node.client.core import open_client
+from petalnode.node.client.draft_model import load_draft_model
 from petalnode.node.client.generation import Conversation
 from petalnode.node.client.sampling import Sampling
 from petalnode.node.client.swarm_model import identify_model
@@ -62,16 +64,17 @@ TEXTS = {
 }
 
 
-def client(model: str, addr: str, tokens: int) -> None:
+def client(model: str, addr: str, tokens: int, draft: str | None) -> None:
     """The process on the client's host: answers what each line asks for, and prints how that went."""
     torch.set_num_threads(1)
-    trio.run(_client, model, addr, tokens)
+    trio.run(_client, model, addr, tokens, draft)
 
 
-async def _client(model: str, addr: str, tokens: int) -> None:
+async def _client(model: str, addr: str, tokens: int, draft: str | None) -> None:
     config = SwarmConfig(identity=Identity.generate(), listen=(), peers=(addr,), serve_dht=False)
     folder = resolve(model, need="client", offline=True)
     local, text = load_client(folder.path), Text(folder)
+    guesser = load_draft_model(resolve(draft, offline=True), text) if draft else None
     async with open_swarm(config) as swarm:
         await swarm.refresh(timeout=30)
         async with open_client(swarm, await identify_model(swarm, folder)) as opened:
@@ -86,7 +89,14 @@ async def _client(model: str, addr: str, tokens: int) -> None:
                     times.append(trio.current_time())
 
                 stops = () if kind == "random" else text.stop_tokens
-                conversation = Conversation(opened, local, max_length=1024, stop_tokens=stops, drafts=drafts)
+                conversation = Conversation(
+                    opened,
+                    local,
+                    max_length=1024,
+                    stop_tokens=stops,
+                    drafts=drafts,
+                    draft_model=guesser if drafts else None,
+                )
                 async with aclosing(conversation):
                     answer = await conversation.answer(prompt, sampling, note)
                     counts = conversation.drafting.counts.fields()
@@ -95,10 +105,11 @@ async def _client(model: str, addr: str, tokens: int) -> None:
                 print(json.dumps({"answer": answer, "seconds": seconds, "servers": hops, **counts}), flush=True)
 
 
-def run(model: str, rtt: float, count: int, tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
+def run(model: str, rtt: float, count: int, tokens: int, rounds: int, draft: str | None) -> Iterator[dict[str, Any]]:
     """The figures of each text; `rtt` in seconds."""
     with delay_network(count + 1, rtt / 2) as network, servers_of(network, model, count, 30) as servers:
-        process = ClientProcess(network, model, servers[0].ready["addrs"][0], tokens, script=__file__)
+        more = ("--draft", draft) if draft else ()
+        process = ClientProcess(network, model, servers[0].ready["addrs"][0], tokens, *more, script=__file__)
         try:
             process.read()
             found: dict[tuple[str, bool], list[dict[str, Any]]] = {}
@@ -130,15 +141,16 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", type=int, default=[3])
     parser.add_argument("--tokens", type=int, default=140)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--draft", metavar="MODEL", help="guesses tokens at the client, too")
     parser.add_argument("--client", nargs=2, metavar=("MODEL", "PEER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
-        client(*options.client, options.tokens)
+        client(*options.client, options.tokens, options.draft)
         return
     results: list[dict[str, Any]] = []
     for rtt, servers in itertools.product(options.rtts, options.servers):
         print(f"{servers} servers, {rtt:g} ms apart ...", file=sys.stderr, flush=True)
-        results += run(options.model, rtt / 1000, servers, options.tokens, options.rounds)
+        results += run(options.model, rtt / 1000, servers, options.tokens, options.rounds, options.draft)
     if options.json:
         print(json.dumps({"drafts": results}))
     else:

@@ -104,9 +104,15 @@ class ClientProcess:
     """The client's process, as seen from here."""
 
     def __init__(
-        self, network: DelayNetwork, model: Path | str, addr: str, tokens: int, *, script: str = __file__
+        self,
+        network: DelayNetwork,
+        model: Path | str,
+        addr: str,
+        tokens: int,
+        *more: str,
+        script: str = __file__,
     ) -> None:
-        arguments = [sys.executable, script, "--client", str(model), addr, "--tokens", str(tokens)]
+        arguments = [sys.executable, script, "--client", str(model), addr, "--tokens", str(tokens), *more]
         self.process = subprocess.Popen(
             network.command(0, arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

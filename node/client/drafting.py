@@ -21,6 +21,8 @@ from typing import Any, Final
 
 MOST_DRAFTED: Final = 96
 """Tokens of one draft: more gains little where they are right, and costs the servers much where they are not."""
+BY_MODEL: Final = 0
+"""The match of what a draft model guesses."""
 REALIGNED: Final = 1
 """The match of a draft that goes on behind its only wrong token."""
 SHORTEST_MATCH: Final = 2
@@ -30,14 +32,18 @@ _KEY: Final = 6
 """Tokens by which a place is found; longer matches are counted from there."""
 _LONG_MATCH: Final = 4
 """From so many tokens on, a match is no coincidence: its first draft may be twice as long as itself."""
-_KINDS: Final = (1, 2, 3, 4, 5, 6, 9, 14, 24)
+_KINDS: Final = (0, 1, 2, 3, 4, 5, 6, 9, 14, 24)
 """Lengths of matches, each with those up to the next one, whose drafts are counted together."""
-_FIRST_CHANCES: Final = (0.4, 0.5, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9, 0.95)
+_FIRST_CHANCES: Final = (0.7, 0.4, 0.5, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9, 0.95)
 """That a drafted token is right, before anything was drafted after matches of these lengths."""
 _SURE: Final = 4.0
 """Drafted tokens for which that first guess counts."""
 _FORGETS: Final = 0.97
 """What an observation still counts for after one more."""
+_LEAST_USED: Final = 0.15
+"""Chance that a draft model's guess is used, from which on it guesses no further until those before are checked."""
+_MODEL_STEPS: Final = 4
+"""Steps with guesses of a draft model that are under way: fewer than the servers take, who have wrong ones to do."""
 _LONGEST_BREAK: Final = 256
 """Steps after which a kind of draft that has gained nothing is tried again."""
 _STEP_SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -237,6 +243,29 @@ class DraftPlan:
                 break  # not even if all the others were right
         return found
 
+    def model_depth(self, most: int) -> int:
+        """How many guesses of a draft model may be unchecked; 0 where it makes nothing quicker, or takes a break.
+
+        It guesses while the steps are under way, so that an answer takes the way once for each wrong guess.
+        """
+        chance, speed = self._chances[BY_MODEL], self.speed
+        if speed is None or not speed.is_known or chance.rest or most < 1:
+            return 0
+        depth = 1
+        while depth < most and chance.share ** (depth + 1) >= _LEAST_USED:
+            depth += 1
+        tokens = expected_tokens(chance.share, depth)
+        paced = max(speed.guess, speed.stage.of(2) - speed.stage.of(1))
+        if tokens * speed.alone < _LEAST_GAIN * (speed.alone + (tokens - 1) * paced):
+            chance.breaks += 1
+            chance.rest = min(_LONGEST_BREAK, 8 << min(chance.breaks, 5))
+            return 0
+        return depth
+
+    def beats_model(self, draft: Draft) -> bool:
+        """Whether its first token is right more often than a draft model's guess."""
+        return self._chances[kind_of(draft.match)].share >= self._chances[BY_MODEL].share
+
     def step_tokens(self, tokens: int) -> int:
         """How many of so many tokens to send in the next step."""
         return tokens if self.speed is None else self.speed.step_tokens(tokens)
@@ -266,7 +295,7 @@ class DraftPlan:
         first = self._chances[kind_of(match)]
         if accepted:
             first.breaks = 0
-        elif self.cost.is_known and not self.depth(match, drafted):
+        elif match != BY_MODEL and self.cost.is_known and not self.depth(match, drafted):
             first.breaks += 1
             first.rest = min(_LONGEST_BREAK, 8 << min(first.breaks, 5))
 
@@ -279,11 +308,13 @@ class PipelineSpeed:
         alone: seconds of a step of one token when nothing else is under way, from sending it to choosing its token.
         work: seconds of computing of a step by its tokens, all servers and the head together.
         stage: the same at the server that takes longest.
+        guess: seconds of a draft model for a token; 0: unknown.
     """
 
     alone: float = 0.0
     work: StepCost = field(default_factory=StepCost)
     stage: StepCost = field(default_factory=StepCost)
+    guess: float = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -300,6 +331,17 @@ class PipelineSpeed:
         if self.alone:
             seconds = 0.8 * self.alone + 0.2 * min(seconds, _OUTLIER * self.alone)
         self.alone = seconds
+
+    def note_guess(self, seconds: float) -> None:
+        """A draft model took so long for a token."""
+        self.guess = 0.8 * self.guess + 0.2 * min(seconds, _OUTLIER * self.guess) if self.guess else seconds
+
+    def model_step(self) -> int:
+        """Guesses of a draft model that are sent together: no more steps than the servers can do meanwhile."""
+        size = 1
+        while size < _STEP_SIZES[-1] and size * self.guess < max(self.alone / _MODEL_STEPS, self.stage.of(size)):
+            size += 1
+        return size
 
     def seconds(self, tokens: int) -> float:
         """Until all of so many tokens are answered."""

@@ -19,6 +19,7 @@ from ..trust.receipt_log import SessionLog
 from .chunks import from_chunks, to_chunks
 from .core import SwarmClient
 from .deadlines import Waits
+from .draft_model import DraftCache, DraftModel, ModelDrafter
 from .drafting import Draft, DraftPlan, LookupDrafter, PipelineSpeed
 from .request import WireTensor
 from .sampling import Sampler, Sampling
@@ -62,6 +63,7 @@ class Conversation:
         adapter: changes the blocks; by default the client's.
         drafts: whether to ask the servers about tokens that are guessed from the text, beside the next one, where that
             is quicker. The answer is the same.
+        draft_model: guesses tokens, too, where the text does not; it has the tokenizer of the model.
 
     Attributes:
         reused: tokens of the last prompt that the servers held already.
@@ -78,10 +80,12 @@ class Conversation:
         soft_prompt: torch.Tensor | None = None,
         adapter: SessionAdapter | None = None,
         drafts: bool = False,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.max_length = max_length
         self.drafting = DraftPlan()
-        self._drafter = LookupDrafter() if drafts else None
+        self._drafter = LookupDrafter() if drafts or draft_model else None
+        self._guesses = DraftCache(draft_model, max_length) if draft_model is not None else None
         self._adapter = adapter
         self._soft_prompt = soft_prompt
         self._virtual = [] if soft_prompt is None else [model.any_token] * len(soft_prompt)
@@ -219,7 +223,7 @@ class Conversation:
         answer = Answering(tokens, limit, sampler, on_token, stop, self._stop_tokens)
         while not answer.is_over:
             draft = self._guess(tokens, limit - len(tokens) - 1) if len(tokens) > begin else Draft()
-            if draft.tokens and await self._check_side_by_side(answer, draft):
+            if (draft.tokens or self._model_guesses(answer)) and await self._check_side_by_side(answer, draft):
                 continue
             begun, made = trio.current_time(), len(tokens)
             early = _EarlyToken(self._model) if sampler.is_argmax and not draft.tokens and self._is_quick else None
@@ -238,6 +242,10 @@ class Conversation:
                 if made > begin:
                     self._note_step(draft, len(tokens) - made - 1, now - begun)
         return tokens[begin:]
+
+    def _model_guesses(self, answer: Answering) -> bool:
+        most = answer.limit - len(answer.tokens) - 1
+        return self._guesses is not None and self.drafting.model_depth(most) > 0
 
     def _note_speed(self, hidden: list[WireTensor], head: float) -> None:
         """Learns how the servers' time grows with the tokens of a step."""
@@ -276,6 +284,7 @@ class Conversation:
                 head=self._model.head,
                 compute_seconds=lambda: [timing.compute for timing in session.timings],
                 most_step_tokens=session.max_step_tokens,
+                model=ModelDrafter(self._guesses, answer.sampler, len(self._virtual)) if self._guesses else None,
             )
             try:
                 await checking.run(draft)

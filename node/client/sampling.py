@@ -161,6 +161,18 @@ class Sampler:
             self._constraint.accept(token)
         return token
 
+    def ahead(self) -> Sampler:
+        """One that chooses as this one will, with the same random numbers, but knows no constraint."""
+        other = Sampler(self._sampling)
+        other._prompt = self._prompt
+        other._generator.set_state(self._generator.get_state())
+        return other
+
+    def skip(self, vocabulary: int) -> None:
+        """Uses up the random numbers of one token, for logits of this size."""
+        if not self._greedy:
+            torch.multinomial(torch.ones(1, vocabulary), 1, generator=self._generator)
+
     def _penalise(self, tokens: Sequence[int], scores: torch.Tensor) -> None:
         asked = self._sampling
         for token, bias in asked.logit_bias.items():

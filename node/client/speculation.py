@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain as one_behind_the_other
 from typing import Final
 
 import torch
 import trio
 
+from ..errors import PetalnodeError, unwrapped
 from .chunks import from_chunks
-from .drafting import REALIGNED, Draft, DraftPlan, LookupDrafter
+from .draft_model import Ahead, ModelDrafter
+from .drafting import BY_MODEL, REALIGNED, Draft, DraftPlan, LookupDrafter
 from .request import WireTensor
 from .sampling import Sampler
 from .session.flight import Flight
@@ -90,12 +91,17 @@ class Speculation:
     head: Callable[[torch.Tensor], torch.Tensor]
     compute_seconds: Callable[[], Sequence[float]]
     most_step_tokens: int
+    model: ModelDrafter | None = None
     line: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     _sent: int = 0  # of `line`
     _asked: deque[_Asked] = field(default_factory=deque)
     _draft: Draft = field(default_factory=Draft)  # where what is drafted in `line` was found
     _checked: float = 0.0  # when
+    _by_model: bool = False  # the draft model guesses what comes behind `line`
+    _ahead: Ahead | None = None  # chooses its guesses, until one is wrong
+    _changing: trio.Lock = field(default_factory=trio.Lock)  # `line` is sent, or given up
+    _progress: trio.Event = field(default_factory=trio.Event)
 
     async def run(self, draft: Draft) -> None:
         """Begins with this draft; returns when there is nothing to check, the answer is over, or nothing can be sent.
@@ -108,6 +114,19 @@ class Speculation:
         self._draft = draft
         self.line, self._sent = [*tokens, *draft.tokens], len(tokens) - 1
         self._checked = trio.current_time()
+        if self.model is None:
+            await self._run()
+            return
+        self._ahead = self.model.ahead(len(tokens))
+        self.line = list(tokens)
+        self._draft_on()
+        with unwrapped(PetalnodeError):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._guess_on, self.model)
+                await self._run()
+                nursery.cancel_scope.cancel()
+
+    async def _run(self) -> None:
         await self._send()
         while self._asked:
             hidden = await self.flight.answer()
@@ -118,23 +137,52 @@ class Speculation:
                 return
             self._draft_on()
             await self._send()
+            self._progress.set()
+
+    async def _guess_on(self, model: ModelDrafter) -> None:
+        """Has the draft model guess behind `line`, as far as that pays."""
+        while True:
+            line, ahead = list(self.line), self._ahead
+            tokens = len(self.answer.tokens)
+            longest = min(tokens + self.plan.model_depth(self.answer.limit - tokens - 1), model.max_length)
+            if not self._by_model or ahead is None or len(line) >= longest:
+                self._progress = trio.Event()
+                await self._progress.wait()
+                continue
+            begun = trio.current_time()
+            guess = await trio.to_thread.run_sync(model.guess, line, ahead)
+            if guess is None or ahead is not self._ahead or len(line) != len(self.line):
+                continue
+            if self.plan.speed is not None:
+                self.plan.speed.note_guess(trio.current_time() - begun)
+            self.line.append(guess)
+            await self._send()
 
     async def _send(self) -> None:
         """Sends what was drafted and is not under way, as far as the servers take it now."""
-        while self._sent < len(self.line) and self.flight.may_ask:
-            size = min(self.plan.step_tokens(len(self.line) - self._sent), self.most_step_tokens)
-            start, end = self._sent, self._sent + size
-            if end - start == 1 and not self._asked and end == len(self.line):
-                return  # no draft: a step like any other
-            asked = _Asked(start, end, trio.current_time(), not self._asked)
-            self._sent = end
-            self._asked.append(asked)
-            if not await self.flight.ask(await self.embed(self.line[start:end], start), start):
-                self._asked.pop()
-                return
-            drafted = end - max(start, len(self.answer.tokens))
-            if drafted > 0:
-                self.plan.counts = self.plan.counts.plus(drafted=drafted, steps=1)
+        async with self._changing:
+            while self._sent < len(self.line) and self.flight.may_ask and await self._send_step():
+                pass
+
+    async def _send_step(self) -> bool:
+        """Sends the next step; returns whether one was sent. Guesses of a draft model are gathered for a while."""
+        speed, unsent = self.plan.speed, len(self.line) - self._sent
+        if not self._by_model and not self._asked and unsent == 1:
+            return False  # no draft: a step like any other
+        if self._by_model and self._asked and speed is not None and unsent < speed.model_step():
+            return False
+        size = min(self.plan.step_tokens(unsent), self.most_step_tokens)
+        start, end = self._sent, self._sent + size
+        asked = _Asked(start, end, trio.current_time(), not self._asked)
+        self._sent = end
+        self._asked.append(asked)
+        if not await self.flight.ask(await self.embed(self.line[start:end], start), start):
+            self._asked.pop()
+            return False
+        drafted = end - max(start, len(self.answer.tokens))
+        if drafted > 0:
+            self.plan.counts = self.plan.counts.plus(drafted=drafted, steps=1)
+        return True
 
     async def _check(self, asked: _Asked, hidden: WireTensor) -> None:
         """Takes the tokens that follow from an answer; behind a wrong one, nothing that is under way is wanted."""
@@ -159,16 +207,20 @@ class Speculation:
         right = sum(1 for token, guess in zip(chosen, guessed, strict=False) if token == guess)
         self._note(guessed, right)
         if right < len(chosen) and not answer.is_over:
-            self.flight.drop()
-            self._asked.clear()
-            self.line, self._sent = list(answer.tokens), len(answer.tokens) - 1
+            async with self._changing:
+                self.flight.drop()
+                self._asked.clear()
+                self.line, self._sent = list(answer.tokens), len(answer.tokens) - 1
+                self._ahead = self.model.ahead(len(answer.tokens)) if self.model is not None else None
 
     def _choose(self, hidden: WireTensor, guesses: Sequence[int]) -> list[int]:
         return self.answer.choose(self.head(from_chunks([hidden]))[0], guesses)
 
     def _note(self, guessed: Sequence[int], right: int) -> None:
         """So many of the drafted tokens were right; what was drafted goes on behind them, or behind the wrong one."""
-        if not guessed:
+        if self._by_model and guessed:
+            self.plan.note_tokens(BY_MODEL, len(guessed), right)
+        if self._by_model or not guessed:
             self._draft = Draft()
             return
         draft = self._draft
@@ -180,19 +232,28 @@ class Speculation:
         self._draft = Draft((), match, place)
 
     def _draft_on(self) -> None:
-        """Drafts behind what is drafted already: what stands behind it there, else what is found anew."""
+        """Drafts behind what is drafted already: what stands behind it there, else what is found anew, or is guessed by
+        the draft model from now on."""
         tokens = self.answer.tokens
         under_way = len(self.line) - len(tokens)
         most = self.answer.limit - len(tokens) - 1
         if most <= under_way:
             return
-        draft = self.plan.choose(self._drafts(bool(under_way)), most)
+        guesses = self.model is not None and self.plan.model_depth(most) > 0
+        draft = self.plan.choose(self._drafts(bool(under_way), guesses), most)
         self.line += draft.tokens[under_way:]
         if draft.tokens:
             self._draft = draft
+        self._by_model = guesses and not draft.tokens and (self._by_model or not under_way)
 
-    def _drafts(self, goes_on: bool) -> Iterator[Draft]:
+    def _drafts(self, goes_on: bool, guesses: bool) -> Iterator[Draft]:
+        """`goes_on`: behind some that are not checked. `guesses`: only those that are better than a draft model's."""
         tokens, before = self.answer.tokens, self._draft
+        if goes_on and self._by_model:
+            said = tuple(self.line[len(tokens) :])
+            found = [draft for draft in self.lookup.matches(tokens) if draft.tokens[: len(said)] == said]
+            yield from (draft for draft in found if draft.match > _LONG and self.plan.beats_model(draft))
+            return
         known = before.match and 0 < before.place < len(tokens)
         if known and (goes_on or before.match > REALIGNED):
             yield self.lookup.follow(tokens, before.place, before.match)
@@ -201,4 +262,6 @@ class Speculation:
         found = list(self.lookup.matches(tokens))
         long = [draft for draft in found if draft.match >= _LONG]
         realigned = [self.lookup.follow(tokens, before.place, REALIGNED)] if known and before.match == REALIGNED else []
-        yield from one_behind_the_other(long, realigned, found[len(long) :])
+        for draft in (*long, *realigned, *found[len(long) :]):
+            if not guesses or self.plan.beats_model(draft):
+                yield draft

@@ -14,8 +14,10 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.outer_layers import OuterLayers
+from petalnode.node.blocks.span import load_span
 from petalnode.node.client.core import open_client
-from petalnode.node.client.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter
+from petalnode.node.client.draft_model import DraftModel
+from petalnode.node.client.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter, PipelineSpeed
 from petalnode.node.client.generation import Conversation
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.sampling import Constraint, Sampler, Sampling
@@ -24,6 +26,7 @@ from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from petalnode.protocols.ids import Span
 from tests.tiny_models import save_tiny
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
@@ -37,14 +40,18 @@ class Chain:
         self._swarm, self._folder, self._compare = swarm, folder, compare
 
     @asynccontextmanager
-    async def _conversation(self, drafts: bool, stops: tuple[int, ...]) -> AsyncIterator[Conversation]:
+    async def _conversation(
+        self, drafts: bool, stops: tuple[int, ...], draft_model: DraftModel | None
+    ) -> AsyncIterator[Conversation]:
         config = SwarmConfig(identity=Identity.generate(), listen=(), peers=(), serve_dht=False)
         async with self._swarm.network.open_swarm(config) as node:
             given = resolve(str(self._folder), need="client", offline=True)
             identified = await identify_model(node, given)
             local = load_client(self._folder)
             async with open_client(node, identified, compare_chains=self._compare) as client:
-                conversation = Conversation(client, local, max_length=512, stop_tokens=stops, drafts=drafts)
+                conversation = Conversation(
+                    client, local, max_length=512, stop_tokens=stops, drafts=drafts, draft_model=draft_model
+                )
                 async with aclosing(conversation):
                     yield conversation
 
@@ -58,12 +65,13 @@ class Chain:
         stop_after: int = LENGTH,
         prompts: int = 1,
         constraint: Constraint | None = None,
+        draft_model: DraftModel | None = None,
     ) -> tuple[list[int], DraftCounts]:
         """All tokens in the end, and what was drafted; each next prompt is all that was said so far and 5, 6."""
 
         async def run() -> tuple[list[int], DraftCounts]:
             tokens = list(PROMPT)
-            async with self._conversation(drafts, stops) as conversation:
+            async with self._conversation(drafts, stops, draft_model) as conversation:
                 for number in range(prompts):
                     stop = trio.Event()
                     made: list[int] = []
@@ -272,6 +280,41 @@ def test_servers_that_cannot_push_to_each_other_check_one_draft_at_a_time(
     monkeypatch.setattr("petalnode.node.swarm.trusted_servers.TrustedServers.may_push", lambda *_: False)
     drafted, counts = Chain(swarm, folder).answer(GREEDY, drafts=True)
     assert drafted == plain and counts.accepted and not any(under_way)
+
+
+def whole_model(folder: Path) -> DraftModel:
+    part = load_client(folder)
+    return DraftModel(part, load_span(folder, Span(0, part.num_blocks)))
+
+
+@pytest.fixture
+def only_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to six tokens are guessed ahead by the draft model, whatever that takes, and nothing is looked up."""
+    monkeypatch.setattr(DraftPlan, "choose", lambda *_: Draft())
+    monkeypatch.setattr(DraftPlan, "model_depth", lambda plan, most: min(most, 6) if plan.speed else 0)
+    monkeypatch.setattr(PipelineSpeed, "model_step", lambda speed: 2)
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(LENGTH, 0.9, 0.95, seed=5, logit_bias=FEW)], ids=["greedy", "sampled"]
+)
+def test_an_answer_is_the_same_with_a_draft_model(
+    swarm: MemorySwarm,
+    folder: Path,
+    servers: list[MemoryServer],
+    only_guesses: None,
+    tmp_path: Path,
+    sampling: Sampling,
+) -> None:
+    chain = Chain(swarm, folder)
+    plain, _ = chain.answer(sampling, drafts=False, prompts=2)
+    drafted, counts = chain.answer(sampling, drafts=True, prompts=2, draft_model=whole_model(folder))
+    assert drafted == plain
+    # The same model with the same random numbers: only what is under way at the end of an answer is in vain.
+    assert counts.drafted - counts.accepted <= 2 * 6
+    other = whole_model(save_tiny("llama", tmp_path, seed=1, max_position_embeddings=512))
+    drafted, counts = chain.answer(sampling, drafts=True, draft_model=other)
+    assert drafted == plain[: len(drafted)] and len(drafted) == len(PROMPT) + LENGTH
 
 
 def test_the_drafter_of_a_conversation_knows_what_was_said_before() -> None:

@@ -15,6 +15,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
+from petalnode.node.client.draft_model import ModelDrafter
 from petalnode.node.client.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter, PipelineSpeed
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.sampling import Sampler
@@ -113,6 +114,23 @@ class Oracle:
         return self._text[len(tokens)]
 
 
+class SimulatedModel:
+    """In the place of a `ModelDrafter`: guesses what the text says, but for one token in so many."""
+
+    max_length = 1 << 20
+
+    def __init__(self, text: Sequence[int], seconds: float, wrong_in: int) -> None:
+        self.seconds = seconds
+        self._text = text
+        self._wrong_in = wrong_in
+
+    def ahead(self, length: int) -> object:
+        return object()
+
+    def guess(self, line: Sequence[int], ahead: object) -> int:
+        return self._text[len(line)] + (len(line) % self._wrong_in == 0)
+
+
 @dataclass(frozen=True)
 class Outcome:
     tokens: list[int]
@@ -126,14 +144,14 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual time does not wait for threads."""
 
     async def direct(function: Callable[..., Any], *arguments: Any) -> Any:
-        await trio.lowlevel.checkpoint()
+        await trio.sleep(getattr(getattr(function, "__self__", None), "seconds", 0.0))
         return function(*arguments)
 
     monkeypatch.setattr("petalnode.node.client.speculation.trio.to_thread.run_sync", direct)
     monkeypatch.setattr("petalnode.node.client.speculation.from_chunks", lambda chunks: chunks[0])
 
 
-def answer(text: Sequence[int], prompt: int, line: Line, drafts: bool) -> Outcome:
+def answer(text: Sequence[int], prompt: int, line: Line, drafts: bool, model: SimulatedModel | None = None) -> Outcome:
     """As `Conversation.answer` does it."""
 
     async def run() -> Outcome:
@@ -157,10 +175,11 @@ def answer(text: Sequence[int], prompt: int, line: Line, drafts: bool) -> Outcom
         while not going.is_over:
             most = len(text) - len(going.tokens) - 1
             draft = plan.choose(lookup.matches(going.tokens), most) if drafts else Draft()
-            if draft.tokens:
+            if draft.tokens or (model is not None and plan.model_depth(most)):
                 flight = cast(Flight, SimulatedFlight(chain))
                 made, stages = len(going.tokens), lambda: chain.compute
-                await Speculation(going, flight, plan, lookup, embed, head, stages, MOST_STEP).run(draft)
+                guesses = cast("ModelDrafter | None", model)
+                await Speculation(going, flight, plan, lookup, embed, head, stages, MOST_STEP, guesses).run(draft)
                 assert len(going.tokens) > made
                 continue
             sent = trio.current_time()
@@ -219,6 +238,29 @@ def test_drafts_make_nothing_slower(
     tokens, prompt = text(random.Random(3))
     plain, drafted = (answer(tokens, prompt, line, drafts) for drafts in (False, True))
     assert drafted.tokens == plain.tokens == tokens
+    assert plain.seconds / drafted.seconds > 0.97
+
+
+@pytest.mark.parametrize(("wrong_in", "times"), [(20, 3.5), (3, 1.5)])
+def test_a_draft_model_guesses_while_its_guesses_are_checked(no_threads: None, wrong_in: int, times: float) -> None:
+    text, prompt = ordinary(random.Random(1))
+    plain = answer(text, prompt, WIDE, drafts=False)
+    drafted = answer(text, prompt, WIDE, drafts=True, model=SimulatedModel(text, 0.025, wrong_in))
+    assert drafted.tokens == plain.tokens == text
+    assert plain.seconds / drafted.seconds > times
+    assert drafted.most_under_way >= 3
+
+
+@pytest.mark.parametrize(
+    ("line", "seconds", "wrong_in"),
+    [(Line(0.0002, 3, 0.008, 0.001), 0.05, 20), (Line(0.01, 2, 0.008, 0.001), 0.2, 20), (WIDE, 0.025, 1)],
+    ids=["no-way", "slower-than-the-chain", "always-wrong"],
+)
+def test_a_draft_model_makes_nothing_slower(no_threads: None, line: Line, seconds: float, wrong_in: int) -> None:
+    text, prompt = ordinary(random.Random(2))
+    plain = answer(text, prompt, line, drafts=False)
+    drafted = answer(text, prompt, line, drafts=True, model=SimulatedModel(text, seconds, wrong_in))
+    assert drafted.tokens == plain.tokens == text
     assert plain.seconds / drafted.seconds > 0.97
 
 

@@ -19,7 +19,7 @@ from ...client.deadlines import REFRESH_TIMEOUT
 from ...client.swarm_model import SwarmModel, identify_model
 from ...credits.wallet import Wallet
 from ...errors import BadInput, SwarmError
-from ...models import ModelFolder
+from ...models import ModelFolder, resolve
 from ...network.addresses import parse_peer
 from ...swarm.swarm import Swarm
 from ..dialogue import Chatter, opening
@@ -54,9 +54,10 @@ class ChatOptions(ServerChoice):
     draft: Annotated[
         str,
         typer.Option(
-            metavar="auto|none",
+            metavar="auto|none|MODEL",
             help="auto: guess tokens from the text so far, and have the servers check several at once where that is "
-            "quicker; the answer is the same. none: one token after the other.",
+            "quicker; the answer is the same. MODEL: have this model, a smaller one with the same tokenizer that runs "
+            "here, guess too. none: one token after the other.",
         ),
     ] = "auto"
     show_route: Annotated[bool, typer.Option(help="Print which servers answered, and the tokens per second.")] = False
@@ -98,6 +99,11 @@ class ChatOptions(ServerChoice):
         ),
     ] = None
 
+    @property
+    def draft_model(self) -> str | None:
+        """The model that guesses tokens, if one is named."""
+        return self.draft if self.draft not in ("auto", "none") else None
+
 
 @joins_swarm
 def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOptions) -> None:
@@ -108,8 +114,12 @@ def chat(model: SwarmModelArgument = None, *, options: ChatOptions, join: JoinOp
     options.chosen_servers()  # before anybody is asked
     check_seed(options.seed)
     check_model(model)
-    if options.draft not in ("auto", "none"):
-        raise BadInput(f"--draft {options.draft}: give auto (where it is quicker) or none")
+    if options.draft_model is not None:
+        check_model(options.draft_model)
+        if options.compare_chains is not None:
+            raise BadInput(
+                "--draft MODEL needs steps under way side by side, and --compare-chains has none: give --draft auto"
+            )
     if options.adapter is not None:
         check_adapter(options.adapter)
     options = replace(options, prompt=question(options.prompt))
@@ -151,7 +161,7 @@ def question(prompt: str | None) -> str | None:
 
 async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, saved: SavedChat | None) -> None:
     output = Output(join.json)
-    parts = ClientParts(options.adapter)
+    parts = ClientParts(options.adapter, options.draft_model)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_in_thread, _import_generation)
         if model is not None:  # what is named is loaded while others are still to answer
@@ -169,14 +179,22 @@ async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, save
 
 
 class ClientParts:
-    """What a client has of a model: its folder, embeddings and head, tokenizer and adapter; loaded beside other things.
+    """What a client has of a model: its folder, embeddings and head, tokenizer and adapter, and another model that
+    guesses tokens for it; loaded beside other things.
 
     Args:
         adapter: a folder with an adapter, or the name of one that servers hold.
+        draft: the model that guesses.
+
+    Attributes:
+        draft_model: the same, as soon as all is loaded.
     """
 
-    def __init__(self, adapter: str | None) -> None:
+    def __init__(self, adapter: str | None, draft: str | None = None) -> None:
+        self.draft_model: Any = None
         self._adapter = adapter
+        self._draft = draft
+        self._draft_folder: ModelFolder | None = None
         self._folders: list[ModelFolder] = []
         self._loaded: list[Any] = []
         self._found, self._done = trio.Event(), trio.Event()
@@ -186,7 +204,10 @@ class ClientParts:
         Raises:
             ModelError, MachineError, BadInput: the model or the adapter cannot be had or used.
         """
-        await self.load(await model_folder(model, output, need="client"))
+        folder = await model_folder(model, output, need="client")
+        if self._draft is not None:
+            self._draft_folder = await model_folder(self._draft, output, need="all")
+        await self.load(folder)
 
     async def load(self, folder: ModelFolder) -> None:
         """Loads what is in `folder`. Raises ModelError, BadInput."""
@@ -207,7 +228,12 @@ class ClientParts:
         client_part = load_client(folder.path)
         if isinstance(adapter, Adapter):
             fit_adapter(adapter, client_part)
-        self._loaded.extend((client_part, Text(folder), adapter))
+        text = Text(folder)
+        if self._draft is not None:
+            from ...client.draft_model import load_draft_model
+
+            self.draft_model = load_draft_model(self._draft_folder or resolve(self._draft), text)
+        self._loaded.extend((client_part, text, adapter))
 
     async def folder(self) -> ModelFolder:
         """As soon as it is found."""
@@ -264,7 +290,7 @@ async def chat_in(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(identify)
         if parts is None:
-            parts = ClientParts(options.adapter)
+            parts = ClientParts(options.adapter, options.draft_model)
             nursery.start_soon(parts.load, folder)
     model, text, adapter = await parts.loaded()
     # torch and transformers, which the thread has imported: not before others were asked.
@@ -299,7 +325,8 @@ async def chat_in(
             max_length=context,
             stop_tokens=text.stop_tokens,
             soft_prompt=soft_prompt,
-            drafts=options.draft == "auto",
+            drafts=options.draft != "none",
+            draft_model=parts.draft_model,
         )
         async with aclosing(conversation):
             if saved is not None:
