@@ -17,7 +17,7 @@ MAX_TOOLS: Final = 128
 MAX_METADATA: Final = 16
 MAX_TRUSTED: Final = 64
 MAX_CHAINS: Final = 4
-OPTIONS: Final = ("trusted_servers", "trusted_blocks", "compare_chains", "adapter")
+OPTIONS: Final = ("trusted_servers", "trusted_blocks", "compare_chains", "adapter", "draft")
 LARGEST: Final = 1 << 31
 JSON_OBJECT: Final = Grammar("json_object", json.dumps({"type": "object"}))
 
@@ -39,7 +39,15 @@ def session_options(fields: Fields) -> SessionOptions:
         given.integer("trusted_blocks", 1, LARGEST),
         given.integer("compare_chains", 1, MAX_CHAINS) or 1,
         given.text("adapter", ""),
+        _drafts(given),
     )
+
+
+def _drafts(given: Fields) -> bool:
+    draft = given.text("draft", "auto")
+    if draft not in ("auto", "none"):
+        raise given.wrong("draft", "give auto or none")
+    return draft == "auto"
 
 
 def schema_grammar(schema: Fields) -> Grammar:

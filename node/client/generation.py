@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -232,10 +233,11 @@ class Conversation:
             if early is not None and early.answer is hidden[-1]:
                 answered -= early.seconds
                 answer.take(early.token)
+            elif draft.tokens:
+                await answer.check(partial(self._logits, hidden, 1 + len(draft.tokens)), draft.tokens)
             else:
-                chosen, self._embedded = await trio.to_thread.run_sync(self._choose, answer, hidden, draft.tokens)
-                for token in chosen:
-                    answer.take(token)
+                token, self._embedded = await trio.to_thread.run_sync(self._choose, answer, hidden)
+                answer.take(token)
             if self._drafter is not None and not answer.is_over:
                 now = trio.current_time()
                 self._note_speed(hidden, now - answered)
@@ -393,16 +395,17 @@ class Conversation:
             hidden = self._model.embed(torch.tensor([tokens]), position)
         return to_chunks(hidden, session.spec.codec, session.max_step_tokens)
 
-    def _choose(
-        self, answer: Answering, hidden: list[WireTensor], drafted: Sequence[int]
-    ) -> tuple[list[int], _Embedded | None]:
-        """The next tokens. One is also made ready to be sent, which saves another way to a worker thread and back."""
-        logits = self._model.head(from_chunks(hidden)[:, -1 - len(drafted) :])[0]
-        chosen = answer.choose(logits, drafted)
+    def _logits(self, hidden: list[WireTensor], count: int) -> torch.Tensor:
+        """Those of the last `count` tokens, [count, vocabulary]."""
+        return self._model.head(from_chunks(hidden)[:, -count:])[0]
+
+    def _choose(self, answer: Answering, hidden: list[WireTensor]) -> tuple[int, _Embedded | None]:
+        """The next token, made ready to be sent as well, which saves another way to a worker thread and back."""
+        token = answer.sampler.next(answer.tokens, self._logits(hidden, 1)[0])
         session, position = self._session, len(answer.tokens)
-        if drafted or session is None or chosen[0] in self._stop_tokens:
-            return chosen, None
-        return chosen, _Embedded(session, position, chosen[0], self._embed(chosen, position, session))
+        if session is None or token in self._stop_tokens:
+            return token, None
+        return token, _Embedded(session, position, token, self._embed([token], position, session))
 
 
 class _EarlyToken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -54,13 +55,22 @@ class Answering:
         self.tokens.append(token)
         self.on_token(token)
 
-    def choose(self, logits: torch.Tensor, guesses: Sequence[int]) -> list[int]:
-        """The next tokens, from logits [1 + guesses, vocabulary]: as many as were guessed right, and one more."""
+    async def check(self, head: Callable[[], torch.Tensor], guesses: Sequence[int]) -> list[int]:
+        """The next tokens, from logits [1 + guesses, vocabulary]: as many as were guessed right, and one more. They are
+        taken as they are chosen, which may end the answer."""
+
+        def choose() -> tuple[int, torch.Tensor]:
+            logits = head()
+            return self.sampler.next(self.tokens, logits[0]), logits[1:]
+
         chosen: list[int] = []
-        for row, guess in zip(logits, (*guesses, None), strict=True):
-            chosen.append(self.sampler.next([*self.tokens, *chosen], row))
-            if chosen[-1] != guess or chosen[-1] in self.stop_tokens:
+        token, rows = await trio.to_thread.run_sync(choose)
+        for row, guess in zip((*rows, None), (*guesses, None), strict=True):
+            chosen.append(token)
+            self.take(token)
+            if row is None or token != guess or self.is_over:
                 break
+            token = await trio.to_thread.run_sync(self.sampler.next, self.tokens, row)
         return chosen
 
 
@@ -186,22 +196,24 @@ class Speculation:
 
     async def _check(self, asked: _Asked, hidden: WireTensor) -> None:
         """Takes the tokens that follow from an answer; behind a wrong one, nothing that is under way is wanted."""
-        answer, now = self.answer, trio.current_time()
+        answer, now, made = self.answer, trio.current_time(), len(self.answer.tokens)
         guesses = self.line[asked.start + 1 : asked.end]
-        chosen = await trio.to_thread.run_sync(self._choose, hidden, guesses)
-        made = len(answer.tokens)
-        for token in chosen:
-            answer.take(token)
-        seconds = trio.current_time() - self._checked
-        stages = self.compute_seconds()
-        head = trio.current_time() - now
-        speed = self.plan.speed
+        computed: list[float] = []
+
+        def head() -> torch.Tensor:
+            begun = time.perf_counter()
+            logits = self.head(from_chunks([hidden]))[0]
+            computed.append(time.perf_counter() - begun)
+            return logits
+
+        chosen = await answer.check(head, guesses)
+        stages, speed = self.compute_seconds(), self.plan.speed
         if speed is not None and stages:
-            speed.note_work(asked.end - asked.start, stages, head)
+            speed.note_work(asked.end - asked.start, stages, *computed)
             if asked.alone:
-                speed.note_alone(asked.end - asked.start, trio.current_time() - asked.sent)
-            gained = (len(answer.tokens) - made) * speed.alone - seconds
-            self.plan.counts = self.plan.counts.plus(gained=gained)
+                speed.note_alone(asked.end - asked.start, now - asked.sent + computed[0])
+            seconds = trio.current_time() - self._checked
+            self.plan.counts = self.plan.counts.plus(gained=(len(answer.tokens) - made) * speed.alone - seconds)
         self._checked = trio.current_time()
         guessed = self.line[made : asked.end + 1]
         right = sum(1 for token, guess in zip(chosen, guessed, strict=False) if token == guess)
@@ -212,9 +224,6 @@ class Speculation:
                 self._asked.clear()
                 self.line, self._sent = list(answer.tokens), len(answer.tokens) - 1
                 self._ahead = self.model.ahead(len(answer.tokens)) if self.model is not None else None
-
-    def _choose(self, hidden: WireTensor, guesses: Sequence[int]) -> list[int]:
-        return self.answer.choose(self.head(from_chunks([hidden]))[0], guesses)
 
     def _note(self, guessed: Sequence[int], right: int) -> None:
         """So many of the drafted tokens were right; what was drafted goes on behind them, or behind the wrong one."""

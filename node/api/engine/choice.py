@@ -119,7 +119,7 @@ class Choice:
     async def _answer(self, conversation: Conversation, asked: int) -> None:
         wanted, prompt = self._wanted, self._prompt
         before = conversation.recoveries
-        traffic = traffic_of(conversation)
+        traffic, drafts = traffic_of(conversation), conversation.drafting.counts
         self._logs = [(log, _newest(log)) for log in conversation.logs]
         if wanted.echo:
             await self._echo(conversation)
@@ -155,6 +155,7 @@ class Choice:
             self._receipts(conversation),
             self._stops.found,
             conversation.compared_routes,
+            conversation.drafting.counts - drafts,
         )
         if tallies.on_answer is not None:
             tallies.on_answer(wanted.model.name, end, conversation.trace)

@@ -14,6 +14,7 @@ import trio
 from ...blocks.client_part import ClientModel
 from ...client.chat import Text
 from ...client.core import SwarmClient
+from ...client.draft_model import DraftModel
 from ...client.generation import Conversation
 from ...client.session_adapter import SessionAdapter, named
 from ...errors import BadInput, NoChainError
@@ -48,6 +49,8 @@ class Core:
         models: by their ids; the first is the base model.
         receipts: of the last answers.
         tallies: of all answers.
+        drafts: whether tokens are guessed from the text, and checked several at once.
+        draft_model: guesses, too.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class Core:
         self._adapters: dict[str, SessionAdapter | None] = {}
         self.receipts = AnswerReceipts()
         self.tallies = ApiTallies()
+        self.drafts = False
+        self.draft_model: DraftModel | None = None
         self.conversations = Conversations(self._conversation, limits.kept, limits.kept_seconds)
 
     @property
@@ -202,6 +207,8 @@ class Core:
             stop_tokens=self.text.stop_tokens,
             soft_prompt=model.adapter.soft_prompt if isinstance(model.adapter, Adapter) else None,
             adapter=adapter,
+            drafts=self.drafts and options.drafts,
+            draft_model=self.draft_model if options.drafts else None,
         )
 
     @asynccontextmanager

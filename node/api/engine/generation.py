@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...client.deadlines import WaitHistogram
+from ...client.drafting import DraftCounts
 from ...client.sampling import Sampling
 from ...client.session.trace import SessionTrace
 from ...models.adapter import Adapter
@@ -156,6 +157,7 @@ class Finished:
     receipts: tuple[SignedReply, ...] = ()
     stopped_by: str | None = None
     compared: tuple[tuple[Hop, ...], ...] = ()
+    drafts: DraftCounts = DraftCounts()
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ def provenance(ends: Sequence[Finished]) -> dict[str, Any]:
                 "route": [{"peer_id": hop.peer_id, "blocks": list(hop.blocks)} for hop in end.hops],
                 **({"compared_routes": [_route(hops) for hops in end.compared]} if end.compared else {}),
                 "hops": [hop.fields() for hop in end.hops],
+                **({"drafts": end.drafts.fields()} if end.drafts.steps else {}),
             }
             for end in ends
         ],

@@ -26,12 +26,14 @@ class SessionOptions:
         trusted: peer ids of the servers that alone compute the first and the last `trusted_blocks` blocks.
         compare_chains: from 2 on, how many chains that share no server compute every step, and are compared.
         adapter: the name of one that servers hold; empty for that of the model.
+        drafts: whether tokens may be guessed and checked several at once.
     """
 
     trusted: frozenset[str] = frozenset()
     trusted_blocks: int | None = None
     compare_chains: int = 1
     adapter: str = ""
+    drafts: bool = True
 
 
 PLAIN: Final = SessionOptions()

@@ -69,6 +69,13 @@ class ApiOptions(ServerChoice):
         int,
         typer.Option(min=0, max=1024, help="Conversations whose caches servers keep for two minutes after an answer."),
     ] = 16
+    draft: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|MODEL",
+            help="Guess tokens from the text so far, and with a smaller MODEL that runs here, as `petalnode chat` does.",
+        ),
+    ] = "auto"
     batch_file: Annotated[
         Path | None,
         typer.Option(
@@ -90,6 +97,8 @@ def api(model: SwarmModelArgument = None, *, options: ApiOptions, join: JoinOpti
     check_model(model)
     for adapter in options.adapter or ():
         check_adapter(adapter)
+    if options.draft not in ("auto", "none"):
+        check_model(options.draft)
     trio.run(_api, model, options, join, output, admission_of(options))
 
 
@@ -159,6 +168,12 @@ async def api_in(
     """
     start.stage(f"loading embeddings and head of {folder.name}")
     local, text, models = await trio.to_thread.run_sync(_load, folder, options.adapter or (), abandon_on_cancel=True)
+    guesser: Any = None
+    if options.draft not in ("auto", "none"):
+        from ...client.draft_model import load_draft_model
+
+        draft = await model_folder(options.draft, output, need="all")
+        guesser = await trio.to_thread.run_sync(load_draft_model, draft, text, abandon_on_cancel=True)
     identified = await identify_model(swarm, folder)
     # torch, transformers and starlette, which the thread has imported.
     from ...api.app import create_app
@@ -181,6 +196,7 @@ async def api_in(
         trio.open_nursery() as nursery,
     ):
         core = Core(client, local, text, models, limits)
+        core.drafts, core.draft_model = options.draft != "none", guesser
         delay = LoopDelay()
         pages = [
             metrics_route(swarm, core, delay),
