@@ -230,7 +230,12 @@ class DraftPlan:
         return Draft()
 
     def depth(self, match: int, most: int) -> int:
-        """How many tokens to draft after a match: each that is right makes it longer, and the next one likelier."""
+        """How many tokens to draft after a match; 0 where that makes nothing quicker."""
+        return self._best(match, most)[0]
+
+    def _best(self, match: int, most: int) -> tuple[int, float]:
+        """(how many tokens to draft after a match, tokens a second then): each that is right makes the match longer,
+        and the next one likelier."""
         best, found = _LEAST_GAIN / self._seconds(1), 0
         tokens, likely = 1.0, 1.0
         for depth in range(1, most + 1):
@@ -241,7 +246,7 @@ class DraftPlan:
                 best, found = rate, depth
             elif tokens + likely * (most - depth) < best * self._seconds(1 + depth):
                 break  # not even if all the others were right
-        return found
+        return found, best
 
     def model_depth(self, most: int) -> int:
         """How many guesses of a draft model may be unchecked; 0 where it makes nothing quicker, or takes a break.
@@ -251,20 +256,30 @@ class DraftPlan:
         chance, speed = self._chances[BY_MODEL], self.speed
         if speed is None or not speed.is_known or chance.rest or most < 1:
             return 0
-        depth = 1
-        while depth < most and chance.share ** (depth + 1) >= _LEAST_USED:
-            depth += 1
-        tokens = expected_tokens(chance.share, depth)
-        paced = max(speed.guess, speed.stage.of(2) - speed.stage.of(1))
-        if tokens * speed.alone < _LEAST_GAIN * (speed.alone + (tokens - 1) * paced):
+        depth, rate = self._model_rate(most)
+        if rate * speed.alone < _LEAST_GAIN:
             chance.breaks += 1
             chance.rest = min(_LONGEST_BREAK, 8 << min(chance.breaks, 5))
             return 0
         return depth
 
+    def _model_rate(self, most: int) -> tuple[int, float]:
+        """(how many guesses may be unchecked, tokens a second then), for a draft model. Only if the speed is known."""
+        share, speed = self._chances[BY_MODEL].share, self.speed
+        assert speed is not None
+        depth = 1
+        while depth < most and share ** (depth + 1) >= _LEAST_USED:
+            depth += 1
+        tokens = expected_tokens(share, depth)
+        paced = max(speed.guess, speed.stage.of(2) - speed.stage.of(1))
+        return depth, tokens / (speed.alone + (tokens - 1) * paced)
+
     def beats_model(self, draft: Draft) -> bool:
-        """Whether its first token is right more often than a draft model's guess."""
-        return self._chances[kind_of(draft.match)].share >= self._chances[BY_MODEL].share
+        """Whether checking it brings more tokens a second than a draft model's guesses."""
+        if self.speed is None or not self.speed.is_known:
+            return True
+        most = len(draft.tokens)
+        return self._best(draft.match, most)[1] >= self._model_rate(most)[1]
 
     def step_tokens(self, tokens: int) -> int:
         """How many of so many tokens to send in the next step."""

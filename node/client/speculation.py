@@ -217,6 +217,8 @@ class Speculation:
         self._checked = trio.current_time()
         guessed = self.line[made : asked.end + 1]
         right = sum(1 for token, guess in zip(chosen, guessed, strict=False) if token == guess)
+        # A guess may be right before it is sent.
+        self.plan.counts = self.plan.counts.plus(drafted=max(0, made + right - self._sent))
         self._note(guessed, right)
         if right < len(chosen) and not answer.is_over:
             async with self._changing:

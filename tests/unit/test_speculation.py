@@ -166,7 +166,7 @@ def answer(text: Sequence[int], prompt: int, line: Line, drafts: bool, model: Si
             return cast(WireTensor, Tokens(len(tokens)))
 
         def head(hidden: torch.Tensor) -> torch.Tensor:
-            return cast(torch.Tensor, [[None] * cast(Tokens, hidden).tokens])
+            return cast(torch.Tensor, [[0] * cast(Tokens, hidden).tokens])
 
         await chain.answered(chain.send(prompt), prompt)
         plan.speed.note_work(prompt, chain.compute, 0.0)
@@ -249,6 +249,14 @@ def test_a_draft_model_guesses_while_its_guesses_are_checked(no_threads: None, w
     assert drafted.tokens == plain.tokens == text
     assert plain.seconds / drafted.seconds > times
     assert drafted.most_under_way >= 3
+
+
+def test_what_stands_in_the_text_needs_no_draft_model(no_threads: None) -> None:
+    text, prompt = repeated(random.Random(4))
+    plain = answer(text, prompt, WIDE, drafts=False)
+    drafted = answer(text, prompt, WIDE, drafts=True, model=SimulatedModel(text, 0.04, 20))
+    assert drafted.tokens == plain.tokens == text
+    assert plain.seconds / drafted.seconds > 5 and drafted.counts.accepted <= drafted.counts.drafted
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ class Finished:
     receipts: tuple[SignedReply, ...] = ()
     stopped_by: str | None = None
     compared: tuple[tuple[Hop, ...], ...] = ()
-    drafts: DraftCounts = DraftCounts()
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import platformdirs
 import trio
@@ -73,7 +73,7 @@ class ApiOptions(ServerChoice):
         str,
         typer.Option(
             metavar="auto|none|MODEL",
-            help="Guess tokens from the text so far, and with a smaller MODEL that runs here, as `petalnode chat` does.",
+            help="Guess tokens from the text so far, and by a smaller MODEL that runs here, as `petalnode chat` does.",
         ),
     ] = "auto"
     batch_file: Annotated[
