@@ -199,6 +199,8 @@ def test_a_server_that_dies_while_drafts_are_checked_is_replaced(
     swarm: MemorySwarm, folder: Path, servers: list[MemoryServer]
 ) -> None:
     plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
+    servers += [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")]  # so that other tests have two chains
+    assert all(server.ready for server in servers[-2:])
 
     def kill_one(made: int) -> None:
         if made == LENGTH // 2:
@@ -257,8 +259,8 @@ def test_a_server_that_dies_with_several_steps_under_way_is_replaced(
     swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False)
-    another = swarm.start(folder, "3:6")
-    known = {server.ready["peer_id"]: server for server in (*servers, another)}
+    servers.append(swarm.start(folder, "3:6"))
+    known = {server.ready["peer_id"]: server for server in servers}
     lost: list[str] = []
     ask = Flight.ask
 
