@@ -277,7 +277,8 @@ def check_tool(command: str) -> None:
         case ["python", script, *rest]:
             check_options(ROOT / script, rest)
         case ["pytest", *rest]:
-            assert {word for word in rest if word.startswith("-")} <= {"-k", "-s", "-n", "--processor-time-by-file"}
+            known = {"-k", "-s", "-n", "--processor-time-by-file", "--hypothesis-profile"}
+            assert {word for word in rest if word.startswith("-")} <= known, command
             assert all((ROOT / word).exists() for word in rest if word.startswith("tests")), command
         case _:
             assert words[0] in TOOLS, command
