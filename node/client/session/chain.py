@@ -198,8 +198,10 @@ class Chain:
         with standby.scope:
             try:
                 await self._bring(link, standby)
-                standby.ready = True
-                return
+                # Who has cancelled it has seen no servers to close, if these were just on their way to us.
+                if not standby.scope.cancel_called:
+                    standby.ready = True
+                    return
             except (SwarmError, BadInput):
                 pass  # nobody else can
         link.standby = None

@@ -87,14 +87,19 @@ class Opening:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
             BadInput: no server takes a session like this.
         """
-        with unwrapped(PetalnodeError):
-            async with trio.open_nursery() as nursery:
-                try:
-                    links = await self._first_ready(search, nursery)
-                finally:
-                    for run in self._runs:
-                        self._let_go(run)
-                nursery.cancel_scope.cancel()
+        links: list[ServerLink] = []
+        try:
+            with unwrapped(PetalnodeError):
+                async with trio.open_nursery() as nursery:
+                    try:
+                        links = await self._first_ready(search, nursery)
+                    finally:
+                        for run in self._runs:
+                            self._let_go(run)
+                    nursery.cancel_scope.cancel()
+        except BaseException:  # cancelled while the others were let go
+            self._router.start_soon(close_links, links)
+            raise
         return links
 
     async def _first_ready(self, search: ServerSearch, nursery: trio.Nursery) -> list[ServerLink]:
@@ -172,7 +177,8 @@ class Opening:
         except (ServerFailed, NoChainError) as error:
             run.failure = error
         finally:
-            if not ready:
+            # Let go when it was ready and had not said so yet: nobody else knows its links.
+            if not ready or run.scope.cancel_called:
                 self._router.start_soon(close_links, run.links)
         run.done = True
         self._notify()

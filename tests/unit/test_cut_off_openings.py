@@ -1,0 +1,146 @@
+"""Servers whose sessions are opened while nobody wants them any more: each of them is closed again."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import trio
+import trio.testing
+
+from petalnode.node.client.deadlines import Waits
+from petalnode.node.client.session.chain import Chain
+from petalnode.node.client.session.history import InputHistory
+from petalnode.node.client.session.link import ServerLink, Standby
+from petalnode.node.client.session.opening import Opening
+from petalnode.node.client.session.stream import SessionSpec
+from petalnode.node.swarm.routing import Hop
+from petalnode.protocols.ids import Span
+
+SPEC = SessionSpec(b"", Span(0, 2), batch=1, max_length=8)
+
+
+class Server:
+    """In place of a `SessionStream`."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def close(self) -> None:
+        with trio.CancelScope(shield=True):
+            await trio.lowlevel.checkpoint()
+            self.closed = True
+
+
+def link_to(server: Server) -> ServerLink:
+    return ServerLink(cast(Any, server))
+
+
+class Router:
+    """In place of a client, of which it has the background tasks."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+
+    def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
+        self._nursery.start_soon(function, *args)
+
+    def suspect(self, peer_id: str, seconds: float = 0) -> None:
+        pass
+
+
+class Search:
+    """In place of a `ServerSearch`: nobody has refused."""
+
+    refused: dict[str, Any] = {}  # noqa: RUF012
+
+
+class GatedOpening(Opening):
+    """One whose chains are a server each, which are ready when they are told."""
+
+    def __init__(self, router: Router, chains: list[tuple[Server, trio.Event, trio.Event]]) -> None:
+        async def find(excluded: Any) -> tuple[Hop, ...]:
+            return (Hop("silent", Span(0, 2)),)
+
+        made: Any = {"find": find, "epoch": lambda: 1, "waits": Waits()}
+        super().__init__(cast(Any, router), SPEC, InputHistory(), 0, **made)
+        self.chains = chains
+
+    async def _open(self, run: Any, epoch: int) -> None:
+        server, ready, may_end = self.chains.pop(0)
+        run.links.append(link_to(server))
+        self._gets_on(run, ["silent"], 1.0)
+        try:
+            await ready.wait()
+        finally:
+            with trio.CancelScope(shield=True):
+                await may_end.wait()
+
+    async def _replay(self, run: Any, epoch: int) -> None:
+        pass
+
+
+def test_closing_goes_on_where_it_is_cancelled() -> None:
+    servers = [Server() for _ in range(4)]
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            chain = Chain(cast(Any, Router(nursery)), SPEC, False)
+            chain.links = [link_to(server) for server in servers[:2]]
+            for link, server in zip(chain.links, servers[2:], strict=True):
+                link.standby = Standby(links=[link_to(server)], ready=True)
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await chain.end()
+
+    trio.run(main)
+    assert [server.closed for server in servers] == [True] * 4
+
+
+def test_servers_that_were_ready_when_the_caller_left_are_closed() -> None:
+    """The first chain is silent, and takes its time to end; the second one is ready, and the caller leaves meanwhile."""
+    silent, ready = Server(), Server()
+    at_once, never, late = trio.Event(), trio.Event(), trio.Event()
+    at_once.set()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            opening = GatedOpening(Router(nursery), [(silent, never, late), (ready, at_once, at_once)])
+
+            async def caller(scope: trio.CancelScope) -> None:
+                with scope:
+                    await opening.run(cast(Any, Search()))
+
+            scope = trio.CancelScope()
+            nursery.start_soon(caller, scope)
+            await trio.sleep(10)  # the silent one is given up, and keeps the other from being handed over
+            assert not opening.chains and not ready.closed
+            scope.cancel()
+            late.set()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert silent.closed and ready.closed
+
+
+def test_a_chain_that_is_let_go_while_it_becomes_ready_is_closed() -> None:
+    server, ready, may_end = Server(), trio.Event(), trio.Event()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            opening = GatedOpening(Router(nursery), [(server, ready, may_end)])
+
+            async def caller(scope: trio.CancelScope) -> None:
+                with scope:
+                    await opening.run(cast(Any, Search()))
+
+            scope = trio.CancelScope()
+            nursery.start_soon(caller, scope)
+            await trio.testing.wait_all_tasks_blocked()
+            ready.set()
+            await trio.testing.wait_all_tasks_blocked()
+            # It goes on with what it has waited for, and meets no other checkpoint: its scope is cancelled in vain.
+            may_end.set()
+            scope.cancel()
+
+    trio.run(main)
+    assert server.closed
