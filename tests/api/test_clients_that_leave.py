@@ -146,6 +146,11 @@ def _until(connection: socket.socket, end: bytes) -> bytes:
 # --- servers
 
 
+def sessions_at(server: Any) -> int:
+    now = server.tallies.serving()
+    return int(now.sessions)
+
+
 @pytest.fixture
 def spare_swarm(api_model: Path) -> Iterator[tuple[MemorySwarm, list[Any]]]:
     """Every block on two servers."""
@@ -234,3 +239,5 @@ def test_the_other_streams_say_the_same_when_clients_and_servers_are_killed(
         trio.run(main)
         assert found == {number: text for number, text in enumerate(alone) if number % 4 != 3}
         settled(api)
+        left = [server for server in servers if server.alive]
+        trio.run(eventually, lambda: not any(sessions_at(server) for server in left), "servers hold no session")

@@ -98,7 +98,7 @@ def test_closing_goes_on_where_it_is_cancelled() -> None:
 
 
 def test_servers_that_were_ready_when_the_caller_left_are_closed() -> None:
-    """The first chain is silent, and takes its time to end; the second one is ready, and the caller leaves meanwhile."""
+    """The first chain is silent, and takes its time to end; the second is ready, and the caller leaves meanwhile."""
     silent, ready = Server(), Server()
     at_once, never, late = trio.Event(), trio.Event(), trio.Event()
     at_once.set()
