@@ -163,7 +163,7 @@ async def _chat(model: str | None, options: ChatOptions, join: JoinOptions, save
     output = Output(join.json)
     parts = ClientParts(options.adapter, options.draft_model)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_in_thread, _import_generation)
+        nursery.start_soon(import_generation)
         if model is not None:  # what is named is loaded while others are still to answer
             nursery.start_soon(parts.find_and_load, model, output)
         identity = saved.identity if saved is not None else None
@@ -245,6 +245,11 @@ class ClientParts:
         await self._done.wait()
         client_part, text, adapter = self._loaded
         return client_part, text, adapter
+
+
+async def import_generation() -> None:
+    """In a worker thread: torch and transformers, and what chooses tokens."""
+    await _in_thread(_import_generation)
 
 
 def _import_generation() -> None:

@@ -69,7 +69,7 @@ class WebOptions:
 
 
 async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: bool, page: WebOptions | None) -> None:
-    from .chat import ChatOptions, chat_in, question
+    from .chat import ChatOptions, ClientParts, chat_in, import_generation, question
 
     prompt = question(prompt) if page is None else None
     output = Output(as_json)
@@ -82,6 +82,10 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
         async with open_swarm(config) as swarm, trio.open_nursery() as nursery:
             nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
             output.say(f"starting {servers} servers of {folder.name} on this machine ...")
+            parts = ClientParts(None)
+            if page is None:  # the first question finds all that the client needs
+                nursery.start_soon(parts.load, folder)
+                nursery.start_soon(import_generation)
 
             async def start(number: int, span: Span) -> None:
                 key = Path(scratch) / f"{span.start}.key"
@@ -98,7 +102,7 @@ async def _demo(servers: int, prompt: str | None, max_new_tokens: int, as_json: 
                 await _serve_page(swarm, folder, page, *served, output)
             else:
                 options = ChatOptions(prompt=prompt, max_new_tokens=max_new_tokens, show_route=True, yes=True)
-                await chat_in(swarm, folder, options, output)
+                await chat_in(swarm, folder, options, output, parts=parts)
             nursery.cancel_scope.cancel()
 
 
