@@ -13,12 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from petalnode.node.client.chat import Text
+from petalnode.node.client.draft_model import load_draft_model
+from petalnode.node.client.drafting import Draft, DraftPlan
 from petalnode.node.errors import BadInput
+from petalnode.node.models import resolve
 from petalnode.node.swarm.trusted_servers import TrustedServers
 from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from petalnode.node.testing.memory_servers import MemoryServer, in_loop, memory_swarm
+from tests.api.tokenizer import save_api_tokenizer
 from tests.peft_adapters import save_lora
-from tests.tiny_models import load_whole
+from tests.tiny_models import load_whole, save_tiny
 
 MODEL = "tiny-llama"
 ASKED: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 6, "temperature": 0}
@@ -83,6 +88,43 @@ def test_chains_are_compared(two: TwoChains) -> None:
     with pytest.raises(openai.InternalServerError) as raised:
         two.ask(compare_chains=3)
     assert raised.value.code == "model_unavailable"
+
+
+def test_drafts_change_nothing_but_what_is_told_of_them(two: TwoChains, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither tokens nor their log-probabilities, nor where a stop ends the answer."""
+
+    def deepest(plan: object, drafts: Iterator[Draft], most: int) -> Draft:
+        draft = next(drafts, Draft())
+        return Draft(draft.tokens[:most], draft.match, draft.place)
+
+    def ask(draft: str, **more: Any) -> tuple[Any, Any]:
+        answer = two.client.completions.create(
+            model=MODEL,
+            prompt="abcabcabcab",
+            temperature=0,
+            logprobs=2,
+            logit_bias={str(3 + ord(letter) - 32): 20 for letter in "abc"},
+            extra_body={"x_petalnode": {"draft": draft}},
+            **more,
+        )
+        return answer.choices[0], answer.model_extra["x_petalnode"]["choices"][0].get("drafts")
+
+    monkeypatch.setattr(DraftPlan, "choose", deepest)
+    core = two.api.core
+    in_loop(two.api.token, lambda: setattr(core, "drafts", True))
+    try:
+        for more in ({"max_tokens": 40}, {"max_tokens": 40, "stop": ["aaa", "bbb", "ccc", "ab", "ca"]}):
+            (plain, none), (drafted, drafts) = ask("none", **more), ask("auto", **more)
+            assert none is None and (drafted.text, drafted.finish_reason) == (plain.text, plain.finish_reason)
+            assert drafted.logprobs.tokens == plain.logprobs.tokens
+            assert drafted.logprobs.token_logprobs == pytest.approx(plain.logprobs.token_logprobs, abs=1e-3)
+            if "stop" not in more:
+                assert 0 < drafts["accepted"] <= drafts["drafted"] and drafts["steps"]
+    finally:
+        in_loop(two.api.token, lambda: setattr(core, "drafts", False))
+    with pytest.raises(openai.BadRequestError) as raised:
+        ask("sometimes")
+    assert "give auto or none" in raised.value.message
 
 
 def test_an_adapter_that_servers_hold(two: TwoChains) -> None:
@@ -155,3 +197,13 @@ def test_hidden_states_of_chosen_blocks(two: TwoChains, api_model: Path) -> None
 def test_blocks_that_there_are_not(blocks: Any, two: TwoChains) -> None:
     refused = states_of(two, input="a", blocks=blocks)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "blocks")
+
+
+def test_a_draft_model_has_the_same_tokenizer(api_model: Path, tmp_path: Path) -> None:
+    text = Text(resolve(str(api_model), need="client", offline=True))
+    other = save_tiny("llama", tmp_path / "other", max_position_embeddings=64)
+    save_api_tokenizer(other, special=("<other>",))
+    with pytest.raises(BadInput, match="its tokenizer is not that of the model that the swarm serves"):
+        load_draft_model(resolve(str(other), offline=True), text)
+    loaded = load_draft_model(resolve(str(api_model), offline=True), text)
+    assert loaded.blocks.quantisation == "int8" and len(loaded.blocks.span) == loaded.part.num_blocks
