@@ -32,6 +32,9 @@ _KEY: Final = 6
 """Tokens by which a place is found; longer matches are counted from there."""
 _LONG_MATCH: Final = 4
 """From so many tokens on, a match is no coincidence: its first draft may be twice as long as itself."""
+_SURE_MATCH: Final = 9
+_SURE_SHARE: Final = 0.8
+"""Of drafts after long matches that were right, from which on no draft model is asked in their place."""
 _KINDS: Final = (0, 1, 2, 3, 4, 5, 6, 9, 14, 24)
 """Lengths of matches, each with those up to the next one, whose drafts are counted together."""
 _FIRST_CHANCES: Final = (0.7, 0.4, 0.5, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9, 0.95)
@@ -275,8 +278,10 @@ class DraftPlan:
         return depth, tokens / (speed.alone + (tokens - 1) * paced)
 
     def beats_model(self, draft: Draft) -> bool:
-        """Whether checking it brings more tokens a second than a draft model's guesses."""
-        if self.speed is None or not self.speed.is_known:
+        """Whether checking it brings more tokens a second than a draft model's guesses, or as good as none is wrong: it
+        takes no time of this machine."""
+        sure = draft.match >= _SURE_MATCH and self._chances[kind_of(draft.match)].share >= _SURE_SHARE
+        if sure or self.speed is None or not self.speed.is_known:
             return True
         most = len(draft.tokens)
         return self._best(draft.match, most)[1] >= self._model_rate(most)[1]
