@@ -1,7 +1,7 @@
 """What the directory costs and who is found, in swarms of up to 10,000 servers, on simulated time and links.
 
     python benchmarks/directory.py [--json] [--servers 100 1000 10000] [--models 1 100] [--hostile 0 1 10 100]
-                                   [--addresses 1 16 256] [--nodes 6] [--lifetimes 1.5] [--seed 1]
+                                   [--addresses 1 16 256] [--nodes 6] [--lifetimes 1.5] [--everything] [--seed 1]
 
 No sockets and no keys: announcements are of their real size and merged, kept, chosen from and put into pages by the
 product's own functions (`rhythm`, `SwarmView.merge`, `sampled`, `known_well`, `records_page`); signatures are not
@@ -14,8 +14,8 @@ constants of `node/swarm`; lifetimes, rounds and renewals are what `rhythm` says
   for it. It has an address of its own. A simulated server begins with what a newcomer is given at nine peers.
 - The attacker has so many times as many keys as there are servers, at so many addresses. It announces half of them for
   honest models and half for versions that it makes up, for an hour each, at every simulated node, 20 a second from each
-  address until all are told, and again within the hour; whoever asks one of its keys gets as many of them as it takes.
-  Nobody is there.
+  address, and again within the hour; to each of them at most twice as many as a view holds, others to each. Whoever
+  asks one of its keys gets as many of them as it takes. Nobody is there.
 - A client joins at one node, 100 ms a round trip away, with 10 Mbit/s: a connection takes three round trips, a stream
   one, a page one and its bytes. It looks twice: as it joins, and for the servers of its model.
 
@@ -25,9 +25,9 @@ ones all nodes are connected); Kademlia and hostile announcements are not in it.
 that all servers were told of. `stale_s`: mean age of the announcements that a server has; `gone`: share of the honest
 servers it knows that have left. `known`: the share of its model's honest servers that a server knows; `honest`: the
 share of those among all of its model; `blocks`: the share of blocks for which it knows an honest server that is
-there, and `least`: for the worst block, how many. For a client that asks for everything (`all_`), and one that asks for
-samples (`sample_`): seconds and KiB until its look returns; `blocks`, the share of blocks for which it then knows an
-honest server that is there; `honest`, the share of those among the servers that it knows.
+there, and `least`: for the worst block, how many. For a client that asks for samples (`sample_`), and with
+`--everything` for one that asks for all (`all_`): seconds and KiB until its look returns; `blocks`, the share of blocks
+for which it then knows an honest server that is there; `honest`, the share of those among the servers that it knows.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CONNECTION: Final = 2000  # bytes each way: TCP, Noise, negotiation, identify
 PING: Final = 400  # bytes each way of a stream and its pings
 CONNECTED: Final = 512  # servers up to which all are connected
 NEWCOMER: Final = 9  # peers that a newcomer has asked
-TOLD_AT_ONCE: Final = 2000  # hostile keys that a node is told in a step, at most
+MOST_TOLD: Final = 2 * MAX_RECORDS  # hostile keys that a node is told: twice what a view holds
 NOTHING: Final = ModelRecords({})
 _HEAD: Final = bytes.fromhex("002408011220")
 _PEERS_TOLD: Final = 64  # hostile keys whose page is made anew; the pages of all others are these
@@ -105,8 +105,8 @@ class Outcome:
     honest: float
     blocks: float
     least: float
-    all: Look
     sample: Look
+    all: Look | None
 
 
 @dataclass
@@ -226,13 +226,14 @@ class World:
         self._by_peer[_peer_id(number)] = made
         return made
 
-    def attacker(self, number: int) -> Server:
-        """The key of this number, from 0."""
+    def attacker(self, number: int, address: int | None = None) -> Server:
+        """The key of this number, from 0, at one of the attacker's addresses, from 0."""
         version = self.models[number % len(self.models)]
         if number % 2:
             version = (1 << 200 | number % 1000).to_bytes(32, "big")
-        address = -1 - number % self.setting.addresses
-        return Server((1 << 100) + number, version, Span(number % (BLOCKS - 9), number % (BLOCKS - 9) + 10), address)
+        address = number % self.setting.addresses if address is None else address
+        start = number % (BLOCKS - 9)
+        return Server((1 << 100) + number, version, Span(start, start + 10), -1 - address)
 
     # --- what nodes say to each other
 
@@ -282,14 +283,14 @@ class World:
         """As often as an address may, until it has told all of its keys; then as often as keeps them known."""
         if not self.hostile:
             return
-        keys = self.hostile / self.setting.addresses
+        addresses, first = self.setting.addresses, at * MOST_TOLD % self.hostile
+        keys = min(self.hostile, MOST_TOLD) // addresses
         told = PUSHES_OF_ADDRESS * (self.now - START)
         count = PUSHES_OF_ADDRESS * seconds if told < keys else keys * seconds / (MAX_LIFETIME / 2)
-        count = min(count, TOLD_AT_ONCE / self.setting.addresses)
-        for address in range(self.setting.addresses):
-            chosen = [self.random.randrange(self.hostile) for _ in range(self._about(count))]
-            keys_told = [self.attacker(key - key % self.setting.addresses + address) for key in chosen]
-            self._heard(at, [one.record(self.now) for one in keys_told], -1 - address, met=True)
+        for address in range(addresses):
+            some = self.random.sample(range(keys), min(self._about(count), keys))
+            chosen = [self.attacker((first + key * addresses) % self.hostile, address) for key in some]
+            self._heard(at, [one.record(self.now) for one in chosen], -1 - address, met=True)
 
     def _about(self, mean: float) -> int:
         return int(mean) + (self.random.random() < mean % 1)
@@ -426,7 +427,7 @@ class World:
         server = self._by_peer.get(peer_id)
         return server is not None and self.now < server.left
 
-    def outcome(self, seconds: float) -> Outcome:
+    def outcome(self, seconds: float, *, everything: bool) -> Outcome:
         idle = self.traffic[1:]
         ages, gone, known, honest, blocks, least = [], [], [], [], [], []
         for server, view in zip(self.servers, self.views[1:], strict=False):
@@ -454,8 +455,8 @@ class World:
             honest=_mean(honest),
             blocks=_mean(blocks),
             least=min(least),
-            all=self.join(sample=False),
             sample=self.join(sample=True),
+            all=self.join(sample=False) if everything else None,
         )
 
 
@@ -486,17 +487,17 @@ def _mean(values: Iterable[float]) -> float:
     return sum(held) / len(held) if held else 0.0
 
 
-def simulate(setting: Setting, nodes: int, lifetimes: float, seed: int) -> Outcome:
+def simulate(setting: Setting, nodes: int, lifetimes: float, seed: int, *, everything: bool) -> Outcome:
     """So many lifetimes of an announcement, and a third of one to measure; seconds are of simulated time."""
     world = World(setting, min(nodes, setting.servers // 2), seed)
     world.settle()
     lifetime = rhythm(setting.servers * (1 + setting.hostile), DEFAULT_TTL).lifetime
-    step = max(min(lifetime / 240, 15.0), 1.0)
+    step = max(min(lifetime / 120, 30.0), 1.0)
     world.run(lifetimes * lifetime, step)
     world.traffic = [Traffic() for _ in world.nodes]
     seconds = max(lifetime / 3, 60.0)
     world.run(seconds, step)
-    return world.outcome(seconds)
+    return world.outcome(seconds, everything=everything)
 
 
 def settings(args: argparse.Namespace) -> Iterator[Setting]:
@@ -514,12 +515,13 @@ def main() -> None:
     parser.add_argument("--addresses", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--nodes", type=int, default=6, help="simulated in full")
     parser.add_argument("--lifetimes", type=float, default=1.5, help="of an announcement, before anything is measured")
+    parser.add_argument("--everything", action="store_true", help="also a client that asks for all announcements")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     rows = []
     console = Console(stderr=args.json, width=200 if args.json else None)
     for setting in settings(args):
-        outcome = simulate(setting, args.nodes, args.lifetimes, args.seed)
+        outcome = simulate(setting, args.nodes, args.lifetimes, args.seed, everything=args.everything)
         rows.append({**asdict(setting), **_flat(asdict(outcome))})
         if args.json:
             console.print(rows[-1])
@@ -535,6 +537,8 @@ def main() -> None:
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
     flat: dict[str, float] = {}
     for name, value in values.items():
+        if value is None:
+            continue
         flat |= _flat(value, f"{name}_") if isinstance(value, dict) else {prefix + name: float(f"{value:.3g}")}
     return flat
 
