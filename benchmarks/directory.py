@@ -15,7 +15,7 @@ constants of `node/swarm`; lifetimes, rounds and renewals are what `rhythm` says
 - The attacker has so many times as many keys as there are servers, at so many addresses. It announces half of them for
   honest models and half for versions that it makes up, for an hour each, at every simulated node, 20 a second from each
   address, and again within the hour; to each of them at most twice as many as a view holds, others to each. Whoever
-  asks one of its keys gets as many of them as it takes. Nobody is there.
+  asks one of its keys gets as many of them, and as many bytes, as it takes. Nobody is there.
 - A client joins at one node, 100 ms a round trip away, with 10 Mbit/s: a connection takes three round trips, a stream
   one, a page one and its bytes. It looks twice: as it joins, and for the servers of its model.
 
@@ -295,8 +295,8 @@ class World:
     def _about(self, mean: float) -> int:
         return int(mean) + (self.random.random() < mean % 1)
 
-    def pull(self, at: int, turn: int) -> None:
-        """One question in the background of a simulated node, to somebody that it knows."""
+    def pull(self, at: int, turn: int) -> int:
+        """One question in the background of a simulated node, to somebody that it knows; bytes of the answer."""
         traffic, node, pace = self.traffic[at], self.nodes[at], self.pace(at)
         asked = self.asked_by(self.views[at])
         own = node is not None and not pace.quick and turn % directory._OTHERS
@@ -308,6 +308,7 @@ class World:
             traffic.up += answer.reply
             traffic.down += answer.query
         self._heard(at, answer.records, self.address_of(asked))
+        return answer.reply
 
     def asked_by(self, view: SwarmView) -> int | Server:
         """A simulated node (its number) that stands for an honest peer, or a key of the attacker."""
@@ -358,10 +359,9 @@ class World:
                 self._due[at] -= step
                 if self._due[at] <= 0:
                     pace = self.pace(at)
-                    self._due[at] = max(self._due[at] + pace.round * self.random.uniform(0.7, 1.0), 0.0)
                     self._turns[at] += 1
-                    for _ in range(pace.asked):
-                        self.pull(at, self._turns[at])
+                    received = sum(self.pull(at, self._turns[at]) for _ in range(pace.asked))
+                    self._due[at] = max(self._due[at] + pace.pause(received) * self.random.uniform(0.7, 1.0), 0.0)
 
     def _churn(self, seconds: float) -> None:
         for _ in range(self._about(len(self.servers) * CHURN * seconds)):
@@ -404,13 +404,14 @@ class World:
         if isinstance(asked, Server):
             keys = (self.attacker(self.random.randrange(self.hostile)) for _ in range(10 * limit))
             records = [key.record(self.now) for key in keys if not version or key.version == version][:limit]
-        else:
-            view = self.views[asked]
-            records = sampled(
-                view.page(version, b""), view.origins, limit, self.now, self.random, max_bytes=most or protocol.MAX_PAGE
-            )
-            if asked and not self.pace(asked).quick:
-                records = [self._of_others(record) for record in records]
+            # As long as the asking node takes it.
+            return Answer(size_of(query), most + limit * protocol.LARGE if most else protocol.MAX_PAGE, records)
+        view = self.views[asked]
+        records = sampled(
+            view.page(version, b""), view.origins, limit, self.now, self.random, max_bytes=most or protocol.MAX_PAGE
+        )
+        if asked and not self.pace(asked).quick:
+            records = [self._of_others(record) for record in records]
         return Answer(size_of(query), size_of(protocol.records_page(records)), records)
 
     def _of_others(self, record: SignedAnnouncement) -> SignedAnnouncement:

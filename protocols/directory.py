@@ -34,6 +34,8 @@ TRANSFER_ROUNDS: Final = 3
 """Of one stream, at most."""
 _MAX_TEXT: Final = 256  # characters
 
+LARGE: Final = 1024
+"""Bytes: most announcements have fewer."""
 _PINGS: Final = 4  # of a measurement of a round trip
 _FAR: Final = 0.02  # seconds of a round trip in which the few milliseconds that opening a stream takes are lost
 _AGREE: Final = 1.5  # times one round trip that another one of the same way takes at most, if nothing held it up
@@ -148,6 +150,8 @@ async def ask_page(stream: DirectoryStream, query: wire.DirectoryQuery, *, timeo
     Raises:
         PeerError: no answer within `timeout` seconds, or none that fits.
     """
+    if query.max_bytes:  # more than that, and what the asked peer announces itself, only of who does not know the field
+        stream.max_header = query.max_bytes + query.limit * LARGE
     await stream.send(wire.DirectoryFrame(query=query), timeout=timeout)
     reply, _payloads = await stream.receive(timeout=timeout)
     if reply.WhichOneof("body") != "records":

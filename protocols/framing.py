@@ -120,7 +120,7 @@ class MessageStream(Generic[F]):
         self.peer_id = peer_id
         self._raw = raw
         self._frame_type = frame_type
-        self._max_header = max_header
+        self.max_header = max_header
         self._max_payload = max_payload
         self._send_lock = trio.Lock()
         self._buffer = bytearray()
@@ -195,10 +195,10 @@ class MessageStream(Generic[F]):
                 raise ValueError(f"a payload of {view.nbytes} bytes for a tensor of {tensor.nbytes} bytes")
         header = frame.SerializeToString()
         total = sum(view.nbytes for view in views)
-        if len(header) > self._max_header or total > self._max_payload or len(tensors) > MAX_TENSORS:
+        if len(header) > self.max_header or total > self._max_payload or len(tensors) > MAX_TENSORS:
             raise ValueError(
                 f"a message with a header of {len(header)} bytes and {len(tensors)} tensors of {total} bytes is "
-                f"over this stream's limits ({self._max_header}, {MAX_TENSORS}, {self._max_payload})"
+                f"over this stream's limits ({self.max_header}, {MAX_TENSORS}, {self._max_payload})"
             )
         head = varint(len(header)) + header
         return [memoryview(head), *views], len(head) + total
@@ -315,8 +315,8 @@ class MessageStream(Generic[F]):
                 raise self._violation("a message length that is no length")
             self._due = start + 1
             return None
-        if size > self._max_header:
-            raise self._violation(f"a header of {size} bytes; {self._max_header} are allowed")
+        if size > self.max_header:
+            raise self._violation(f"a header of {size} bytes; {self.max_header} are allowed")
         if len(self._buffer) < start + size:
             self._due = start + size
             return None

@@ -12,9 +12,7 @@ import itertools
 import logging
 import math
 import random
-import statistics
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
@@ -32,7 +30,7 @@ from ..network.dht import SHARDS, Dht
 from ..network.host import Host, keep_up
 from .answers import DirectoryAnswers
 from .rhythm import ANSWER_BYTES, WHOLE, Rhythm, rhythm
-from .sample import SAMPLE, Contacts, around, in_turn, known_well
+from .sample import SAMPLE, Contacts, KnownShare, around, in_turn, known_well
 from .view import SwarmView, nobody
 
 log = logging.getLogger(__name__)
@@ -56,8 +54,6 @@ _MAX_MET: Final = 256  # peers found otherwise whose addresses we keep
 _CHECKED_AT_ONCE: Final = 16  # announcements of a page
 _LOOKED_AT: Final = 512  # records beside twice as many as are wanted, to find some of many sources
 _OTHERS: Final = 4  # each such question of a server in a large swarm is for all models
-_ESTIMATED_FROM: Final = 9  # answers, each of
-_LEAST_ESTIMATED: Final = 16  # announcements at least
 _CONNECTED_LOOKED_AT: Final = 128  # peers, whose addresses take 0.05 ms each
 _KADEMLIA: Final = "Kademlia"  # the source of what stands there: anybody may have put it
 
@@ -104,7 +100,8 @@ class Directory:
         self._sampled: bytes | None = None  # the model version that is sampled; empty: all; None: it wants everything
         self._listens = listens
         self._contacts = Contacts()
-        self._shares: deque[float] = deque(maxlen=_ESTIMATED_FROM)
+        self._share = KnownShare()
+        self._received = 0  # bytes of answers in the background
         self._met: dict[str, tuple[str, ...]] = {}
         self._changed = trio.Event()
         self.about: Callable[[], NodeInfo] = lambda: NodeInfo("client")  # what this node answers about itself
@@ -195,8 +192,9 @@ class Directory:
         sample: bool = False,
         everything: bool = False,
         timeout: float,
-    ) -> None:
-        """Merges all that a peer knows, or a sample of it; with `publish`, sends it the own announcement first.
+    ) -> int:
+        """Merges all that a peer knows, or a sample of it; with `publish`, sends it the own announcement first. Returns
+        the bytes of the answer.
 
         A node that listens asks for a sample, too, unless it wants `everything`: in a small swarm that is all.
 
@@ -210,8 +208,9 @@ class Directory:
         async with self._stream(peer_id, timeout) as stream:
             if publish and self.own is not None:
                 await stream.send(wire.DirectoryFrame(publish=self.own.to_wire()), timeout=timeout)
-            await self._pull_pages(stream, query, timeout)
+            received = await self._pull_pages(stream, query, timeout)
         await self._dht.add_peer(peer_id, self.addrs_of(peer_id))
+        return received
 
     async def meet(self, peer_id: str, addrs: Sequence[str], *, timeout: float) -> None:
         """Gets to know a peer that was found otherwise, at these addresses: each learns what the other knows of itself.
@@ -242,16 +241,17 @@ class Directory:
         except PeerError as error:
             log.debug("could not announce to %s: %s", peer_id, error)
 
-    async def _pull_pages(
-        self, stream: MessageStream[wire.DirectoryFrame], query: wire.DirectoryQuery, timeout: float
-    ) -> None:
+    async def _pull_pages(self, stream: protocol.DirectoryStream, query: wire.DirectoryQuery, timeout: float) -> int:
+        received = 0
         for _ in range(1 if query.sample else protocol.MAX_PAGES):
             page = await protocol.ask_page(stream, query, timeout=timeout)
+            received += page.ByteSize()
             await self._merge_page(page, stream.peer_id)
             last = protocol.last_peer_id(page)
             if not page.truncated or last <= query.after:
-                return
+                break
             query.after = last
+        return received
 
     async def _merge_page(self, page: wire.DirectoryRecords, peer_id: str) -> list[SignedAnnouncement]:
         """A page may hold thousands of signatures to check: between some of them others have their turn."""
@@ -266,15 +266,11 @@ class Directory:
         return records
 
     def _estimate(self, told: Sequence[SignedAnnouncement]) -> None:
-        """How many of the servers of its model a server knows: as many as of those that others name (capture and
-        recapture: Lincoln 1930). The middle of several answers: who makes servers up changes little."""
+        """What share of the servers of its model a server knows, by what another peer has told."""
         if self.own is None:
             return
-        version = self.own.content.model_version
-        ours = [record.content.peer_id for record in told if record.content.model_version == version]
-        if len(ours) >= _LEAST_ESTIMATED:
-            self._shares.append(sum(peer in self.view.records for peer in ours) / len(ours))
-        share = 1.0 if self.rhythm().quick or not self._shares else statistics.median(self._shares)
+        self._share.told((one.content for one in told), self.view.records, self.own.content.model_version)
+        share = 1.0 if self.rhythm().quick else self._share.share
         if share != self.view.share:
             self.view = replace(self.view, share=share)
 
@@ -387,16 +383,17 @@ class Directory:
                 nursery.start_soon(keep_up, part)
 
     async def _pull_forever(self) -> None:
-        pause, turn = _FIRST_PULL, 0
+        pause, turn, received = _FIRST_PULL, 0, 0
         while True:
-            await trio.sleep(min(pause, self.rhythm().round) * random.uniform(0.7, 1.0))
-            pause, turn = pause * 2, turn + 1
+            await trio.sleep(min(pause, self.rhythm().pause(received)) * random.uniform(0.7, 1.0))
+            pause, turn, before = pause * 2, turn + 1, self._received
             count = self.rhythm().asked if self._sampled is None else 1
             # Some are known and out of reach: the next one is asked in their place.
             waiting = iter(self._asked_now(count))
             async with trio.open_nursery() as nursery:
                 for _ in range(count):
                     nursery.start_soon(self._pull_from_one, waiting, turn % _OTHERS == 0)
+            received = self._received - before
 
     def _asked_now(self, count: int) -> list[str]:
         """Whom to ask in this round of the background for `count` answers, and others in their place."""
@@ -424,7 +421,9 @@ class Directory:
         try:
             # Who is asked gets to know who asks, from the address at which that is.
             sample = self._sampled is not None
-            await self.pull(peer_id, model_version=version, publish=large, sample=sample, timeout=_PULL_DEADLINE)
+            self._received += await self.pull(
+                peer_id, model_version=version, publish=large, sample=sample, timeout=_PULL_DEADLINE
+            )
         except PeerError as error:
             log.debug("could not ask %s: %s", peer_id, error)
             return False

@@ -47,6 +47,12 @@ class Rhythm:
         """Seconds after which an announcement is renewed: two may get lost before it expires."""
         return self.lifetime / 3
 
+    def pause(self, received: int) -> float:
+        """Seconds from a round of questions, whose answers took so many bytes, to the next one: who answers more than
+        he was asked for gets more time, not more traffic."""
+        most = self.asked * self.max_bytes
+        return self.round * max(received / most, 1.0) if most else self.round
+
     @property
     def quick(self) -> bool:
         """Whether the swarm is so small that everybody is told everything, at once."""

@@ -1,12 +1,13 @@
 """Which announcements a directory gives to who wants only some of very many, and whom it asks itself. But for what was
-noted of peers (`Contacts`), pure."""
+noted of peers (`Contacts`, `KnownShare`), pure."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
 from ...protocols.announcement import Announcement, ServerState, SignedAnnouncement, is_expired, is_overdue
@@ -21,6 +22,8 @@ _LOOKED_AT: Final = 8  # times as many as are wanted, before those that fit best
 
 _NETWORK_WORKS: Final = 120.0  # seconds since anybody answered after which a failure says nothing of the peer
 _MAX_FAILED: Final = 1000
+_ESTIMATED_FROM: Final = 9  # answers, each of
+_LEAST_ESTIMATED: Final = 16  # announcements at least
 
 T = TypeVar("T")
 
@@ -179,3 +182,22 @@ class Contacts:
     def is_unreached(self, peer_id: str, made: float) -> bool:
         """Whether a peer could not be reached after the announcement that it `made` then."""
         return self._failed.get(peer_id, made) > made
+
+
+class KnownShare:
+    """Estimates how many of the servers of its model a node knows: as many as of those that others name (capture and
+    recapture: Lincoln 1930). The middle of several answers, so that who makes servers up changes little."""
+
+    def __init__(self) -> None:
+        self._shares: deque[float] = deque(maxlen=_ESTIMATED_FROM)
+
+    def told(self, named: Iterable[Announcement], known: Container[str], model_version: bytes) -> None:
+        """Another peer has named these servers."""
+        peers = [content.peer_id for content in named if content.model_version == model_version]
+        if len(peers) >= _LEAST_ESTIMATED:
+            self._shares.append(sum(peer in known for peer in peers) / len(peers))
+
+    @property
+    def share(self) -> float:
+        """0 .. 1; 1 as long as nobody has named enough of them."""
+        return statistics.median(self._shares) if self._shares else 1.0
