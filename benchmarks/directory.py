@@ -20,9 +20,9 @@ constants of `node/swarm`; lifetimes, rounds and renewals are what `rhythm` says
   one, a page one and its bytes. It looks twice: as it joins, and for the servers of its model.
 
 `up`, `down`: KB/s of an idle server's announcements, queries, answers, pings and measured transfers, with 40 bytes of
-frame and stream for each message, and 2 KB each way for each connection in swarms of more than 512 servers (in smaller
-ones all nodes are connected); Kademlia and hostile announcements are not in it. `bootstrap`: what the node takes in
-that all servers were told of. `stale_s`: mean age of the announcements that a server has; `gone`: share of the honest
+frame and stream for each message, signs of life on all connections (of which a node has 4,096 at most, and closes none
+before), and 2 KB each way for each new one; Kademlia and hostile announcements are not in it. `bootstrap`: what the
+node takes in that all servers were told of. `stale_s`: mean age of the announcements that a server has; `gone`: share of the honest
 servers it knows that have left. `known`: the share of its model's honest servers that a server knows; `honest`: the
 share of those among all of its model; `blocks`: the share of blocks for which it knows an honest server that is
 there, and `least`: for the worst block, how many. For a client that asks for samples (`sample_`), and with
@@ -46,6 +46,7 @@ from rich.console import Console
 from rich.table import Table
 
 from petalnode.crypto.identity import peer_id_from_bytes
+from petalnode.node.network.transport.limits import MAX_CONNECTIONS, NodeLimits
 from petalnode.node.placement.observed import pinged_at_once
 from petalnode.node.server.lifecycle import other_servers, rebalancing
 from petalnode.node.swarm import announcer, directory
@@ -67,7 +68,7 @@ PUSHES_OF_ADDRESS: Final = 20  # a second, as one stream allows
 START: Final = 1_800_000_000.0  # seconds since 1970
 CONNECTION: Final = 2000  # bytes each way: TCP, Noise, negotiation, identify
 PING: Final = 400  # bytes each way of a stream and its pings
-CONNECTED: Final = 512  # servers up to which all are connected
+SIGN: Final = 30  # bytes each way of a sign of life
 NEWCOMER: Final = 9  # peers that a newcomer has asked
 MOST_TOLD: Final = 2 * MAX_RECORDS  # hostile keys that a node is told: twice what a view holds
 NOTHING: Final = ModelRecords({})
@@ -205,7 +206,9 @@ class World:
         self._numbers = iter(range(1, 1 << 62))
         self._by_peer: dict[str, Server] = {}  # honest ones, those that have left too
         self.models = [number.to_bytes(32, "big") for number in range(1, setting.models + 1)]
-        self.servers = [self._server(self.random.choice(self.models)) for _ in range(setting.servers)]
+        # Those that are simulated serve the same model, as whom they ask does.
+        versions = [self.models[0]] * (nodes - 1) + self.random.choices(self.models, k=setting.servers - nodes + 1)
+        self.servers = [self._server(version) for version in versions]
         self._of_model: dict[bytes, list[int]] = {}
         for at, server in enumerate(self.servers):
             self._of_model.setdefault(server.version, []).append(at)
@@ -271,13 +274,21 @@ class World:
         probed = min(known, pinged_at_once(known)) * seconds / rebalancing.CHECK_INTERVAL
         measured = min(known, other_servers.MOST) * seconds / other_servers.RTT_INTERVAL
         met = measured * other_servers.NEW_ONES / other_servers.MOST
-        new = opened + 2 * probed + 2 * met if len(self.servers) > CONNECTED else 0.0
+        connected = min(len(self.servers), MAX_CONNECTIONS)
+        new = (opened + 2 * probed + 2 * met) * (1 - connected / len(self.servers))
+        signs = SIGN * seconds * connected / self.limits_of(connected).silence
         transferred = (
             min(known, other_servers.PEERS) * protocol.TRANSFER_BYTES * seconds / other_servers.LONGEST_INTERVAL
         )
-        each_way = round(2 * PING * (probed + measured) + 2 * transferred + CONNECTION * new)
+        each_way = round(2 * PING * (probed + measured) + 2 * transferred + CONNECTION * new + signs)
         self.traffic[at].up += each_way
         self.traffic[at].down += each_way
+
+    @staticmethod
+    def limits_of(connections: int) -> NodeLimits:
+        limits = NodeLimits()
+        limits.connections = connections
+        return limits
 
     def _flood(self, at: int, seconds: float) -> None:
         """As often as an address may, until it has told all of its keys; then as often as keeps them known."""
@@ -298,9 +309,9 @@ class World:
     def pull(self, at: int, turn: int) -> int:
         """One question in the background of a simulated node, to somebody that it knows; bytes of the answer."""
         traffic, node, pace = self.traffic[at], self.nodes[at], self.pace(at)
-        asked = self.asked_by(self.views[at])
         own = node is not None and not pace.quick and turn % directory._OTHERS
         version = node.version if own and node is not None else b""
+        asked = self.asked_by(self.views[at], version)
         answer = self.sample(asked, version, WHOLE, pace.max_bytes)
         traffic.down += answer.reply
         traffic.up += answer.query
@@ -310,11 +321,14 @@ class World:
         self._heard(at, answer.records, self.address_of(asked))
         return answer.reply
 
-    def asked_by(self, view: SwarmView) -> int | Server:
+    def asked_by(self, view: SwarmView, version: bytes = b"") -> int | Server:
         """A simulated node (its number) that stands for an honest peer, or a key of the attacker."""
-        some = next(in_turn(view, directory._LOOKED_AT, self.now, self.random), None)
+        some = next(in_turn(view, directory._LOOKED_AT, self.now, self.random, model_version=version), None)
         if some is not None and some.peer_id not in self._by_peer:
             return self.attacker(self.random.randrange(self.hostile))
+        of_model = [at for at, node in enumerate(self.nodes) if node is not None and node.version == version]
+        if some is not None and of_model:
+            return self.random.choice(of_model)
         return self.random.randrange(0 if rhythm(len(view.records), DEFAULT_TTL).quick else 1, len(self.nodes))
 
     def address_of(self, asked: int | Server) -> int:

@@ -314,7 +314,7 @@ class Directory:
         self,
         nursery: trio.Nursery,
         peers: Sequence[str],
-        pull: Callable[[str], Awaitable[None]],
+        pull: Callable[[str], Awaitable[object]],
         failures: list[str],
         patience: float,
     ) -> None:
@@ -389,38 +389,39 @@ class Directory:
             pause, turn, before = pause * 2, turn + 1, self._received
             count = self.rhythm().asked if self._sampled is None else 1
             # Some are known and out of reach: the next one is asked in their place.
-            waiting = iter(self._asked_now(count))
+            waiting = iter(self._asked_now(count, version := self._asked_for(turn)))
             async with trio.open_nursery() as nursery:
                 for _ in range(count):
-                    nursery.start_soon(self._pull_from_one, waiting, turn % _OTHERS == 0)
+                    nursery.start_soon(self._pull_from_one, waiting, version)
             received = self._received - before
 
-    def _asked_now(self, count: int) -> list[str]:
+    def _asked_for(self, turn: int) -> bytes:
+        """The model version to ask for in this round; a server in a large swarm asks for its own, at times for all."""
+        if self._listens and self.own is not None and not self.rhythm().quick and turn % _OTHERS:
+            return self.own.content.model_version
+        return self._sampled or b""
+
+    def _asked_now(self, count: int, version: bytes) -> list[str]:
         """Whom to ask in this round of the background for `count` answers, and others in their place."""
         most = count * _TRIES
         if self.rhythm().quick:
             peers = self.peers_to_ask(1000)
             return random.sample(peers, min(most, len(peers)))
-        # Of as many sources as possible, however many keys each of them has.
-        others = (content.peer_id for content in in_turn(self.view, _LOOKED_AT, time.time()))
+        # Of as many sources as possible, however many keys each of them has. Servers of a model know most of it.
+        others = (one.peer_id for one in in_turn(self.view, _LOOKED_AT, time.time(), model_version=version))
         others = (peer for peer in others if peer != self._identity.peer_id and not self.is_unreached(peer))
         return list(dict.fromkeys([*itertools.islice(others, most - count), *self.peers_to_ask(count)]))[:most]
 
-    async def _pull_from_one(self, peers: Iterator[str], others: bool) -> None:
+    async def _pull_from_one(self, peers: Iterator[str], version: bytes) -> None:
         for peer_id in peers:
-            if await self._try_pull(peer_id, others):
+            if await self._try_pull(peer_id, version):
                 return
 
-    async def _try_pull(self, peer_id: str, others: bool = True) -> bool:
-        """Asks a peer; a server in a large swarm asks for its own model, or with `others` for all models. Returns
-        whether the peer has answered."""
-        version = self._sampled or b""
-        large = self._listens and not self.rhythm().quick
-        if large and self.own is not None and not others:
-            version = self.own.content.model_version
+    async def _try_pull(self, peer_id: str, version: bytes) -> bool:
+        """Asks a peer for a model version. Returns whether it has answered."""
         try:
             # Who is asked gets to know who asks, from the address at which that is.
-            sample = self._sampled is not None
+            large, sample = self._listens and not self.rhythm().quick, self._sampled is not None
             self._received += await self.pull(
                 peer_id, model_version=version, publish=large, sample=sample, timeout=_PULL_DEADLINE
             )
@@ -442,7 +443,7 @@ class Directory:
             unknown = [(peer, addrs) for peer, addrs in found if peer not in known | {self._identity.peer_id}]
             for peer_id, addrs in random.sample(unknown, min(_UNKNOWN, len(unknown))):
                 self._host.learn(peer_id, addrs)
-                await self._try_pull(peer_id)
+                await self._try_pull(peer_id, self._sampled or b"")
             if self.own is not None and trio.current_time() - provided >= _PROVIDE_ROUND:
                 provided = trio.current_time()
                 await self._dht.provide(random.randrange(SHARDS), timeout=TABLE_DEADLINE)

@@ -90,11 +90,13 @@ def known_well(view: SwarmView, model_version: bytes, *, now: float) -> bool:
     return bool(servers) and all(held[block] >= SEVERAL for block in range(servers[0].num_blocks))
 
 
-def in_turn(view: SwarmView, looked_at: int, now: float, rng: random.Random | None = None) -> Iterator[Announcement]:
-    """Servers that can be dialed, in an order that goes around the sources: whom to ask is not to be decided by who has
-    most keys. Of a large view so many records only are looked at, at random."""
+def in_turn(
+    view: SwarmView, looked_at: int, now: float, rng: random.Random | None = None, *, model_version: bytes = b""
+) -> Iterator[Announcement]:
+    """Servers (of a model) that can be dialed, in an order that goes around the sources: whom to ask is not to be
+    decided by who has most keys. Of a large view so many records only are looked at, at random."""
     rng = rng or random.Random()
-    known = list(view.records)
+    known = list(view.records_of(model_version))
     some = rng.sample(known, min(looked_at, len(known)))
     records = (view.records[peer_id] for peer_id in some)
     there = (record for record in records if record.content.addrs and view.get(record.content.peer_id, now) is not None)

@@ -149,6 +149,10 @@ class SwarmView:
         """model version -> (name, number of blocks), as most of its servers say."""
         return {version: held.named(now) for version, held in sorted(self.by_version.items()) if held.servers(now)}
 
+    def records_of(self, model_version: bytes) -> Mapping[str, SignedAnnouncement]:
+        """By peer id: those of one model version, or (empty) of all."""
+        return self.by_version.get(model_version, _NONE).records if model_version else self.records
+
     def page(self, model_version: bytes, after: bytes) -> Iterable[SignedAnnouncement]:
         """The records of one model version, or (empty) of all, behind `after`, in the order of their peer ids."""
         if model_version:

@@ -15,7 +15,7 @@ import trio
 from petalnode.crypto.identity import Identity
 from petalnode.node.swarm.announcer import Announcer
 from petalnode.node.swarm.directory import Directory
-from petalnode.node.swarm.rhythm import rhythm
+from petalnode.node.swarm.rhythm import ANSWER_BYTES, WHOLE, rhythm
 from petalnode.node.swarm.sample import SAMPLE, Contacts, sampled
 from petalnode.node.swarm.view import SwarmView
 from petalnode.node.testing import message_streams, run_autojumping
@@ -135,6 +135,53 @@ def from_many(count: int) -> SwarmView:
     for number in range(count):
         view = view.merge([held(number)], time.time(), source=f"server {number}", met=True)
     return view
+
+
+@pytest.mark.parametrize("answer", [40_000, 150_000, 500_000])
+def test_long_answers_cost_time_not_traffic(answer: int) -> None:
+    """Of peers that fill their answers with what does not count, as far as the asking node takes it."""
+    page = wire.DirectoryFrame(
+        records=wire.DirectoryRecords(records=[wire.SignedAnnouncement(announcement=bytes(answer))])
+    )
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def serve(stream: Stream) -> None:
+                try:
+                    frame, _ = await stream.receive(timeout=None)
+                    while not frame.HasField("query"):
+                        frame, _ = await stream.receive(timeout=None)
+                    await stream.send(page, timeout=5)
+                    await stream.receive(timeout=None)
+                except PeerError:
+                    pass
+
+            async def open_stream(peer_id: str, _timeout: float) -> Stream:
+                ours, theirs = message_streams(wire.DirectoryFrame, HONEST.peer_id, peer_id, max_header=MAX_HEADER)
+                nursery.start_soon(serve, theirs)
+                return ours
+
+            asking = a_directory(HONEST, open_stream, listens=True)
+            asking.merge([held(number) for number in range(1500)], source="attacker")
+            taken = 0
+            merged = asking._merge_page
+
+            async def merge_page(told: wire.DirectoryRecords, peer_id: str) -> list[SignedAnnouncement]:
+                nonlocal taken
+                taken += told.ByteSize()
+                return await merged(told, peer_id)
+
+            asking._merge_page = merge_page  # type: ignore[method-assign]
+            nursery.start_soon(asking._pull_forever)
+            await trio.sleep(600)  # the first questions come quickly
+            before = taken
+            await trio.sleep(1800)
+            assert (taken - before) / 1800 < 1.3 * ANSWER_BYTES / 60
+            assert (taken > 0) == (answer < ANSWER_BYTES + WHOLE * 1024)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(main)
 
 
 # --- clocks

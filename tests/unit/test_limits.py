@@ -208,3 +208,16 @@ def test_the_connection_with_the_most_unread_bytes_loses_a_stream() -> None:
         node.of("nobody").drop_fullest()
 
     trio.run(main)
+
+
+@pytest.mark.parametrize(("connections", "silence"), [(0, 8), (64, 8), (128, 16), (4096, 512)])
+def test_signs_of_life_on_many_connections_cost_no_more_than_on_sixty_four(connections: int, silence: float) -> None:
+    node = NodeLimits()
+    held = [Stuck() for _ in range(connections)]
+    for number, connection in enumerate(held):
+        node.connected(node.of(f"peer {number}"), connection)
+    assert node.silence == silence
+    for number, connection in enumerate(held):
+        node.lost(node.of(f"peer {number}"), connection)
+        node.lost(node.of(f"peer {number}"), connection)  # one that is lost twice is not counted twice
+    assert node.connections == 0

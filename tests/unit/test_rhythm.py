@@ -248,6 +248,18 @@ def test_a_server_takes_a_sample_of_a_large_swarm_and_what_the_other_one_announc
     run_autojumping(main)
 
 
+def test_who_asks_for_its_own_model_asks_servers_of_that_model() -> None:
+    """Of a hundred models, others know a hundredth of it."""
+    directory = a_directory(identity_of(1), nothing, listens=True)
+    own = [held(number) for number in range(10)]
+    directory.merge([*own, *(held(1000 + number, model_version=b"o" * 32) for number in range(500))])
+    directory.own = own[0]
+    assert [directory._asked_for(turn) for turn in range(4)] == [b"", MODEL, MODEL, MODEL]
+    peers = {record.content.peer_id for record in own}
+    for _ in range(20):
+        assert directory._asked_now(1, MODEL)[0] in peers
+
+
 def test_what_share_of_its_model_a_server_knows_is_seen_from_what_others_tell() -> None:
     directory = a_directory(identity_of(1), nothing)
     directory.own = held(1)

@@ -15,6 +15,8 @@ import trio
 from .bandwidth import Traffic
 
 MAX_CONNECTIONS: Final = 4096
+_SILENCE: Final = 8.0  # seconds; keeps the mappings of NATs alive, too
+_FEW_CONNECTIONS: Final = 64
 MAX_INBOUND: Final = 3072
 """Of these, how many others may make; the rest is for our own."""
 MAX_HANDSHAKES: Final = 512
@@ -121,6 +123,7 @@ class NodeLimits:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+        self.connections = 0
         self.streams = 0
         self.unread = 0
         self._peers: dict[str, PeerUse] = {}
@@ -132,6 +135,21 @@ class NodeLimits:
                 self._peers = {known: use for known, use in self._peers.items() if not use.may_be_forgotten}
             use = self._peers[peer_id] = PeerUse()
         return use
+
+    @property
+    def silence(self) -> float:
+        """Seconds of silence after which a connection without streams asks for a sign of life. Of many connections each
+        asks more seldom, so that all of them together cost as much as 64."""
+        return _SILENCE * max(self.connections / _FEW_CONNECTIONS, 1.0)
+
+    def connected(self, use: PeerUse, connection: Unread) -> None:
+        use.connections.append(connection)
+        self.connections += 1
+
+    def lost(self, use: PeerUse, connection: Unread) -> None:
+        if connection in use.connections:
+            use.connections.remove(connection)
+            self.connections -= 1
 
     def open_stream(self, use: PeerUse) -> bool:
         """Whether the peer may open another stream; counts it then."""

@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 _FRAMES_AT_ONCE: Final = 256  # then it is others' turn, for whom a millisecond is much
 _PROTOCOL_ERROR: Final = 1  # why we go away, by the specification
 _IDLE: Final = 1.0  # seconds of silence after which we ask for a sign of life while streams are open
-_IDLE_WITHOUT_STREAMS: Final = 8.0  # keeps the mappings of NATs alive, too
 _PATIENCE: Final = 3.0  # seconds for the answer
 _PATIENCE_STUFFED: Final = 10.0  # our question may be stuck behind much data on a slow line
 _LINGER: Final = 30.0  # seconds that a stream closed by us waits for the peer's close
@@ -205,7 +204,7 @@ class Muxer(IMuxedConn):
 
     async def start(self) -> None:
         """Serves the connection until it ends. libp2p runs this as a task of the host."""
-        self._use.connections.append(self)
+        self._limits.connected(self._use, self)
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -367,7 +366,7 @@ class Muxer(IMuxedConn):
             for stream in list(self._streams.values()):
                 if stream.discarding and now - stream.closed_at > _LINGER:
                     await stream.reset()
-            silent_until = self._heard + (_IDLE if self._streams else _IDLE_WITHOUT_STREAMS)
+            silent_until = self._heard + (_IDLE if self._streams else self._limits.silence)
             if now < silent_until and not self._suspected:
                 # In short sleeps, since a stream may be opened meanwhile.
                 await trio.sleep(min(silent_until - now, _IDLE))
@@ -407,8 +406,7 @@ class Muxer(IMuxedConn):
         if self.lost is None:
             self.lost = why
             self._limits.hold(self._use, -self.buffered)
-            if self in self._use.connections:
-                self._use.connections.remove(self)
+            self._limits.lost(self._use, self)
             self._accept_send.close()
             for stream in self._streams.values():
                 stream.on_lost(why)
