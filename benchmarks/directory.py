@@ -22,10 +22,10 @@ constants of `node/swarm`; lifetimes, rounds and renewals are what `rhythm` says
 `up`, `down`: KB/s of an idle server's announcements, queries, answers, pings and measured transfers, with 40 bytes of
 frame and stream for each message, signs of life on all connections (of which a node has 4,096 at most, and closes none
 before), and 2 KB each way for each new one; Kademlia and hostile announcements are not in it. `bootstrap`: what the
-node takes in that all servers were told of. `stale_s`: mean age of the announcements that a server has; `gone`: share of the honest
-servers it knows that have left. `known`: the share of its model's honest servers that a server knows; `honest`: the
-share of those among all of its model; `blocks`: the share of blocks for which it knows an honest server that is
-there, and `least`: for the worst block, how many. For a client that asks for samples (`sample_`), and with
+node takes in that all servers were told of. `stale_s`: mean age of the announcements that a server has; `gone`: share
+of the honest servers it knows that have left. `known`: the share of its model's honest servers that a server knows;
+`honest`: the share of those among all of its model; `blocks`: the share of blocks for which it knows an honest server
+that is there, and `least`: for the worst block, how many. For a client that asks for samples (`sample_`), and with
 `--everything` for one that asks for all (`all_`): seconds and KiB until its look returns; `blocks`, the share of blocks
 for which it then knows an honest server that is there; `honest`, the share of those among the servers that it knows.
 """
@@ -68,6 +68,7 @@ PUSHES_OF_ADDRESS: Final = 20  # a second, as one stream allows
 START: Final = 1_800_000_000.0  # seconds since 1970
 CONNECTION: Final = 2000  # bytes each way: TCP, Noise, negotiation, identify
 PING: Final = 400  # bytes each way of a stream and its pings
+FEW: Final = 512  # servers of a model that stay connected
 SIGN: Final = 30  # bytes each way of a sign of life
 NEWCOMER: Final = 9  # peers that a newcomer has asked
 MOST_TOLD: Final = 2 * MAX_RECORDS  # hostile keys that a node is told: twice what a view holds
@@ -275,7 +276,9 @@ class World:
         measured = min(known, other_servers.MOST) * seconds / other_servers.RTT_INTERVAL
         met = measured * other_servers.NEW_ONES / other_servers.MOST
         connected = min(len(self.servers), MAX_CONNECTIONS)
-        new = (opened + 2 * probed + 2 * met) * (1 - connected / len(self.servers))
+        # A model's few servers have met within minutes.
+        met_anew = 0.0 if known <= FEW else 2 * probed + 2 * met
+        new = (opened + met_anew) * (1 - connected / len(self.servers))
         signs = SIGN * seconds * connected / self.limits_of(connected).silence
         transferred = (
             min(known, other_servers.PEERS) * protocol.TRANSFER_BYTES * seconds / other_servers.LONGEST_INTERVAL

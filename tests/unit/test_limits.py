@@ -12,6 +12,15 @@ from petalnode.node.network.transport import limits
 from petalnode.node.network.transport.limits import NodeLimits, PeerUse, ShareCount, may_have_more, origin_of_ip
 
 
+class Stuck:
+    """A connection."""
+
+    buffered, dropped = 1, 0
+
+    def drop_fullest(self) -> None:
+        self.dropped += 1
+
+
 @given(st.integers(1, 500), st.integers(0, 20), st.lists(st.integers(0, 9), max_size=600))
 def test_there_is_never_more_than_there_may_be(most: int, least: int, asked: list[int]) -> None:
     held = [0] * 10
@@ -176,12 +185,6 @@ def test_bytes_that_no_stream_can_give_back_hold_up_nothing() -> None:
 
 
 def test_bytes_that_are_given_back_cost_nobody_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stuck:
-        buffered, dropped = 1, 0
-
-        def drop_fullest(self) -> None:
-            self.dropped += 1
-
     async def main() -> None:
         monkeypatch.setattr(limits, "MAX_UNREAD_OF_PEER", 100)
         node, stuck = NodeLimits(), Stuck()
@@ -212,12 +215,15 @@ def test_the_connection_with_the_most_unread_bytes_loses_a_stream() -> None:
 
 @pytest.mark.parametrize(("connections", "silence"), [(0, 8), (64, 8), (128, 16), (4096, 512)])
 def test_signs_of_life_on_many_connections_cost_no_more_than_on_sixty_four(connections: int, silence: float) -> None:
-    node = NodeLimits()
-    held = [Stuck() for _ in range(connections)]
-    for number, connection in enumerate(held):
-        node.connected(node.of(f"peer {number}"), connection)
-    assert node.silence == silence
-    for number, connection in enumerate(held):
-        node.lost(node.of(f"peer {number}"), connection)
-        node.lost(node.of(f"peer {number}"), connection)  # one that is lost twice is not counted twice
-    assert node.connections == 0
+    async def main() -> None:
+        node = NodeLimits()
+        held = [Stuck() for _ in range(connections)]
+        for number, connection in enumerate(held):
+            node.connected(node.of(f"peer {number}"), connection)
+        assert node.silence == silence
+        for number, connection in enumerate(held):
+            node.lost(node.of(f"peer {number}"), connection)
+            node.lost(node.of(f"peer {number}"), connection)  # one that is lost twice is not counted twice
+        assert node.connections == 0
+
+    trio.run(main)

@@ -252,7 +252,9 @@ def test_who_asks_for_its_own_model_asks_servers_of_that_model() -> None:
     """Of a hundred models, others know a hundredth of it."""
     directory = a_directory(identity_of(1), nothing, listens=True)
     own = [held(number) for number in range(10)]
-    directory.merge([*own, *(held(1000 + number, model_version=b"o" * 32) for number in range(500))])
+    others = [held(1000 + number) for number in range(500)]
+    others = [replace(one, content=replace(one.content, model_version=b"o" * 32)) for one in others]
+    directory.merge([*own, *others])
     directory.own = own[0]
     assert [directory._asked_for(turn) for turn in range(4)] == [b"", MODEL, MODEL, MODEL]
     peers = {record.content.peer_id for record in own}
