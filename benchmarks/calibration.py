@@ -290,7 +290,7 @@ def measure(
     kept = kept_tensors(load_client(folder, device="cpu", dtype="float32"))
     questions += [PassQuestion(_batch_with(span, case, kept), case.gradient) for case in every]
     truths: dict[str, dict[str, list[torch.Tensor]]] = {}
-    for held in (quantisation, *COARSER[quantisation]):
+    for held in (quantisation, *COARSER.get(quantisation, ())):
         found = Recomputation(folder, dtype, held).answer(questions)
         truths[held] = {
             "forward": [torch.cat(result.outputs, dim=1) for result in found[:samples]],  # type: ignore[union-attr]
@@ -401,7 +401,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", nargs="*", default=["smollm2", *RANDOM])
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES))
-    parser.add_argument("--quantisations", nargs="*", default=list(QUANTISATIONS))
+    parser.add_argument("--quantisations", nargs="*", default=list(QUANTISATIONS), help="and `none/activations=int8`")
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.set_verbosity_error()

@@ -18,7 +18,8 @@ from ...protocols.ids import Span
 from ..errors import BadInput, MachineError
 from ..models.checkpoint import Checkpoint
 from ..models.progress import Progress, no_progress
-from ..models.quantisation import Kernels, Quantisation, choose_quantisation
+from ..models.quantisation import Kernels, Numerics
+from .activations import layers_that_round, round_inputs
 from .cache import BlockCacheSpec, RaggedView, SessionView, SpanCache
 from .cache_specs import cache_specs, windows_of
 from .config import choose_device, choose_dtype, read_config
@@ -63,7 +64,7 @@ class BlockSpan:
         cache_bytes_per_token: attention cache of one token of one row, all blocks of the span.
         max_positions: tokens that the architecture can tell apart.
         supports_ragged: whether `decode` runs the sessions as one batch.
-        quantisation: how coarsely the weights are held.
+        numerics: how coarsely the weights are held, and what they are multiplied with.
         stack: the blocks themselves, for passes without a cache.
         step: decode steps by the compiled kernels, where these know such blocks and are quicker.
         linears: (values in, values out) of the linear layers that adapters may change, by block and path.
@@ -71,14 +72,14 @@ class BlockSpan:
 
     def __init__(
         self, span: Span, num_blocks: int, stack: BlockStack, specs: Sequence[BlockCacheSpec],
-        config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, quantisation: Quantisation,
+        config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, numerics: Numerics,
     ) -> None:  # fmt: skip
         self.span = span
         self.num_blocks = num_blocks
         self.hidden_size = int(config.hidden_size)
         self.dtype = dtype
         self.device = device
-        self.quantisation = quantisation
+        self.numerics = numerics
         self.cache_bytes_per_token = sum(spec.values_per_token for spec in specs) * dtype.itemsize
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED_POSITIONS)
         self.supports_ragged = False
@@ -87,6 +88,11 @@ class BlockSpan:
         self.linears = {span.start + index: linear_shapes(block) for index, block in enumerate(stack.blocks)}
         self._specs = tuple(specs)
         self._mixes_adapters = True
+
+    @property
+    def quantisation(self) -> str:
+        """The numerics as they are announced."""
+        return str(self.numerics)
 
     @property
     def weight_bytes(self) -> int:
@@ -320,20 +326,26 @@ def load_span(
     Args:
         device: auto, cpu, cuda, cuda:N or mps.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16. Also what quantised blocks compute in.
-        quantisation: none, int8 or nf4, of the linear layers; norms, biases and routers stay as they are.
+        quantisation: none, int8 or nf4, of the linear layers; norms, biases and routers stay as they are. Or what a
+            server announces (`Numerics`): with int8 activations these layers round what they multiply.
         kernels: what computes a few rows on a CPU: torch, the compiled kernels (native), or the quicker one (auto).
 
     Raises:
         ModelError: the folder is no model, is damaged or incomplete, or its architecture cannot be cut.
         BadInput: the span lies outside the model; an unknown device, dtype or quantisation.
-        MachineError: the device is not there, or holds no quantised blocks; kernels that are not here.
+        MachineError: the device is not there, or holds no quantised blocks; kernels that are not here; int8 activations
+            in another dtype than float32.
     """
-    quant = choose_quantisation(quantisation)
+    numerics = Numerics.parse(quantisation)
+    quant, rounds = numerics.weights, numerics.activations == "int8"
     config = read_config(folder)
     target = choose_device(device)
     if quant != "none" and target.type not in ("cpu", "cuda"):
         raise MachineError(f"--quant {quant} needs a CPU or a CUDA device, not {target.type}: add --device cpu")
     skeleton = build(config, choose_dtype(dtype, config))
+    if rounds and skeleton.dtype != torch.float32:
+        kind = str(skeleton.dtype).removeprefix("torch.")
+        raise MachineError(f"--activations int8 computes in float32, not in {kind}: add --dtype float32")
     native = native_kernels(kernels, target, skeleton.dtype)
     num_blocks = skeleton.num_blocks
     if span.end > num_blocks:
@@ -347,16 +359,19 @@ def load_span(
         if quant != "none":
             from .quantisation.quantiser import Quantiser
 
-            tiled = {} if native is None else tiled_kinds(quant, blocks[0], always=kernels == "native")
+            tiled = {} if native is None else tiled_kinds(quant, blocks[0], always=kernels == "native", rounds=rounds)
             there = Quantiser(folder, weights, skeleton, target, quant, progress, tiled).replace(span, numbered)
         elif native is not None:
-            there = Packer(folder, weights, skeleton, kernels == "native", progress).replace(span, numbered)
+            packer = Packer(folder, weights, skeleton, kernels == "native", progress, rounds)
+            there = packer.replace(span, numbered)
         fill(skeleton, weights, lambda block: block is not None and block in span, target, there)
+    layers = layers_that_round(blocks) if rounds else []
     use_dots(blocks)
+    round_inputs(layers)
     _cut_config(skeleton.config, span, num_blocks)
     stack = BlockStack(skeleton.decoder, blocks)
     specs = cache_specs(stack, skeleton, windows, target)
-    loaded = BlockSpan(span, num_blocks, stack, specs, skeleton.config, skeleton.dtype, target, quant)
+    loaded = BlockSpan(span, num_blocks, stack, specs, skeleton.config, skeleton.dtype, target, numerics)
     # A chunk that attention stays within is no window that moves along, though its cache looks like one.
     chunked = getattr(skeleton.config, "attention_chunk_size", None) is not None
     loaded.supports_ragged = not chunked and not stack.depends_on_length and _agrees_with_single_steps(loaded)
@@ -400,7 +415,7 @@ def _agrees_with_single_steps(span: BlockSpan) -> bool:
         return False
     finally:
         span.supports_ragged = False
-    tolerance = _TOLERANCE[span.dtype] if span.quantisation == "none" else _QUANTISED_TOLERANCE
+    tolerance = _TOLERANCE[span.dtype] if span.numerics == Numerics() else _QUANTISED_TOLERANCE
     for (hidden, cache), ragged in zip(sessions, together, strict=True):
         cache.rollback(cache.max_length - 1)
         single = span.forward(hidden, cache)

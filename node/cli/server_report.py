@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import trio
 
+from ..models.quantisation import describe_numerics
 from ..swarm.swarm import Swarm
 from .control import Control
 from .join import JoinOptions
@@ -131,5 +132,4 @@ def _say_change(output: Output, event: str, fields: dict[str, Any]) -> None:
 
 
 def _held(fields: dict[str, Any]) -> str:
-    quantisation, dtype = fields["quantisation"], str(fields["dtype"])
-    return dtype if quantisation == "none" else f"{quantisation} weights in {dtype}"
+    return describe_numerics(str(fields["dtype"]), str(fields["quantisation"]))

@@ -32,6 +32,7 @@ from ...protocols.inference import (
     without_tensors,
 )
 from ..errors import NoChainError, ServerCheated, ServerFailed
+from ..models.quantisation import describe_numerics
 from ..swarm.routing import Hop
 from .deadlines import CLOSE_TIMEOUT, SEND_TIMEOUT
 
@@ -220,8 +221,8 @@ class ServerClaims:
         """What is wrong with a grant; None if nothing is."""
         if self.dtype and (granted.dtype, granted.quantisation) != (self.dtype, self.quantisation):
             return (
-                f"it announces {_kind(self.dtype, self.quantisation)} and grants "
-                f"{_kind(granted.dtype, granted.quantisation)}"
+                f"it announces {describe_numerics(self.dtype, self.quantisation)} and grants "
+                f"{describe_numerics(granted.dtype, granted.quantisation)}"
             )
         if self.pledge is not None and self.pledge.deposit > granted.pledge.deposit:
             return f"it announces a pledge of {self.pledge.deposit} points and grants one of {granted.pledge.deposit}"
@@ -231,15 +232,10 @@ class ServerClaims:
         """What is wrong with a receipt, whose signature holds; None if nothing is."""
         if self.dtype and (receipt.dtype, receipt.quantisation) != (self.dtype, self.quantisation):
             return (
-                f"it announces {_kind(self.dtype, self.quantisation)} and signs for "
-                f"{_kind(receipt.dtype, receipt.quantisation)}"
+                f"it announces {describe_numerics(self.dtype, self.quantisation)} and signs for "
+                f"{describe_numerics(receipt.dtype, receipt.quantisation)}"
             )
         return None
-
-
-def _kind(dtype: str, quantisation: str) -> str:
-    return dtype if quantisation in ("", "none") else f"{quantisation} weights in {dtype}"
-
 
 # --- the client's end of a stream of requests
 

@@ -1,14 +1,20 @@
-"""How coarsely a server may hold its weights: the names, and how much room each takes."""
+"""How coarsely a server may hold its weights and what they are multiplied with: the names, and how much room each takes."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
 from ..errors import BadInput
 
 Quantisation: TypeAlias = Literal["none", "int8", "nf4"]
 QUANTISATIONS: Final[tuple[Quantisation, ...]] = get_args(Quantisation)
+
+Activations: TypeAlias = Literal["float32", "int8"]
+"""What linear layers multiply: values as they are, or rounded to eight bits (`blocks/activations.py`)."""
+ACTIVATIONS: Final[tuple[Activations, ...]] = get_args(Activations)
+_ACTIVATIONS: Final = "/activations="
 
 Kernels: TypeAlias = Literal["auto", "native", "torch"]
 """What computes a few rows on a CPU: the compiled kernels of `blocks/kernels`, torch, or the quicker one."""
@@ -30,6 +36,50 @@ def choose_quantisation(text: str) -> Quantisation:
             "seventh, answers differ somewhat)"
         )
     return text
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How coarsely a server computes beside its dtype. As text what it announces and signs as its quantisation: the
+    weights, such as `nf4`, and behind them what is not as usual, such as `nf4/activations=int8`. Who does not know that
+    has no measure for its answers, and does not judge them.
+    """
+
+    weights: Quantisation = "none"
+    activations: Activations = "float32"
+
+    def __str__(self) -> str:
+        return self.weights if self.activations == "float32" else f"{self.weights}{_ACTIVATIONS}{self.activations}"
+
+    @classmethod
+    def parse(cls, text: str) -> Numerics:
+        """
+        Raises:
+            BadInput: it is no such text.
+        """
+        weights, found, activations = text.partition(_ACTIVATIONS)
+        parsed = cls(choose_quantisation(weights), choose_activations(activations) if found else "float32")
+        if str(parsed) != text:
+            raise BadInput(f"{text!r} is no kind of computation that is known here")
+        return parsed
+
+
+def describe_numerics(dtype: str, quantisation: str) -> str:
+    """What a server computes in, for people, from what it announces: "int8 weights in float32"."""
+    weights, _, activations = quantisation.partition(_ACTIVATIONS)
+    held = dtype if weights in ("", "none") else f"{weights} weights in {dtype}"
+    return f"{held} with {activations} activations" if activations else held
+
+
+def choose_activations(text: str) -> Activations:
+    """
+    Raises:
+        BadInput: it is none of the names.
+    """
+    for name in ACTIVATIONS:
+        if text == name:
+            return name
+    raise BadInput(f"--activations {text}: give float32 or int8 (quicker on a CPU, answers differ somewhat)")
 
 
 def choose_kernels(text: str) -> Kernels:

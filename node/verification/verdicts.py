@@ -165,12 +165,12 @@ class Judge:
         """Adds what coarser weights give to the answers that may be theirs."""
         suspects = [index for index, one in enumerate(found) if SUSPICIOUS <= one.found.mean < float("inf")]
         for dtype, quantisation in dict.fromkeys(
-            (observed[index].dtype, other) for index in suspects for other in COARSER[observed[index].quantisation]
+            (observed[index].dtype, other) for index in suspects for other in COARSER.get(observed[index].quantisation, ())
         ):
             indices = [
                 index
                 for index in suspects
-                if observed[index].dtype == dtype and quantisation in COARSER[observed[index].quantisation]
+                if observed[index].dtype == dtype and quantisation in COARSER.get(observed[index].quantisation, ())
             ]
             try:
                 others = self._recompute(observed, indices, dtype, quantisation)

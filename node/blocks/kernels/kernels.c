@@ -3,7 +3,8 @@
  * Weights are multiplied in the form in which they are held; activations stay float32, so that results are exact to
  * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
  * calls. products.h and step.h are included once for each instruction set, with ISA defined; `petalnode_select` takes
- * the best one that the processor has. threads.h has the threads that help, packing.h finds the forms of weights.
+ * the best one that the processor has. x86.h and arm.h have those, bytes.h products of whole numbers for rows that are rounded,
+ * threads.h the threads that help; packing.h finds the forms of weights.
  *
  * Three promises hold for every function and every instruction set:
  *   - the result for a row does not depend on the rows beside it, to the bit: each result is summed in an order that
@@ -30,6 +31,10 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#if defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 #endif
 
 #if defined(_WIN32)
@@ -37,10 +42,26 @@
 #else
 #define EXPORT __attribute__((visibility("default")))
 #endif
+#if defined(__clang__) || __GNUC__ >= 11
+#define HAS_VNNI 1 /* has the compiler */
+#else
+#define HAS_VNNI 0
+#endif
 #define INLINE static inline __attribute__((always_inline, unused))
 
+/* For the functions between, instructions that the compiler would not use otherwise; `more`: for gcc alone. */
+#define PRAGMA2(text) _Pragma(#text)
+#define PRAGMA(text) PRAGMA2(text)
+#if defined(__clang__)
+#define BEGIN_TARGET(list, more) PRAGMA(clang attribute push(__attribute__((target(list))), apply_to = function))
+#define END_TARGET PRAGMA(clang attribute pop)
+#else
+#define BEGIN_TARGET(list, more) PRAGMA(GCC push_options) PRAGMA(GCC target(list more))
+#define END_TARGET PRAGMA(GCC pop_options)
+#endif
+
 #define LANES 16
-#define INTERFACE_VERSION 2 /* of this file towards library.py */
+#define INTERFACE_VERSION 3 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define MOST_TILES 4 /* that are multiplied at a time */
 #define GROUP (MOST_TILES * LANES) /* outputs in a piece of work */
@@ -63,11 +84,27 @@ enum form {
 #define HALF_SCALES(form) ((form) == FORM_Q4 || (form) == FORM_Q8 || (form) == FORM_Q8_HALF)
 #define HAS_OFFSETS(form) ((form) == FORM_Q4 || (form) == FORM_Q4_WIDE || (form) == FORM_Q8 || (form) == FORM_Q8_WIDE)
 
+/* `rounds`: rows are rounded to 8 bits before they are multiplied (struct rounded). */
 struct matrix {
     int32_t form, out, in, block;
     const void *codes, *scales, *offsets;
     const float *bias; /* [out], or NULL */
+    int64_t rounds;
 };
+
+/* Rows [rows][in], each block of ROUND values of a row rounded to whole multiples, -127 .. 127, of its largest
+ * magnitude / 127, as `round_rows` has it: scales [rows][in / ROUND]; sums of the codes of 16 inputs each; the codes, and
+ * in the order in which weights of 4 bits meet them (inputs 0, 2, 4, 6, 1, 3, 5, 7); and the values that they stand for.
+ * What no form of the matrices needs is not there. */
+struct rounded {
+    const float *values, *scales;
+    const int32_t *sums;
+    const int8_t *codes4, *codes8;
+};
+
+#define ROUND 32 /* values of a row that share a scale */
+#define ROUNDED_FLOATS(in) (2 * (in)) /* of memory for a row, in float32 */
+#define BY_BYTES(m) ((m)->in % ROUND == 0 && (m)->form >= FORM_Q4 && (m)->form <= FORM_Q8_HALF && (m)->form != FORM_NF4)
 
 /* One row of a batch: `memory` is its session's cache, for each block keys, then values, each
  * [batch][kv_heads][max_length][head_dim]; `length` tokens are held, those before `padding` are not looked at. */
@@ -186,7 +223,10 @@ struct kernels {
     void (*multiply)(const struct matrix *, const float *x, int64_t rows, float *y, float *scratch, int64_t threads);
     void (*unpack)(const struct matrix *, int64_t first, int64_t last, float *panel);
     void (*step)(const struct step *, int64_t threads);
+    void (*multiply_bytes)(const struct matrix *, int64_t tile, int64_t end, const struct rounded *, int64_t rows, float *y);
 };
+
+static const struct kernels *chosen;
 
 struct choice {
     int64_t rows, tiles;
@@ -194,13 +234,22 @@ struct choice {
     void (*one)(const struct matrix *, int64_t tile, const float *x, const float *sums, float *y);
 };
 
+struct byte_choice {
+    int64_t rows, tiles;
+    void (*many)(const struct matrix *, int64_t tile, const struct rounded *, int64_t row, float *y);
+    void (*one)(const struct matrix *, int64_t tile, const struct rounded *, int64_t row, float *y);
+};
+
 #define JOIN2(a, b) a##_##b
 #define JOIN(a, b) JOIN2(a, b)
 #define NAME(name) JOIN(name, ISA)
+#define OWN(name) JOIN(name, BYTES)
+#define V NAME(V)
+#define I NAME(I)
 #define STRING2(text) #text
 #define STRING(text) STRING2(text)
 
-/* --- what each instruction set has to offer: vectors of 16 float32 --- */
+/* --- what each instruction set has to offer: vectors of 16 float32, and products of bytes (bytes.h) --- */
 
 #define ISA plain
 typedef struct { float v[LANES]; } V_plain;
@@ -235,6 +284,30 @@ INLINE float total_plain(V_plain a) {
 #define UNROLL
 #include "products.h"
 #include "step.h"
+
+#define BYTES plain
+typedef struct { int8_t v[4 * LANES]; } B_plain;
+typedef struct { int32_t v[LANES]; } J_plain;
+INLINE B_plain low4_plain(I_plain w) {
+    B_plain r; EACH for (int j = 0; j < 4; j++) r.v[4 * lane + j] = (int8_t)((w.v[lane] ^ 0x88888888u) >> 8 * j & 15u);
+    return r;
+}
+INLINE B_plain high4_plain(I_plain w) { EACH w.v[lane] >>= 4; return low4_plain(w); }
+INLINE B_plain four8_plain(const int8_t *p) {
+    B_plain r; EACH for (int j = 0; j < 4; j++) r.v[4 * lane + j] = p[j * LANES + lane];
+    return r;
+}
+INLINE J_plain none_plain(void) { J_plain r; EACH r.v[lane] = 0; return r; }
+INLINE J_plain dot8_plain(J_plain sum, B_plain w, int32_t four) {
+    int8_t x[4];
+    memcpy(x, &four, 4);
+    EACH for (int j = 0; j < 4; j++) sum.v[lane] += w.v[4 * lane + j] * x[j];
+    return sum;
+}
+INLINE J_plain dot4_plain(J_plain sum, B_plain w, int32_t four) { return dot8_plain(sum, w, four); }
+INLINE V_plain whole4_plain(J_plain sum) { V_plain r; EACH r.v[lane] = (float)sum.v[lane]; return r; }
+INLINE V_plain whole8_plain(J_plain sum, int32_t of_x) { (void)of_x; return whole4_plain(sum); }
+#include "bytes.h"
 #undef UNROLL
 /* Loops over the registers of a tile are unrolled, or the tile would not be kept in registers. */
 #if defined(__clang__)
@@ -244,177 +317,34 @@ INLINE float total_plain(V_plain a) {
 #endif
 
 #if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
-#define ISA avx2
-typedef struct { __m256 a, b; } V_avx2;
-typedef struct { __m256i a, b; } I_avx2;
-#define BOTH(x, y) (V_avx2){x, y}
-INLINE V_avx2 zero_avx2(void) { return BOTH(_mm256_setzero_ps(), _mm256_setzero_ps()); }
-INLINE V_avx2 set_avx2(float x) { return BOTH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
-INLINE V_avx2 load_avx2(const float *p) { return BOTH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
-INLINE void store_avx2(float *p, V_avx2 v) { _mm256_storeu_ps(p, v.a); _mm256_storeu_ps(p + 8, v.b); }
-INLINE V_avx2 mul_avx2(V_avx2 x, V_avx2 y) { return BOTH(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
-INLINE V_avx2 add_avx2(V_avx2 x, V_avx2 y) { return BOTH(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
-INLINE V_avx2 fma_avx2(V_avx2 x, V_avx2 y, V_avx2 z) {
-    return BOTH(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
-}
-#define LOAD128(p) _mm_loadu_si128((const __m128i *)(p))
-INLINE V_avx2 half_avx2(const uint16_t *p) {
-    return BOTH(_mm256_cvtph_ps(LOAD128(p)), _mm256_cvtph_ps(LOAD128(p + 8)));
-}
-INLINE V_avx2 brain_avx2(const uint16_t *p) {
-    __m256i a = _mm256_slli_epi32(_mm256_cvtepu16_epi32(LOAD128(p)), 16);
-    __m256i b = _mm256_slli_epi32(_mm256_cvtepu16_epi32(LOAD128(p + 8)), 16);
-    return BOTH(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b));
-}
-INLINE V_avx2 bytes_avx2(const int8_t *p) {
-    __m128i low = _mm_loadl_epi64((const __m128i *)p), high = _mm_loadl_epi64((const __m128i *)(p + 8));
-    return BOTH(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)));
-}
-INLINE I_avx2 words_avx2(const uint32_t *p) {
-    return (I_avx2){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 8))};
-}
-INLINE __m256 signed4_one_avx2(__m256i w, int j) {
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(w, 28 - 4 * j), 28));
-}
-INLINE V_avx2 signed4_avx2(I_avx2 w, int j) { return BOTH(signed4_one_avx2(w.a, j), signed4_one_avx2(w.b, j)); }
-INLINE __m256 table4_one_avx2(__m256i w, int j) {
-    __m256i index = _mm256_srli_epi32(w, 4 * j);
-    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(NF4_TABLE), index);
-    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(NF4_TABLE + 8), index);
-    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(w, 28 - 4 * j)));
-}
-INLINE V_avx2 table4_avx2(I_avx2 w, int j) { return BOTH(table4_one_avx2(w.a, j), table4_one_avx2(w.b, j)); }
-INLINE float total_avx2(V_avx2 v) {
-    __m256 eight = _mm256_add_ps(v.a, v.b);
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-#define TILES_ONE 2
-#define TILES_MANY 1
-#define ROW_TILE 4
-#define OUTPUTS 2
-#include "products.h"
-#include "step.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,prefer-vector-width=512")
-#endif
-#define ISA avx512
-typedef __m512 V_avx512;
-typedef __m512i I_avx512;
-#define LOAD256(p) _mm256_loadu_si256((const __m256i *)(p))
-INLINE V_avx512 zero_avx512(void) { return _mm512_setzero_ps(); }
-INLINE V_avx512 set_avx512(float x) { return _mm512_set1_ps(x); }
-INLINE V_avx512 load_avx512(const float *p) { return _mm512_loadu_ps(p); }
-INLINE void store_avx512(float *p, V_avx512 a) { _mm512_storeu_ps(p, a); }
-INLINE V_avx512 mul_avx512(V_avx512 a, V_avx512 b) { return _mm512_mul_ps(a, b); }
-INLINE V_avx512 add_avx512(V_avx512 a, V_avx512 b) { return _mm512_add_ps(a, b); }
-INLINE V_avx512 fma_avx512(V_avx512 a, V_avx512 b, V_avx512 c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE V_avx512 half_avx512(const uint16_t *p) { return _mm512_cvtph_ps(LOAD256(p)); }
-INLINE V_avx512 brain_avx512(const uint16_t *p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(LOAD256(p)), 16));
-}
-INLINE V_avx512 bytes_avx512(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(LOAD128(p))); }
-INLINE I_avx512 words_avx512(const uint32_t *p) { return _mm512_loadu_si512(p); }
-/* The permutation looks at the low four bits of each lane alone. */
-INLINE V_avx512 signed4_avx512(I_avx512 w, int j) {
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(w, 4 * j), _mm512_loadu_ps(SIGNED_TABLE));
-}
-INLINE V_avx512 table4_avx512(I_avx512 w, int j) {
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(w, 4 * j), _mm512_loadu_ps(NF4_TABLE));
-}
-INLINE float total_avx512(V_avx512 v) {
-    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-#define TILES_ONE 4
-#define TILES_MANY 2
-#define ROW_TILE 8
-#define OUTPUTS 4
-#include "products.h"
-#include "step.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-
+#include "x86.h"
 #elif defined(__aarch64__)
-#define ISA neon
-typedef struct { float32x4_t v[4]; } V_neon;
-typedef struct { uint32x4_t v[4]; } I_neon;
-#define FOUR for (int part = 0; part < 4; part++)
-INLINE V_neon set_neon(float x) { V_neon r; FOUR r.v[part] = vdupq_n_f32(x); return r; }
-INLINE V_neon zero_neon(void) { return set_neon(0.0f); }
-INLINE V_neon load_neon(const float *p) { V_neon r; FOUR r.v[part] = vld1q_f32(p + 4 * part); return r; }
-INLINE void store_neon(float *p, V_neon a) { FOUR vst1q_f32(p + 4 * part, a.v[part]); }
-INLINE V_neon mul_neon(V_neon a, V_neon b) { FOUR a.v[part] = vmulq_f32(a.v[part], b.v[part]); return a; }
-INLINE V_neon add_neon(V_neon a, V_neon b) { FOUR a.v[part] = vaddq_f32(a.v[part], b.v[part]); return a; }
-INLINE V_neon fma_neon(V_neon a, V_neon b, V_neon c) { FOUR c.v[part] = vfmaq_f32(c.v[part], a.v[part], b.v[part]); return c; }
-INLINE V_neon half_neon(const uint16_t *p) {
-    V_neon r; FOUR r.v[part] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * part))); return r;
-}
-INLINE V_neon brain_neon(const uint16_t *p) {
-    V_neon r; FOUR r.v[part] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * part), 16)); return r;
-}
-INLINE V_neon bytes_neon(const int8_t *p) {
-    int8x16_t all = vld1q_s8(p);
-    int16x8_t low = vmovl_s8(vget_low_s8(all)), high = vmovl_s8(vget_high_s8(all));
-    return (V_neon){{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
-                     vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
-}
-INLINE I_neon words_neon(const uint32_t *p) { I_neon r; FOUR r.v[part] = vld1q_u32(p + 4 * part); return r; }
-INLINE V_neon signed4_neon(I_neon w, int j) {
-    V_neon r;
-    FOUR {
-        int32x4_t top = vreinterpretq_s32_u32(vshlq_u32(w.v[part], vdupq_n_s32(28 - 4 * j)));
-        r.v[part] = vcvtq_f32_s32(vshrq_n_s32(top, 28));
-    }
-    return r;
-}
-INLINE V_neon table4_neon(I_neon w, int j) {
-    const uint8_t *bytes = (const uint8_t *)NF4_TABLE;
-    uint8x16x4_t table = {{vld1q_u8(bytes), vld1q_u8(bytes + 16), vld1q_u8(bytes + 32), vld1q_u8(bytes + 48)}};
-    V_neon r;
-    FOUR {
-        uint32x4_t code = vandq_u32(vshlq_u32(w.v[part], vdupq_n_s32(-4 * j)), vdupq_n_u32(15));
-        uint32x4_t places = vmlaq_n_u32(vdupq_n_u32(0x03020100u), code, 0x04040404u);
-        r.v[part] = vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(places)));
-    }
-    return r;
-}
-INLINE float total_neon(V_neon a) {
-    return vaddvq_f32(vaddq_f32(vaddq_f32(a.v[0], a.v[1]), vaddq_f32(a.v[2], a.v[3])));
-}
-#define TILES_ONE 2
-#define TILES_MANY 1
-#define ROW_TILE 4
-#define OUTPUTS 2
-#include "products.h"
-#include "step.h"
+#include "arm.h"
 #endif
 
 /* --- choice of instruction set --- */
 
-static const struct kernels *chosen = &kernels_plain;
+static const struct kernels *chosen = &kernels_plain; /* until petalnode_select */
 
 #if defined(__x86_64__)
 static int has_half(void) {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+
+static int has_avx_vnni(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#elif defined(__aarch64__)
+static int has_dot(void) {
+#if defined(__APPLE__)
+    return 1; /* all of Apple's own processors have it */
+#elif defined(__linux__)
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+    return 0;
+#endif
 }
 #endif
 
@@ -423,12 +353,18 @@ static int available(const char *name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_half();
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (!strcmp(name, "avx2")) return avx2;
     if (!strcmp(name, "avx512"))
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+        return avx512;
+#if HAS_VNNI
+    if (!strcmp(name, "avxvnni")) return avx2 && has_avx_vnni();
+    if (!strcmp(name, "avx512vnni")) return avx512 && __builtin_cpu_supports("avx512vnni");
+#endif
 #elif defined(__aarch64__)
     if (!strcmp(name, "neon")) return 1;
+    if (!strcmp(name, "neondot")) return has_dot();
 #endif
     return 0;
 }
@@ -438,9 +374,13 @@ static int available(const char *name) {
 EXPORT const char *petalnode_select(const char *name) {
     static const struct kernels *const all[] = {
 #if defined(__x86_64__)
+#if HAS_VNNI
+        &kernels_avx512vnni, &kernels_avx512, &kernels_avxvnni, &kernels_avx2,
+#else
         &kernels_avx512, &kernels_avx2,
+#endif
 #elif defined(__aarch64__)
-        &kernels_neon,
+        &kernels_neondot, &kernels_neon,
 #endif
         &kernels_plain,
     };
@@ -454,7 +394,8 @@ EXPORT const char *petalnode_select(const char *name) {
 
 EXPORT int32_t petalnode_interface(void) { return INTERFACE_VERSION; }
 
-/* y [rows][out] = x [rows][in] times the transpose of the matrix, plus its bias. `scratch`: rows * in / block float32. */
+/* y [rows][out] = x [rows][in] times the transpose of the matrix, plus its bias. `scratch`: rows * in / block float32, or
+ * rows * ROUNDED_FLOATS(in) where rows are rounded. */
 EXPORT void petalnode_multiply(const struct matrix *matrix, const float *x, int64_t rows, float *y, float *scratch,
                                int64_t threads) {
     threads = claim_threads(threads);
@@ -476,7 +417,7 @@ EXPORT void petalnode_step(const struct step *step, int64_t threads) {
 /* float32 of a step's scratch, of which each of `threads` has `score_count` at the end. */
 EXPORT int64_t petalnode_step_scratch(const struct shape *s, int64_t rows, int64_t score_count, int64_t threads) {
     int64_t wide = most(s->heads * s->head_dim, s->hidden), narrow = s->kv_heads * s->head_dim;
-    int64_t values = 2 * s->hidden + 2 * wide + 2 * narrow + 2 * s->inner + most(s->inner, wide) / LANES + 1;
+    int64_t values = 2 * s->hidden + 2 * wide + 2 * narrow + 2 * s->inner + ROUNDED_FLOATS(most(s->inner, wide)) + 1;
     return rows * values + threads * score_count;
 }
 

@@ -24,11 +24,12 @@ from typing import Final
 _log = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).with_name("kernels.c")
-HEADERS: Final = ("products.h", "step.h", "packing.h", "threads.h")
-INTERFACE: Final = 2
+HEADERS: Final = ("x86.h", "arm.h", "products.h", "bytes.h", "step.h", "packing.h", "threads.h")
+INTERFACE: Final = 3
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
-"""plain, avx2, avx512 or neon, in place of the best that the processor has: for comparisons. `none`: no kernels."""
+"""One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
+ISAS: Final = ("plain", "avx2", "avxvnni", "avx512", "avx512vnni", "neon", "neondot")
 NOT_HERE: Final = (
     "--kernels native: the compiled kernels are not here; `make setup` and `pip install .` build them where there is a "
     "C compiler, or take --kernels auto"
@@ -49,7 +50,7 @@ class Matrix(ctypes.Structure):
     _fields_ = (
         ("form", ctypes.c_int32), ("out", ctypes.c_int32), ("in_", ctypes.c_int32), ("block", ctypes.c_int32),
         ("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("offsets", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p), ("rounds", ctypes.c_int64),
     )  # fmt: skip
 
 

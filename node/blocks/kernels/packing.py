@@ -63,6 +63,7 @@ class Packer:
     Attributes:
         skeleton: of the whole model, which computes in float32 on a CPU.
         always: also where torch is quicker with the float32 values.
+        rounds: whether what is multiplied is rounded, for the measurement.
     """
 
     folder: Path
@@ -70,6 +71,7 @@ class Packer:
     skeleton: Skeleton
     always: bool
     progress: Progress
+    rounds: bool = False
 
     def replace(self, span: Span, blocks: Mapping[int, nn.Module]) -> set[str]:
         """Puts packed modules into `blocks`, which have no weights yet, and returns the parameters they stand for."""
@@ -144,6 +146,8 @@ class Packer:
         together: dict[tuple[str, tuple[int, int]], list[TiledMatrix]] = defaultdict(list)
         for packed in blocks:
             for matrix in packed.values():
+                if self.rounds:
+                    matrix.round_rows()
                 together[matrix.form, matrix.shape].append(matrix)
         return {kind for kind, matrices in together.items() if self.always or quicker(matrices)}
 
@@ -263,7 +267,7 @@ TILED: Final[Mapping[str, type[TiledNf4Matrix] | type[TiledInt8Matrix]]] = {
 
 @torch.inference_mode()
 def tiled_kinds(
-    quantisation: Quantisation, block: nn.Module, *, always: bool
+    quantisation: Quantisation, block: nn.Module, *, always: bool, rounds: bool = False
 ) -> dict[str, type[TiledNf4Matrix] | type[TiledInt8Matrix]]:
     """What `Quantiser.tiled` is for blocks like this one: empty where the kernels do not take all of its matrices, or
     take more time for them than bitsandbytes and torch.
@@ -277,8 +281,11 @@ def tiled_kinds(
     own = others = 0.0
     for shape, count in Counter(shapes).items():
         weight = torch.rand(shape) - 0.5
+        tiled = kind.quantise(weight)
+        if rounds:
+            tiled.round_rows()
         usual = Int8Matrix if quantisation == "int8" else nf4_kind(shape, weight.device)
-        own += count * work_seconds(shape[1], WORK, [kind.quantise(weight).product])
+        own += count * work_seconds(shape[1], WORK, [tiled.product])
         others += count * work_seconds(shape[1], WORK, [usual.quantise(weight).product])
     return {quantisation: kind} if own <= _WORTH * others else {}
 

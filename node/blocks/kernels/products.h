@@ -1,7 +1,4 @@
 /* Products of matrices with a few rows: compiled for each instruction set. */
-#define V NAME(V)
-#define I NAME(I)
-
 /* `total` values added up in lanes, then the lanes. */
 INLINE float NAME(dot)(const float *x, const float *y, int64_t count) {
     V sum = NAME(zero)();
@@ -14,6 +11,18 @@ INLINE float NAME(dot)(const float *x, const float *y, int64_t count) {
 
 INLINE V NAME(number)(const void *from, int64_t place, int half) {
     return half ? NAME(half)((const uint16_t *)from + place) : NAME(load)((const float *)from + place);
+}
+
+/* The sums of a tile and the bias, as far as the row has so many outputs. */
+INLINE void NAME(put)(const struct matrix *m, int64_t tile, V sums, float *y) {
+    const int64_t first = tile * LANES, left = m->out - first;
+    if (left >= LANES) {
+        NAME(store)(y + first, m->bias ? NAME(add)(sums, NAME(load)(m->bias + first)) : sums);
+        return;
+    }
+    float last[LANES];
+    NAME(store)(last, sums);
+    for (int64_t lane = 0; lane < left; lane++) y[first + lane] = last[lane] + (m->bias ? m->bias[first + lane] : 0.0f);
 }
 
 /* `tiles` tiles from `tile` on, times `rows` rows of x. `kind`: 4 (codes), 5 (NF4) or 8. */
@@ -74,21 +83,8 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
             }
         }
     }
-    UNROLL for (int t = 0; t < tiles; t++) {
-        int64_t first = (tile + t) * LANES, left = m->out - first;
-        UNROLL for (int r = 0; r < rows; r++) {
-            float *into = y + (int64_t)r * m->out + first;
-            if (left >= LANES) {
-                V result = total[t][r];
-                if (m->bias) result = NAME(add)(result, NAME(load)(m->bias + first));
-                NAME(store)(into, result);
-            } else {
-                float last[LANES];
-                NAME(store)(last, total[t][r]);
-                for (int64_t lane = 0; lane < left; lane++) into[lane] = last[lane] + (m->bias ? m->bias[first + lane] : 0.0f);
-            }
-        }
-    }
+    UNROLL for (int t = 0; t < tiles; t++)
+        UNROLL for (int r = 0; r < rows; r++) NAME(put)(m, tile + t, total[t][r], y + (int64_t)r * m->out);
 }
 
 /* A function for each kind and size of tile: `rows` rows of x and as many tiles of the matrix as registers hold. */
@@ -217,12 +213,66 @@ INLINE void NAME(columns)(const struct matrix *m, int vectors, int64_t first, co
     }
 }
 
+/* --- rows of 8 bits --- */
+
+/* `count` values, up to ROUND, of which all or none are finite numbers when it returns: scale, sums, codes and values. */
+INLINE void NAME(round_block)(const float *x, int64_t count, float *values, float *scale, int32_t *sums, int8_t *codes) {
+    uint32_t largest = 0;
+    for (int64_t k = 0; k < count; k++) {
+        uint32_t size = float_bits(x[k]) & 0x7fffffffu;
+        largest = size > largest ? size : largest;
+    }
+    float most = bits_float(largest);
+    if (largest >= 0x7f800000u) most = bits_float(0x7fc00000u);
+    float turns = most > 1e-30f ? 127.0f / most : 0.0f;
+    *scale = most > 1e-30f ? most / 127.0f : 0.0f * most;
+    for (int64_t k = 0; k < count; k++) values[k] = x[k] * turns + 12582912.0f - 12582912.0f; /* to even, by 1.5 * 2^23 */
+    if (turns == 0.0f)
+        for (int64_t k = 0; k < count; k++) values[k] = 0.0f;
+    for (int64_t k = 0; k < count; k++) codes[k] = (int8_t)(int32_t)values[k];
+    for (int64_t k = 0; k < count; k++) values[k] *= *scale;
+    for (int64_t first = 0; first < count; first += 16) {
+        int32_t sum = 0;
+        for (int64_t k = first; k < first + 16; k++) sum += codes[k];
+        sums[first / 16] = sum;
+    }
+}
+
+/* Rows [rows][in] for the product with `count` matrices; all of `memory` that is needed. */
+static struct rounded NAME(round_rows)(const struct matrix *const *m, int64_t count, const float *x, int64_t rows,
+                                       float *memory) {
+    const int64_t in = m[0]->in, blocks = (in + ROUND - 1) / ROUND;
+    int four = 0;
+    for (int64_t index = 0; index < count; index++) four |= m[index]->form == FORM_Q4 || m[index]->form == FORM_Q4_WIDE;
+    float *values = memory, *scales = values + rows * in;
+    int32_t *sums = (int32_t *)(scales + rows * blocks);
+    int8_t *codes8 = (int8_t *)(sums + rows * in / 16), *codes4 = codes8 + rows * in;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t from = 0; from < in; from += ROUND) {
+            const int64_t place = r * in + from;
+            float *scale = scales + r * blocks + from / ROUND;
+            if (in - from >= ROUND)
+                NAME(round_block)(x + place, ROUND, values + place, scale, sums + place / 16, codes8 + place);
+            else NAME(round_block)(x + place, in - from, values + place, scale, sums + place / 16, codes8 + place);
+        }
+    if (four)
+        for (int64_t place = 0; place < rows * in; place += 8)
+            for (int64_t k = 0; k < 8; k++) codes4[place + k] = codes8[place + 2 * (k % 4) + k / 4];
+    return (struct rounded){values, scales, sums, codes4, codes8};
+}
+
 /* --- products of any form --- */
 
-/* Outputs GROUP piece .. GROUP (piece + 1) - 1, as far as there are so many. */
-static void NAME(outputs_of)(const struct matrix *m, int64_t piece, const float *x, int64_t rows, float *y, const float *sums) {
+/* Outputs GROUP piece .. GROUP (piece + 1) - 1, as far as there are so many. `rounded`: x, where it is rounded. */
+static void NAME(outputs_of)(const struct matrix *m, int64_t piece, const float *x, int64_t rows, float *y, const float *sums,
+                             const struct rounded *rounded) {
     const int64_t from = piece * GROUP, to = from + GROUP < m->out ? from + GROUP : m->out;
     const int64_t tile = from / LANES, end = (to + LANES - 1) / LANES;
+    if (rounded && BY_BYTES(m)) {
+        chosen->multiply_bytes(m, tile, end, rounded, rows, y);
+        return;
+    }
+    if (rounded) x = rounded->values;
     switch (m->form) {
     case FORM_F32: NAME(row_major)(m, FORM_F32, from, to, x, rows, y); break;
     case FORM_BF16: NAME(row_major)(m, FORM_BF16, from, to, x, rows, y); break;
@@ -241,17 +291,19 @@ static void NAME(outputs_of)(const struct matrix *m, int64_t piece, const float 
 }
 
 /* A product of a matrix, ready to be done in pieces of GROUP outputs. */
-struct NAME(product) { const struct matrix *m; const float *x; int64_t rows; float *y; const float *sums; };
+struct NAME(product) { const struct matrix *m; const float *x; int64_t rows; float *y; const float *sums; const struct rounded *rounded; };
 
 static void NAME(product_piece)(const void *job, int64_t piece, int64_t thread) {
     const struct NAME(product) *p = job;
     (void)thread;
-    NAME(outputs_of)(p->m, piece, p->x, p->rows, p->y, p->sums);
+    NAME(outputs_of)(p->m, piece, p->x, p->rows, p->y, p->sums, p->rounded);
 }
 
 static void NAME(multiply)(const struct matrix *m, const float *x, int64_t rows, float *y, float *scratch, int64_t threads) {
-    struct NAME(product) job = {m, x, rows, y, scratch};
-    NAME(block_sums)(m, x, rows, scratch);
+    struct rounded rounded;
+    struct NAME(product) job = {m, x, rows, y, scratch, m->rounds ? &rounded : NULL};
+    if (m->rounds) rounded = NAME(round_rows)(&m, 1, x, rows, scratch);
+    else NAME(block_sums)(m, x, rows, scratch);
     do_pieces(threads, NAME(product_piece), &job, GROUPS(m));
 }
 

@@ -144,6 +144,7 @@ struct NAME(linears) {
     int64_t rows, count;
     float *y[3];
     const float *sums;
+    const struct rounded *rounded;
     float *target;      /* [rows][out]: gets y[0] added, if it is not NULL */
     int32_t activation; /* of y[0], and its product with y[1], or ACTIVATION_NONE */
 };
@@ -154,7 +155,7 @@ static void NAME(linear_piece)(const void *job, int64_t piece, int64_t thread) {
     if (l->activation != ACTIVATION_NONE || l->target) { /* all matrices have as many outputs */
         const int64_t out = l->m[0]->out, from = piece * GROUP, count = from + GROUP < out ? GROUP : out - from;
         for (int64_t index = 0; index < l->count; index++)
-            NAME(outputs_of)(l->m[index], piece, l->x, l->rows, l->y[index], l->sums);
+            NAME(outputs_of)(l->m[index], piece, l->x, l->rows, l->y[index], l->sums, l->rounded);
         for (int64_t place = from; place < l->rows * out; place += out)
             if (l->target) NAME(add_to)(l->target + place, l->y[0] + place, count);
             else NAME(activate)(l->activation, l->y[0] + place, l->count > 1 ? l->y[1] + place : NULL, count);
@@ -162,17 +163,23 @@ static void NAME(linear_piece)(const void *job, int64_t piece, int64_t thread) {
     }
     int64_t index = 0;
     for (; piece >= GROUPS(l->m[index]); index++) piece -= GROUPS(l->m[index]);
-    NAME(outputs_of)(l->m[index], piece, l->x, l->rows, l->y[index], l->sums);
+    NAME(outputs_of)(l->m[index], piece, l->x, l->rows, l->y[index], l->sums, l->rounded);
 }
 
-/* Products with the same rows, which may have offsets in blocks of one size alone; what they have is in `sums`. */
+/* Products with the same rows, which all matrices round or none; offsets are in blocks of one size alone, and what they
+ * are multiplied with in `sums`. */
 static void NAME(linear)(const struct NAME(state) *w, struct NAME(linears) l) {
     int64_t pieces = 0;
     for (int64_t index = 0; index < l.count; index++) {
         if (l.activation == ACTIVATION_NONE && !l.target) pieces += GROUPS(l.m[index]);
         else pieces = GROUPS(l.m[index]);
     }
-    for (int64_t index = 0; index < l.count; index++)
+    struct rounded rounded;
+    if (l.m[0]->rounds) {
+        rounded = NAME(round_rows)(l.m, l.count, l.x, l.rows, w->sums);
+        l.rounded = &rounded;
+    }
+    for (int64_t index = 0; !l.rounded && index < l.count; index++)
         if (HAS_OFFSETS(l.m[index]->form)) {
             NAME(block_sums)(l.m[index], l.x, l.rows, w->sums);
             break;
@@ -302,7 +309,7 @@ static void NAME(step)(const struct step *t, int64_t threads) {
     w.gate = w.value + number * narrow;
     w.up = w.gate + number * s->inner;
     w.sums = w.up + number * s->inner;
-    w.scores = w.sums + number * most(s->inner, wide) / LANES;
+    w.scores = w.sums + number * ROUNDED_FLOATS(most(s->inner, wide));
     for (int64_t index = 0, done = 0; index < t->count; index++) {
         int64_t changed = 0;
         while (done + changed < t->changed && t->changes[done + changed].block == index) changed++;
@@ -312,13 +319,3 @@ static void NAME(step)(const struct step *t, int64_t threads) {
         done += changed;
     }
 }
-
-static const struct kernels NAME(kernels) = {STRING(ISA), NAME(multiply), NAME(unpack), NAME(step)};
-
-#undef V
-#undef I
-#undef ISA
-#undef TILES_ONE
-#undef TILES_MANY
-#undef ROW_TILE
-#undef OUTPUTS

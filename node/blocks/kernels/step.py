@@ -311,6 +311,7 @@ class SpanStep:
             raise Unsuitable("weights in another form")
         if module.bias is not None:
             matrix.bias = self._pointer(module.bias)
+        matrix.rounds = bool(getattr(module, "rounds_inputs", False))
         return matrix
 
     def _tiled(self, matrix: Any) -> Matrix:

@@ -28,6 +28,7 @@ from ..quantisation.matrix import (
     halves,
     pieces,
 )
+from ..quantisation.rounding import ROUNDED_TOGETHER, rounded
 from .library import Library, Matrix, library, usable_threads
 
 LANES: Final = 16
@@ -130,6 +131,16 @@ class TiledMatrix(QuantisedMatrix):
         )
         self._by_reference = ctypes.byref(self.described)
 
+    def round_rows(self) -> None:
+        """Rounds what is multiplied from now on, as `blocks.activations` has it; not the gradients."""
+        self.described.rounds = True
+
+    @property
+    def _by_bytes(self) -> bool:
+        """Whether products are sums of whole numbers, which are quick for many rows, too: `BY_BYTES` of kernels.c."""
+        whole = FORMS[self.form].bits == 8 or self.form.startswith("q4")
+        return bool(self.described.rounds) and whole and self.shape[1] % ROUNDED_TOGETHER == 0
+
     @property
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         return self._weight, self._scale, self._offset
@@ -192,18 +203,20 @@ class TiledMatrix(QuantisedMatrix):
         return panel[:, start - first * LANES : end - first * LANES].t().to(dtype)
 
     def product(self, values: torch.Tensor) -> torch.Tensor:
-        if len(values) > MOST_ROWS:
-            return self.product_in_pieces(values)
+        rounds = bool(self.described.rounds)
+        if len(values) > MOST_ROWS and not self._by_bytes:
+            return self.product_in_pieces(rounded(values.float()).to(values.dtype) if rounds else values)
         return self.few(values.to(torch.float32).contiguous()).to(values.dtype)
 
     def few(self, values: torch.Tensor, begin: Callable[[], None] | None = None) -> torch.Tensor:
-        """`product` of up to `MOST_ROWS` rows of float32, contiguous.
+        """`product` of up to `MOST_ROWS` rows of float32, contiguous; of any number where rows are rounded and their
+        products are sums of whole numbers.
 
         `begin` is called when other threads of Python can run for as long as the kernel does, and none could since this
         was called: so what it wakes does not hold up this one.
         """
         output = np.empty((len(values), self.shape[0]), np.float32)  # torch would let others run
-        scratch = np.empty(len(values) * self._blocks, np.float32)
+        scratch = np.empty(len(values) * (2 * self.shape[1] if self.described.rounds else self._blocks), np.float32)
         threads = usable_threads() if self.shape[0] * self.shape[1] >= _WORTH_THREADS else 1
         places = values.data_ptr(), len(values), output.ctypes.data, scratch.ctypes.data
         if begin is not None:
@@ -284,7 +297,7 @@ class TiledInt8Matrix(TiledMatrix):
         return FORMS["int8"].fits(shape)
 
     def product(self, values: torch.Tensor) -> torch.Tensor:
-        if len(values) <= MOST_ROWS or not _multiplies_bytes():
+        if len(values) <= MOST_ROWS or self.described.rounds or not _multiplies_bytes():
             return super().product(values)
         high, low, steps = halves(values.float())
         parts = []

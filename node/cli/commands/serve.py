@@ -23,7 +23,7 @@ from ...credits.wallet import Wallet
 from ...errors import BadInput, MachineError
 from ...models.adapter import check_adapter_files
 from ...models.disk_limit import parse_size
-from ...models.quantisation import choose_kernels, choose_quantisation
+from ...models.quantisation import choose_activations, choose_kernels, choose_quantisation
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...monitoring.traces import traced
 from ...network.addresses import parse_peer
@@ -65,6 +65,13 @@ def serve(
     quant: Annotated[
         str, typer.Option(metavar="none|int8|nf4", help="Quantisation of the weights, to save memory.")
     ] = "none",
+    activations: Annotated[
+        str,
+        typer.Option(
+            metavar="float32|int8",
+            help="What weights are multiplied with: int8 is quicker on a CPU, and announced.",
+        ),
+    ] = "float32",
     kernels: Annotated[
         str,
         typer.Option(
@@ -145,6 +152,7 @@ def serve(
         device=device,
         dtype=dtype,
         quant=choose_quantisation(quant),
+        activations=choose_activations(activations),
         kernels=choose_kernels(kernels),
         cache_tokens=cache_tokens,
         throughput=_throughput(throughput),
@@ -156,6 +164,8 @@ def serve(
         max_disk=None if max_disk is None else parse_size(max_disk, "--max-disk"),
         adapters=tuple(adapter or ()),
     )
+    if activations != "float32" and dtype not in ("auto", "float32"):
+        raise BadInput(f"--activations {activations} computes in float32: --dtype {dtype} cannot be had with it")
     if blocks is not None and options.num_blocks is not None:
         raise BadInput("--blocks and --num-blocks both choose the blocks: give one of them")
     if kernels == "native" and library() is None:

@@ -21,6 +21,7 @@ import torch
 
 from ....protocols.ids import Span
 from ...errors import NoChainError
+from ...models.quantisation import QUANTISATIONS, describe_numerics
 from ...swarm.routing import Hop, RouteCandidate, chain_seconds, cheapest_chain, describe_blocks
 from ...verification.judging import Distance, distance, judge_distance
 from ...verification.tolerances import CODEC_SLACK, Kind, Tolerance, calibrations, find_tolerance
@@ -132,7 +133,9 @@ class Weights:
     quantisation: str
 
     def __str__(self) -> str:
-        return self.dtype if self.quantisation == "none" else f"{self.quantisation} ({self.dtype})"
+        if self.quantisation in QUANTISATIONS:
+            return self.dtype if self.quantisation == "none" else f"{self.quantisation} ({self.dtype})"
+        return describe_numerics(self.dtype, self.quantisation)
 
 
 def plan_chains(

@@ -12,7 +12,7 @@ from ....protocols.ids import Span
 from ...errors import BadInput
 from ...models import ModelFolder
 from ...models.adapter import Adapter, read_adapter
-from ...models.quantisation import Kernels, Quantisation
+from ...models.quantisation import Activations, Kernels, Numerics, Quantisation
 from ...swarm.swarm import Swarm
 from ..requests.admission import PriorityPayments
 from ..tallies import ServerTallies
@@ -46,6 +46,7 @@ class ServerOptions:
     device: str = "auto"
     dtype: str = "auto"
     quant: Quantisation = "none"
+    activations: Activations = "float32"
     kernels: Kernels = "torch"
     cache_tokens: int | None = None
     throughput: float | None = None
@@ -58,6 +59,11 @@ class ServerOptions:
     max_disk: int | None = None
     pledge: int = 0
     adapters: tuple[Path, ...] = ()
+
+    @property
+    def numerics(self) -> Numerics:
+        """What the server announces and signs as its quantisation."""
+        return Numerics(self.quant, self.activations)
 
     @property
     def stays(self) -> bool:

@@ -319,7 +319,7 @@ class Server:
             span,
             device=options.device,
             dtype=options.dtype,
-            quantisation=options.quant,
+            quantisation=str(options.numerics),
             kernels=options.kernels,
             progress=self._progress,
         )
@@ -346,7 +346,7 @@ class Server:
             state=ServerState.JOINING,
             software_version=__version__,
             public_name=options.name,
-            quantisation=options.quant,
+            quantisation=str(options.numerics),
             fixed=options.stays,
             step_seconds=(
                 1 / options.throughput if options.throughput else known.step_seconds * len(span) if known else 0.0
@@ -402,7 +402,7 @@ def _speed_key(source: ModelSource, options: ServerOptions) -> SpeedKey:
     return SpeedKey(
         source.manifest.version,
         options.dtype,
-        options.quant,
+        str(options.numerics),
         hardware,
         int(threads) if threads.isdecimal() else os.cpu_count() or 1,
     )
