@@ -24,7 +24,7 @@ from .cache import BlockCacheSpec, RaggedView, SessionView, SpanCache
 from .cache_specs import cache_specs, windows_of
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
-from .kernels.choice import find_step, native_kernels
+from .kernels.choice import compared_parts, find_step, native_kernels
 from .kernels.packing import Packer, tiled_kinds
 from .kernels.step import SpanStep
 from .kernels.tiles import TiledMatrix
@@ -398,12 +398,17 @@ def _cut_config(config: PreTrainedConfig, span: Span, num_blocks: int) -> None:
 
 
 def _agrees_with_single_steps(span: BlockSpan) -> bool:
-    """Whether this architecture's decode steps may run as one ragged batch: runs two tiny sessions both ways, one of
-    them with two rows and left padding, and compares."""
+    """Whether this architecture's decode steps may run as one ragged batch."""
+    return all(_agrees(span, part) for part in compared_parts(span.span, span.numerics))
+
+
+def _agrees(span: BlockSpan, part: Span) -> bool:
+    """The same of these blocks: runs two tiny sessions both ways, one of them with two rows and left padding, and
+    compares."""
     generator = torch.Generator().manual_seed(0)
     sessions = []
     for batch, length, padding in ((1, 3, None), (2, 2, [1, 0])):
-        cache = span.make_cache(batch, length + 1, padding)
+        cache = span.make_cache(batch, length + 1, padding, part)
         hidden = torch.randn(batch, length + 1, span.hidden_size, generator=generator)
         span.forward(hidden[:, :length], cache)
         sessions.append((hidden[:, length:], cache))

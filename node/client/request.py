@@ -237,6 +237,7 @@ class ServerClaims:
             )
         return None
 
+
 # --- the client's end of a stream of requests
 
 

@@ -1,4 +1,4 @@
-"""How coarsely a server may hold its weights and what they are multiplied with: the names, and how much room each takes."""
+"""How coarsely a server may hold its weights and round what they are multiplied with: names, and the room they take."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ _KEPT: Final = {PROMPTS: "deep prompts", LORA_PARTS[0]: "LoRA's A", LORA_PARTS[1
 
 
 COARSER: Final = {"none": ("int8", "nf4"), "int8": ("nf4",), "nf4": ()}
-"""Per declared quantisation, the coarser ones that a server might hold instead. With int8 activations there is no direction
-to look for: which way a value is rounded follows from last bits, and over some blocks an error has any direction."""
+"""Per declared quantisation, the coarser ones that a server might hold instead. With int8 activations there is no
+direction to look for: which way a value is rounded follows from last bits, and after some blocks an error has any."""
 SUSPICIOUS: Final = 1e-3
 """Mean relative error below which no coarser weights can be the cause: int8 weights make ten times as much."""
 SHARE_FAULTY: Final = 0.75

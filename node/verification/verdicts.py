@@ -164,14 +164,10 @@ class Judge:
     def _try_coarser(self, observed: Sequence[Observed], found: list[Compared]) -> None:
         """Adds what coarser weights give to the answers that may be theirs."""
         suspects = [index for index, one in enumerate(found) if SUSPICIOUS <= one.found.mean < float("inf")]
-        for dtype, quantisation in dict.fromkeys(
-            (observed[index].dtype, other) for index in suspects for other in COARSER.get(observed[index].quantisation, ())
-        ):
-            indices = [
-                index
-                for index in suspects
-                if observed[index].dtype == dtype and quantisation in COARSER.get(observed[index].quantisation, ())
-            ]
+        coarser = {index: COARSER.get(observed[index].quantisation, ()) for index in suspects}
+        kinds = dict.fromkeys((observed[index].dtype, other) for index in suspects for other in coarser[index])
+        for dtype, quantisation in kinds:
+            indices = [index for index in suspects if observed[index].dtype == dtype and quantisation in coarser[index]]
             try:
                 others = self._recompute(observed, indices, dtype, quantisation)
             except PetalnodeError:

@@ -15,6 +15,7 @@ from petalnode.node.blocks.kernels.tiles import StoredMatrix, TiledMatrix
 from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
 from petalnode.node.blocks.quantisation import quantiser
 from petalnode.node.blocks.quantisation.matrix import QuantisedLinear
+from petalnode.node.blocks.quantisation.rounding import rounded
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.blocks.span_adapter import AdapterRows, SpanAdapter
 from petalnode.node.errors import MachineError
@@ -379,6 +380,59 @@ def test_validators_find_the_kernels_answers_right(tmp_path: Path, quantisation:
     assert tolerance is not None and native.step is not None
     for truth, claimed in zip(conversation(by_torch), conversation(native), strict=True):
         assert distance(claimed, truth).worst < tolerance.ok_worst
+
+
+ROUNDS = "none/activations=int8"
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "gemma3"])
+def test_steps_with_rounded_activations_are_those_of_torch(name: str, tmp_path: Path) -> None:
+    """Block by block: over several, a last bit that decides a rounding makes as much as the roundings do."""
+    folder = saved(name, tmp_path / "model")
+    exact = load_span(folder, SPAN, dtype="float32", device="cpu")
+    by_torch, native = pair(folder, SPAN, ROUNDS)
+    assert native.quantisation == by_torch.quantisation == ROUNDS and native.step is not None
+    for part in (Span(1, 2), Span(2, 3)):
+        pairs = zip(conversation(exact, part=part), conversation(by_torch, part=part), strict=True)
+        assert all(1e-4 < off(given, expected) < 0.1 for expected, given in pairs)
+        pairs = zip(conversation(by_torch, part=part), conversation(native, part=part), strict=True)
+        assert all(off(given, expected) < 1e-2 for expected, given in pairs)
+
+
+def test_rounded_activations_without_the_library(gguf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks see what entered, and gradients are those of layers that do not round."""
+    monkeypatch.setattr(choice, "library", lambda: None)
+    blocks = load_span(gguf_folder, Span(0, 1), dtype="float32", device="cpu", quantisation=ROUNDS, kernels="auto")
+    layer = blocks.stack.blocks[0].self_attn.q_proj
+    given = values(3, 2).requires_grad_()
+    seen = []
+    layer.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    output = layer(given)
+    assert torch.equal(output, torch.nn.functional.linear(rounded(given.detach()), layer.weight))
+    assert torch.equal(seen[0], given)
+    (gradient,) = torch.autograd.grad(output.sum(), given)
+    assert off(gradient, layer.weight.sum(0).expand_as(gradient)) < 1e-6
+
+
+@needs_kernels
+def test_rounded_products_of_weights_in_their_own_form(gguf_folder: Path) -> None:
+    """Prompts, too; and gradients of the values."""
+    _, native = pair(gguf_folder, Span(0, BLOCKS), ROUNDS)
+    layer = native.stack.blocks[0].mlp.down_proj
+    assert isinstance(layer, QuantisedLinear) and isinstance(layer.matrix, TiledMatrix)
+    into = layer.in_features
+    rows = torch.randn(70, into, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    expected = rounded(rows.detach()) @ layer.matrix.rows(0, layer.out_features, torch.float32).t()
+    assert off(layer(rows).detach(), expected) < 1e-6
+    (gradient,) = torch.autograd.grad(layer(rows).sum(), rows)
+    assert off(gradient[0], layer.matrix.rows(0, layer.out_features, torch.float32).sum(0)) < 1e-5
+
+
+def test_rounded_activations_are_of_float32_only(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "model")
+    with pytest.raises(MachineError, match="--activations int8 computes in float32, not in bfloat16"):
+        load_span(folder, SPAN, dtype="bfloat16", device="cpu", quantisation=ROUNDS)
 
 
 def test_without_the_library_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

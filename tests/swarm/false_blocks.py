@@ -34,6 +34,7 @@ FALSE: Final = {
     "wrong": "the middle block of its span has the weights of its neighbour in the model",
     "int8": "int8 weights, whatever was announced",
     "nf4": "nf4 weights, whatever was announced",
+    "none/activations=int8": "activations rounded to eight bits, whatever was announced",
     "stale": "attention forgets what was decoded: only the prompt and the last token are in the cache",
     "replayed": "every decode step answers what the one before it answered",
     "another": "outputs of another prompt",
@@ -43,6 +44,7 @@ FALSE: Final = {
     "lora": "all is right except the gradients of LoRA, which are off by a tenth",
 }
 
+OTHER_NUMERICS: Final = ("int8", "nf4", "none/activations=int8")
 _random = torch.Generator().manual_seed(0)
 
 
@@ -184,7 +186,7 @@ class _FalseBlocks(BlockSpan):
 
     def instead(self, name: str) -> BlockSpan | None:
         """The blocks that the fault `name` computes with; None: the right ones."""
-        if name not in ("skipped", "wrong", "int8", "nf4"):
+        if name not in ("skipped", "wrong", *OTHER_NUMERICS):
             return None
         if name not in self._others:
             self._others[name] = self._load(name)
@@ -192,7 +194,7 @@ class _FalseBlocks(BlockSpan):
 
     def _load(self, name: str) -> BlockSpan:
         dtype = str(self.dtype).removeprefix("torch.")
-        if name in ("int8", "nf4"):
+        if name in OTHER_NUMERICS:
             return load_span(self._folder, self.span, device=str(self.device), dtype=dtype, quantisation=name)
         options: Any = {"device": str(self.device), "dtype": dtype, "quantisation": self.quantisation}
         other = load_span(self._folder, self.span, **options)

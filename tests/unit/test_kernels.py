@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from petalnode.node.blocks.kernels import library as library_module
-from petalnode.node.blocks.kernels.library import Library, Matrix, build, library
+from petalnode.node.blocks.kernels.library import ISAS, Library, Matrix, build, library
 from petalnode.node.blocks.kernels.tiles import FORMS, StoredMatrix, TiledInt8Matrix, TiledMatrix, TiledNf4Matrix
 from petalnode.node.blocks.quantisation.matrix import Int8Matrix, Nf4Matrix
+from petalnode.node.blocks.quantisation.rounding import rounded
 from petalnode.node.errors import BadInput
 from petalnode.node.models.quantisation import choose_kernels
 
@@ -43,7 +44,7 @@ def isas() -> list[str]:
         return ["plain"]
     before = kernels.isa
     try:
-        return [isa for isa in ("plain", "avx2", "avx512", "neon") if kernels.select(isa)]
+        return [isa for isa in ISAS if kernels.select(isa)]
     finally:
         kernels.select(before)
 
@@ -197,6 +198,63 @@ def test_results_do_not_depend_on_the_number_of_threads(isa: str) -> None:
         alone = product(matrix, rows, 1)
         for threads in (2, 3, 100):
             assert torch.equal(product(matrix, rows, threads), alone), (name, threads)
+
+
+def test_rounded_rows_give_the_same_bits_on_every_instruction_set() -> None:
+    """Weights of 4 and 8 bits: sums of whole numbers. The others multiply the same rounded values."""
+    kernels = found()
+    before = kernels.isa
+    try:
+        for name, matrix, values in matrices():
+            matrix.round_rows()
+            rows = rows_for(values) * 3
+            rows[0, :32], rows[1] = 0.0, 1e-33
+            right = rounded(rows).double() @ values.double().t()
+            whole = "bf16" not in name and "float" not in name and name != "nf4"
+            answers = []
+            for isa in isas():
+                kernels.select(isa)
+                given = matrix.product(rows)
+                assert float((given - right).norm() / right.norm()) < 1e-6, (name, isa)
+                some = torch.cat([matrix.product(rows[start : start + 3]) for start in range(0, 33, 3)])
+                assert torch.equal(some[:32], matrix.product(rows[:32])), (name, isa)
+                answers.append(given)
+            assert not whole or all(torch.equal(one, answers[0]) for one in answers), name
+    finally:
+        kernels.select(before)
+
+
+def test_rounded_values_are_those_of_the_kernels(isa: str) -> None:
+    """By the product with the identity in 16 bits."""
+    values = torch.randn(8, 80, generator=torch.Generator().manual_seed(1))
+    values[1] = values[1].sign() * 5
+    values[2] = 2.0**-140
+    values[3, :32] = 0.0
+    ones = StoredMatrix(torch.eye(80).to(torch.bfloat16))
+    ones.round_rows()
+    right = rounded(values)
+    assert torch.equal(ones.product(values), right) and torch.equal(right[2], torch.zeros(80))
+    assert float((right[0] - values[0]).norm() / values[0].norm()) < 0.01
+    for odd in (float("nan"), -float("inf")):
+        values[0, 40] = odd
+        found = rounded(values[:1])
+        assert found[0, 32:64].isnan().all() and torch.equal(found[0, :32], right[0, :32])
+        assert not torch.isfinite(ones.product(values[:1])[0, 40])
+
+
+def test_sums_of_the_largest_codes_do_not_overflow(isa: str) -> None:
+    for form, code in (("int8", -127), ("q8_half", 127), ("q4", 0), ("q4", 15)):
+        shape, kinds = (32, 64), FORMS[form].kinds((32, 64))
+        tensors = {name: torch.ones(of, dtype=dtype) for name, (dtype, of) in kinds.items()}
+        word = sum(((code - 8) & 15) << 4 * place for place in range(8)) if form == "q4" else code
+        tensors["weight"].fill_(word - (1 << 32) if word >= 1 << 31 else word)
+        matrix = TiledMatrix.from_tensors(form, shape, tensors)
+        weight = matrix.rows(0, 32, torch.float32)
+        assert set(weight.unique().tolist()) == {float(code + (form == "q4"))}
+        matrix.round_rows()
+        for value in (127.0, -127.0):
+            expected = value * 64 * weight[0, 0].expand(9, 32)
+            assert torch.equal(matrix.product(torch.full((9, 64), value)), expected)
 
 
 def test_several_callers_at_once() -> None:

@@ -10,7 +10,14 @@ import torch
 from petalnode.node.blocks.quantisation import quantiser
 from petalnode.node.blocks.quantisation.quantiser import QuantisedCache
 from petalnode.node.errors import BadInput
-from petalnode.node.models.quantisation import QUANTISATIONS, choose_quantisation, held_bytes
+from petalnode.node.models.quantisation import (
+    QUANTISATIONS,
+    Numerics,
+    choose_activations,
+    choose_quantisation,
+    describe_numerics,
+    held_bytes,
+)
 
 DIGEST = bytes(32)
 TENSORS = {
@@ -77,6 +84,20 @@ def test_quantisations_have_names() -> None:
     assert [choose_quantisation(name) for name in QUANTISATIONS] == ["none", "int8", "nf4"]
     with pytest.raises(BadInput, match=r"--quant int4: give none, int8 .* or nf4"):
         choose_quantisation("int4")
+
+
+def test_what_a_server_announces_of_its_numerics() -> None:
+    assert [str(Numerics(weights)) for weights in QUANTISATIONS] == list(QUANTISATIONS)
+    assert str(Numerics("nf4", "int8")) == "nf4/activations=int8"
+    for text in ("none", "int8", "nf4/activations=int8"):
+        assert str(Numerics.parse(text)) == text
+    for text in ("", "none/activations=float32", "none/activations=", "none/activations=int4", "none/x=int8", "int8/"):
+        with pytest.raises(BadInput):
+            Numerics.parse(text)
+    with pytest.raises(BadInput, match=r"--activations int4: give float32 or int8"):
+        choose_activations("int4")
+    assert describe_numerics("float32", "none") == "float32"
+    assert describe_numerics("float32", "nf4/activations=int8") == "nf4 weights in float32 with int8 activations"
 
 
 def test_how_much_room_a_tensor_takes() -> None:

@@ -57,23 +57,18 @@ INLINE void OWN(byte_tile)(const struct matrix *m, int bits, int tiles, int rows
                         part[t][r] = OWN(dot4)(OWN(dot4)(part[t][r], low[t], even), high[t], odd);
                 }
             }
-        V step[MOST_ROWS], of_x[MOST_ROWS];
-        int32_t sums[MOST_ROWS];
-        UNROLL for (int r = 0; r < rows; r++) {
-            const int32_t *own = x->sums + ((row + r) * in + from) / 16;
-            float scale = x->scales[((row + r) * in + from) / ROUND];
-            sums[r] = unit > 16 ? own[0] + own[1] : own[0];
-            step[r] = NAME(set)(scale);
-            of_x[r] = NAME(set)(scale * (float)sums[r]);
-        }
+        const float *steps = x->scales + (row * in + from) / ROUND, *moved = x->moved + (row * in + from) / ROUND;
+        const int32_t *sums = x->sums + (row * in + from) / 16;
         UNROLL for (int t = 0; t < tiles; t++) {
             int64_t place = ((tile + t) * blocks + block) * LANES;
             V scale = NAME(number)(m->scales, place, half), add = NAME(zero)();
             if (offset) add = NAME(number)(m->offsets, place, half);
             UNROLL for (int r = 0; r < rows; r++) {
-                V sum = bits == 8 ? OWN(whole8)(part[t][r], sums[r]) : OWN(whole4)(part[t][r]);
-                total[t][r] = NAME(add)(total[t][r], NAME(mul)(NAME(mul)(scale, step[r]), sum));
-                if (offset) total[t][r] = NAME(add)(total[t][r], NAME(mul)(add, of_x[r]));
+                const int32_t *own = sums + r * (in / 16);
+                V sum = bits == 8 ? OWN(whole8)(part[t][r], unit > 16 ? own[0] + own[1] : own[0]) : OWN(whole4)(part[t][r]);
+                V both = NAME(mul)(scale, NAME(set)(steps[r * (in / ROUND)]));
+                total[t][r] = NAME(add)(total[t][r], NAME(mul)(both, sum));
+                if (offset) total[t][r] = NAME(add)(total[t][r], NAME(mul)(add, NAME(set)(moved[r * (in / ROUND)])));
             }
         }
         if (!--left) block++, left = held;

@@ -63,6 +63,7 @@
 #define LANES 16
 #define INTERFACE_VERSION 3 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
+#define AHEAD 8 /* tokens, whose keys are fetched */
 #define MOST_TILES 4 /* that are multiplied at a time */
 #define GROUP (MOST_TILES * LANES) /* outputs in a piece of work */
 #define GROUPS(matrix) (((matrix)->out + GROUP - 1) / GROUP)
@@ -93,11 +94,12 @@ struct matrix {
 };
 
 /* Rows [rows][in], each block of ROUND values of a row rounded to whole multiples, -127 .. 127, of its largest
- * magnitude / 127, as `round_rows` has it: scales [rows][in / ROUND]; sums of the codes of 16 inputs each; the codes, and
+ * magnitude / 127, as `round_rows` has it: scales [rows][in / ROUND], and their products with the sums of the codes
+ * (`moved`, for offsets of weights); sums of the codes of 16 inputs each; the codes, and
  * in the order in which weights of 4 bits meet them (inputs 0, 2, 4, 6, 1, 3, 5, 7); and the values that they stand for.
  * What no form of the matrices needs is not there. */
 struct rounded {
-    const float *values, *scales;
+    const float *values, *scales, *moved;
     const int32_t *sums;
     const int8_t *codes4, *codes8;
 };

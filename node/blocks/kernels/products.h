@@ -244,8 +244,8 @@ static struct rounded NAME(round_rows)(const struct matrix *const *m, int64_t co
     const int64_t in = m[0]->in, blocks = (in + ROUND - 1) / ROUND;
     int four = 0;
     for (int64_t index = 0; index < count; index++) four |= m[index]->form == FORM_Q4 || m[index]->form == FORM_Q4_WIDE;
-    float *values = memory, *scales = values + rows * in;
-    int32_t *sums = (int32_t *)(scales + rows * blocks);
+    float *values = memory, *scales = values + rows * in, *moved = scales + rows * blocks;
+    int32_t *sums = (int32_t *)(moved + rows * blocks);
     int8_t *codes8 = (int8_t *)(sums + rows * in / 16), *codes4 = codes8 + rows * in;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t from = 0; from < in; from += ROUND) {
@@ -255,10 +255,13 @@ static struct rounded NAME(round_rows)(const struct matrix *const *m, int64_t co
                 NAME(round_block)(x + place, ROUND, values + place, scale, sums + place / 16, codes8 + place);
             else NAME(round_block)(x + place, in - from, values + place, scale, sums + place / 16, codes8 + place);
         }
+    if (in % ROUND == 0)
+        for (int64_t block = 0; block < rows * blocks; block++)
+            moved[block] = scales[block] * (float)(sums[2 * block] + sums[2 * block + 1]);
     if (four)
         for (int64_t place = 0; place < rows * in; place += 8)
             for (int64_t k = 0; k < 8; k++) codes4[place + k] = codes8[place + 2 * (k % 4) + k / 4];
-    return (struct rounded){values, scales, sums, codes4, codes8};
+    return (struct rounded){values, scales, moved, sums, codes4, codes8};
 }
 
 /* --- products of any form --- */

@@ -72,9 +72,14 @@ static void NAME(softmax)(float *scores, int64_t count) {
 /* Query heads of one row over keys and values of one head [tokens][dim]; `scores`: heads * tokens. */
 INLINE void NAME(attend)(const float *query, int64_t heads, const float *keys, const float *values, int64_t tokens,
                          int64_t dim, float scale, float softcap, float *scores, float *out) {
-    for (int64_t token = 0; token < tokens; token++)
+    for (int64_t token = 0; token < tokens; token++) {
+        for (int64_t index = 0; index < dim; index += LANES) { /* the caches of many sessions are larger than the processor's */
+            __builtin_prefetch(keys + (token + AHEAD) * dim + index);
+            __builtin_prefetch(values + token * dim + index);
+        }
         for (int64_t head = 0; head < heads; head++)
             scores[head * tokens + token] = NAME(dot)(query + head * dim, keys + token * dim, dim) * scale;
+    }
     if (softcap > 0.0f)
         for (int64_t index = 0; index < heads * tokens; index++)
             scores[index] = softcap * hyperbolic_tangent(scores[index] / softcap);
