@@ -195,7 +195,8 @@ class _FalseBlocks(BlockSpan):
     def _load(self, name: str) -> BlockSpan:
         dtype = str(self.dtype).removeprefix("torch.")
         if name in OTHER_NUMERICS:
-            return load_span(self._folder, self.span, device=str(self.device), dtype=dtype, quantisation=name)
+            computed = "float32" if "activations" in name else dtype
+            return load_span(self._folder, self.span, device=str(self.device), dtype=computed, quantisation=name)
         options: Any = {"device": str(self.device), "dtype": dtype, "quantisation": self.quantisation}
         other = load_span(self._folder, self.span, **options)
         middle = len(self.span) // 2
