@@ -34,9 +34,15 @@ class _Recorder(Sampler):
         self._top = top
         self.last: ChosenToken | None = None
 
+    @property
+    def is_argmax(self) -> bool:
+        """Where likelihoods are asked for, the logits have to come by here."""
+        return self._top is None and super().is_argmax
+
     def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
         token = super().next(tokens, logits)
-        self.last = ChosenToken(token, None) if self._top is None else _likelihoods(logits[None], [token], self._top)[0]
+        if self._top is not None:
+            self.last = _likelihoods(logits[None], [token], self._top)[0]
         return token
 
 
@@ -213,8 +219,7 @@ class Choice:
             decode(token)
             text = self._stops.feed("".join(pieces))
             pieces.clear()
-            assert recorder.last is not None
-            self._send.send_nowait(Piece(self._index, text, (recorder.last,)))
+            self._send.send_nowait(Piece(self._index, text, (recorder.last or ChosenToken(token, None),)))
             if self._stops.found is not None or (constraint is not None and constraint.done):
                 self._stop.set()
             elif constraint is not None:
