@@ -397,7 +397,7 @@ def test_steps_with_rounded_activations_are_those_of_torch(name: str, tmp_path: 
         pairs = zip(conversation(exact, part=part), conversation(by_torch, part=part), strict=True)
         assert all(1e-4 < off(given, expected) < 0.1 for expected, given in pairs)
         pairs = zip(conversation(by_torch, part=part), conversation(native, part=part), strict=True)
-        assert all(off(given, expected) < 1e-2 for expected, given in pairs)
+        assert all(off(given, expected) < 5e-2 for expected, given in pairs)
 
 
 def test_rounded_activations_without_the_library(gguf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
