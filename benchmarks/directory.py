@@ -272,13 +272,13 @@ class World:
     def _count_connections(self, at: int, seconds: float, opened: float) -> None:
         """Those of announcements and questions, and of pings: others open as many to the simulated node."""
         known = len(self.views[at].by_version.get(self.servers[at - 1].version, NOTHING).records)
-        probed = min(known, pinged_at_once(known)) * seconds / rebalancing.CHECK_INTERVAL
-        measured = min(known, other_servers.MOST) * seconds / other_servers.RTT_INTERVAL
-        met = measured * other_servers.NEW_ONES / other_servers.MOST
         connected = min(len(self.servers), MAX_CONNECTIONS)
-        # A model's few servers have met within minutes.
-        met_anew = 0.0 if known <= FEW else 2 * probed + 2 * met
-        new = (opened + met_anew) * (1 - connected / len(self.servers))
+        # A model's few servers have met within minutes; who is connected is not pinged to see whether it is there.
+        strangers = 0.0 if known <= FEW else 1 - connected / len(self.servers)
+        probed = strangers * min(known, pinged_at_once(known)) * seconds / rebalancing.CHECK_INTERVAL
+        measured = min(known, other_servers.MOST) * seconds / other_servers.RTT_INTERVAL
+        met_anew = 2 * probed + 2 * strangers * measured * other_servers.NEW_ONES / other_servers.MOST
+        new = opened * (1 - connected / len(self.servers)) + met_anew
         signs = SIGN * seconds * connected / self.limits_of(connected).silence
         transferred = (
             min(known, other_servers.PEERS) * protocol.TRANSFER_BYTES * seconds / other_servers.LONGEST_INTERVAL
@@ -390,9 +390,9 @@ class World:
         """A client that joins and looks for its model, as `Directory.refresh` does it both times."""
         view, seconds, received = SwarmView(), 0.0, 0
         for version in (b"", self.models[0]):
-            for _ in range(directory._WAVES):
-                known = len(view.records)
-                asked: list[int | Server] = [0]  # whom it joins by, always
+            for wave in range(directory._WAVES):
+                before = view
+                asked: list[int | Server] = [0] if wave == 0 else []  # whom it joins by, once in each look
                 if view.records:
                     count = directory._SAMPLED_PEERS if sample else directory.ASK_AT_START
                     asked += [self.asked_by(view) for _ in range(count)]
@@ -406,7 +406,9 @@ class World:
                     slowest = max(slowest, (4 + len(answers)) * ROUND_TRIP)
                 seconds += max(slowest, of_wave / LINK + 5 * ROUND_TRIP)
                 received += of_wave
-                if len(view.records) == known or (sample and known_well(view, version, now=self.now)):
+                if len(view.records) == len(before.records):
+                    break
+                if sample and known_well(view, version, now=self.now, before=before):
                     break
         servers = view.servers(self.models[0], now=self.now)
         right = [content for content in servers if self.is_there(content.peer_id)]

@@ -157,6 +157,14 @@ class Phase:
     told: dict[str, Any] = field(default_factory=dict)
 
 
+def _hardware_address(host: Host) -> str:
+    return f"02:00:00:00:00:{host.plug.number:02x}"
+
+
+def _neighbour(host: Host) -> str:
+    return f"neigh replace {host.address} lladdr {_hardware_address(host)} nud permanent dev eth0"
+
+
 class Sixty:
     """The nodes, and the phases that they have gone through."""
 
@@ -166,6 +174,7 @@ class Sixty:
         self._lab, self._started, self._scratch, self._folder = lab, nodes, scratch, folder
         self._seconds = seconds
         self._clients = 0
+        self._hosts: list[Host] = []
         self.version = compute_manifest(resolve(str(folder))).version.hex()
         ids = torch.tensor([PROMPT])
         whole = load_whole(folder)
@@ -178,7 +187,7 @@ class Sixty:
 
     def command(self, kind: str, name: str, *arguments: str) -> Node:
         """A `petalnode` command on a host of its own; `ready` waits for it."""
-        host, passes = self._lab.host(name), self._scratch / f"{name}.jsonl"
+        host, passes = self._host(name), self._scratch / f"{name}.jsonl"
         options = ("--listen", LISTEN, "--metrics-port", "0", "--no-mdns", "--no-remember", "--json")
         program = [sys.executable, "-m", "benchmarks.watched", str(passes), *arguments, *options]
         node = Node(kind, host, self._started.program(host, program), passes)
@@ -193,7 +202,7 @@ class Sixty:
         return node
 
     def light(self, name: str, peers: Sequence[str], **options: Any) -> Node:
-        host, passes = self._lab.host(name), self._scratch / f"{name}.jsonl"
+        host, passes = self._host(name), self._scratch / f"{name}.jsonl"
         process = LightNode(
             host,
             self._started.home(host),
@@ -235,7 +244,17 @@ class Sixty:
     def host(self) -> Host:
         """A machine for a client."""
         self._clients += 1
-        return self._lab.host(f"client{self._clients}")
+        return self._host(f"client{self._clients}")
+
+    def _host(self, name: str) -> Host:
+        """A machine that knows the hardware addresses of all others, and they its own: of those that a kernel looks up
+        it keeps 1,024 at most, for all namespaces together, and sends nothing to the others."""
+        host = self._lab.host(name)
+        host.ip(f"link set eth0 address {_hardware_address(host)}", *map(_neighbour, self._hosts))
+        for other in self._hosts:
+            other.ip(_neighbour(host))
+        self._hosts.append(host)
+        return host
 
     # --- phases
 

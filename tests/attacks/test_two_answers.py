@@ -87,7 +87,7 @@ def banned(model: Any) -> set[str]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, no server is left because it is slow."""
-    monkeypatch.setattr(ServerLink, "patience", lambda self, chunk: 1e6)
+    monkeypatch.setattr(ServerLink, "patience", lambda self, chunk, before=0: 1e6)
 
 
 def generated(
