@@ -14,7 +14,7 @@ from typing import Final
 
 from ...protocols.announcement import MAX_LIFETIME
 
-QUICK: Final = 64
+QUICK: Final = 32
 """Announcements known up to which everything goes as quickly as it can."""
 WHOLE: Final = 128
 """Announcements in an answer to a server or a bootstrap node. Who knows no more than that gives all."""
