@@ -391,7 +391,7 @@ class World:
         view, seconds, received = SwarmView(), 0.0, 0
         for version in (b"", self.models[0]):
             for wave in range(directory._WAVES):
-                before = view
+                known = len(view.records)
                 asked: list[int | Server] = [0] if wave == 0 else []  # whom it joins by, once in each look
                 if view.records:
                     count = directory._SAMPLED_PEERS if sample else directory.ASK_AT_START
@@ -406,9 +406,7 @@ class World:
                     slowest = max(slowest, (4 + len(answers)) * ROUND_TRIP)
                 seconds += max(slowest, of_wave / LINK + 5 * ROUND_TRIP)
                 received += of_wave
-                if len(view.records) == len(before.records):
-                    break
-                if sample and known_well(view, version, now=self.now, before=before):
+                if len(view.records) == known or (sample and known_well(view, version, now=self.now)):
                     break
         servers = view.servers(self.models[0], now=self.now)
         right = [content for content in servers if self.is_there(content.peer_id)]

@@ -7,6 +7,7 @@ answers other nodes, `announcer.py` owns what this node says of itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -14,7 +15,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 import trio
@@ -288,26 +288,27 @@ class Directory:
         asked: set[str] = set()
         failures: list[str] = []
         self._sampled = model_version if sample else None
-        count = _SAMPLED_PEERS if sample else ASK_AT_START
-        pull = partial(self.pull, model_version=model_version, sample=sample, everything=everything, timeout=timeout)
         for wave in range(_WAVES):
-            before = self.view
-            peers = [peer for peer in self.peers_to_ask(count) if peer not in asked]
+            known = len(self.view.records)
+            peers = [
+                peer for peer in self.peers_to_ask(_SAMPLED_PEERS if sample else ASK_AT_START) if peer not in asked
+            ]
             asked.update(peers)
+            pull = functools.partial(
+                self.pull, model_version=model_version, sample=sample, everything=everything, timeout=timeout
+            )
             await self._ask(nursery, peers, pull, failures, math.inf if wave == 0 else _NAMED)
             if wave == 0 and asked and len(failures) == len(asked):
                 reasons = "; ".join(sorted(set(failures))[:5])
                 raise SwarmError(f"no peer has answered ({len(asked)} asked): {reasons}")
-            if self._suffices(model_version, before, sample, everything):
+            if len(self.view.records) == known or self._suffices(model_version, known, sample, everything):
                 return
 
-    def _suffices(self, model_version: bytes, before: SwarmView, sample: bool, everything: bool) -> bool:
-        """Whether nobody else need be asked in this look; `before` was the view before the last answers."""
-        if len(self.view.records) == len(before.records):
-            return True
+    def _suffices(self, model_version: bytes, before: int, sample: bool, everything: bool) -> bool:
+        """Whether nobody else need be asked in this look; `before` announcements were known before the last ones."""
         if sample:
-            return known_well(self.view, model_version, now=time.time(), before=before)
-        return self._listens and not everything and len(before.records) > WHOLE  # where there is always something new
+            return known_well(self.view, model_version, now=time.time())
+        return self._listens and not everything and before > WHOLE  # where there is always something new
 
     async def _ask(
         self,

@@ -81,23 +81,13 @@ def _within(records: Iterable[SignedAnnouncement], most: int) -> list[SignedAnno
     return fitting
 
 
-def known_well(view: SwarmView, model_version: bytes, *, now: float, before: SwarmView | None = None) -> bool:
-    """Whether a client knows several servers for each block of a model version, or (empty) a whole sample of all.
-
-    One server is enough for a block of which the answers since `before` have named no further one: there may be none.
-    """
+def known_well(view: SwarmView, model_version: bytes, *, now: float) -> bool:
+    """Whether a client knows several servers for each block of a model version, or (empty) a whole sample of all."""
     if not model_version:
         return len(view.records) >= SAMPLE
-    servers, held = _holders(view, model_version, now)
-    earlier = _holders(before, model_version, now)[1] if before is not None else held
-    blocks = range(servers[0].num_blocks) if servers else range(0)
-    wanted = (SEVERAL if before is None or held[block] > earlier[block] else 1 for block in blocks)
-    return bool(servers) and all(held[block] >= least for block, least in zip(blocks, wanted, strict=True))
-
-
-def _holders(view: SwarmView, model_version: bytes, now: float) -> tuple[list[Announcement], Counter[int]]:
     servers = [one for one in view.servers(model_version, now=now) if one.state is ServerState.ONLINE]
-    return servers, Counter(block for one in servers for block in range(one.span.start, one.span.end))
+    held = Counter(block for one in servers for block in range(one.span.start, one.span.end))
+    return bool(servers) and all(held[block] >= SEVERAL for block in range(servers[0].num_blocks))
 
 
 def in_turn(

@@ -130,17 +130,6 @@ def test_nor_by_who_makes_most_connections() -> None:
         assert honest.keys() <= set(asking.peers_to_ask(6))
 
 
-def test_a_client_does_not_look_for_ever_for_servers_that_nobody_knows() -> None:
-    one = SwarmView().merge([announced(1, Span(0, BLOCKS))], NOW)
-    assert not known_well(one, MODEL, now=NOW, before=SwarmView())
-    assert known_well(one, MODEL, now=NOW, before=one)
-    more = one.merge([announced(2, Span(0, 1))], NOW)
-    assert not known_well(more, MODEL, now=NOW, before=one)  # of its block there may be others
-    assert known_well(more.merge([announced(3, Span(0, 1))], NOW), MODEL, now=NOW, before=one)
-    gap = SwarmView().merge([announced(1, Span(0, BLOCKS - 1))], NOW)
-    assert not known_well(gap, MODEL, now=NOW, before=gap)
-
-
 def test_when_a_client_knows_enough() -> None:
     view = SwarmView().merge([announced(number, Span(0, BLOCKS)) for number in range(2)], NOW)
     assert not known_well(view, MODEL, now=NOW)
@@ -150,7 +139,6 @@ def test_when_a_client_knows_enough() -> None:
     assert known_well(view, MODEL, now=NOW)
     assert not known_well(view, OTHER, now=NOW)
     assert not known_well(SwarmView(), MODEL, now=NOW)
-    assert not known_well(SwarmView(), MODEL, now=NOW, before=SwarmView())
     assert not known_well(view, b"", now=NOW)
     assert known_well(view.merge(spread(SAMPLE, first=100), NOW), b"", now=NOW)
 
