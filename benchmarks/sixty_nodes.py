@@ -132,7 +132,7 @@ class Talker:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(PATIENCE)  # an answer that hangs must not keep the figures from being printed
 
 
 def answer(client: Client, expected: list[int]) -> tuple[float, str]:
