@@ -96,12 +96,14 @@ def session_root(
     dtype: str,
     adapter: bytes,
     pledge: bytes,
+    prefix: bytes = b"",
 ) -> bytes:
     """Hash of the terms on which a session was opened: the first receipt of the session follows it.
 
     So a chain of receipts proves, beside what was asked, under which terms: without the padding of its rows, nobody
     could recompute a step. `left_padding` is empty if no row is padded; `dtype` is that of tensors before the codec;
-    `pledge` the hash of the server's pledge, empty for none.
+    `pledge` the hash of the server's pledge, empty for none. `prefix` names what the session began with: a hash over
+    the inputs from which an earlier session had computed it; empty for nothing, and then it is no part of the hash.
     """
     return digest(
         SESSION_DOMAIN,
@@ -116,6 +118,7 @@ def session_root(
         dtype,
         adapter,
         pledge,
+        *([prefix] if prefix else []),
     )
 
 

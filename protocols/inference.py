@@ -38,6 +38,7 @@ from ..crypto.receipts import Receipt, request_hash, session_root
 from . import wire_pb2 as wire
 from .framing import ProtocolError
 from .ids import Span
+from .prefix import BLOCK_TOKENS, MAX_BLOCKS, MAX_SALT, PREFIX_CODECS, prefix_root
 
 NONCE_BYTES: Final = 16
 EPOCH_BYTES: Final = 16
@@ -97,7 +98,8 @@ def bad_request(message: str) -> Refusal:
 class SessionTerms:
     """What client and server agreed on when the session was opened.
 
-    `left_padding` has one entry a row, or none; `adapter` is the hash of one, or empty.
+    `left_padding` has one entry a row, or none; `adapter` is the hash of one, or empty. `prefix` are the names of the
+    blocks that the client asks for, `keeps` says whether it lets the server keep what it computes; both under `salt`.
     """
 
     model_version: bytes
@@ -110,10 +112,32 @@ class SessionTerms:
     route_epoch: int
     dtype: str
     adapter: bytes = b""
+    prefix: tuple[bytes, ...] = ()
+    salt: bytes = b""
+    keeps: bool = False
 
     @property
     def cache_tokens(self) -> int:
         return self.batch * self.max_length
+
+    @property
+    def shares(self) -> bool:
+        """Whether keys and values may be shared with other sessions."""
+        return self.codec in PREFIX_CODECS and (self.keeps or bool(self.prefix))
+
+    @property
+    def prefix_root(self) -> bytes:
+        """Before the first name of a block."""
+        return prefix_root(
+            model_version=self.model_version,
+            span=self.span,
+            batch=self.batch,
+            left_padding=self.left_padding,
+            codec=self.codec,
+            dtype=self.dtype,
+            adapter=self.adapter,
+            salt=self.salt,
+        )
 
 
 def opened_span(message: wire.Open | wire.BatchOpen) -> Span:
@@ -148,6 +172,7 @@ def terms_of(message: wire.Open) -> SessionTerms:
         raise bad_request(f"left_padding takes one number below max_length for each of the {message.batch} rows")
     if message.adapter and len(message.adapter) != HASH_BYTES:
         raise bad_request(f"adapter takes a hash of {HASH_BYTES} bytes")
+    _check_prefix(message)
     return SessionTerms(
         model_version=message.model_version,
         span=span,
@@ -159,13 +184,31 @@ def terms_of(message: wire.Open) -> SessionTerms:
         route_epoch=message.route_epoch,
         dtype=message.activation_dtype,
         adapter=message.adapter,
+        prefix=tuple(message.prefix.blocks),
+        salt=message.prefix.salt,
+        keeps=message.prefix.keep,
     )
 
 
-def root_of(message: wire.Open, client: str, session_epoch: bytes, pledge: bytes = b"") -> bytes:
+def _check_prefix(message: wire.Open) -> None:
+    prefix = message.prefix
+    if len(prefix.blocks) > MAX_BLOCKS or any(len(name) != HASH_BYTES for name in prefix.blocks):
+        raise bad_request(f"a prefix takes at most {MAX_BLOCKS} names of {HASH_BYTES} bytes")
+    if len(prefix.blocks) * BLOCK_TOKENS > message.max_length:
+        raise bad_request(f"a prefix of {len(prefix.blocks)} blocks passes max_length {message.max_length}")
+    if len(prefix.salt) > MAX_SALT:
+        raise bad_request(f"the salt of a prefix takes at most {MAX_SALT} bytes")
+
+
+def root_of(
+    message: wire.Open, client: str, session_epoch: bytes, pledge: bytes = b"", prefix_tokens: int = 0
+) -> bytes:
     """What the first receipt of the session that `message` opened has as its previous one.
 
-    `pledge` is the hash of the one that was granted with it; empty for none.
+    `pledge` is the hash of the one that was granted with it; empty for none. `prefix_tokens` were held from the start.
+
+    Raises:
+        ValueError: that is not a part of the prefix that was asked for.
     """
     return session_root(
         client=client,
@@ -179,7 +222,20 @@ def root_of(message: wire.Open, client: str, session_epoch: bytes, pledge: bytes
         dtype=message.activation_dtype,
         adapter=message.adapter,
         pledge=pledge,
+        prefix=granted_prefix(message, prefix_tokens),
     )
+
+
+def granted_prefix(message: wire.Open, prefix_tokens: int) -> bytes:
+    """The name of the last block that a session begins with; empty if it begins with none.
+
+    Raises:
+        ValueError: so many tokens are not a part of the prefix that was asked for.
+    """
+    count, rest = divmod(prefix_tokens, BLOCK_TOKENS)
+    if rest or count > len(message.prefix.blocks):
+        raise ValueError(f"{prefix_tokens} tokens are no blocks of the prefix that was asked for")
+    return bytes(message.prefix.blocks[count - 1]) if count else b""
 
 
 def hash_of_step(step: wire.Step, tensor: wire.Tensor, payload_hash: bytes) -> bytes:

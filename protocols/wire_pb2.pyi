@@ -679,6 +679,7 @@ class Open(google.protobuf.message.Message):
     ACTIVATION_DTYPE_FIELD_NUMBER: builtins.int
     KEEP_MS_FIELD_NUMBER: builtins.int
     CLEARING_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     model_version: builtins.bytes
     max_length: builtins.int
@@ -712,6 +713,10 @@ class Open(google.protobuf.message.Message):
     def clearing(self) -> Global___CreditClearing:
         """of points for this server; unset: none"""
 
+    @property
+    def prefix(self) -> Global___Prefix:
+        """what earlier sessions have computed; unset: nothing of others is used or kept"""
+
     def __init__(
         self,
         *,
@@ -731,11 +736,40 @@ class Open(google.protobuf.message.Message):
         activation_dtype: builtins.str = ...,
         keep_ms: builtins.int = ...,
         clearing: Global___CreditClearing | None = ...,
+        prefix: Global___Prefix | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["clearing", b"clearing", "span", b"span"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["activation_dtype", b"activation_dtype", "adapter", b"adapter", "batch", b"batch", "clearing", b"clearing", "codec", b"codec", "downstream", b"downstream", "keep_ms", b"keep_ms", "left_padding", b"left_padding", "max_length", b"max_length", "model_version", b"model_version", "nonce", b"nonce", "protocol_version", b"protocol_version", "route_epoch", b"route_epoch", "span", b"span", "upstream", b"upstream", "wait_ms", b"wait_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["clearing", b"clearing", "prefix", b"prefix", "span", b"span"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["activation_dtype", b"activation_dtype", "adapter", b"adapter", "batch", b"batch", "clearing", b"clearing", "codec", b"codec", "downstream", b"downstream", "keep_ms", b"keep_ms", "left_padding", b"left_padding", "max_length", b"max_length", "model_version", b"model_version", "nonce", b"nonce", "prefix", b"prefix", "protocol_version", b"protocol_version", "route_epoch", b"route_epoch", "span", b"span", "upstream", b"upstream", "wait_ms", b"wait_ms"]) -> None: ...
 
 Global___Open: typing_extensions.TypeAlias = Open
+
+@typing.final
+class Prefix(google.protobuf.message.Message):
+    """How a session shares keys and values with others, in blocks of 32 tokens."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    SALT_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
+    salt: builtins.bytes
+    """a part of all names: only sessions of one salt share anything"""
+    keep: builtins.bool
+    """what it computes may be kept for later sessions"""
+    @property
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """names of the blocks that it begins with, the first one first; empty: a new text"""
+
+    def __init__(
+        self,
+        *,
+        blocks: collections.abc.Iterable[builtins.bytes] | None = ...,
+        salt: builtins.bytes = ...,
+        keep: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "keep", b"keep", "salt", b"salt"]) -> None: ...
+
+Global___Prefix: typing_extensions.TypeAlias = Prefix
 
 @typing.final
 class Resume(google.protobuf.message.Message):
@@ -784,6 +818,7 @@ class Granted(google.protobuf.message.Message):
     LAST_RECEIPT_FIELD_NUMBER: builtins.int
     PLEDGE_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    PREFIX_TOKENS_FIELD_NUMBER: builtins.int
     session_epoch: builtins.bytes
     """16 random bytes of the server"""
     cache_tokens: builtins.int
@@ -806,6 +841,8 @@ class Granted(google.protobuf.message.Message):
     """after Resume: hash of the last receipt"""
     priority: builtins.bool
     """for the points of Open.clearing, which are spent by that"""
+    prefix_tokens: builtins.int
+    """tokens of a row that are held already, whole blocks of Open.prefix"""
     @property
     def pledge(self) -> Global___Pledge:
         """under which the session runs"""
@@ -826,9 +863,10 @@ class Granted(google.protobuf.message.Message):
         last_receipt: builtins.bytes = ...,
         pledge: Global___Pledge | None = ...,
         priority: builtins.bool = ...,
+        prefix_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pledge", b"pledge"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "priority", b"priority", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
 
 Global___Granted: typing_extensions.TypeAlias = Granted
 

@@ -139,6 +139,33 @@ class SpanCache:
             raise ValueError(f"cannot roll back to {length} tokens: {self.length} are held")
         self.length = length
 
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """A copy of what is held for the tokens `start` .. `end` of every row, for `restore`: flat, in the dtype of the
+        memory.
+
+        Raises:
+            ValueError: not all of them are held.
+        """
+        if not 0 <= start < end <= self.length:
+            raise ValueError(f"tokens {start} .. {end} are wanted: {self.length} are held")
+        return torch.cat([buffer[:, :, start:end].reshape(-1) for buffer in (*self._keys, *self._values)])
+
+    def restore(self, parts: Sequence[torch.Tensor], tokens: int) -> None:
+        """Begins with what `read` gave of caches of the same blocks, rows and dtype: parts of `tokens` tokens each.
+
+        Raises:
+            ValueError: something is held already, or they do not fit.
+        """
+        if self.length or tokens * len(parts) > self.max_length or not self.nbytes:
+            raise ValueError(f"{len(parts)} x {tokens} tokens cannot begin a cache of {self.max_length}")
+        buffers = (*self._keys, *self._values)
+        sizes = [tokens * buffer.numel() // self.max_length for buffer in buffers]
+        for number, part in enumerate(parts):
+            for buffer, values in zip(buffers, torch.split(part, sizes), strict=True):
+                into = buffer[:, :, number * tokens : (number + 1) * tokens]
+                into.copy_(values.view(into.shape))
+        self.length = tokens * len(parts)
+
     def reorder(self, rows: Sequence[int]) -> None:
         """Row r continues what row `rows[r]` held: beam search drops rows and doubles others.
 

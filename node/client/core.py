@@ -33,9 +33,10 @@ from .deadlines import (
     RETRY_INTERVAL,
     SessionTotals,
 )
-from .request import ServerClaims, close_stream
+from .request import ServerClaims, WireTensor, close_stream
 from .router import Payments
 from .server_selection import ServerSelection
+from .session.prefixes import PrefixMemory
 from .session.session import ClientSession, SavedSession
 from .session.stream import InferenceStream, SessionSpec
 from .session.trace import OnSession, SessionTrace
@@ -124,6 +125,7 @@ class SwarmClient(ServerSelection):
         disagreements: of chains that were compared, in all sessions so far.
         totals: of all sessions, those of variants included.
         on_session: is called with each session that has ended, for traces.
+        prefixes: what sessions may begin with.
         answering: the conversations that are being answered, those of variants included.
     """
 
@@ -144,6 +146,7 @@ class SwarmClient(ServerSelection):
         self.payments: Payments | None = None
         self.receipts = ReceiptArchive()
         self.batches = BatchClient(self)
+        self.prefixes = PrefixMemory()
         self.disagreements: list[Disagreement] = []
         self.totals = SessionTotals()
         self.on_session: OnSession | None = None
@@ -292,12 +295,18 @@ class SwarmClient(ServerSelection):
 
     @asynccontextmanager
     async def session(
-        self, spec: SessionSpec, *, wait: bool = False, saved: SavedSession | None = None
+        self,
+        spec: SessionSpec,
+        *,
+        wait: bool = False,
+        saved: SavedSession | None = None,
+        prompt: Sequence[WireTensor] = (),
     ) -> AsyncIterator[ClientSession | ComparedSession]:
         """Opens a session over the best servers that will have it, and closes it on the way out.
 
         Takes up `saved` instead, if all of its servers still hold it. `spec.model_version` is filled in, and the
         client's adapter if `spec` names none. With `wait`, a swarm that cannot serve is asked again until it can.
+        If `spec.share`, its position is behind what the servers have kept of the `prompt` that comes next.
 
         Raises:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
@@ -315,11 +324,21 @@ class SwarmClient(ServerSelection):
             session = ClientSession(self, spec, wait)
         with self.totals.counted(session), self._traced(session, trace):
             if saved is None or saved.max_length != spec.max_length or not await session.resume(saved):
-                await session.open()
+                await self._opened(session, prompt)
             try:
                 yield session
             finally:
+                if spec.share and isinstance(session, ClientSession):
+                    self.prefixes.ended(session)
                 await session.close()
+
+    async def _opened(self, session: ClientSession | ComparedSession, prompt: Sequence[WireTensor]) -> None:
+        if not session.spec.share or not isinstance(session, ClientSession):
+            await session.open()
+            return
+        found = await trio.to_thread.run_sync(self.prefixes.search(session.spec, prompt)) if prompt else None
+        await session.open(found)
+        self.prefixes.opened(session)
 
     @contextmanager
     def _traced(self, session: ClientSession | ComparedSession, trace: SessionTrace | None) -> Iterator[None]:

@@ -17,7 +17,7 @@ from ..blocks.client_part import ClientModel
 from ..errors import BadInput, SwarmError
 from ..swarm.routing import Hop
 from ..trust.receipt_log import SessionLog
-from .chunks import from_chunks, to_chunks
+from .chunks import PIPELINE_TOKENS, from_chunks, to_chunks
 from .core import SwarmClient
 from .deadlines import Waits
 from .draft_model import DraftCache, DraftModel, ModelDrafter
@@ -26,6 +26,7 @@ from .request import WireTensor
 from .sampling import Sampler, Sampling
 from .session.chain import HistoryLost, Trouble
 from .session.compared_session import Session
+from .session.prefixes import common_prefix
 from .session.session import ClientSession, SavedSession
 from .session.stream import HopTiming, SessionSpec
 from .session.trace import SessionTrace
@@ -36,8 +37,6 @@ __all__ = ["KEEP_SECONDS", "Conversation", "Sampler", "Sampling"]
 
 KEEP_SECONDS: Final = 60.0
 """How long servers keep the session of a kept conversation after its process is gone."""
-
-
 _PIECE: Final = 64
 """Tokens whose logits are made at once: 12 MB for a vocabulary of 49,152."""
 
@@ -65,6 +64,7 @@ class Conversation:
         drafts: whether to ask the servers about tokens that are guessed from the text, beside the next one, where that
             is quicker. The answer is the same.
         draft_model: guesses tokens, too, where the text does not; it has the tokenizer of the model.
+        prefix_salt: only with conversations of the same one it shares what servers keep of its beginning.
 
     Attributes:
         reused: tokens of the last prompt that the servers held already.
@@ -82,6 +82,7 @@ class Conversation:
         adapter: SessionAdapter | None = None,
         drafts: bool = False,
         draft_model: DraftModel | None = None,
+        prefix_salt: bytes = b"",
     ) -> None:
         self.max_length = max_length
         self.drafting = DraftPlan()
@@ -91,6 +92,7 @@ class Conversation:
         self._soft_prompt = soft_prompt
         self._virtual = [] if soft_prompt is None else [model.any_token] * len(soft_prompt)
         self._client = client
+        self._salt = prefix_salt
         self._model = model
         self._stop_tokens = frozenset(stop_tokens)
         self._stack = AsyncExitStack()
@@ -151,7 +153,7 @@ class Conversation:
     def shared_with(self, prompt: Sequence[int]) -> tuple[int, int]:
         """How many tokens the servers hold, and how many of them `prompt` begins with."""
         held = self._held[len(self._virtual) :]
-        return len(held), _common_prefix(held, prompt)
+        return len(held), common_prefix(held, prompt)
 
     @property
     def compared_routes(self) -> tuple[tuple[Hop, ...], ...]:
@@ -218,8 +220,8 @@ class Conversation:
     ) -> list[int]:
         tokens = [*self._virtual, *prompt]
         begin = len(tokens)
-        session = await self._open()
-        self.reused = max(0, min(_common_prefix(self._held, tokens), session.position) - len(self._virtual))
+        session = await self._open(tokens)
+        self.reused = max(0, min(common_prefix(self._held, tokens), session.position) - len(self._virtual))
         limit = min(self.max_length + len(self._virtual), begin + sampling.max_new_tokens)
         answer = Answering(tokens, limit, sampler, on_token, stop, self._stop_tokens)
         while not answer.is_over:
@@ -267,7 +269,7 @@ class Conversation:
     async def _check_side_by_side(self, answer: Answering, draft: Draft) -> bool:
         """Checks this draft and those that follow it in steps that are under way at once; false if that cannot be."""
         session, tokens, speed = self._session, answer.tokens, self.drafting.speed
-        held = min(_common_prefix(self._held, tokens), 0 if session is None else session.position)
+        held = min(common_prefix(self._held, tokens), 0 if session is None else session.position)
         if speed is None or self._drafter is None or not isinstance(session, ClientSession) or held < len(tokens) - 1:
             return False
         made = len(tokens)
@@ -319,8 +321,8 @@ class Conversation:
             SwarmError: no chain of servers can serve.
         """
         self._check(prompt)
-        every = len(self._virtual) + len(prompt)
-        out = from_chunks(await self._advance([*self._virtual, *prompt], outputs=every))[:, len(self._virtual) :]
+        tokens = [*self._virtual, *prompt]
+        out = from_chunks(await self._advance(tokens, outputs=len(tokens)))[:, len(self._virtual) :]
         for first in range(0, len(prompt), _PIECE):
             piece = out[:, first : first + _PIECE]
             await trio.to_thread.run_sync(self._hand_on, first, piece, on_logits, hidden)
@@ -349,9 +351,9 @@ class Conversation:
             return await self._send(tokens, outputs, early)
 
     async def _send(self, tokens: list[int], outputs: int, early: _EarlyToken | None) -> list[WireTensor]:
-        session = await self._open()
+        session = await self._open(tokens[: len(tokens) - outputs + 1])
         # What is to be answered is sent, whether the servers hold it or not.
-        start = min(_common_prefix(self._held, tokens), len(tokens) - outputs, session.position)
+        start = min(common_prefix(self._held, tokens), len(tokens) - outputs, session.position)
         start = start if start >= len(self._virtual) else 0
         session.position = start
         del self._held[start:]
@@ -373,7 +375,8 @@ class Conversation:
             answered += out[first].tokens
         return out[first:]
 
-    async def _open(self) -> Session:
+    async def _open(self, tokens: list[int]) -> Session:
+        """The session; a new one begins with what servers have kept of these tokens but the last."""
         if self._session is None:
             spec = SessionSpec(
                 model_version=self._client.model.version,
@@ -383,16 +386,22 @@ class Conversation:
                 dtype=dtype_name(self._model.dtype),
                 keep=self._keep,
                 adapter=self._adapter,
+                share=True,
+                prefix_salt=self._salt,
             )
             saved, self._saved = self._saved, None
-            opened = self._client.session(spec, saved=saved)
+            prompt = [] if saved is not None else await trio.to_thread.run_sync(self._embed, tokens, 0, spec)
+            opened = self._client.session(spec, saved=saved, prompt=prompt)
             self._session = await self._stack.enter_async_context(opened)
+            self._held = self._held if saved is not None else tokens[: self._session.position]
         return self._session
 
-    def _embed(self, tokens: list[int], position: int, session: Session) -> list[WireTensor]:
+    def _embed(self, tokens: list[int], position: int, session: Session | SessionSpec) -> list[WireTensor]:
         prompted = nullcontext() if self._soft_prompt is None else self._model.prompted(self._soft_prompt)
         with prompted:
             hidden = self._model.embed(torch.tensor([tokens]), position)
+        if isinstance(session, SessionSpec):
+            return to_chunks(hidden, session.codec, PIPELINE_TOKENS)
         return to_chunks(hidden, session.spec.codec, session.max_step_tokens)
 
     def _logits(self, hidden: list[WireTensor], count: int) -> torch.Tensor:
@@ -430,14 +439,3 @@ class _EarlyToken:
         except (SwarmError, RuntimeError):  # who reads the answer for good says what is wrong with it
             self.answer = None
         self.seconds = trio.current_time() - begun
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    if left == right[: len(left)]:  # which is what happens at every token
-        return len(left)
-    count = 0
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count

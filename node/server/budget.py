@@ -103,10 +103,14 @@ class MemoryBudget:
     first, as `next_in_line` has it, and who asks for more than an equal share of all holders comes last. What is held
     only in case that somebody comes back may be lent: whoever needs the room takes it. What is in use may be taken
     back as `to_reclaim` has it.
+
+    Attributes:
+        on_change: is told of what nobody holds, whenever that has changed.
     """
 
     def __init__(self, capacity: int, unit: str = "cache tokens", scale: int = 1) -> None:
         self.capacity = capacity
+        self.on_change: Callable[[int], None] = lambda free: None
         self._unit = unit
         self._scale = scale
         self._used = 0
@@ -137,8 +141,12 @@ class MemoryBudget:
             return await self._wait(_Waiter(amount, paid, holder), timeout)
         return self._leased(amount, paid, holder)
 
-    def _leased(self, amount: int, paid: bool, holder: str) -> Lease:
+    def _hold(self, amount: int) -> None:
         self._used += amount
+        self.on_change(self.free)
+
+    def _leased(self, amount: int, paid: bool, holder: str) -> Lease:
+        self._hold(amount)
         lease = Lease(self, amount, holder=holder, paid=paid)
         if holder:
             self._held[lease] = None
@@ -260,7 +268,7 @@ class Lease:
         """Takes it from who holds it. For the budget."""
         on_taken = self._budget._lent.pop(self, self.on_taken)
         self._budget._held.pop(self, None)
-        self._budget._used -= self.amount
+        self._budget._hold(-self.amount)
         self.taken = self.over = True
         if on_taken is not None:
             on_taken()
@@ -271,7 +279,7 @@ class Lease:
             self.over = True
             self._budget._lent.pop(self, None)
             self._budget._held.pop(self, None)
-            self._budget._used -= self.amount
+            self._budget._hold(-self.amount)
             self._budget._grant()
 
     def lend(self, on_taken: Callable[[], None]) -> None:

@@ -29,6 +29,7 @@ from ...protocols.inference import Refusal
 from ..blocks.passes import PassGenerator
 from ..blocks.span import BlockSpan
 from ..blocks.span_adapter import SpanAdapter
+from .prefixes import PrefixUse
 from .steps import ComputeSession, Step, StepInput, StepOutput, StepRunner, synchronise
 from .tallies import ServerTallies
 
@@ -109,17 +110,33 @@ class ComputeThread:
         span: Span,
         adapter: SpanAdapter | None = None,
         paid: bool = False,
+        shared: PrefixUse | None = None,
+        prefix: Sequence[bytes] = (),
     ) -> ComputeSession:
-        """A session with an empty cache of `batch` x `max_length` tokens for the blocks of `span`."""
+        """A session with a cache of `batch` x `max_length` tokens for the blocks of `span`: an empty one, or `shared`
+        begins with as much of the blocks named `prefix` as is kept here."""
         padding = list(left_padding) or None
-        return await self.call(
-            lambda: ComputeSession(self.blocks.make_cache(batch, max_length, padding, span), codec, adapter, paid)
-        )
+
+        def make() -> ComputeSession:
+            cache = self.blocks.make_cache(batch, max_length, padding, span)
+            if shared is not None:
+                self.steps.prefixes.begin(shared, prefix, cache)
+            return ComputeSession(cache, codec, adapter, paid, shared=shared, begun=cache.length)
+
+        return await self.call(make)
 
     def close(self, session: ComputeSession) -> None:
         """Frees the session's cache as soon as the thread is between two turns. Does not wait."""
+        self._post(session.close)
+
+    def limit_prefixes(self, room: int) -> None:
+        """Has at most so many cache tokens kept for later sessions. Does not wait: who opens a session after this finds
+        what is more than that gone."""
+        self._post(partial(self.steps.prefixes.limit, room))
+
+    def _post(self, function: Callable[[], object]) -> None:
         self._depth += 1
-        self._queue.put(_Call(function=session.close))
+        self._queue.put(_Call(function=function))
 
     async def call(self, function: Callable[[], T]) -> T:
         """Runs `function` on the compute thread, before the steps that wait."""

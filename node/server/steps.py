@@ -19,11 +19,13 @@ import torch
 from ...protocols import wire_pb2 as wire
 from ...protocols.framing import TensorError
 from ...protocols.inference import Refusal, bad_request, sha256
+from ...protocols.prefix import token_digests
 from ...protocols.tensors import DTYPES, arrives_finite, decode, dtype_name, encode
 from ..blocks.cache import SpanCache
 from ..blocks.span import PREFILL_CHUNK, BlockSpan
 from ..blocks.span_adapter import SpanAdapter
 from .budget import next_in_line, now_overtaken
+from .prefixes import PrefixStore, PrefixUse
 from .tallies import ServerTallies
 
 log = logging.getLogger(__name__)
@@ -80,18 +82,33 @@ def next_turn(waiting: Sequence[Waiting], overtaken: int = 0) -> Turn:
 @dataclass
 class ComputeSession:
     """A session as the compute thread sees it. Only that thread touches `cache`; `adapter` changes its blocks.
-    `paid`: it has priority."""
+    `paid`: it has priority. `shared`: what it shares with other sessions, None for nothing. `begun`: tokens of a
+    row that it began with."""
 
     cache: SpanCache
     codec: str
     adapter: SpanAdapter | None = None
     paid: bool = False
     closed: bool = False
+    shared: PrefixUse | None = None
+    begun: int = 0
 
     def close(self) -> None:
         self.closed = True
         self.cache.free()
         self.adapter = None
+        self.shared = None
+
+    def roll_back(self, position: int, reorder: Sequence[int]) -> None:
+        """Brings the cache to where a step starts."""
+        if position < self.cache.length:
+            self.cache.rollback(position)
+            if self.shared is not None:
+                self.shared.rollback(position)
+        if reorder:
+            self.cache.reorder(reorder)
+            if list(reorder) != list(range(len(reorder))):
+                self.shared = None  # a row's cache does not follow from the inputs of that row any more
 
 
 @dataclass(frozen=True)
@@ -132,6 +149,7 @@ class Step:
     started: float = 0.0
     seconds: float = 0.0
     input_hash: bytes = b""
+    digests: list[bytes] = field(default_factory=list)
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     outputs: list[torch.Tensor] = field(default_factory=list)
     done: int = 0
@@ -142,6 +160,7 @@ class StepRunner:
     """Runs steps of many sessions through `blocks`, some at each turn.
 
     Attributes:
+        prefixes: what sessions have left for later ones.
         on_decode: told of decode steps: their rows, the share of the blocks that they went through (on average), and
             the seconds that they took together.
         on_prefill: told likewise of each part of a prefill: its tokens (of all rows), share, and seconds.
@@ -152,6 +171,7 @@ class StepRunner:
         self._tallies = tallies or ServerTallies()
         self._waiting: list[Step] = []
         self._overtaken = 0  # prefills by those of sessions that have paid
+        self.prefixes = PrefixStore()
         self.on_decode: OnComputed = lambda rows, share, seconds: None
         self.on_prefill: OnComputed = lambda tokens, share, seconds: None
 
@@ -173,7 +193,6 @@ class StepRunner:
         if step.session.closed:
             raise _ended()
         step.started = time.perf_counter()
-        cache = step.session.cache
         try:
             step.input_hash = sha256(step.input.payload)
             if step.input.payload_hash not in (b"", step.input_hash):
@@ -185,10 +204,9 @@ class StepRunner:
                 raise bad_request(f"the hidden states hold NaN, infinity, or more than {self._blocks.dtype} holds")
         except (TensorError, ValueError) as error:
             raise bad_request(str(error)) from None
-        if step.input.position < cache.length:
-            cache.rollback(step.input.position)
-        if step.input.reorder:
-            cache.reorder(step.input.reorder)
+        step.session.roll_back(step.input.position, step.input.reorder)
+        if step.session.shared is not None:
+            step.digests = token_digests(step.input.payload, hidden.shape[0], hidden.shape[1])
 
     def run_turn(self) -> None:
         """Runs all waiting decode steps as one batch, and then a chunk of one prefill."""
@@ -267,6 +285,10 @@ class StepRunner:
         kind = self._tallies.decode if tokens == 1 else self._tallies.prefill
         kind.add(rows * tokens, packed.queue_seconds, packed.compute_seconds)
         step.answer(packed)
+        shared = step.session.shared
+        if shared is not None:
+            shared.names.append(step.digests)
+            self.prefixes.offer(shared, step.session.cache)
 
 
 def _packed(step: Step, output: torch.Tensor) -> StepOutput:

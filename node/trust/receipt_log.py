@@ -85,7 +85,7 @@ class SessionLog:
     def begin(self, opening: wire.Open, granted: wire.Granted) -> None:
         self.opening = opening
         self.granted = granted
-        self.complete = True
+        self.complete = not granted.prefix_tokens
 
     def asked(self, step: wire.Step, tensor: wire.Tensor, payload: bytes | bytearray) -> None:
         """Notes a step that is sent, or that another server has pushed."""

@@ -53,6 +53,10 @@ class OneServer:
         stream, _ = self.connect(wire.InferenceFrame, self.service.handle_session, client)
         return RawSession(stream, {"blocks": [0, NUM_BLOCKS], "model_version": VERSION.hex()})
 
+    def kept_tokens(self) -> int:
+        """What it keeps for later sessions; for its compute thread."""
+        return self.service.context.compute.steps.prefixes.tokens
+
     def pusher(self, pusher: Identity) -> PushStream:
         return self.connect(wire.PushFrame, self.service.handle_push, pusher)[0]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -70,6 +72,7 @@ class Core:
         self._compiling = trio.CapacityLimiter(limits.grammars)
         self._answers = trio.CapacityLimiter(limits.answers)
         self._adapters: dict[str, SessionAdapter | None] = {}
+        self._secret = os.urandom(32)
         self.receipts = AnswerReceipts()
         self.tallies = ApiTallies()
         self.drafts = False
@@ -209,6 +212,7 @@ class Core:
             adapter=adapter,
             drafts=self.drafts and options.drafts,
             draft_model=self.draft_model if options.drafts else None,
+            prefix_salt=hashlib.sha256(self._secret + scope.owner.encode()).digest(),  # servers see one client
         )
 
     @asynccontextmanager

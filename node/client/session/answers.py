@@ -44,6 +44,8 @@ class SessionSpec:
 
     `push` lets servers send their outputs to each other, those of `trusted` to each other only. `keep`: closing leaves
     the session at the servers for so many seconds; when only a stream is lost they keep it for a while in any case.
+    `share`: servers may keep what it computes for sessions of this client that begin alike, and it uses what they have
+    kept, of sessions of the same `prefix_salt`.
     """
 
     model_version: bytes
@@ -60,6 +62,8 @@ class SessionSpec:
     adapter: SessionAdapter | None = None
     trusted: TrustedServers = field(default_factory=TrustedServers)
     trace: SessionTrace | None = field(default=None, compare=False)
+    share: bool = False
+    prefix_salt: bytes = b""
 
     @property
     def adapter_hash(self) -> bytes:

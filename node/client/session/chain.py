@@ -19,6 +19,7 @@ from ..router import Router, ServerSearch, note_failure
 from .history import Input, InputHistory, merged
 from .link import ServerLink, Standby, close_links, step_limit
 from .opening import FindRoute, Opening, replay_step
+from .prefixes import Beginning
 from .reconnector import PathChanges, SessionReconnector
 from .stream import SessionSpec
 
@@ -89,9 +90,16 @@ class Chain:
     def route(self) -> tuple[Hop, ...]:
         return tuple(link.server.hop for link in self.links)
 
-    async def open(self) -> None:
-        """Raises NoChainError, BadInput: no servers take a session like this."""
-        self.links = await self._opened(self.spec, InputHistory(), 0, None, None)
+    async def open(self, beginning: Beginning | None = None, position: int = 0) -> int:
+        """Finds servers and brings them to `position` of `beginning`; where all have kept more of it, to that. Returns
+        how many tokens of a row they hold.
+
+        Raises:
+            NoChainError, BadInput: no servers take a session like this.
+        """
+        inputs = () if beginning is None else beginning.inputs.get(self.spec.span.start, ())
+        self.links = await self._opened(self.spec, InputHistory(inputs), position, None, None, beginning)
+        return min(link.history.end for link in self.links)
 
     def reconnector(self, link: ServerLink) -> SessionReconnector:
         """The link's reconnector, which is started when the link is first used in the chain."""
@@ -142,6 +150,7 @@ class Chain:
         position: int,
         because: ServerFailed | None,
         reconnector: SessionReconnector | None,
+        beginning: Beginning | None = None,
     ) -> list[ServerLink]:
         """Links for `spec.span` that hold what `history` says, up to `position`.
 
@@ -166,12 +175,27 @@ class Chain:
             ask_again=lambda failure: failure is not because or reconnector is None or not reconnector.state.may_return,
         )
         find = partial(self.router.route, spec)
-        return await self._open(spec, history, position, find, search)
+        return await self._open(spec, history, position, find, search, beginning)
 
     async def _open(
-        self, spec: SessionSpec, history: InputHistory, position: int, find: FindRoute, search: ServerSearch
+        self,
+        spec: SessionSpec,
+        history: InputHistory,
+        position: int,
+        find: FindRoute,
+        search: ServerSearch,
+        beginning: Beginning | None = None,
     ) -> list[ServerLink]:
-        opening = Opening(self.router, spec, history, position, find=find, epoch=self._next_epoch, waits=self.waits)
+        opening = Opening(
+            self.router,
+            spec,
+            history,
+            position,
+            find=find,
+            epoch=self._next_epoch,
+            waits=self.waits,
+            beginning=beginning,
+        )
         self._openings.add(opening)
         try:
             return await opening.run(search)

@@ -64,8 +64,12 @@ class InputHistory:
         while self._inputs and self._inputs[-1].position >= step.position:
             reorder = _composed(self._inputs.pop().reorder, reorder)
         if self._inputs and self._inputs[-1].end > step.position:
-            self._inputs[-1] = _cut(self._inputs[-1], step.position)
+            self._inputs[-1] = part_of(self._inputs[-1], 0, step.position)
         self._inputs.append(Input(step.position, reorder, step.chunk))
+
+    @property
+    def inputs(self) -> Sequence[Input]:
+        return self._inputs
 
     def needed(self, position: int) -> list[Input]:
         """The steps that rebuild a cache of `position` tokens (the last may go beyond: the next step rolls back)."""
@@ -75,9 +79,12 @@ class InputHistory:
         last = [index for index, step in enumerate(self._inputs) if step.position < position or step.reorder]
         return self._inputs[: last[-1] + 1] if last else []
 
-    def replay(self, position: int, max_tokens: int) -> list[Input]:
-        """`needed`, merged for quickness."""
-        return merged(self.needed(position), max_tokens)
+    def replay(self, position: int, max_tokens: int, start: int = 0) -> list[Input]:
+        """`needed` from the token number `start` on, merged for quickness."""
+        steps = self.needed(position)
+        if start:
+            steps = [part_of(step, start, step.end) for step in steps if step.end > start]
+        return merged(steps, max_tokens)
 
 
 def merged(inputs: Sequence[Input], max_tokens: int) -> list[Input]:
@@ -91,21 +98,20 @@ def merged(inputs: Sequence[Input], max_tokens: int) -> list[Input]:
     return [_merge(group) for group in groups]
 
 
-def _cut(step: Input, end: int) -> Input:
-    """The part of a step before the position `end`; the whole of it if its codec cannot be taken apart."""
+def part_of(step: Input, start: int, end: int) -> Input:
+    """The part of a step between two positions; the whole of it if its codec cannot be taken apart."""
     tensor = step.chunk.tensor
-    if tensor.codec not in _MERGED_CODECS:
+    start, end = max(start, step.position), min(end, step.end)
+    if tensor.codec not in _MERGED_CODECS or (start, end) == (step.position, step.end):
         return step
     rows, tokens, hidden = tensor.shape
     row_bytes = len(step.chunk.payload) // rows
-    kept_bytes = row_bytes // tokens * (end - step.position)
-    starts = range(0, rows * row_bytes, row_bytes)
-    payload = b"".join(step.chunk.payload[start : start + kept_bytes] for start in starts)
-    shape = [rows, end - step.position, hidden]
-    return replace(
-        step,
-        chunk=WireTensor(Tensor(shape=shape, dtype=tensor.dtype, codec=tensor.codec, nbytes=len(payload)), payload),
-    )
+    token_bytes = row_bytes // tokens
+    first, last = token_bytes * (start - step.position), token_bytes * (end - step.position)
+    parts = (step.chunk.payload[row + first : row + last] for row in range(0, rows * row_bytes, row_bytes))
+    payload = b"".join(parts)
+    described = Tensor(shape=[rows, end - start, hidden], dtype=tensor.dtype, codec=tensor.codec, nbytes=len(payload))
+    return replace(step, position=start, chunk=WireTensor(described, payload))
 
 
 def _composed(first: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:

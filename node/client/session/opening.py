@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from ....protocols.inference import session_name
+from ....protocols.prefix import BLOCK_TOKENS
 from ...errors import NoChainError, PetalnodeError, ServerFailed, unwrapped
 from ...swarm.routing import Hop
 from ..deadlines import LOOK_TIMEOUT, RETRY_INTERVAL, Waits, open_patience
 from ..router import Router, ServerSearch
 from .history import Input, InputHistory
 from .link import ServerLink, close_links, step_limit
+from .prefixes import Beginning, beginning_of
 from .recovery import AskOthers, Attempt, next_search_action
 from .stream import SessionSpec, SessionStream
 
@@ -49,6 +51,9 @@ class Opening:
 
     `epoch` gives the number of the route for each chain that is tried. Servers that are found to be silent are
     suspected at once, so that no other step of this client asks them meanwhile.
+
+    Where all servers of a chain have kept the first tokens of `beginning`, these are not run through them again: of the
+    history by default. The links then have them as their inputs, which may be more than `position`.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Opening:
         find: FindRoute,
         epoch: Callable[[], int],
         waits: Waits,
+        beginning: Beginning | None = None,
     ) -> None:
         self._router = router
         self._spec = spec
@@ -69,6 +75,8 @@ class Opening:
         self._find = find
         self._epoch = epoch
         self._waits = waits
+        self._beginning = beginning or beginning_of({spec.span.start: history.needed(position)}, position)
+        self._names: dict[Hop, list[bytes]] = {}
         self._runs: list[_Run] = []
         self._not_before = -math.inf
         self._changed = trio.Event()
@@ -214,6 +222,7 @@ class Opening:
 
         async def open_one(index: int, hop: Hop) -> None:
             payment = await router.payment(hop, spec) if run.pays else None
+            prefix = await self._prefix_at(hop)
             async with router.adapter_at(hop, spec):
                 stream = await router.connect(hop)
                 claims, log = router.claims_of(hop.peer_id), router.receipts.session(hop.peer_id)
@@ -229,6 +238,7 @@ class Opening:
                     upstream=before if before is not None and may_push(before, hop.peer_id) else None,
                     downstream=after if after is not None and may_push(hop.peer_id, after) else None,
                     payment=payment,
+                    prefix=prefix,
                 )
                 name = session_name(server.nonce)
                 logger.info(
@@ -257,8 +267,19 @@ class Opening:
         def before(link: ServerLink, patience: float) -> None:
             self._gets_on(run, [link.server.hop.peer_id], patience)
 
-        for step in self._history.replay(self._position, step_limit(run.links)):
+        held = min((link.server.prefix_tokens for link in run.links), default=0)
+        for link in run.links:
+            link.history = InputHistory(self._beginning.part(link.server.hop.span.start, held))
+        for step in self._history.replay(self._position, step_limit(run.links), held):
             await replay_step(run.links, step, epoch, before)
+
+    async def _prefix_at(self, hop: Hop) -> list[bytes]:
+        """The names of what the server of `hop` may have kept."""
+        if not self._spec.share or self._router.receipts.shares or self._beginning.tokens < BLOCK_TOKENS:
+            return []
+        if hop not in self._names:
+            self._names[hop] = await trio.to_thread.run_sync(self._beginning.names, self._spec, hop)
+        return self._names[hop]
 
 
 async def replay_step(

@@ -27,6 +27,7 @@ from .chain import Chain, Trouble
 from .flight import Flight
 from .history import Input, InputHistory
 from .link import ServerLink, close_links, step_limit
+from .prefixes import Beginning, beginning_of
 from .reconnector import PathChanges
 from .step import StepRun
 from .stream import HopTiming, SessionSpec, SessionStream
@@ -129,14 +130,23 @@ class ClientSession:
         """Tensor bytes (sent, received) between this client and each server of the present chain."""
         return tuple((link.server.bytes_sent, link.server.bytes_received) for link in self._chain.links)
 
-    async def open(self) -> None:
-        """Finds servers and opens the session at them.
+    def beginning(self) -> Beginning:
+        """What another session may begin with that begins as this one."""
+        links = self._chain.links
+        inputs = {link.server.hop.span.start: tuple(link.history.inputs) for link in links if not link.history.start}
+        if not inputs or len(inputs) < len(links):  # what was held before this process started is not known
+            return Beginning({}, 0)
+        return beginning_of(inputs, self._position, self.route)
+
+    async def open(self, beginning: Beginning | None = None, position: int = 0) -> None:
+        """Finds servers and opens the session at them, brought to `position` of `beginning`, or to as much of it as
+        they all have kept, if that is more.
 
         Raises:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
             BadInput: no server takes a session like this.
         """
-        await self._chain.open()
+        self._position = await self._chain.open(beginning, position)
 
     async def resume(self, saved: SavedSession) -> bool:
         """Takes up a session that an earlier process left; false if any of its servers does not hold it any more."""

@@ -33,6 +33,7 @@ class SessionStream(AnswerChecks):
         round_trip: seconds to the server and back, the least that was seen.
         generation: grows with every stream that takes the place of another.
         held: the sequence number of the last step that the server had done when the stream was changed.
+        prefix_tokens: of a row, that the server held from the start.
         bytes_sent, bytes_received: tensor bytes between this client and the server.
 
     `claims` are what the server has announced, to which it is held; `log` keeps its receipts.
@@ -50,6 +51,7 @@ class SessionStream(AnswerChecks):
         log: SessionLog | None = None,
     ) -> None:
         super().__init__(stream, hop, spec, client, nonce, claims=claims, log=log)
+        self.prefix_tokens = 0
         self.bytes_sent = 0
         self.bytes_received = 0
         self.round_trip = float("inf")
@@ -98,10 +100,15 @@ class SessionStream(AnswerChecks):
     # --- opening and resuming
 
     async def open(
-        self, route_epoch: int, upstream: str | None, downstream: str | None, payment: Clearing | None = None
+        self,
+        route_epoch: int,
+        upstream: str | None,
+        downstream: str | None,
+        payment: Clearing | None = None,
+        prefix: Sequence[bytes] = (),
     ) -> None:
         """Opens the session; the neighbours in the chain are told, so that streams between them can be made ready.
-        `payment` is shown for priority.
+        `payment` is shown for priority; `prefix` names the blocks of tokens that it begins with if they are kept there.
 
         Raises:
             ServerRefused: the server will not, and says why.
@@ -125,11 +132,16 @@ class SessionStream(AnswerChecks):
             activation_dtype=spec.dtype,
             keep_ms=round(self._asked_keep * 1000),
             clearing=clearing_to_wire(payment) if payment is not None else None,
+            prefix=wire.Prefix(blocks=prefix, salt=spec.prefix_salt, keep=True) if spec.share else None,
         )
         question = wire.InferenceFrame(open=message)
         self._granted = await self._granted_for(self._stream, question, spec.cache_wait + SEND_TIMEOUT)
         pledge = self._check_pledge(self._granted)
-        self._last_receipt = root_of(message, self._client, self.epoch, pledge.hash() if pledge is not None else b"")
+        pledged, self.prefix_tokens = pledge.hash() if pledge is not None else b"", self._granted.prefix_tokens
+        try:
+            self._last_receipt = root_of(message, self._client, self.epoch, pledged, self.prefix_tokens)
+        except ValueError as error:
+            raise self._failed(str(error)) from None
         message.ClearField("clearing")  # is nobody's business who is shown the receipts
         if self._log is not None:
             self._log.begin(message, self._granted)

@@ -19,6 +19,7 @@ from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, PeerError
 from ....protocols.ids import PROTOCOL_VERSION
 from ....protocols.inference import EPOCH_BYTES, Refusal, SessionTerms, pledge_to_wire, without_tensors
+from ....protocols.prefix import BLOCK_TOKENS
 from ....protocols.training import BatchTerms
 from ...network.transport.limits import may_have_more
 from ..budget import BudgetFull, Lease, MemoryBudget
@@ -160,16 +161,19 @@ class ReceiptChain:
         last: the hash of the newest receipt; before the first one the session's root, which is the hash of its terms.
     """
 
-    def __init__(self, context: RequestContext, client: str, terms: SessionTerms | BatchTerms) -> None:
+    def __init__(
+        self, context: RequestContext, client: str, terms: SessionTerms | BatchTerms, prefix_tokens: int = 0
+    ) -> None:
+        """`prefix_tokens`: of a row, that the session begins with."""
         self.epoch = os.urandom(EPOCH_BYTES)
         self._hosted = context.hosted
         self._identity = context.identity
         self._client = client
         self._terms = terms
         self._pledge = context.pledger()
-        self.last = self._root()
+        self.last = self._root(prefix_tokens)
 
-    def _root(self) -> bytes:
+    def _root(self, prefix_tokens: int) -> bytes:
         terms = self._terms
         if isinstance(terms, BatchTerms):
             return NO_RECEIPT
@@ -185,6 +189,7 @@ class ReceiptChain:
             dtype=terms.dtype,
             adapter=terms.adapter,
             pledge=self._pledge.hash() if self._pledge is not None else b"",
+            prefix=terms.prefix[prefix_tokens // BLOCK_TOKENS - 1] if prefix_tokens else b"",
         )
 
     def granted(self) -> dict[str, Any]:

@@ -16,10 +16,13 @@ from ....protocols import wire_pb2 as wire
 from ....protocols.framing import StreamClosed
 from ....protocols.ids import BACKWARD, FORWARD
 from ....protocols.inference import Refusal, SessionTerms, bad_request, session_name, terms_of
+from ....protocols.prefix import PrefixNames
 from ....protocols.training import MICRO_BATCH_TOKENS, BatchFrames, batch_terms_of
 from ...blocks.passes import SpanPasses
 from ...errors import unwrapped
 from ..budget import Lease, MemoryBudget
+from ..prefixes import SHARE as PREFIX_SHARE
+from ..prefixes import PrefixUse
 from .adapters import Adapters
 from .admission import PriorityPayments
 from .batch_requests import BatchMemory, BatchRequests
@@ -71,6 +74,12 @@ class RequestService:
         self._batches = OpenCount("batches", MAX_STREAMS)
         self._streams = OpenCount("streams of batches", MAX_STREAMS)
         self._memory = _batch_memory(context)
+        cache.on_change = self._limit_prefixes
+        self._limit_prefixes(cache.free)
+
+    def _limit_prefixes(self, free: int) -> None:
+        """What sessions leave for later ones has room that nobody has reserved."""
+        self.context.compute.limit_prefixes(min(free, int(PREFIX_SHARE * self.cache.capacity)))
 
     @property
     def sessions(self) -> int:
@@ -114,8 +123,17 @@ class RequestService:
                 try:
                     self.context.tallies.sessions_opened += 1
                     self._on_change()
+                    shared = PrefixUse(stream.peer_id, PrefixNames(terms.prefix_root), terms.keeps)
                     compute = await self.context.compute.open(
-                        terms.batch, terms.max_length, terms.left_padding, terms.codec, terms.span, adapter, paid
+                        terms.batch,
+                        terms.max_length,
+                        terms.left_padding,
+                        terms.codec,
+                        terms.span,
+                        adapter,
+                        paid,
+                        shared if terms.shares else None,
+                        terms.prefix,
                     )
                     keep = min(frame.open.keep_ms / 1000, MAX_KEEP)
                     session = ServerSession(

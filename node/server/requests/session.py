@@ -75,9 +75,9 @@ class ServerSession:
         self._lock = trio.Lock()
         self._replying = trio.Lock()  # replies leave in their order, behind Granted
         self._sequence = 0
-        self._position = 0
+        self._position = self._begun_at = self._compute.begun
         self._route_epoch = self._terms.route_epoch
-        self._receipts = ReceiptChain(self._context, self._client, self._terms)
+        self._receipts = ReceiptChain(self._context, self._client, self._terms, self._begun_at)
         self._replies: deque[_SentReply] = deque(maxlen=CREDITS)
         self._sent_again = 0  # up to this sequence number, the stream got its replies when it was attached
         self._attempt = 0
@@ -252,6 +252,7 @@ class ServerSession:
             sequence=self._sequence,
             last_receipt=self._receipts.last,
             priority=self._paid,
+            prefix_tokens=self._begun_at,
         )
 
     async def _listen(self, stream: InferenceStream) -> None:

@@ -1,0 +1,183 @@
+"""What a session may begin with: the inputs of earlier sessions of this client, of which servers may keep the results.
+
+The inputs of every junction are kept, as for recovery (`history`): of them the names follow by which each server knows
+what it keeps, and with them any server can be replaced later. So nothing is remembered of servers but who has had what.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+from ....protocols.prefix import BLOCK_TOKENS, MAX_BLOCKS, PREFIX_CODECS, PrefixNames, prefix_root, token_digests
+from ...swarm.routing import Hop
+from ..request import WireTensor
+from .answers import SessionSpec
+from .history import Input, part_of
+
+REMEMBERED_BYTES: Final = 64 << 20
+"""Of hidden states of sessions that have ended; those of 1,024 tokens are 2.4 MB for each server of SmolLM2-135M."""
+REMEMBERED: Final = 32
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a session may begin with.
+
+    Attributes:
+        inputs: the steps that entered a block, from the first token on, by that block; of some blocks more than others.
+        tokens: of a row, at most.
+        route: of the session that they are from.
+    """
+
+    inputs: Mapping[int, Sequence[Input]]
+    tokens: int
+    route: tuple[Hop, ...] = ()
+
+    def names(self, spec: SessionSpec, hop: Hop) -> list[bytes]:
+        """By which the server of `hop` knows what it may keep; none where nothing is known that entered its blocks.
+        Hashes all of it: not for the trio thread."""
+        inputs = self.part(hop.span.start, self.tokens)
+        if not inputs:
+            return []
+        root = prefix_root(
+            model_version=spec.model_version,
+            span=hop.span,
+            batch=spec.batch,
+            left_padding=spec.left_padding,
+            codec=spec.codec,
+            dtype=spec.dtype,
+            adapter=spec.adapter_hash,
+            salt=spec.prefix_salt,
+        )
+        named = PrefixNames(root)
+        for step in inputs:
+            named.append(token_digests(step.chunk.payload, spec.batch, step.chunk.tokens))
+        return named.names[:MAX_BLOCKS]
+
+    def part(self, block: int, tokens: int) -> list[Input]:
+        """The steps that entered `block`, up to so many tokens; none if they are not known."""
+        inputs = self.inputs.get(block, ())
+        return [part_of(step, 0, tokens) for step in inputs if step.position < tokens]
+
+
+def beginning_of(inputs: Mapping[int, Sequence[Input]], tokens: int, route: tuple[Hop, ...] = ()) -> Beginning:
+    """As far as tokens can be told apart in `inputs`, and rows have stayed in their places."""
+    for steps in inputs.values():
+        end = 0
+        for step in steps:
+            if step.position != end or step.reorder or step.chunk.tensor.codec not in PREFIX_CODECS:
+                break
+            end = step.end
+        tokens = min(tokens, end)
+    return Beginning(inputs, tokens, route)
+
+
+class SharedSession(Protocol):
+    """A session that knows what entered its servers."""
+
+    @property
+    def spec(self) -> SessionSpec: ...
+
+    def beginning(self) -> Beginning: ...
+
+
+@dataclass(frozen=True)
+class _Ended:
+    spec: SessionSpec
+    beginning: Beginning
+    nbytes: int
+
+
+class PrefixMemory:
+    """The sessions of one client whose beginnings others may share, open ones and some that have ended."""
+
+    def __init__(self, room: int = REMEMBERED_BYTES) -> None:
+        self._room = room
+        self._open: WeakSet[SharedSession] = WeakSet()
+        self._ended: deque[_Ended] = deque(maxlen=REMEMBERED)
+
+    @property
+    def nbytes(self) -> int:
+        """Of hidden states that are kept for no open session."""
+        return sum(ended.nbytes for ended in self._ended)
+
+    def opened(self, session: SharedSession) -> None:
+        self._open.add(session)
+
+    def ended(self, session: SharedSession) -> None:
+        """Remembers the inputs of a session that is about to be closed; the oldest are forgotten for them."""
+        self._open.discard(session)
+        beginning = session.beginning()
+        nbytes = sum(len(step.chunk.payload) for steps in beginning.inputs.values() for step in steps)
+        if beginning.tokens < BLOCK_TOKENS or nbytes > self._room // 2:
+            return
+        self._ended.append(_Ended(session.spec, beginning, nbytes))
+        while self.nbytes > self._room:
+            self._ended.popleft()
+
+    def search(self, spec: SessionSpec, prompt: Sequence[WireTensor]) -> Callable[[], Beginning | None]:
+        """A function that finds the earlier session that begins with the most whole blocks of `prompt`; one token is
+        always left to be computed. It compares bytes, and may run in a thread."""
+        known = [(ended.spec, ended.beginning) for ended in self._ended]
+        known += [(session.spec, session.beginning()) for session in self._open]
+        alike = [beginning for other, beginning in known if _alike(other, spec)]
+        return partial(_longest, spec, prompt, alike)
+
+
+def _longest(spec: SessionSpec, prompt: Sequence[WireTensor], known: Sequence[Beginning]) -> Beginning | None:
+    if spec.batch != 1 or not prompt:
+        return None
+    steps: list[Input] = []
+    for chunk in prompt:
+        steps.append(Input(steps[-1].end if steps else 0, (), chunk))
+    best, most = Beginning({}, 0), 0
+    for beginning in known:
+        shared = min(_shared(spec, beginning, steps), steps[-1].end - 1)
+        if shared >= most:  # of equal ones the last, which is an open one if there is any
+            best, most = beginning, shared
+    # What enters the first blocks is known without any earlier session: one server of all blocks needs no more.
+    inputs = {block: best.part(block, most) for block in best.inputs} | {spec.span.start: steps}
+    return Beginning(inputs, steps[-1].end - 1, best.route if most >= BLOCK_TOKENS else ())
+
+
+def _alike(one: SessionSpec, other: SessionSpec) -> bool:
+    """Whether equal inputs have equal names in both."""
+
+    def terms(spec: SessionSpec) -> tuple[object, ...]:
+        kind = spec.model_version, spec.span, spec.batch, spec.left_padding
+        return *kind, spec.codec, spec.dtype, spec.adapter_hash, spec.prefix_salt, spec.trusted
+
+    return terms(one) == terms(other)
+
+
+def _shared(spec: SessionSpec, beginning: Beginning, mine: Sequence[Input]) -> int:
+    """Tokens, of one row, that `mine` have in common with a beginning at the first block of `spec`."""
+    theirs = beginning.inputs.get(spec.span.start, ())
+    if not theirs or mine[0].chunk.tensor.shape[2] != theirs[0].chunk.tensor.shape[2]:
+        return 0
+    size = len(theirs[0].chunk.payload) // theirs[0].chunk.tokens
+    if bytes(mine[0].chunk.payload[:size]) != bytes(theirs[0].chunk.payload[:size]):
+        return 0  # which is so of most texts that have nothing to do with each other
+    left, right = (np.frombuffer(b"".join(step.chunk.payload for step in steps), np.uint8) for steps in (mine, theirs))
+    tokens = min(len(left) // size, beginning.tokens)
+    equal = (left[: tokens * size] == right[: tokens * size]).reshape(tokens, size).all(axis=1)
+    return tokens if equal.all() else int(equal.argmin())
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    if left == right[: len(left)]:  # which is what happens at every token
+        return len(left)
+    count = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

@@ -1,0 +1,92 @@
+"""Names of what sessions have computed, by which one may begin with what an earlier one left at a server.
+
+A block is 32 tokens of all rows. Its name is a hash over the name of the block before it and over the hidden states
+that entered the span for its tokens, as they stood on the wire; before the first one stands a hash of all else that
+keys and values follow from (hash chains of blocks as in vLLM's automatic prefix caching). So a name stands for
+everything up to its block, and only who knows the inputs can make it. A server makes the names of what it keeps from
+the inputs that it was sent, never from what a client says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Final
+
+from ..crypto.canonical import digest
+from .ids import Span
+
+BLOCK_TOKENS: Final = 32
+MAX_BLOCKS: Final = 1024
+"""Names in one message: 32,768 tokens of a row."""
+MAX_SALT: Final = 64
+PREFIX_DOMAIN: Final = "petalnode/prefix/1"
+PREFIX_CODECS: Final = frozenset({"none", "float16", "bfloat16"})
+"""Under which each token's bytes stand for themselves. Under others, nothing is shared."""
+
+
+def prefix_root(
+    *,
+    model_version: bytes,
+    span: Span,
+    batch: int,
+    left_padding: Sequence[int],
+    codec: str,
+    dtype: str,
+    adapter: bytes,
+    salt: bytes,
+) -> bytes:
+    """What stands before the first block: hash of the terms of a session from which keys and values follow."""
+    padding = tuple(left_padding) if any(left_padding) else ()
+    return digest(PREFIX_DOMAIN, model_version, (span.start, span.end), batch, padding, codec, dtype, adapter, salt)
+
+
+def token_digests(payload: bytes | bytearray | memoryview, rows: int, tokens: int) -> list[bytes]:
+    """SHA-256 of each token of hidden states [rows, tokens, hidden] as they stand on the wire, all rows of it."""
+    view = memoryview(payload)
+    size = len(view) // (rows * tokens)
+    if rows == 1:
+        return [hashlib.sha256(view[start : start + size]).digest() for start in range(0, tokens * size, size)]
+    hashes = [hashlib.sha256() for _ in range(tokens)]
+    for row in range(rows):
+        for token, hashed in enumerate(hashes):
+            start = (row * tokens + token) * size
+            hashed.update(view[start : start + size])
+    return [hashed.digest() for hashed in hashes]
+
+
+class PrefixNames:
+    """The names of the blocks that one session holds at one server; follows its steps.
+
+    Attributes:
+        names: of the whole blocks, in order.
+    """
+
+    def __init__(self, root: bytes) -> None:
+        self.names: list[bytes] = []
+        self._root = root
+        self._digests: list[bytes] = []
+
+    def append(self, digests: Sequence[bytes]) -> None:
+        """Takes the next tokens, as `token_digests` has them."""
+        self._digests += digests
+        for start in range(len(self.names) * BLOCK_TOKENS, len(self._digests) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            before = self.names[-1] if self.names else self._root
+            block = b"".join(self._digests[start : start + BLOCK_TOKENS])
+            self.names.append(digest(PREFIX_DOMAIN, before, block))
+
+    def digests_of(self, number: int) -> tuple[bytes, ...]:
+        """Of the tokens of a whole block, counted from 0."""
+        return tuple(self._digests[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS])
+
+    def rollback(self, tokens: int) -> None:
+        """Forgets all from the token number `tokens` on."""
+        del self._digests[tokens:]
+        del self.names[tokens // BLOCK_TOKENS :]
+
+
+def prefix_names(root: bytes, payload: bytes | bytearray | memoryview, rows: int, tokens: int) -> list[bytes]:
+    """The names of the whole blocks of hidden states [rows, tokens, hidden] as they stand on the wire."""
+    named = PrefixNames(root)
+    named.append(token_digests(payload, rows, tokens))
+    return named.names

@@ -1,0 +1,141 @@
+"""Sessions of one client that begin alike share what servers have computed for them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import trio
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.blocks.client_part import ClientModel, load_client
+from petalnode.node.client.core import SwarmClient, open_client
+from petalnode.node.client.generation import Conversation
+from petalnode.node.client.sampling import Sampling
+from petalnode.node.client.swarm_model import identify_model
+from petalnode.node.models.sources.resolve import resolve
+from petalnode.node.swarm.config import SwarmConfig
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from tests.tiny_models import VOCABULARY, load_whole, save_tiny
+
+PREFIX = torch.randint(3, VOCABULARY, (1, 100), generator=torch.Generator().manual_seed(1))[0].tolist()
+"""Three whole blocks and four tokens."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_tiny("llama", tmp_path_factory.mktemp("prefix"), eos_token_id=None)
+
+
+@pytest.fixture
+def swarm() -> Iterator[MemorySwarm]:
+    with memory_swarm() as swarm:
+        yield swarm
+
+
+def started(swarm: MemorySwarm, folder: Path, *blocks: str) -> list[MemoryServer]:
+    servers = [swarm.start(folder, span) for span in blocks]
+    assert all(server.ready for server in servers)
+    return servers
+
+
+@asynccontextmanager
+async def opened(
+    swarm: MemorySwarm, folder: Path, identity: Identity | None = None
+) -> AsyncIterator[tuple[SwarmClient, ClientModel]]:
+    config = SwarmConfig(identity=identity or Identity.generate(), listen=(), peers=(), serve_dht=False)
+    async with swarm.network.open_swarm(config) as node:
+        model = await identify_model(node, resolve(str(folder), need="client", offline=True))
+        async with open_client(node, model) as client:
+            yield client, load_client(folder)
+
+
+async def answer(
+    client: SwarmClient, local: ClientModel, prompt: Sequence[int], tokens: int = 5, salt: bytes = b""
+) -> tuple[list[int], int]:
+    """The next tokens by a conversation of its own, and how many of the prompt were not computed for it."""
+    conversation = Conversation(client, local, max_length=200, stop_tokens=(), prefix_salt=salt)
+    async with aclosing(conversation):
+        found = await conversation.answer(prompt, Sampling(max_new_tokens=tokens), lambda _: None)
+        return found, conversation.reused
+
+
+def expected(folder: Path, prompt: Sequence[int], tokens: int = 5) -> list[int]:
+    whole = load_whole(folder)
+    out = whole.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+def test_a_second_session_begins_with_what_the_first_has_left(swarm: MemorySwarm, folder: Path) -> None:
+    servers = started(swarm, folder, "0:2", "2:6")
+
+    async def main() -> None:
+        async with opened(swarm, folder) as (client, local):
+            first = await answer(client, local, [*PREFIX, 5, 6])
+            computed = [server.tallies.prefill.tokens for server in servers]
+            assert first == (expected(folder, [*PREFIX, 5, 6]), 0)
+            again = await answer(client, local, [*PREFIX, 7, 8, 9])
+            assert again == (expected(folder, [*PREFIX, 7, 8, 9]), 96)
+            assert [server.tallies.prefill.tokens for server in servers] == [total + 7 for total in computed]
+
+    swarm.call(main)
+
+
+def test_another_process_of_the_same_client_finds_it_at_a_server_of_all_blocks(
+    swarm: MemorySwarm, folder: Path
+) -> None:
+    (server,) = started(swarm, folder, "0:6")
+    identity = Identity.generate()
+
+    async def main() -> None:
+        async with opened(swarm, folder, identity) as (client, local):
+            await answer(client, local, PREFIX)
+        computed = server.tallies.prefill.tokens
+        async with opened(swarm, folder, identity) as (client, local):
+            assert await answer(client, local, PREFIX) == (expected(folder, PREFIX), 96)
+        assert server.tallies.prefill.tokens == computed + 4
+
+    swarm.call(main)
+
+
+def test_others_and_other_salts_share_nothing(swarm: MemorySwarm, folder: Path) -> None:
+    started(swarm, folder, "0:6")
+    identity = Identity.generate()
+
+    async def main() -> None:
+        async with opened(swarm, folder, identity) as (client, local):
+            await answer(client, local, PREFIX)
+            assert (await answer(client, local, PREFIX, salt=b"another"))[1] == 0
+            assert (await answer(client, local, PREFIX, salt=b"another"))[1] == 96
+        async with opened(swarm, folder) as (stranger, local):
+            # It knows the text.
+            assert (await answer(stranger, local, PREFIX)) == (expected(folder, PREFIX), 0)
+
+    swarm.call(main)
+
+
+def test_a_server_that_dies_is_replaced_with_what_came_before(swarm: MemorySwarm, folder: Path) -> None:
+    first, second = started(swarm, folder, "0:2", "2:6")
+
+    async def main() -> None:
+        async with opened(swarm, folder) as (client, local):
+            await answer(client, local, PREFIX)
+            conversation = Conversation(client, local, max_length=200, stop_tokens=())
+            async with aclosing(conversation):
+                prompt = [*PREFIX, 7, 8, 9]
+                begun = await conversation.answer(prompt, Sampling(max_new_tokens=4), lambda _: None)
+                assert conversation.reused == 96
+                third = swarm.start(folder, "2:6")
+                await trio.to_thread.run_sync(lambda: third.ready)
+                second.kill()
+                rest = await conversation.answer([*prompt, *begun], Sampling(max_new_tokens=4), lambda _: None)
+                assert conversation.recoveries == 1
+                assert [*begun, *rest] == expected(folder, prompt, 8)
+                assert third.tallies.prefill.tokens >= 96
+
+    swarm.call(main)
+    assert first.alive
