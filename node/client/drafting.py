@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -53,6 +53,13 @@ _STEP_SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Of which a draft may be cut into steps."""
 _LEAST_GAIN: Final = 1.05
 """Times as quick that a draft has to make the answer, by what is known: less is within the error of that."""
+_ALLOWED_LOSS: Final = 0.015
+"""Of the time of an answer, that drafts which turn out to be wrong may take."""
+_FIRST_BUDGET: Final = 0.5
+_LARGEST_BUDGET: Final = 2.0
+_DEEPEST_DEBT: Final = 1.0
+"""What drafts may lose before they have gained anything, what they may lose at once of what they have gained, and what
+a single accident takes from it at most; in tokens that are answered one after the other meanwhile."""
 _OUTLIER: Final = 4.0
 """A step that takes so many times longer than expected says something of the network, not of its tokens."""
 
@@ -204,12 +211,15 @@ class DraftPlan:
         deepest: of the drafts that were right so far; the next may be twice as deep.
         cost: of a step that is under way alone, from when it is sent until its tokens are chosen.
         speed: of the servers of a chain; None where steps are not under way side by side.
+        budget: what wrong drafts may cost now, as so many tokens that are answered one after the other. It grows with
+            each token and with what drafts gain, and bounds what a conversation loses by them, whatever its text.
     """
 
     counts: DraftCounts = DraftCounts()
     deepest: int = 1
     cost: StepCost = field(default_factory=StepCost)
     speed: PipelineSpeed | None = None
+    budget: float = _FIRST_BUDGET
     _chances: dict[int, _Chance] = field(default_factory=_first_chances)
 
     def choose(self, drafts: Iterator[Draft], most: int) -> Draft:
@@ -227,8 +237,10 @@ class DraftPlan:
                 longest = min(longest, 2 * max(self.deepest, draft.match if draft.match >= _LONG_MATCH else 1))
             depth = self.depth(draft.match, longest)
             if not depth and chance.breaks:
-                depth = 1  # its break is over
-            if depth and most:
+                depth = min(1, longest)  # its break is over
+            while depth and not self._affords(1 + depth):
+                depth = self.depth(draft.match, depth // 2)
+            if depth:
                 return Draft(draft.tokens[:depth], draft.match, draft.place)
         return Draft()
 
@@ -260,7 +272,9 @@ class DraftPlan:
         if speed is None or not speed.is_known or chance.rest or most < 1:
             return 0
         depth, rate = self._model_rate(most)
-        if rate * speed.alone < _LEAST_GAIN:
+        while depth and not self._affords(1 + depth, speed.model_step()):
+            depth, rate = self._model_rate(depth // 2) if depth > 1 else (0, rate)
+        if depth and rate * speed.alone < _LEAST_GAIN:
             chance.breaks += 1
             chance.rest = min(_LONGEST_BREAK, 8 << min(chance.breaks, 5))
             return 0
@@ -290,6 +304,18 @@ class DraftPlan:
         """How many of so many tokens to send in the next step."""
         return tokens if self.speed is None else self.speed.step_tokens(tokens)
 
+    def _affords(self, tokens: int, size: int | None = None) -> bool:
+        """Whether the budget bears that of so many tokens, in steps of this size, none that was drafted is right."""
+        if self.speed is not None:
+            return self.speed.risk(tokens, size) <= self.budget * self.speed.alone
+        return self.cost.of(tokens) - self.cost.of(1) <= self.budget * self.cost.of(1)
+
+    def settle(self, tokens: int, gained: float = 0.0) -> None:
+        """So many tokens were answered, so many seconds sooner than one after the other. Only once a step was noted."""
+        alone = self._seconds(1)
+        budget = self.budget + _ALLOWED_LOSS * tokens + (gained / alone if alone > 0 else 0.0)
+        self.budget = min(max(budget, -_DEEPEST_DEBT), _LARGEST_BUDGET)
+
     def _seconds(self, tokens: int) -> float:
         """Until so many tokens are answered that are sent now."""
         return self.cost.of(tokens) if self.speed is None else self.speed.seconds(tokens)
@@ -299,8 +325,12 @@ class DraftPlan:
         alone = self.cost.of(1) if self.cost.is_known else seconds
         self.cost.note(1 + len(draft.tokens), seconds)
         if draft.tokens:
-            self.counts = self.counts.plus(drafted=len(draft.tokens), steps=1, gained=(1 + accepted) * alone - seconds)
+            gained = (1 + accepted) * alone - seconds
+            self.counts = self.counts.plus(drafted=len(draft.tokens), steps=1, gained=gained)
+            self.settle(1 + accepted, gained)
             self.note_tokens(draft.match, len(draft.tokens), accepted)
+        else:
+            self.settle(1)
 
     def note_tokens(self, match: int, drafted: int, accepted: int) -> None:
         """So many tokens were drafted after a match, and the first `accepted` of them were right."""
@@ -329,12 +359,14 @@ class PipelineSpeed:
         work: seconds of computing of a step by its tokens, all servers and the head together.
         stage: the same at the server that takes longest.
         guess: seconds of a draft model for a token; 0: unknown.
+        delay: seconds that the next step waits for those that were sent in vain.
     """
 
     alone: float = 0.0
     work: StepCost = field(default_factory=StepCost)
     stage: StepCost = field(default_factory=StepCost)
     guess: float = 0.0
+    delay: float = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -346,8 +378,11 @@ class PipelineSpeed:
         self.stage.note(tokens, max([*stages, head]))
 
     def note_alone(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens, with nothing else under way, took so long. Only after `note_work`."""
-        seconds = max(seconds - (self.work.of(tokens) - self.work.of(1)), 0.1 * seconds)
+        """A step of so many tokens, with no other that is wanted under way, took so long. Only after `note_work`."""
+        seconds = max(seconds - self.delay - (self.work.of(tokens) - self.work.of(1)), 0.1 * seconds)
+        if self.delay:  # an estimate: too small a one would make the next drafts look better than they are
+            seconds = min(seconds, self.alone or seconds)
+        self.delay = 0.0
         if self.alone:
             seconds = 0.8 * self.alone + 0.2 * min(seconds, _OUTLIER * self.alone)
         self.alone = seconds
@@ -362,6 +397,22 @@ class PipelineSpeed:
         while size < _STEP_SIZES[-1] and size * self.guess < max(self.alone / _MODEL_STEPS, self.stage.of(size)):
             size += 1
         return size
+
+    def note_vain(self, steps: Iterable[tuple[int, float]], now: float) -> float:
+        """Steps of so many tokens were sent at these times, and only the first was wanted. Returns the seconds for
+        which the servers are busy with the others when what is sent now comes to them."""
+        done = 0.0
+        for tokens, sent in steps:
+            done = max(done, sent) + self.stage.of(tokens)
+        self.delay = max(0.0, done - now)
+        return self.delay
+
+    def risk(self, tokens: int, size: int | None = None) -> float:
+        """Seconds that are lost if of so many tokens, in steps of this size, only the first is right: until its step is
+        answered, and until the servers are done with the others."""
+        size = min(size or self.step_tokens(tokens), tokens)
+        first = self.work.of(size) - self.work.of(1)
+        return first + max(0.0, math.ceil(tokens / size) * self.stage.of(size) - self.alone - first)
 
     def seconds(self, tokens: int) -> float:
         """Until all of so many tokens are answered."""

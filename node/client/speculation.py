@@ -110,6 +110,7 @@ class Speculation:
     _checked: float = 0.0  # when
     _by_model: bool = False  # the draft model guesses what comes behind `line`
     _ahead: Ahead | None = None  # chooses its guesses, until one is wrong
+    _longest: int = 0  # how far it guesses now
     _changing: trio.Lock = field(default_factory=trio.Lock)  # `line` is sent, or given up
     _progress: trio.Event = field(default_factory=trio.Event)
 
@@ -154,10 +155,12 @@ class Speculation:
         while True:
             line, ahead = list(self.line), self._ahead
             tokens = len(self.answer.tokens)
-            longest = min(tokens + self.plan.model_depth(self.answer.limit - tokens - 1), model.max_length)
-            if not self._by_model or ahead is None or len(line) >= longest:
-                self._progress = trio.Event()
-                await self._progress.wait()
+            depth = self.plan.model_depth(self.answer.limit - tokens - 1)
+            self._longest = min(tokens + depth, model.max_length)
+            if not self._by_model or ahead is None or len(line) >= self._longest:
+                progress = self._progress = trio.Event()
+                await self._send()  # what was gathered for a larger step
+                await progress.wait()
                 continue
             begun = trio.current_time()
             guess = await trio.to_thread.run_sync(model.guess, line, ahead)
@@ -179,7 +182,8 @@ class Speculation:
         speed, unsent = self.plan.speed, len(self.line) - self._sent
         if not self._by_model and not self._asked and unsent == 1:
             return False  # no draft: a step like any other
-        if self._by_model and self._asked and speed is not None and unsent < speed.model_step():
+        gathers = self._by_model and self._asked and len(self.line) < self._longest
+        if gathers and speed is not None and unsent < speed.model_step():
             return False
         size = min(self.plan.step_tokens(unsent), self.most_step_tokens)
         start, end = self._sent, self._sent + size
@@ -212,8 +216,9 @@ class Speculation:
             speed.note_work(asked.end - asked.start, stages, *computed)
             if asked.alone:
                 speed.note_alone(asked.end - asked.start, now - asked.sent + computed[0])
-            seconds = trio.current_time() - self._checked
-            self.plan.counts = self.plan.counts.plus(gained=(len(answer.tokens) - made) * speed.alone - seconds)
+            gained = (len(answer.tokens) - made) * speed.alone - (trio.current_time() - self._checked)
+            self.plan.counts = self.plan.counts.plus(gained=gained)
+            self.plan.settle(len(answer.tokens) - made, gained)
         self._checked = trio.current_time()
         guessed = self.line[made : asked.end + 1]
         right = sum(1 for token, guess in zip(chosen, guessed, strict=False) if token == guess)
@@ -223,6 +228,9 @@ class Speculation:
         if right < len(chosen) and not answer.is_over:
             async with self._changing:
                 self.flight.drop()
+                if speed is not None and self._asked:
+                    sent = [(step.end - step.start, step.sent) for step in (asked, *self._asked)]
+                    self.plan.settle(0, -speed.note_vain(sent, trio.current_time()))
                 self._asked.clear()
                 self.line, self._sent = list(answer.tokens), len(answer.tokens) - 1
                 self._ahead = self.model.ahead(len(answer.tokens)) if self.model is not None else None

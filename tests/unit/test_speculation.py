@@ -5,9 +5,11 @@ The chain is a model in virtual time: each server takes one step after another, 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -149,6 +151,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("petalnode.node.client.speculation.trio.to_thread.run_sync", direct)
     monkeypatch.setattr("petalnode.node.client.speculation.from_chunks", lambda chunks: chunks[0])
+    monkeypatch.setattr("petalnode.node.client.speculation.time", SimpleNamespace(perf_counter=trio.current_time))
 
 
 def answer(text: Sequence[int], prompt: int, line: Line, drafts: bool, model: SimulatedModel | None = None) -> Outcome:
@@ -180,8 +183,8 @@ def answer(text: Sequence[int], prompt: int, line: Line, drafts: bool, model: Si
                 made, stages = len(going.tokens), lambda: chain.compute
                 guesses = cast("ModelDrafter | None", model)
                 await Speculation(going, flight, plan, lookup, embed, head, stages, MOST_STEP, guesses).run(draft)
-                assert len(going.tokens) > made
-                continue
+                if len(going.tokens) > made:
+                    continue
             sent = trio.current_time()
             await chain.answered(chain.send(1), 1)
             going.take(text[len(going.tokens)])
@@ -212,6 +215,17 @@ def meaningless(rng: random.Random) -> tuple[list[int], int]:
     return [rng.randrange(6) for _ in range(300)], 20
 
 
+def guessable(seed: int, share: float, vocabulary: int) -> tuple[list[int], int]:
+    """What a look into the text finds comes next with this probability, and never otherwise."""
+    rng, drafter = random.Random(seed), LookupDrafter()
+    tokens = [rng.randrange(vocabulary) for _ in range(60)]
+    while len(tokens) < 160:
+        found = next(drafter.matches(tokens), Draft((-1,)))
+        others = [token for token in range(vocabulary) if token != found.tokens[0]]
+        tokens.append(found.tokens[0] if found.match and rng.random() < share else rng.choice(others))
+    return tokens, 60
+
+
 WIDE = Line(0.05, 3, 0.008, 0.001)
 
 
@@ -239,6 +253,66 @@ def test_drafts_make_nothing_slower(
     plain, drafted = (answer(tokens, prompt, line, drafts) for drafts in (False, True))
     assert drafted.tokens == plain.tokens == tokens
     assert plain.seconds / drafted.seconds > 0.97
+
+
+ROUND_TRIPS = (0.0, 0.02, 0.05, 0.1, 0.2)
+SERVERS = (2, 3, 4)
+
+
+@pytest.mark.parametrize(("fixed", "each"), [(0.008, 0.001), (0.02, 0.004), (0.0, 0.02)])
+@pytest.mark.parametrize(
+    ("share", "vocabulary", "times"),
+    [(0.0, 6, 0.97), (0.2, 6, 0.97), (0.6, 6, 1.01), (0.0, 30, 0.97)],
+    ids=["always-wrong", "mostly-wrong", "mostly-right", "seldom-found"],
+)
+def test_wrong_drafts_cost_less_than_3_percent(
+    no_threads: None, share: float, vocabulary: int, times: float, fixed: float, each: float
+) -> None:
+    """At every distance and number of servers, however often drafts are right and whatever they cost."""
+    text, prompt = guessable(1, share, vocabulary)
+    for rtt, servers in itertools.product(ROUND_TRIPS, SERVERS):
+        line = Line(rtt / 2, servers, fixed, each)
+        plain, drafted = (answer(text, prompt, line, drafts) for drafts in (False, True))
+        assert drafted.tokens == plain.tokens == text
+        assert plain.seconds / drafted.seconds > times, line
+
+
+@pytest.mark.parametrize("wrong_in", [1, 3])
+@pytest.mark.parametrize("seconds", [0.005, 0.03])
+def test_wrong_guesses_of_a_draft_model_cost_less_than_3_percent(
+    no_threads: None, wrong_in: int, seconds: float
+) -> None:
+    text, prompt = guessable(2, 0.0, 30)
+    for rtt, servers, (fixed, each) in itertools.product(ROUND_TRIPS, (2, 4), [(0.008, 0.001), (0.0, 0.02)]):
+        line = Line(rtt / 2, servers, fixed, each)
+        plain = answer(text, prompt, line, drafts=False)
+        drafted = answer(text, prompt, line, drafts=True, model=SimulatedModel(text, seconds, wrong_in))
+        assert drafted.tokens == plain.tokens == text
+        assert plain.seconds / drafted.seconds > (1.5 if wrong_in > 1 and rtt >= 0.1 and servers > 2 else 0.97), line
+
+
+def test_what_was_lost_by_wrong_drafts_is_not_lost_forever(no_threads: None) -> None:
+    """A text that misled is followed by one that repeats what was said."""
+    misleading, prompt = guessable(3, 0.0, 6)
+    said, _ = repeated(random.Random(5))
+    text = [*misleading, *said]
+    plain, drafted = (answer(text, prompt, WIDE, drafts) for drafts in (False, True))
+    assert drafted.tokens == text
+    assert plain.seconds - drafted.seconds > 150 * 0.2
+
+
+def test_the_delay_by_steps_that_were_sent_in_vain_is_known() -> None:
+    speed = PipelineSpeed()
+    speed.note_work(4, [0.04, 0.04], 0.0)
+    speed.note_alone(4, 0.3)
+    assert speed.note_vain([(4, 1.0), (4, 1.0), (4, 1.01)], now=1.3) == 0.0
+    assert speed.note_vain([(4, 1.0), (4, 1.0), (4, 1.01)], now=1.1) == pytest.approx(0.02)
+    speed.note_alone(4, 0.32)
+    assert speed.alone == pytest.approx(0.3) and speed.delay == 0.0
+    speed.note_vain([(4, 1.0), (4, 1.0)], now=1.07)
+    speed.note_alone(4, 0.4)  # by more than the estimate: nothing is learnt of the servers
+    assert speed.alone == pytest.approx(0.3)
+    assert speed.risk(4, 4) == 0.0 and speed.risk(80, 4) == pytest.approx(20 * 0.04 - 0.3)
 
 
 @pytest.mark.parametrize(("wrong_in", "times"), [(20, 3.5), (3, 1.5)])
