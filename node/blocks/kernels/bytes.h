@@ -21,6 +21,7 @@ INLINE void OWN(byte_tile)(const struct matrix *m, int bits, int tiles, int rows
     const int64_t in = m->in, unit = m->block < ROUND ? m->block : ROUND; /* inputs that share both scales */
     const int64_t held = m->block / unit, blocks = in / m->block, words = bits == 8 ? in * LANES : in / 8 * LANES;
     const int8_t *xs = (bits == 8 ? x->codes8 : x->codes4) + row * in;
+    const struct ahead ahead = ahead_of(m, tile + tiles, bits == 8 ? words : 4 * words, blocks, m);
     V total[MOST_TILES][MOST_ROWS];
     UNROLL for (int t = 0; t < tiles; t++)
         UNROLL for (int r = 0; r < rows; r++) total[t][r] = NAME(zero)();
@@ -61,6 +62,7 @@ INLINE void OWN(byte_tile)(const struct matrix *m, int bits, int tiles, int rows
         const int32_t *sums = x->sums + (row * in + from) / 16;
         UNROLL for (int t = 0; t < tiles; t++) {
             int64_t place = ((tile + t) * blocks + block) * LANES;
+            if (left == held) fetch_scales(ahead, t * blocks + block, half, offset);
             V scale = NAME(number)(m->scales, place, half), add = NAME(zero)();
             if (offset) add = NAME(number)(m->offsets, place, half);
             UNROLL for (int r = 0; r < rows; r++) {

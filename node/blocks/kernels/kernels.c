@@ -232,8 +232,8 @@ static const struct kernels *chosen;
 
 struct choice {
     int64_t rows, tiles;
-    void (*many)(const struct matrix *, int64_t tile, const float *x, const float *sums, float *y);
-    void (*one)(const struct matrix *, int64_t tile, const float *x, const float *sums, float *y);
+    void (*many)(const struct matrix *, int64_t tile, const float *x, const float *sums, float *y, const struct matrix *next);
+    void (*one)(const struct matrix *, int64_t tile, const float *x, const float *sums, float *y, const struct matrix *next);
 };
 
 struct byte_choice {
@@ -241,6 +241,27 @@ struct byte_choice {
     void (*many)(const struct matrix *, int64_t tile, const struct rounded *, int64_t row, float *y);
     void (*one)(const struct matrix *, int64_t tile, const struct rounded *, int64_t row, float *y);
 };
+
+/* What is fetched while something else is multiplied. */
+struct ahead {
+    const char *codes, *scales, *offsets;
+};
+
+/* Tiles of `m` from `tile` on, of `bytes` of codes and `count` blocks each; behind the last one, those of `next`. */
+INLINE struct ahead ahead_of(const struct matrix *m, int64_t tile, int64_t bytes, int64_t count, const struct matrix *next) {
+    if (tile * LANES >= m->out) return (struct ahead){next->codes, next->scales, next->offsets};
+    const int64_t scales = tile * count * LANES * (HALF_SCALES(m->form) ? 2 : 4);
+    return (struct ahead){(const char *)m->codes + tile * bytes, (const char *)m->scales + scales,
+                          (const char *)m->offsets + scales};
+}
+
+/* Those of a block; of float16, those of two share a line of the processor's caches. */
+INLINE void fetch_scales(struct ahead ahead, int64_t block, int half, int offset) {
+    if (half && block % 2) return;
+    const int64_t place = block * LANES * (half ? 2 : 4);
+    __builtin_prefetch(ahead.scales + place);
+    if (offset) __builtin_prefetch(ahead.offsets + place);
+}
 
 #define JOIN2(a, b) a##_##b
 #define JOIN(a, b) JOIN2(a, b)

@@ -25,12 +25,15 @@ INLINE void NAME(put)(const struct matrix *m, int64_t tile, V sums, float *y) {
     for (int64_t lane = 0; lane < left; lane++) y[first + lane] = last[lane] + (m->bias ? m->bias[first + lane] : 0.0f);
 }
 
-/* `tiles` tiles from `tile` on, times `rows` rows of x. `kind`: 4 (codes), 5 (NF4) or 8. */
+/* `tiles` tiles from `tile` on, times `rows` rows of x. `kind`: 4 (codes), 5 (NF4) or 8. Meanwhile as much is fetched of
+ * the tiles that come next, with their scales: those behind, or the first ones of `next`. One row takes less time than
+ * its weights take to come from memory. */
 INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int rows, int64_t tile, const float *x,
-                        const float *sums, float *y) {
+                        const float *sums, float *y, const struct matrix *next) {
     const int half = HALF_SCALES(m->form), offset = HAS_OFFSETS(m->form);
     const int64_t in = m->in, block = m->block, count = in / block;
-    const int64_t words = kind == 8 ? in * LANES : in / 8 * LANES;
+    const int64_t words = kind == 8 ? in * LANES : in / 8 * LANES; /* of a tile */
+    const struct ahead ahead = ahead_of(m, tile + tiles, words * (kind == 8 ? 1 : 4), count, next);
     V total[MOST_TILES][MOST_ROWS];
     UNROLL for (int t = 0; t < tiles; t++)
         UNROLL for (int r = 0; r < rows; r++) total[t][r] = NAME(zero)();
@@ -45,7 +48,7 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
                 V w[MOST_TILES];
                 UNROLL for (int t = 0; t < tiles; t++) {
                     w[t] = NAME(bytes)(codes + t * words + k * LANES);
-                    if (k % 4 == 0) __builtin_prefetch(codes + (tiles + t) * words + k * LANES);
+                    if (k % 4 == 0) __builtin_prefetch(ahead.codes + t * words + (number * block + k) * LANES);
                 }
                 UNROLL for (int r = 0; r < rows; r++) {
                     V value = NAME(set)(xs[r * in + k]);
@@ -58,7 +61,7 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
                 I eight[MOST_TILES];
                 UNROLL for (int t = 0; t < tiles; t++) {
                     eight[t] = NAME(words)(codes + t * words + k / 8 * LANES);
-                    __builtin_prefetch(codes + (tiles + t) * words + k / 8 * LANES); /* for the tiles that come next */
+                    __builtin_prefetch(ahead.codes + 4 * (t * words + (number * block + k) / 8 * LANES));
                 }
                 UNROLL for (int j = 0; j < 8; j++) {
                     V w[MOST_TILES];
@@ -73,6 +76,7 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
         }
         UNROLL for (int t = 0; t < tiles; t++) {
             int64_t place = ((tile + t) * count + number) * LANES;
+            fetch_scales(ahead, t * count + number, half, offset);
             V scale = NAME(number)(m->scales, place, half);
             UNROLL for (int r = 0; r < rows; r++) total[t][r] = NAME(fma)(scale, part[t][r], total[t][r]);
             if (offset) {
@@ -90,12 +94,12 @@ INLINE void NAME(tile_product)(const struct matrix *m, int kind, int tiles, int 
 /* A function for each kind and size of tile: `rows` rows of x and as many tiles of the matrix as registers hold. */
 #define TILES(kind, rows, tiles)                                                                                      \
     static __attribute__((noinline)) void NAME(many_##kind##_##rows)(                                                 \
-        const struct matrix *m, int64_t tile, const float *x, const float *sums, float *y) {                          \
-        NAME(tile_product)(m, kind, tiles, rows, tile, x, sums, y);                                                          \
+        const struct matrix *m, int64_t tile, const float *x, const float *sums, float *y, const struct matrix *next) { \
+        NAME(tile_product)(m, kind, tiles, rows, tile, x, sums, y, next);                                             \
     }                                                                                                                 \
     static __attribute__((noinline)) void NAME(one_##kind##_##rows)(                                                  \
-        const struct matrix *m, int64_t tile, const float *x, const float *sums, float *y) {                          \
-        NAME(tile_product)(m, kind, 1, rows, tile, x, sums, y);                                                              \
+        const struct matrix *m, int64_t tile, const float *x, const float *sums, float *y, const struct matrix *next) { \
+        NAME(tile_product)(m, kind, 1, rows, tile, x, sums, y, next);                                                 \
     }
 #if ROW_TILE >= 8
 #define ALL_TILES(kind) TILES(kind, 1, TILES_ONE) TILES(kind, 2, TILES_ONE) TILES(kind, 4, TILES_MANY) TILES(kind, 8, TILES_MANY)
@@ -126,15 +130,15 @@ static void NAME(block_sums)(const struct matrix *m, const float *x, int64_t row
 
 /* Tiles `tile` .. `end` - 1. The rows are taken a few at a time, while the tiles' weights stay in a near cache. */
 static void NAME(tiled)(const struct matrix *m, const struct choice *choices, int64_t tile, int64_t end, const float *x,
-                        int64_t rows, float *y, const float *sums) {
+                        int64_t rows, float *y, const float *sums, const struct matrix *next) {
     const int64_t count = m->in / m->block, from = tile;
     const struct choice *choice = choices;
     for (int64_t done = 0; done < rows; done += choice->rows) {
         while (choice->rows > rows - done) choice++; /* the largest first, rows of one at the end */
         const float *xs = x + done * m->in, *of_blocks = sums + done * count;
         float *ys = y + done * m->out;
-        for (tile = from; tile + choice->tiles <= end; tile += choice->tiles) choice->many(m, tile, xs, of_blocks, ys);
-        for (; tile < end; tile++) choice->one(m, tile, xs, of_blocks, ys);
+        for (tile = from; tile + choice->tiles <= end; tile += choice->tiles) choice->many(m, tile, xs, of_blocks, ys, next);
+        for (; tile < end; tile++) choice->one(m, tile, xs, of_blocks, ys, next);
     }
 }
 #undef TILES
@@ -266,9 +270,10 @@ static struct rounded NAME(round_rows)(const struct matrix *const *m, int64_t co
 
 /* --- products of any form --- */
 
-/* Outputs GROUP piece .. GROUP (piece + 1) - 1, as far as there are so many. `rounded`: x, where it is rounded. */
+/* Outputs GROUP piece .. GROUP (piece + 1) - 1, as far as there are so many. `rounded`: x, where it is rounded. `next`: the
+ * matrix that is multiplied after this one. */
 static void NAME(outputs_of)(const struct matrix *m, int64_t piece, const float *x, int64_t rows, float *y, const float *sums,
-                             const struct rounded *rounded) {
+                             const struct rounded *rounded, const struct matrix *next) {
     const int64_t from = piece * GROUP, to = from + GROUP < m->out ? from + GROUP : m->out;
     const int64_t tile = from / LANES, end = (to + LANES - 1) / LANES;
     if (rounded && BY_BYTES(m)) {
@@ -287,9 +292,9 @@ static void NAME(outputs_of)(const struct matrix *m, int64_t piece, const float 
             for (; first < to; first += LANES) NAME(columns)(m, 1, first, x + r * m->in, y + r * m->out);
         }
         break;
-    case FORM_Q4: case FORM_Q4_WIDE: NAME(tiled)(m, NAME(choices_4), tile, end, x, rows, y, sums); break;
-    case FORM_NF4: NAME(tiled)(m, NAME(choices_5), tile, end, x, rows, y, sums); break;
-    default: NAME(tiled)(m, NAME(choices_8), tile, end, x, rows, y, sums);
+    case FORM_Q4: case FORM_Q4_WIDE: NAME(tiled)(m, NAME(choices_4), tile, end, x, rows, y, sums, next); break;
+    case FORM_NF4: NAME(tiled)(m, NAME(choices_5), tile, end, x, rows, y, sums, next); break;
+    default: NAME(tiled)(m, NAME(choices_8), tile, end, x, rows, y, sums, next);
     }
 }
 
@@ -299,7 +304,7 @@ struct NAME(product) { const struct matrix *m; const float *x; int64_t rows; flo
 static void NAME(product_piece)(const void *job, int64_t piece, int64_t thread) {
     const struct NAME(product) *p = job;
     (void)thread;
-    NAME(outputs_of)(p->m, piece, p->x, p->rows, p->y, p->sums, p->rounded);
+    NAME(outputs_of)(p->m, piece, p->x, p->rows, p->y, p->sums, p->rounded, p->m);
 }
 
 static void NAME(multiply)(const struct matrix *m, const float *x, int64_t rows, float *y, float *scratch, int64_t threads) {

@@ -109,6 +109,7 @@ INLINE void NAME(attend)(const float *query, int64_t heads, const float *keys, c
 struct NAME(state) {
     const struct shape *s;
     const struct block *b;
+    const struct matrix *following; /* the next block's first one */
     const struct row *rows;
     int64_t number, index, score_count, threads;
     const float *cosines, *sines;
@@ -150,6 +151,7 @@ struct NAME(linears) {
     float *y[3];
     const float *sums;
     const struct rounded *rounded;
+    const struct matrix *next; /* that is multiplied afterwards */
     float *target;      /* [rows][out]: gets y[0] added, if it is not NULL */
     int32_t activation; /* of y[0], and its product with y[1], or ACTIVATION_NONE */
 };
@@ -160,7 +162,7 @@ static void NAME(linear_piece)(const void *job, int64_t piece, int64_t thread) {
     if (l->activation != ACTIVATION_NONE || l->target) { /* all matrices have as many outputs */
         const int64_t out = l->m[0]->out, from = piece * GROUP, count = from + GROUP < out ? GROUP : out - from;
         for (int64_t index = 0; index < l->count; index++)
-            NAME(outputs_of)(l->m[index], piece, l->x, l->rows, l->y[index], l->sums, l->rounded);
+            NAME(outputs_of)(l->m[index], piece, l->x, l->rows, l->y[index], l->sums, l->rounded, l->next);
         for (int64_t place = from; place < l->rows * out; place += out)
             if (l->target) NAME(add_to)(l->target + place, l->y[0] + place, count);
             else NAME(activate)(l->activation, l->y[0] + place, l->count > 1 ? l->y[1] + place : NULL, count);
@@ -168,7 +170,8 @@ static void NAME(linear_piece)(const void *job, int64_t piece, int64_t thread) {
     }
     int64_t index = 0;
     for (; piece >= GROUPS(l->m[index]); index++) piece -= GROUPS(l->m[index]);
-    NAME(outputs_of)(l->m[index], piece, l->x, l->rows, l->y[index], l->sums, l->rounded);
+    const struct matrix *next = index + 1 < l->count ? l->m[index + 1] : l->next;
+    NAME(outputs_of)(l->m[index], piece, l->x, l->rows, l->y[index], l->sums, l->rounded, next);
 }
 
 /* Products with the same rows, which all matrices round or none; offsets are in blocks of one size alone, and what they
@@ -237,8 +240,9 @@ static void NAME(experts)(const struct NAME(state) *w) {
             if (shares[r * all + e] >= 0.0f) memcpy(given + hidden * count++, w->normed + r * hidden, hidden * sizeof(float));
         if (!count) continue;
         NAME(linear)(w, (struct NAME(linears)){.m = {of, of + 1}, .x = given, .rows = count, .count = 2,
-                                               .y = {w->gate, w->up}, .activation = s->activation});
-        NAME(linear)(w, (struct NAME(linears)){.m = {of + 2}, .x = w->gate, .rows = count, .count = 1, .y = {made}});
+                                               .y = {w->gate, w->up}, .activation = s->activation, .next = of + 2});
+        NAME(linear)(w, (struct NAME(linears)){.m = {of + 2}, .x = w->gate, .rows = count, .count = 1, .y = {made},
+                                               .next = of + 2});
         count = 0;
         for (int64_t r = 0; r < number; r++) {
             float share = shares[r * all + e];
@@ -260,17 +264,18 @@ static void NAME(take_over)(const struct NAME(state) *w, const float *norm) {
 static void NAME(one_block)(const struct NAME(state) *w, const struct change *changes, int64_t changed) {
     const struct shape *s = w->s;
     const struct block *b = w->b;
-    const int64_t number = w->number;
+    const int64_t number = w->number, gated = b->gate.codes != NULL;
+    const struct matrix *widening = b->experts ? &b->router : gated ? &b->gate : &b->up;
     NAME(norm_rows)(s, w->hidden, b->input_norm, b->input_bias, number, w->normed);
     NAME(linear)(w, (struct NAME(linears)){.m = {&b->query, &b->key, &b->value}, .x = w->normed, .rows = number,
-                                           .count = 3, .y = {w->query, w->key, w->value}});
+                                           .count = 3, .y = {w->query, w->key, w->value}, .next = &b->output});
     NAME(adapt)(w, changes, changed, LAYER_QUERY, w->normed, w->query);
     NAME(adapt)(w, changes, changed, LAYER_KEY, w->normed, w->key);
     NAME(adapt)(w, changes, changed, LAYER_VALUE, w->normed, w->value);
     do_pieces(w->threads, NAME(attention_piece), w, number * s->kv_heads);
     int apart = b->attention_norm || changed; /* the sum with `hidden` waits for all outputs */
     NAME(linear)(w, (struct NAME(linears)){.m = {&b->output}, .x = w->attended, .rows = number, .count = 1,
-                                           .y = {w->added}, .target = apart ? NULL : w->hidden});
+                                           .y = {w->added}, .next = widening, .target = apart ? NULL : w->hidden});
     if (apart) {
         NAME(adapt)(w, changes, changed, LAYER_OUTPUT, w->attended, w->added);
         NAME(take_over)(w, b->attention_norm);
@@ -281,9 +286,9 @@ static void NAME(one_block)(const struct NAME(state) *w, const struct change *ch
         NAME(take_over)(w, b->mlp_norm);
         return;
     }
-    const int64_t inner = b->up.out, gated = b->gate.codes != NULL;
+    const int64_t inner = b->up.out;
     struct NAME(linears) in = {.m = {&b->gate, &b->up}, .x = w->normed, .rows = number, .count = 2,
-                               .y = {w->gate, w->up}, .activation = changed ? ACTIVATION_NONE : s->activation};
+                               .y = {w->gate, w->up}, .next = &b->down, .activation = changed ? ACTIVATION_NONE : s->activation};
     if (!gated) in.m[0] = &b->up, in.count = 1;
     NAME(linear)(w, in);
     if (changed) {
@@ -293,7 +298,7 @@ static void NAME(one_block)(const struct NAME(state) *w, const struct change *ch
     }
     apart = b->mlp_norm || changed;
     NAME(linear)(w, (struct NAME(linears)){.m = {&b->down}, .x = w->gate, .rows = number, .count = 1,
-                                           .y = {w->added}, .target = apart ? NULL : w->hidden});
+                                           .y = {w->added}, .next = w->following, .target = apart ? NULL : w->hidden});
     if (apart) {
         NAME(adapt)(w, changes, changed, LAYER_DOWN, w->gate, w->added);
         NAME(take_over)(w, b->mlp_norm);
@@ -319,6 +324,7 @@ static void NAME(step)(const struct step *t, int64_t threads) {
         int64_t changed = 0;
         while (done + changed < t->changed && t->changes[done + changed].block == index) changed++;
         w.b = t->blocks + index;
+        w.following = index + 1 < t->count ? &w.b[1].query : &w.b->down;
         w.index = index;
         NAME(one_block)(&w, t->changes + done, changed);
         done += changed;
