@@ -16,7 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import AttentionInterface
 
+from ..models.quantisation import CACHE_BLOCK, CacheDtype, key_bytes
+
 RAGGED = "petalnode_ragged"
+_LEAST = 1e-30  # blocks of nothing larger become zeros in eight bits: no scale is subnormal, which may count as zero
 
 # What models hand to an attention function and that changes nothing here: positions are in the rotated query and
 # key already, the window is in what `RaggedView.update` returns, and one query needs no causal mask.
@@ -40,9 +43,62 @@ class BlockCacheSpec:
     value_dim: int
     window: int | None
 
+    def bytes_per_token(self, form: CacheForm) -> int:
+        return self.heads * (form.width(self.key_dim) + form.width(self.value_dim)) * form.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CacheForm:
+    """How keys and values of dtype `computed` are held.
+
+    auto: as they are. bfloat16: rounded to the nearest, ties to even. int8: each `CACHE_BLOCK` values of a key or value
+    as whole multiples, -127 to 127, of a bfloat16 scale, which is their largest magnitude / 127, rounded up: as in
+    GGUF's Q8_0, with a scale that has float32's range. What they stand for is exact in float32, and the compiled
+    kernels (`hold_key` and `open_keys` in `kernels/`) give the same bits. A block with a value that is not finite
+    becomes NaN.
+    """
+
+    held: CacheDtype
+    computed: torch.dtype
+
     @property
-    def values_per_token(self) -> int:
-        return self.heads * (self.key_dim + self.value_dim)
+    def dtype(self) -> torch.dtype:
+        """Of the memory."""
+        if self.held == "int8":
+            return torch.uint8
+        return torch.bfloat16 if self.held == "bfloat16" else self.computed
+
+    def width(self, dim: int) -> int:
+        """Elements of the memory that a key or value of `dim` values takes."""
+        return key_bytes(self.held, dim, self.computed.itemsize) // self.dtype.itemsize
+
+    def put(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Holds `values` [..., dim] in `into` [..., width]."""
+        if self.held != "int8":
+            into.copy_(values)
+            return
+        dim = values.shape[-1]
+        padded = torch.nn.functional.pad(values.float(), (0, -dim % CACHE_BLOCK))
+        blocks = padded.view(*values.shape[:-1], -(-dim // CACHE_BLOCK), CACHE_BLOCK)
+        most = blocks.abs().amax(-1)
+        finite = most <= torch.finfo(torch.float32).max
+        scales = torch.where(finite & (most > _LEAST), most / 127.0, 0.0)
+        scales = ((scales.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+        codes = torch.where(scales.unsqueeze(-1) > 0, blocks / scales.unsqueeze(-1), 0.0).round_()
+        scales = torch.where(finite, scales, torch.nan)
+        into[..., :dim].view(torch.int8).copy_(codes.flatten(-2)[..., :dim])
+        into[..., dim + dim % 2 :].view(torch.bfloat16).copy_(scales)
+
+    def opened(self, held: torch.Tensor, dim: int) -> torch.Tensor:
+        """The values [..., dim] that `held` [..., width] stands for, in the dtype that is computed in."""
+        if self.held != "int8":
+            return held.to(self.computed)
+        codes = held[..., :dim].view(torch.int8).to(torch.float32)
+        scales = held[..., dim + dim % 2 :].view(torch.bfloat16).to(torch.float32)
+        if dim % CACHE_BLOCK:
+            return (codes * scales.repeat_interleave(CACHE_BLOCK, -1)[..., :dim]).to(self.computed)
+        blocks = codes.view(*scales.shape, CACHE_BLOCK) * scales.unsqueeze(-1)
+        return blocks.view(codes.shape).to(self.computed)
 
 
 class SpanCache:
@@ -58,7 +114,8 @@ class SpanCache:
         length: tokens that every row holds now.
         left_padding: per row, how many of its first tokens are padding that nothing attends to.
         nbytes: size of the buffers, 0 once freed.
-        memory: all buffers behind one another: for each block keys, then values, [batch, heads, max_length, dim] each.
+        form: how keys and values are held.
+        memory: all buffers behind one another: for each block keys, then values, of [batch, heads, max_length, width].
         specs: of the blocks that the session runs through, one each.
         first: number of the first of them within the hosted span; `write` and `window` count from the span's start.
     """
@@ -73,6 +130,7 @@ class SpanCache:
         device: torch.device,
         left_padding: Sequence[int] | None = None,
         first: int = 0,
+        held: CacheDtype = "auto",
     ) -> None:
         if batch < 1 or max_length < 1:
             raise ValueError(f"a cache holds at least one row and one token, not {batch} and {max_length}")
@@ -86,16 +144,17 @@ class SpanCache:
         self.specs = tuple(specs)
         self.first = first
         # One allocation for all blocks: big enough that the allocator maps it lazily and gives it back when freed.
-        size = batch * max_length * sum(spec.values_per_token for spec in specs)
-        self.memory = memory = torch.empty(size, dtype=dtype, device=device)
-        self.nbytes = memory.numel() * memory.element_size()
+        self.form = form = CacheForm(held, dtype)
+        self.nbytes = batch * max_length * sum(spec.bytes_per_token(form) for spec in specs)
+        self.memory = memory = torch.empty(self.nbytes // form.dtype.itemsize, dtype=form.dtype, device=device)
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         taken = 0
         for spec in specs:
             for buffers, dim in ((self._keys, spec.key_dim), (self._values, spec.value_dim)):
-                count = batch * spec.heads * max_length * dim
-                buffers.append(memory[taken : taken + count].view(batch, spec.heads, max_length, dim))
+                width = form.width(dim)
+                count = batch * spec.heads * max_length * width
+                buffers.append(memory[taken : taken + count].view(batch, spec.heads, max_length, width))
                 taken += count
 
     @property
@@ -111,7 +170,7 @@ class SpanCache:
         """Puts keys and values [batch, heads, tokens, dim] behind what is held and returns all of both.
 
         `length` stays as it is until `advance`, so that a step that fails half-way leaves no trace. What comes
-        back are views of the buffers, [batch, heads, length + tokens, dim].
+        back are views of the buffers, [batch, heads, length + tokens, width]; `opened` has their values.
 
         Raises:
             ValueError: it would not fit.
@@ -121,9 +180,14 @@ class SpanCache:
             raise ValueError(f"{end} tokens do not fit into a cache of {self.max_length if self.nbytes else 0}")
         held_keys = self._keys[block - self.first].narrow(2, 0, end)
         held_values = self._values[block - self.first].narrow(2, 0, end)
-        held_keys.narrow(2, start, end - start).copy_(keys)
-        held_values.narrow(2, start, end - start).copy_(values)
+        self.form.put(keys, held_keys.narrow(2, start, end - start))
+        self.form.put(values, held_values.narrow(2, start, end - start))
         return held_keys, held_values
+
+    def opened(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Parts of what `write` returned for this block, [..., dim]; copies unless the dtype is computed in."""
+        spec = self.specs[block - self.first]
+        return self.form.opened(keys, spec.key_dim), self.form.opened(values, spec.value_dim)
 
     def advance(self, tokens: int) -> None:
         """Counts the tokens that every block has written."""
@@ -213,10 +277,8 @@ class SessionView(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Stores [batch, heads, tokens, dim] and returns what the mask of `get_mask_sizes` is made for."""
         keys, values = self._cache.write(layer_idx, key_states, value_states)
         window = self._cache.window(layer_idx)
-        if window is None:
-            return keys, values
-        first = max(self._cache.length - window + 1, 0)
-        return keys[:, :, first:], values[:, :, first:]
+        first = 0 if window is None else max(self._cache.length - window + 1, 0)
+        return self._cache.opened(layer_idx, keys[:, :, first:], values[:, :, first:])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._cache.length
@@ -248,9 +310,18 @@ class SessionView(Cache):  # type: ignore[misc]  # transformers is untyped here
 
 
 class Rows(list[torch.Tensor]):
-    """Keys or values of several sessions: [rows, heads, their length, dim] each."""
+    """Keys or values of several sessions as these hold them: [rows, heads, their length, width] each.
 
-    window: int | None = None
+    They are opened a session at a time, so that no more of them is in memory twice.
+    """
+
+    def __init__(self, form: CacheForm, dim: int, window: int | None) -> None:
+        super().__init__()
+        self.form, self.dim, self.window = form, dim, window
+
+    def opened(self, held: torch.Tensor) -> torch.Tensor:
+        """The values of one of them, [rows, heads, length, dim]."""
+        return self.form.opened(held, self.dim)
 
 
 class RaggedView(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -267,14 +338,14 @@ class RaggedView(Cache):  # type: ignore[misc]  # transformers is untyped here
 
         A session with left padding comes back as one entry for each row, without its padding.
         """
-        all_keys, all_values = Rows(), Rows()
+        form, window = self._caches[0].form, self._caches[0].window(layer_idx)
+        all_keys = Rows(form, key_states.shape[-1], window)
+        all_values = Rows(form, value_states.shape[-1], window)
         taken = 0
         for cache in self._caches:
             rows = cache.batch
             keys, values = cache.write(layer_idx, key_states[taken : taken + rows], value_states[taken : taken + rows])
             taken += rows
-            window = cache.window(layer_idx)
-            all_keys.window = window
             first = 0 if window is None else max(cache.length + 1 - window, 0)
             if cache.padded:
                 for row, padding in enumerate(cache.left_padding):
@@ -336,7 +407,8 @@ def ragged_attention(
     heads = query.shape[1]
     outputs = []
     taken = 0
-    for keys, values in zip(key, value, strict=True):
+    for held_keys, held_values in zip(key, value, strict=True):
+        keys, values = key.opened(held_keys), value.opened(held_values)
         rows, kv_heads = keys.shape[:2]
         packed = query[taken : taken + rows].reshape(rows, kv_heads, heads // kv_heads, -1)
         taken += rows

@@ -20,7 +20,7 @@ from ..models.checkpoint import Checkpoint
 from ..models.progress import Progress, no_progress
 from ..models.quantisation import Kernels, Numerics
 from .activations import layers_that_round, round_inputs
-from .cache import BlockCacheSpec, RaggedView, SessionView, SpanCache
+from .cache import BlockCacheSpec, CacheForm, RaggedView, SessionView, SpanCache
 from .cache_specs import cache_specs, windows_of
 from .config import choose_device, choose_dtype, read_config
 from .dot import use_dots
@@ -80,7 +80,8 @@ class BlockSpan:
         self.dtype = dtype
         self.device = device
         self.numerics = numerics
-        self.cache_bytes_per_token = sum(spec.values_per_token for spec in specs) * dtype.itemsize
+        form = CacheForm(numerics.cache, dtype)
+        self.cache_bytes_per_token = sum(spec.bytes_per_token(form) for spec in specs)
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED_POSITIONS)
         self.supports_ragged = False
         self.step: SpanStep | None = None
@@ -93,6 +94,11 @@ class BlockSpan:
     def quantisation(self) -> str:
         """The numerics as they are announced."""
         return str(self.numerics)
+
+    @property
+    def cache_dtype(self) -> str:
+        """In what keys and values are held: float32, bfloat16, float16 or int8."""
+        return str(self.dtype).removeprefix("torch.") if self.numerics.cache == "auto" else self.numerics.cache
 
     @property
     def weight_bytes(self) -> int:
@@ -139,6 +145,7 @@ class BlockSpan:
             device=self.device,
             left_padding=left_padding,
             first=first,
+            held=self.numerics.cache,
         )
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor]) -> SpanAdapter:
@@ -327,14 +334,15 @@ def load_span(
         device: auto, cpu, cuda, cuda:N or mps.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16. Also what quantised blocks compute in.
         quantisation: none, int8 or nf4, of the linear layers; norms, biases and routers stay as they are. Or what a
-            server announces (`Numerics`): with int8 activations these layers round what they multiply.
+            server announces (`Numerics`): with int8 activations these layers round what they multiply, and keys and
+            values may be held in bfloat16 or int8.
         kernels: what computes a few rows on a CPU: torch, the compiled kernels (native), or the quicker one (auto).
 
     Raises:
         ModelError: the folder is no model, is damaged or incomplete, or its architecture cannot be cut.
         BadInput: the span lies outside the model; an unknown device, dtype or quantisation.
-        MachineError: the device is not there, or holds no quantised blocks; kernels that are not here; int8 activations
-            in another dtype than float32.
+        MachineError: the device is not there, or holds no quantised blocks; kernels that are not here; int8
+            activations, or keys and values of fewer bits, in another dtype than float32.
     """
     numerics = Numerics.parse(quantisation)
     quant, rounds = numerics.weights, numerics.activations == "int8"
@@ -343,9 +351,10 @@ def load_span(
     if quant != "none" and target.type not in ("cpu", "cuda"):
         raise MachineError(f"--quant {quant} needs a CPU or a CUDA device, not {target.type}: add --device cpu")
     skeleton = build(config, choose_dtype(dtype, config))
-    if rounds and skeleton.dtype != torch.float32:
+    if skeleton.dtype != torch.float32 and (rounds or numerics.cache != "auto"):
         kind = str(skeleton.dtype).removeprefix("torch.")
-        raise MachineError(f"--activations int8 computes in float32, not in {kind}: add --dtype float32")
+        wanted = "--activations int8" if rounds else f"--cache-dtype {numerics.cache}"
+        raise MachineError(f"{wanted} computes in float32, not in {kind}: add --dtype float32")
     native = native_kernels(kernels, target, skeleton.dtype)
     num_blocks = skeleton.num_blocks
     if span.end > num_blocks:

@@ -103,7 +103,7 @@ def _say_ready(output: Output, join: JoinOptions, fields: dict[str, Any]) -> Non
     output.say(
         f"ready after {fields['seconds']:.1f} s: blocks {start}:{end} of {fields['num_blocks']} of {fields['model']}, "
         f"{_held(fields)} on {fields['device']}, {fields['throughput']:.1f} steps/s, "
-        f"{fields['cache_tokens']} cache tokens"
+        f"{fields['cache_tokens']} cache tokens of {fields['cache_bytes_per_token'] / 1024:.3g} KiB"
     )
     if fields["adapters"]:
         output.say(f"adapters: {', '.join(fields['adapters'])}")

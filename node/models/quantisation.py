@@ -1,4 +1,5 @@
-"""How coarsely a server may hold its weights and round what they are multiplied with: names, and the room they take."""
+"""How coarsely a server may hold its weights, keys and values, and round what weights are multiplied with: names, and
+the room they take."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ QUANTISATIONS: Final[tuple[Quantisation, ...]] = get_args(Quantisation)
 Activations: TypeAlias = Literal["float32", "int8"]
 """What linear layers multiply: values as they are, or rounded to eight bits (`blocks/activations.py`)."""
 ACTIVATIONS: Final[tuple[Activations, ...]] = get_args(Activations)
-_ACTIVATIONS: Final = "/activations="
+
+CacheDtype: TypeAlias = Literal["auto", "float32", "bfloat16", "int8"]
+"""How keys and values are held between steps (`blocks/cache.py`); auto: in the dtype that is computed in."""
+CACHE_DTYPES: Final[tuple[CacheDtype, ...]] = get_args(CacheDtype)
+CACHE_BLOCK: Final = 32
+"""Values of a key or value that share a scale where they are held in eight bits."""
 
 Kernels: TypeAlias = Literal["auto", "native", "torch"]
 """What computes a few rows on a CPU: the compiled kernels of `blocks/kernels`, torch, or the quicker one."""
@@ -41,15 +47,21 @@ def choose_quantisation(text: str) -> Quantisation:
 @dataclass(frozen=True)
 class Numerics:
     """How coarsely a server computes beside its dtype. As text what it announces and signs as its quantisation: the
-    weights, such as `nf4`, and behind them what is not as usual, such as `nf4/activations=int8`. Who does not know that
-    has no measure for its answers, and does not judge them.
+    weights, such as `nf4`, and behind them what is not as usual, such as `nf4/activations=int8/cache=bfloat16`. Who
+    does not know that has no measure for its answers, and does not judge them.
     """
 
     weights: Quantisation = "none"
     activations: Activations = "float32"
+    cache: CacheDtype = "auto"
 
     def __str__(self) -> str:
-        return self.weights if self.activations == "float32" else f"{self.weights}{_ACTIVATIONS}{self.activations}"
+        parts: list[str] = [self.weights]
+        if self.activations != "float32":
+            parts.append(f"activations={self.activations}")
+        if self.cache not in ("auto", "float32"):
+            parts.append(f"cache={self.cache}")
+        return "/".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> Numerics:
@@ -57,18 +69,30 @@ class Numerics:
         Raises:
             BadInput: it is no such text.
         """
-        weights, found, activations = text.partition(_ACTIVATIONS)
-        parsed = cls(choose_quantisation(weights), choose_activations(activations) if found else "float32")
+        weights, said = _parts(text)
+        parsed = cls(
+            choose_quantisation(weights),
+            choose_activations(said.get("activations", "float32")),
+            choose_cache_dtype(said.get("cache", "auto")),
+        )
         if str(parsed) != text:
             raise BadInput(f"{text!r} is no kind of computation that is known here")
         return parsed
 
 
+def _parts(text: str) -> tuple[str, dict[str, str]]:
+    """The weights, and what is said behind them."""
+    weights, *others = text.split("/")
+    return weights, dict(other.partition("=")[::2] for other in others)
+
+
 def describe_numerics(dtype: str, quantisation: str) -> str:
     """What a server computes in, for people, from what it announces: "int8 weights in float32"."""
-    weights, _, activations = quantisation.partition(_ACTIVATIONS)
+    weights, said = _parts(quantisation)
     held = dtype if weights in ("", "none") else f"{weights} weights in {dtype}"
-    return f"{held} with {activations} activations" if activations else held
+    names = {"activations": "activations", "cache": "keys and values"}
+    others = [f"{said[name]} {what}" for name, what in names.items() if name in said]
+    return f"{held} with {' and '.join(others)}" if others else held
 
 
 def choose_activations(text: str) -> Activations:
@@ -82,6 +106,20 @@ def choose_activations(text: str) -> Activations:
     raise BadInput(f"--activations {text}: give float32 or int8 (quicker on a CPU, answers differ somewhat)")
 
 
+def choose_cache_dtype(text: str) -> CacheDtype:
+    """
+    Raises:
+        BadInput: it is none of the names.
+    """
+    for name in CACHE_DTYPES:
+        if text == name:
+            return name
+    raise BadInput(
+        f"--cache-dtype {text}: give auto (the type that is computed in), float32, bfloat16 (half of that memory) or "
+        "int8 (little more than a quarter of it; answers differ somewhat)"
+    )
+
+
 def choose_kernels(text: str) -> Kernels:
     """
     Raises:
@@ -91,6 +129,16 @@ def choose_kernels(text: str) -> Kernels:
         if text == name:
             return name
     raise BadInput(f"--kernels {text}: give auto (the quickest on this machine), native or torch")
+
+
+def key_bytes(cache: CacheDtype, values: int, item: int) -> int:
+    """What a key or value of one head takes, of so many values of `item` bytes each in the dtype that is computed in.
+
+    In eight bits: a byte for each, up to an even number, and a bfloat16 scale for each `CACHE_BLOCK` of them.
+    """
+    if cache == "int8":
+        return values + values % 2 + 2 * math.ceil(values / CACHE_BLOCK)
+    return values * (2 if cache == "bfloat16" else item)
 
 
 def held_bytes(quantisation: Quantisation, shape: tuple[int, ...], nbytes: int) -> int:

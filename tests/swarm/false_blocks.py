@@ -35,6 +35,7 @@ FALSE: Final = {
     "int8": "int8 weights, whatever was announced",
     "nf4": "nf4 weights, whatever was announced",
     "none/activations=int8": "activations rounded to eight bits, whatever was announced",
+    "none/cache=int8": "keys and values in eight bits, whatever was announced",
     "stale": "attention forgets what was decoded: only the prompt and the last token are in the cache",
     "replayed": "every decode step answers what the one before it answered",
     "another": "outputs of another prompt",
@@ -44,7 +45,7 @@ FALSE: Final = {
     "lora": "all is right except the gradients of LoRA, which are off by a tenth",
 }
 
-OTHER_NUMERICS: Final = ("int8", "nf4", "none/activations=int8")
+OTHER_NUMERICS: Final = ("int8", "nf4", "none/activations=int8", "none/cache=int8")
 _random = torch.Generator().manual_seed(0)
 
 
@@ -195,7 +196,7 @@ class _FalseBlocks(BlockSpan):
     def _load(self, name: str) -> BlockSpan:
         dtype = str(self.dtype).removeprefix("torch.")
         if name in OTHER_NUMERICS:
-            computed = "float32" if "activations" in name else dtype
+            computed = "float32" if "/" in name else dtype
             return load_span(self._folder, self.span, device=str(self.device), dtype=computed, quantisation=name)
         options: Any = {"device": str(self.device), "dtype": dtype, "quantisation": self.quantisation}
         other = load_span(self._folder, self.span, **options)

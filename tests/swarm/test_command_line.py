@@ -53,6 +53,9 @@ MISTAKES = {
     "no blocks": Case("serve {llama} --num-blocks 0 {new}", "bad input", "num-blocks"),
     "both kinds of blocks": Case("serve {llama} --num-blocks 2 --blocks 0:2 {new}", "bad input", "give one"),
     "a throughput that is none": Case("serve {llama} --throughput fast {new}", "bad input", "fast"),
+    "a cache of fewer bits for bfloat16": Case(
+        "serve {llama} --cache-dtype int8 --dtype bfloat16 {new}", "bad input", "computes in float32: leave it out"
+    ),
     "a quantisation that is none": Case("serve {llama} --quant int4 {new}", "bad input", "none, int8 .* or nf4"),
     "no cache": Case("serve {llama} --cache-tokens 0 {new}", "bad input", "cache-tokens"),
     "a peer with a typo": Case("serve {llama} --peer {typo} --listen {loopback}", "bad input", "tpc"),

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petalnode.node.blocks.cache import BlockCacheSpec, SpanCache
+from petalnode.node.blocks.cache import BlockCacheSpec, CacheForm, SpanCache
+from petalnode.node.models.quantisation import CacheDtype
 
 SPECS = (BlockCacheSpec(heads=2, key_dim=4, value_dim=3, window=None), BlockCacheSpec(1, 4, 4, 5))
 
@@ -109,3 +110,56 @@ def test_freed_memory_is_gone() -> None:
 def test_senseless_sizes_are_refused(batch: int, max_length: int, padding: list[int] | None) -> None:
     with pytest.raises(ValueError, match=r"cache holds|left padding"):
         make(batch, max_length, padding)
+
+
+FEWER: tuple[CacheDtype, ...] = ("bfloat16", "int8")
+
+
+def held_in(form: CacheDtype, values: torch.Tensor) -> torch.Tensor:
+    """What is left of float32 values [..., dim]."""
+    kept = CacheForm(form, torch.float32)
+    memory = torch.empty(*values.shape[:-1], kept.width(values.shape[-1]), dtype=kept.dtype)
+    kept.put(values, memory)
+    return kept.opened(memory, values.shape[-1])
+
+
+@pytest.mark.parametrize("dim", [1, 16, 33, 64, 80])
+@pytest.mark.parametrize("form", FEWER)
+def test_keys_of_fewer_bits_are_rounded(form: CacheDtype, dim: int) -> None:
+    values = torch.randn(50, dim, generator=torch.Generator().manual_seed(dim)) * torch.logspace(-20, 20, 50)[:, None]
+    found = held_in(form, values)
+    assert found.dtype == torch.float32
+    if form == "bfloat16":
+        assert torch.equal(found, values.bfloat16().float())
+        return
+    for start in range(0, dim, 32):
+        most = values[:, start : start + 32].abs().amax(1, keepdim=True)
+        wrong = (found - values)[:, start : start + 32].abs()
+        assert bool((wrong <= most / 127 * (0.5 + 1 / 256)).all())  # of a scale that is rounded up
+    again = held_in(form, found)
+    assert float((again - found).norm() / found.norm()) < 1e-2
+
+
+def test_eight_bits_of_values_that_are_no_numbers_or_next_to_nothing() -> None:
+    values = torch.ones(4, 64)
+    values[0, 3], values[1, 40], values[2, :32] = torch.nan, torch.inf, 1e-31
+    found = held_in("int8", values)
+    assert bool(found[0, :32].isnan().all() & found[1, 32:].isnan().all())  # the block, and no other
+    assert torch.equal(found[2, :32], torch.zeros(32))
+    assert float((found[[0, 1, 2, 3], [40, 3, 40, 0]] - 1).abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("form", FEWER)
+def test_a_cache_of_fewer_bits_rolls_back_and_moves_rows(form: CacheDtype) -> None:
+    cache = SpanCache(SPECS, 3, 8, dtype=torch.float32, device=torch.device("cpu"), held=form)
+    random = torch.Generator().manual_seed(0)
+    keys, given = torch.randn(3, 2, 4, 4, generator=random), torch.randn(3, 2, 4, 3, generator=random)
+    cache.write(0, keys, given)
+    cache.advance(4)
+    cache.rollback(3)
+    cache.reorder([2, 0, 0])
+    nothing = torch.empty(3, 2, 0, 4)
+    found = cache.opened(0, *cache.write(0, nothing, nothing[..., :3]))
+    for held, written in zip(found, (keys, given), strict=True):
+        assert torch.equal(held, held_in(form, written)[[2, 0, 0], :, :3])
+    assert cache.nbytes == 3 * 8 * {"bfloat16": (2 * 7 + 8) * 2, "int8": 2 * (6 + 6) + 12}[form]

@@ -14,6 +14,7 @@ from petalnode.node.models.quantisation import (
     QUANTISATIONS,
     Numerics,
     choose_activations,
+    choose_cache_dtype,
     choose_quantisation,
     describe_numerics,
     held_bytes,
@@ -89,14 +90,25 @@ def test_quantisations_have_names() -> None:
 def test_what_a_server_announces_of_its_numerics() -> None:
     assert [str(Numerics(weights)) for weights in QUANTISATIONS] == list(QUANTISATIONS)
     assert str(Numerics("nf4", "int8")) == "nf4/activations=int8"
-    for text in ("none", "int8", "nf4/activations=int8"):
+    assert str(Numerics("int8", cache="bfloat16")) == "int8/cache=bfloat16"
+    assert str(Numerics(cache="float32")) == "none"
+    caches = ("none/cache=int8", "nf4/activations=int8/cache=bfloat16")
+    for text in ("none", "int8", "nf4/activations=int8", *caches):
         assert str(Numerics.parse(text)) == text
     for text in ("", "none/activations=float32", "none/activations=", "none/activations=int4", "none/x=int8", "int8/"):
         with pytest.raises(BadInput):
             Numerics.parse(text)
+    for text in ("none/cache=auto", "none/cache=float32", "none/cache=int8/activations=int8", "none/cache=int8/x"):
+        with pytest.raises(BadInput):
+            Numerics.parse(text)
     with pytest.raises(BadInput, match=r"--activations int4: give float32 or int8"):
         choose_activations("int4")
+    with pytest.raises(BadInput, match=r"--cache-dtype int4: give auto .*float32, bfloat16 .* or int8"):
+        choose_cache_dtype("int4")
     assert describe_numerics("float32", "none") == "float32"
+    assert describe_numerics("float32", "none/cache=int8") == "float32 with int8 keys and values"
+    both = describe_numerics("float32", "nf4/activations=int8/cache=int8")
+    assert both == "nf4 weights in float32 with int8 activations and int8 keys and values"
     assert describe_numerics("float32", "nf4/activations=int8") == "nf4 weights in float32 with int8 activations"
 
 

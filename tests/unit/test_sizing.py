@@ -53,6 +53,8 @@ def test_a_cache_by_the_words_of_several_configurations() -> None:
     assert cache_bytes_per_block({"text_config": llama | {"head_dim": 256}}, 2, 1000) == 2 * 8 * 256 * 2 * 1000
     assert cache_bytes_per_block({"n_embd": 768, "n_head": 12}, 4, 10) == 2 * 12 * 64 * 4 * 10
     assert cache_bytes_per_block({}, 4, 10) == 0
+    assert cache_bytes_per_block(llama, 4, 1000, "bfloat16") == 2 * 8 * 128 * 2 * 1000
+    assert cache_bytes_per_block(llama, 4, 1000, "int8") == 2 * 8 * (128 + 2 * 4) * 1000
 
 
 @given(st.integers(0, 1 << 45), st.integers(0, 1 << 24))

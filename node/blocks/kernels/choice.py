@@ -21,6 +21,9 @@ _log = logging.getLogger(__name__)
 
 _TOLERANCE: Final = 1e-4
 """Largest relative rms difference between the kernels' decode step and torch's with the same weights; 1e-6 is usual."""
+_HELD_TOLERANCE: Final = 1e-2
+"""The same where keys and values are held in fewer bits, which a last bit of float32 may decide: of few values, and by
+little. What attends to other tokens differs by tens of percent."""
 _ROUNDED_TOLERANCE: Final = 6e-2
 """The same of one block where activations are rounded to eight bits, which a last bit of float32 may decide. Over many
 blocks such differences grow to that of the roundings themselves."""
@@ -72,14 +75,13 @@ def find_step(
     `always`: where it agrees, it need not be quicker.
     """
     try:
-        step = SpanStep(span.stack.blocks, specs, config, span.stack.rotary, found)
+        step = SpanStep(span.stack.blocks, specs, config, span.stack.rotary, found, span.numerics.cache)
     except (Unsuitable, AttributeError) as error:
         _log.debug("the compiled kernels do not compute such blocks: %s", error)
         return None
     try:
         difference = max(_difference(span, part, step) for part in compared_parts(span.span, span.numerics))
-        tolerance = _TOLERANCE if span.numerics.activations == "float32" else _ROUNDED_TOLERANCE
-        if not difference <= tolerance:
+        if not difference <= _tolerance(span.numerics):
             _log.warning("torch computes decode steps: the compiled kernels differ by %.1g", difference)
             return None
         span.step = step
@@ -94,6 +96,12 @@ def find_step(
         return step if own <= _WORTH * torchs else None
     finally:
         span.step = None
+
+
+def _tolerance(numerics: Numerics) -> float:
+    if numerics.activations != "float32":
+        return _ROUNDED_TOLERANCE
+    return _TOLERANCE if numerics.cache == "auto" else _HELD_TOLERANCE
 
 
 def compared_parts(span: Span, numerics: Numerics) -> list[Span]:

@@ -4,7 +4,7 @@
  * rounding. No dependencies. Here are the forms, what each instruction set has to offer, and the functions that Python
  * calls. products.h and step.h are included once for each instruction set, with ISA defined; `petalnode_select` takes
  * the best one that the processor has. x86.h and arm.h have those, bytes.h products of whole numbers for rows that are rounded,
- * threads.h the threads that help; packing.h finds the forms of weights.
+ * threads.h the threads that help, cache.h how keys and values are held; packing.h finds the forms of weights.
  *
  * Three promises hold for every function and every instruction set:
  *   - the result for a row does not depend on the rows beside it, to the bit: each result is summed in an order that
@@ -61,9 +61,10 @@
 #endif
 
 #define LANES 16
-#define INTERFACE_VERSION 3 /* of this file towards library.py */
+#define INTERFACE_VERSION 4 /* of this file towards library.py */
 #define MOST_ROWS 8 /* that are multiplied at a time */
 #define AHEAD 8 /* tokens, whose keys are fetched */
+#define PANEL 16 /* tokens, whose keys or values are opened at a time */
 #define MOST_TILES 4 /* that are multiplied at a time */
 #define GROUP (MOST_TILES * LANES) /* outputs in a piece of work */
 #define GROUPS(matrix) (((matrix)->out + GROUP - 1) / GROUP)
@@ -104,14 +105,14 @@ struct rounded {
     const int8_t *codes4, *codes8;
 };
 
-#define ROUND 32 /* values of a row that share a scale */
+#define ROUND 32 /* values of a row, key or value that share a scale */
 #define ROUNDED_FLOATS(in) (2 * (in)) /* of memory for a row, in float32 */
 #define BY_BYTES(m) ((m)->in % ROUND == 0 && (m)->form >= FORM_Q4 && (m)->form <= FORM_Q8_HALF && (m)->form != FORM_NF4)
 
 /* One row of a batch: `memory` is its session's cache, for each block keys, then values, each
- * [batch][kv_heads][max_length][head_dim]; `length` tokens are held, those before `padding` are not looked at. */
+ * [batch][kv_heads][max_length] of what is held; `length` tokens are held, those before `padding` are not looked at. */
 struct row {
-    float *memory;
+    uint8_t *memory;
     int64_t batch, row, max_length, length, padding;
 };
 
@@ -129,9 +130,10 @@ struct block {
 
 enum activation { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
 
-/* `inner`: the most outputs of a gate; `chosen`: experts of a token, whose shares are made to add up to one or not. */
+/* `inner`: the most outputs of a gate; `chosen`: experts of a token, whose shares are made to add up to one or not;
+ * `held`: enum held. */
 struct shape {
-    int32_t hidden, heads, kv_heads, head_dim, inner, rotary_dim, activation, chosen, shares_add_up;
+    int32_t hidden, heads, kv_heads, head_dim, inner, rotary_dim, activation, chosen, shares_add_up, held;
     float eps, softcap; /* 0: none */
 };
 
@@ -219,6 +221,7 @@ INLINE float hyperbolic_tangent(float x) { return 1.0f - 2.0f / (exponential(2.0
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 #include "threads.h"
+#include "cache.h"
 
 struct kernels {
     const char *name;
@@ -437,11 +440,11 @@ EXPORT void petalnode_step(const struct step *step, int64_t threads) {
     release_threads(threads);
 }
 
-/* float32 of a step's scratch, of which each of `threads` has `score_count` at the end. */
+/* float32 of a step's scratch, of which each of `threads` has `score_count` and a panel at the end. */
 EXPORT int64_t petalnode_step_scratch(const struct shape *s, int64_t rows, int64_t score_count, int64_t threads) {
     int64_t wide = most(s->heads * s->head_dim, s->hidden), narrow = s->kv_heads * s->head_dim;
     int64_t values = 2 * s->hidden + 2 * wide + 2 * narrow + 2 * s->inner + ROUNDED_FLOATS(most(s->inner, wide)) + 1;
-    return rows * values + threads * score_count;
+    return rows * values + threads * own_count(s, score_count);
 }
 
 #include "packing.h"

@@ -24,8 +24,8 @@ from typing import Final
 _log = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).with_name("kernels.c")
-HEADERS: Final = ("x86.h", "arm.h", "products.h", "bytes.h", "step.h", "packing.h", "threads.h")
-INTERFACE: Final = 3
+HEADERS: Final = ("x86.h", "arm.h", "products.h", "bytes.h", "cache.h", "step.h", "packing.h", "threads.h")
+INTERFACE: Final = 4
 """As in kernels.c: goes up whenever a function or structure there changes."""
 ISA_VARIABLE: Final = "PETALNODE_KERNELS_ISA"
 """One of `ISAS`, in place of the best that the processor has: for comparisons. `none`: no kernels."""
@@ -84,6 +84,7 @@ class Shape(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in (
             "hidden", "heads", "kv_heads", "head_dim", "inner", "rotary_dim", "activation", "chosen", "shares_add_up",
+            "held",
         )),
         ("eps", ctypes.c_float), ("softcap", ctypes.c_float),
     )  # fmt: skip

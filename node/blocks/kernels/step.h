@@ -69,27 +69,50 @@ static void NAME(softmax)(float *scores, int64_t count) {
     for (int64_t index = 0; index < count; index++) scores[index] /= sum;
 }
 
-/* Query heads of one row over keys and values of one head [tokens][dim]; `scores`: heads * tokens. */
-INLINE void NAME(attend)(const float *query, int64_t heads, const float *keys, const float *values, int64_t tokens,
-                         int64_t dim, float scale, float softcap, float *scores, float *out) {
+/* What `tokens` keys or values stand for, into `panel` [tokens][dim]. */
+INLINE void NAME(open_keys)(int32_t held, const uint8_t *from, int64_t tokens, int64_t dim, float *panel) {
+    const int64_t bytes = key_bytes(held, dim);
+    for (int64_t token = 0; token < tokens; token++, from += bytes, panel += dim) {
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + PANEL * bytes + line);
+        if (held == HELD_BF16) {
+            for (int64_t index = 0; index < dim; index += LANES)
+                NAME(store)(panel + index, NAME(brain)((const uint16_t *)(from + 2 * index)));
+            continue;
+        }
+        for (int64_t index = 0; index < dim; index += LANES) {
+            uint16_t scale;
+            memcpy(&scale, from + dim + 2 * (index / ROUND), 2);
+            V unit = NAME(set)(bits_float((uint32_t)scale << 16));
+            NAME(store)(panel + index, NAME(mul)(NAME(bytes)((const int8_t *)from + index), unit));
+        }
+    }
+}
+
+/* Scores of query heads with keys [tokens][dim], into scores [heads][all]. */
+INLINE void NAME(score_keys)(const float *query, int64_t heads, const float *keys, const float *values, int64_t tokens,
+                             int64_t dim, float scale, float *scores, int64_t all) {
     for (int64_t token = 0; token < tokens; token++) {
-        for (int64_t index = 0; index < dim; index += LANES) { /* the caches of many sessions are larger than the processor's */
+        for (int64_t index = 0; values && index < dim; index += LANES) { /* the caches of many sessions are larger than the processor's */
             __builtin_prefetch(keys + (token + AHEAD) * dim + index);
             __builtin_prefetch(values + token * dim + index);
         }
         for (int64_t head = 0; head < heads; head++)
-            scores[head * tokens + token] = NAME(dot)(query + head * dim, keys + token * dim, dim) * scale;
+            scores[head * all + token] = NAME(dot)(query + head * dim, keys + token * dim, dim) * scale;
     }
-    if (softcap > 0.0f)
-        for (int64_t index = 0; index < heads * tokens; index++)
-            scores[index] = softcap * hyperbolic_tangent(scores[index] / softcap);
-    for (int64_t head = 0; head < heads; head++) NAME(softmax)(scores + head * tokens, tokens);
+}
+
+/* Adds values [tokens][dim] with the shares [heads][all] to out [heads][dim]; `begins`: to nothing. A token after the
+ * other, so that it is all the same where a panel ends. */
+INLINE void NAME(add_values)(const float *shares, int64_t all, int64_t heads, const float *values, int64_t tokens,
+                             int64_t dim, int begins, float *out) {
     for (int64_t head = 0; head < heads; head++)
         for (int64_t first = 0; first < dim; first += 4 * LANES) {
             int parts = dim - first >= 4 * LANES ? 4 : (int)((dim - first) / LANES);
+            float *to = out + head * dim + first;
             V sum[4];
-            UNROLL for (int part = 0; part < 4; part++) sum[part] = NAME(zero)();
-            const float *share = scores + head * tokens;
+            UNROLL for (int part = 0; part < 4; part++)
+                sum[part] = begins || part >= parts ? NAME(zero)() : NAME(load)(to + part * LANES);
+            const float *share = shares + head * all;
             if (parts == 4)
                 for (int64_t token = 0; token < tokens; token++) {
                     V weight = NAME(set)(share[token]);
@@ -101,8 +124,40 @@ INLINE void NAME(attend)(const float *query, int64_t heads, const float *keys, c
                     for (int part = 0; part < parts; part++)
                         sum[part] = NAME(fma)(NAME(set)(share[token]),
                                               NAME(load)(values + token * dim + first + part * LANES), sum[part]);
-            for (int part = 0; part < parts; part++) NAME(store)(out + head * dim + first + part * LANES, sum[part]);
+            for (int part = 0; part < parts; part++) NAME(store)(to + part * LANES, sum[part]);
         }
+}
+
+static void NAME(soften)(float *scores, int64_t heads, int64_t tokens, float softcap) {
+    if (softcap > 0.0f)
+        for (int64_t index = 0; index < heads * tokens; index++)
+            scores[index] = softcap * hyperbolic_tangent(scores[index] / softcap);
+    for (int64_t head = 0; head < heads; head++) NAME(softmax)(scores + head * tokens, tokens);
+}
+
+/* Query heads of one row over keys and values of one head, `tokens` of each as they are held; `scores`: heads * tokens, and
+ * a panel behind them. */
+INLINE void NAME(attend)(const struct shape *s, const float *query, int64_t heads, const uint8_t *keys,
+                         const uint8_t *values, int64_t tokens, float scale, float *scores, float *out) {
+    const int64_t dim = s->head_dim, bytes = key_bytes(s->held, dim);
+    if (s->held == HELD_F32) {
+        NAME(score_keys)(query, heads, (const float *)keys, (const float *)values, tokens, dim, scale, scores, tokens);
+        NAME(soften)(scores, heads, tokens, s->softcap);
+        NAME(add_values)(scores, tokens, heads, (const float *)values, tokens, dim, 1, out);
+        return;
+    }
+    float *panel = scores + heads * tokens;
+    for (int64_t first = 0; first < tokens; first += PANEL) {
+        const int64_t count = tokens - first < PANEL ? tokens - first : PANEL;
+        NAME(open_keys)(s->held, keys + first * bytes, count, dim, panel);
+        NAME(score_keys)(query, heads, panel, NULL, count, dim, scale, scores + first, tokens);
+    }
+    NAME(soften)(scores, heads, tokens, s->softcap);
+    for (int64_t first = 0; first < tokens; first += PANEL) {
+        const int64_t count = tokens - first < PANEL ? tokens - first : PANEL;
+        NAME(open_keys)(s->held, values + first * bytes, count, dim, panel);
+        NAME(add_values)(scores + first, tokens, heads, panel, count, dim, !first, out);
+    }
 }
 
 /* What the phases of a step share. `scores`: of each thread. */
@@ -134,11 +189,11 @@ static void NAME(attention_piece)(const void *job, int64_t piece, int64_t thread
     }
     if (b->key_norm) NAME(rms_norm)(fresh, b->key_norm, dim, s->eps, fresh);
     NAME(rotate)(fresh, cosine, sine, turned);
-    int64_t half = row->batch * s->kv_heads * row->max_length * dim;
-    float *keys = row->memory + 2 * w->index * half + (row->row * s->kv_heads + head) * row->max_length * dim;
-    memcpy(keys + length * dim, fresh, dim * sizeof(float));
-    memcpy(keys + half + length * dim, w->value + (r * s->kv_heads + head) * dim, dim * sizeof(float));
-    NAME(attend)(own, group, keys + first * dim, keys + half + first * dim, length + 1 - first, dim, b->scale, s->softcap,
+    const int64_t bytes = key_bytes(s->held, dim), half = row->batch * s->kv_heads * row->max_length * bytes;
+    uint8_t *keys = row->memory + 2 * w->index * half + (row->row * s->kv_heads + head) * row->max_length * bytes;
+    hold_key(s->held, fresh, dim, keys + length * bytes);
+    hold_key(s->held, w->value + (r * s->kv_heads + head) * dim, dim, keys + half + length * bytes);
+    NAME(attend)(s, own, group, keys + first * bytes, keys + half + first * bytes, length + 1 - first, b->scale,
                  w->scores + thread * w->score_count, w->attended + (r * s->heads + head * group) * dim);
 }
 
@@ -309,7 +364,7 @@ static void NAME(step)(const struct step *t, int64_t threads) {
     const struct shape *s = t->shape;
     const int64_t number = t->number, wide = most(s->heads * s->head_dim, s->hidden), narrow = s->kv_heads * s->head_dim;
     struct NAME(state) w = {.s = s, .rows = t->rows, .number = number, .threads = threads, .cosines = t->cosines,
-                            .sines = t->sines, .hidden = t->hidden, .score_count = t->score_count};
+                            .sines = t->sines, .hidden = t->hidden, .score_count = own_count(s, t->score_count)};
     w.normed = t->scratch;
     w.added = w.normed + number * s->hidden;
     w.query = w.added + number * s->hidden;

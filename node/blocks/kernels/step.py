@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ...models.quantisation import CacheDtype
 from ..cache import BlockCacheSpec, SpanCache
 from ..quantisation.matrix import QuantisedLinear
 from ..quantisation.slots import QuantisedExperts, expert_stacks
@@ -29,6 +30,8 @@ _MODEL_TYPES: Final = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt2", "mixtral", "qwen3_moe"}
 )
 _ACTIVATIONS: Final = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2}
+_HELD: Final[dict[CacheDtype, int]] = {"auto": 0, "float32": 0, "bfloat16": 1, "int8": 2}
+"""As `enum held` counts them."""
 _FORM_F32: Final = 0
 _FORM_F32_COLUMNS: Final = 10
 _POSITIONS: Final = 4096
@@ -60,6 +63,7 @@ class SpanStep:
         specs: what they keep, one each.
         config: of the model.
         rotary: the model's own.
+        held: how the sessions' caches hold keys and values.
 
     Attributes:
         threads: that compute a step, if no other thread of the process has them; the results are the same.
@@ -69,7 +73,13 @@ class SpanStep:
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], specs: Sequence[BlockCacheSpec], config: Any, rotary: Rotary, found: Library
+        self,
+        blocks: Sequence[nn.Module],
+        specs: Sequence[BlockCacheSpec],
+        config: Any,
+        rotary: Rotary,
+        found: Library,
+        held: CacheDtype = "auto",
     ) -> None:
         activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
         activation = activation or getattr(config, "activation_function", "")
@@ -83,7 +93,7 @@ class SpanStep:
         self._blocks = (Block * len(blocks))()
         self._kept: list[Any] = []  # tensors and arrays that the structures point into
         self._layers: dict[nn.Module, tuple[int, int]] = {}  # whole modules, to block and layer
-        self._shape = Shape(hidden=int(config.hidden_size), activation=_ACTIVATIONS[activation])
+        self._shape = Shape(hidden=int(config.hidden_size), activation=_ACTIVATIONS[activation], held=_HELD[held])
         self._shape.head_dim, self._shape.kv_heads = specs[0].key_dim, specs[0].heads
         kinds: list[str | None] = []
         for index, (block, spec) in enumerate(zip(blocks, specs, strict=True)):

@@ -23,7 +23,7 @@ from ...credits.wallet import Wallet
 from ...errors import BadInput, MachineError
 from ...models.adapter import check_adapter_files
 from ...models.disk_limit import parse_size
-from ...models.quantisation import choose_activations, choose_kernels, choose_quantisation
+from ...models.quantisation import choose_activations, choose_cache_dtype, choose_kernels, choose_quantisation
 from ...models.sources.resolve import DEFAULT_MODEL
 from ...monitoring.traces import traced
 from ...network.addresses import parse_peer
@@ -72,6 +72,13 @@ def serve(
             help="What weights are multiplied with: int8 is quicker on a CPU, and announced.",
         ),
     ] = "float32",
+    cache_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|float32|bfloat16|int8",
+            help="What the attention cache holds; auto: the type computed in. Fewer bits hold more tokens; announced.",
+        ),
+    ] = "auto",
     kernels: Annotated[
         str,
         typer.Option(
@@ -153,6 +160,7 @@ def serve(
         dtype=dtype,
         quant=choose_quantisation(quant),
         activations=choose_activations(activations),
+        cache_dtype=choose_cache_dtype(cache_dtype),
         kernels=choose_kernels(kernels),
         cache_tokens=cache_tokens,
         throughput=_throughput(throughput),
@@ -166,6 +174,8 @@ def serve(
     )
     if activations != "float32" and dtype not in ("auto", "float32"):
         raise BadInput(f"--activations {activations} computes in float32: --dtype {dtype} cannot be had with it")
+    if cache_dtype != "auto" and dtype not in ("auto", "float32"):
+        raise BadInput(f"--cache-dtype {cache_dtype} computes in float32: leave it out with --dtype {dtype}")
     if blocks is not None and options.num_blocks is not None:
         raise BadInput("--blocks and --num-blocks both choose the blocks: give one of them")
     if kernels == "native" and library() is None:

@@ -20,6 +20,7 @@ from ....protocols.inference import STEP_TOKENS
 from ...errors import MachineError
 from ...models.cache_dir import cache_dir
 from ...models.folder import TEXT_FIELDS
+from ...models.quantisation import CacheDtype, key_bytes
 
 CACHE_SHARE: Final = 0.25
 """Part of the free memory that attention caches may take when nobody says otherwise."""
@@ -93,8 +94,13 @@ def blocks_that_fit(
     )
 
 
-def cache_bytes_per_block(config: Mapping[str, Any], item_bytes: int, tokens: int = USUAL_CACHE_TOKENS) -> int:
-    """About what `tokens` tokens of attention cache take in one block, by a model's `config.json`; never too little."""
+def cache_bytes_per_block(
+    config: Mapping[str, Any], item_bytes: int, tokens: int = USUAL_CACHE_TOKENS, held: CacheDtype = "auto"
+) -> int:
+    """About what `tokens` tokens of attention cache take in one block, by a model's `config.json`; never too little.
+
+    `item_bytes` of the dtype that is computed in; `held` is what keys and values are kept in.
+    """
     for name in TEXT_FIELDS:
         if isinstance(config.get(name), Mapping):
             config = config[name]
@@ -102,7 +108,7 @@ def cache_bytes_per_block(config: Mapping[str, Any], item_bytes: int, tokens: in
     heads = _number(config, "num_attention_heads", "n_head", "n_heads") or 1
     shared = _number(config, "num_key_value_heads") or heads
     width = _number(config, "head_dim") or hidden // heads
-    return 2 * shared * width * item_bytes * tokens
+    return 2 * shared * key_bytes(held, width, item_bytes) * tokens
 
 
 def cache_tokens_that_fit(free_bytes: int, bytes_per_token: int) -> int:

@@ -12,7 +12,7 @@ from ....protocols.ids import Span
 from ...errors import BadInput
 from ...models import ModelFolder
 from ...models.adapter import Adapter, read_adapter
-from ...models.quantisation import Activations, Kernels, Numerics, Quantisation
+from ...models.quantisation import Activations, CacheDtype, Kernels, Numerics, Quantisation
 from ...swarm.swarm import Swarm
 from ..requests.admission import PriorityPayments
 from ..tallies import ServerTallies
@@ -47,6 +47,7 @@ class ServerOptions:
     dtype: str = "auto"
     quant: Quantisation = "none"
     activations: Activations = "float32"
+    cache_dtype: CacheDtype = "auto"
     kernels: Kernels = "torch"
     cache_tokens: int | None = None
     throughput: float | None = None
@@ -63,7 +64,7 @@ class ServerOptions:
     @property
     def numerics(self) -> Numerics:
         """What the server announces and signs as its quantisation."""
-        return Numerics(self.quant, self.activations)
+        return Numerics(self.quant, self.activations, self.cache_dtype)
 
     @property
     def stays(self) -> bool:

@@ -20,7 +20,7 @@ from ....crypto.identity import Identity
 from ....protocols.announcement import Announcement, ServerState
 from ....protocols.ids import Span
 from ...blocks.kernels.library import library
-from ...errors import ModelError, PetalnodeError, SwarmError
+from ...errors import MachineError, ModelError, PetalnodeError, SwarmError
 from ...models import (
     Manifest,
     ModelFolder,
@@ -314,7 +314,7 @@ class Server:
         from ...blocks.span import load_span
 
         options = self._context.options
-        return load_span(
+        blocks = load_span(
             path,
             span,
             device=options.device,
@@ -323,6 +323,11 @@ class Server:
             kernels=options.kernels,
             progress=self._progress,
         )
+        if options.cache_dtype == "float32" and blocks.cache_dtype != "float32":
+            raise MachineError(
+                f"--cache-dtype float32 computes in float32, not in {blocks.cache_dtype}: add --dtype float32"
+            )
+        return blocks
 
     def _keep_disk(self, path: Path, span: Span) -> None:
         used = in_use(path, self._context.folder.num_blocks, span)
@@ -375,7 +380,7 @@ def _sizing(folder: ModelFolder, options: ServerOptions) -> Sizing:
             memory,
             block.held,
             folder.num_blocks,
-            cache_bytes=cache_bytes_per_block(folder.config, block.item, tokens),
+            cache_bytes=cache_bytes_per_block(folder.config, block.item, tokens, options.cache_dtype),
             cache_tokens=tokens,
             hidden_size=folder.hidden_size,
             spare=0 if options.quant == "none" else block.whole,  # while it is quantised it is there as it was, too

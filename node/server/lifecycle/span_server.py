@@ -322,6 +322,8 @@ class SpanServer:
             "device": str(self._compute.blocks.device),
             "kernels": self._compute.blocks.kernels,
             "cache_tokens": self._service.cache.capacity,
+            "cache_dtype": self._compute.blocks.cache_dtype,
+            "cache_bytes_per_token": self._compute.blocks.cache_bytes_per_token,
             "throughput": round(1 / self._speed.live.step_seconds, 2),
             "adapters": [adapter.name for adapter in self._context.adapters],
         }
