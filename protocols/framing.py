@@ -21,6 +21,8 @@ MAX_PAYLOAD: Final = 64 * 1024 * 1024
 MAX_TENSORS: Final = 64
 """Of one message."""
 CODECS: Final = ("none", "float16", "bfloat16", "int8-block64")
+CODEC_OF: Final = {"none": "none", "float16": "float16", "bfloat16": "bfloat16", "int8": "int8-block64"}
+"""The codec on the wire by the name that a person gives it."""
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 """The dtypes that travel, and the bytes of a value."""
 INT8_BLOCK: Final = 64
@@ -437,7 +439,8 @@ def wire_nbytes(shape: Sequence[int], dtype: str, codec: str) -> int:
 
 
 def all_finite(header: wire.Tensor, payload: bytes | bytearray) -> bool:
-    """Whether the values hold no NaN and no infinity. Quick enough for a decode step on any thread (5 us for 2 KiB)."""
+    """Whether the values hold no NaN and no infinity, nor will when they are read as `header.dtype`. Quick enough for a
+    decode step on any thread (5 us for 2 KiB)."""
     import numpy as np  # a tenth of a second, which commands without tensors do not pay
 
     name = header.dtype if header.codec == "none" else header.codec
@@ -445,6 +448,9 @@ def all_finite(header: wire.Tensor, payload: bytes | bytearray) -> bool:
         name, payload = "float16", payload[: 2 * math.ceil(math.prod(header.shape) / INT8_BLOCK)]
     if name == "float32":
         return bool(np.isfinite(np.frombuffer(payload, np.float32)).all())
-    # In half precisions a value is not finite if all bits of its exponent are set.
-    exponent = np.uint16(0x7C00 if name == "float16" else 0x7F80)
-    return not bool(((np.frombuffer(payload, np.uint16) & exponent) == exponent).any())
+    # In half precisions a value is not finite if all bits of its exponent are set: its bits, without the sign, are a
+    # number at least as large as these. Those of finite values are in the order of the values.
+    beyond = 0x7C00 if name == "float16" else 0x7F80
+    if header.dtype == "float16":  # has less room than bfloat16, and than 128 steps of a scale
+        beyond = {"int8-block64": 0x6000, "bfloat16": 0x4780}.get(header.codec, beyond)  # 512, 65536
+    return not bool(((np.frombuffer(payload, np.uint16) & np.uint16(0x7FFF)) >= beyond).any())

@@ -6,6 +6,7 @@ import ctypes
 import re
 import sys
 import time
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
@@ -190,3 +191,14 @@ async def model_folder(model: str, output: Output, *, need: Need) -> ModelFolder
         return await trio.to_thread.run_sync(lambda: resolve(model, need=need, progress=bars), abandon_on_cancel=True)
     finally:
         bars.stop()
+
+
+def one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    """The parser of an option that takes one of these."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise typer.BadParameter(f"{text}: use {', '.join(choices)}")
+        return text
+
+    return parse

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
+from ...protocols.framing import CODEC_OF
 from ..errors import BadInput
 from ..models.adapter_note import METHODS, NOTE, Method
 from ..models.cache_dir import check_writable
 from ..tuning.adapter_files import CHECKPOINT, WRITE_ADVICE
 from ..tuning.dataset import Dataset, Example, read_dataset, split
 from ..tuning.recipe import SHAPES, Shape
+from .model_choice import one_of
 from .strangers import TrustedOptions
 
 DEFAULT_EPOCHS: Final = 3
-
-
-def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise typer.BadParameter(f"{text}: use {', '.join(choices)}")
-        return text
-
-    return parse
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class TuneOptions(TrustedOptions):
     method: Annotated[
         Method,
         typer.Option(
-            parser=_one_of(METHODS),
+            parser=one_of(METHODS),
             metavar="|".join(METHODS),
             help="Train a soft prompt, prompts at every block, or LoRA.",
         ),
@@ -62,7 +54,7 @@ class TuneOptions(TrustedOptions):
     ] = None
     schedule: Annotated[
         Shape,
-        typer.Option(parser=_one_of(SHAPES), metavar="|".join(SHAPES), help="Learning rate decay after warm-up."),
+        typer.Option(parser=one_of(SHAPES), metavar="|".join(SHAPES), help="Learning rate decay after warm-up."),
     ] = "cosine"
     virtual_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt (methods prompt, deep-prompt).")] = 16
     rank: Annotated[int, typer.Option(min=1, help="Rank of LoRA.")] = 8
@@ -86,6 +78,15 @@ class TuneOptions(TrustedOptions):
         Path | None,
         typer.Option(metavar="DIR", help="Folder for the result. Default: named after --data and --method."),
     ] = None
+    codec: Annotated[
+        str,
+        typer.Option(
+            parser=one_of(tuple(CODEC_OF)),
+            metavar="|".join(CODEC_OF),
+            help="How hidden states and their gradients travel: none, as they are; the others take less of a slow "
+            "line, and round both.",
+        ),
+    ] = "none"
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")] = False
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50

@@ -260,6 +260,7 @@ class SavedChat:
                 "max_length": self.session.max_length,
                 "position": self.session.position,
                 "route_epoch": self.session.route_epoch,
+                "codec": self.session.codec,
                 "links": [
                     [link.peer_id, link.start, link.end, link.nonce.hex(), link.epoch.hex()]
                     for link in self.session.links
@@ -289,6 +290,7 @@ class SavedChat:
                 max_length=int(session["max_length"]),
                 position=int(session["position"]),
                 route_epoch=int(session["route_epoch"]),
+                codec=str(session.get("codec", "none")),
             ),
         )
 

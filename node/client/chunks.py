@@ -7,13 +7,17 @@ from typing import Final
 
 import torch
 
-from ...protocols.framing import TensorError
-from ...protocols.tensors import decode, encode
+from ...protocols.framing import CODECS, TensorError
+from ...protocols.tensors import arrives_finite, decode, encode
 from ..errors import BadInput, SwarmError
+from ..verification.judging import BEYOND, token_errors
 from .request import WireTensor
 
 PIPELINE_TOKENS: Final = 256
 """Rows times positions of one chunk of a long prompt: small enough that all servers of a chain work at once."""
+
+_HEADROOM: Final = 8.0
+"""How many times as large as those that were seen values may become under a codec that was chosen for those."""
 
 
 def to_chunks(hidden: torch.Tensor, codec: str, max_step_tokens: int) -> list[WireTensor]:
@@ -42,3 +46,22 @@ def from_chunks(chunks: Sequence[WireTensor]) -> torch.Tensor:
     except TensorError as error:
         raise SwarmError(f"a server answered with something that is no tensor: {error}") from None
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def rounding_errors(chunks: Sequence[WireTensor]) -> dict[str, float]:
+    """By codec, the worst relative error that it makes of a token's hidden states in these chunks, which travelled
+    without one; `BEYOND` where values `_HEADROOM` times as large do not arrive finite. A chunk that cannot be read does
+    not count."""
+    worst = dict.fromkeys(CODECS, 0.0)
+    for chunk in chunks:
+        try:
+            hidden = decode(chunk.tensor, chunk.payload)
+        except TensorError:
+            continue
+        for codec in CODECS:
+            if not arrives_finite(_HEADROOM * hidden, codec, hidden.dtype):
+                worst[codec] = BEYOND
+                continue
+            error = float(token_errors(decode(*encode(hidden, codec)), hidden).max())
+            worst[codec] = max(worst[codec], error if error == error else BEYOND)
+    return worst

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
@@ -16,7 +16,7 @@ from ...crypto.credits import Clearing
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
-from ...protocols.framing import F, MessageStream, PeerError
+from ...protocols.framing import CODEC_OF, F, MessageStream, PeerError
 from ...protocols.ids import ADAPTER, INFERENCE, Span
 from ...protocols.training import MAX_HEADER as MAX_BATCH_HEADER
 from ...protocols.training import PIECE_BYTES, BatchFrames
@@ -43,6 +43,9 @@ from .session.trace import OnSession, SessionTrace
 from .session_adapter import SessionAdapter, bring, named, names_held
 from .swarm_model import SwarmModel
 
+AUTO: Final = "auto"
+CODEC_CHOICES: Final = (AUTO, *CODEC_OF)
+
 if TYPE_CHECKING:
     import torch
 
@@ -63,6 +66,7 @@ async def open_client(
     require_pledge: int | None = None,
     compare_chains: int = 1,
     trusted: TrustedServers | None = None,
+    codec: str = "none",
 ) -> AsyncIterator[SwarmClient]:
     """A client for the length of the block.
 
@@ -70,13 +74,14 @@ async def open_client(
     /p2p, that may see what is sent and received (`sharing`). `adapter` changes the blocks for all sessions that name
     none: one that is brought to servers, or the name of one that they hold.
     `trusted` are the servers for the first and the last blocks; auditors are shown nothing of those blocks.
+    `codec` is that of sessions which name none: one of `CODEC_CHOICES`.
     Servers that do not pledge at least `require_pledge` points are not used; None: whether they pledge or not.
     From 2 on, sessions run through `compare_chains` chains that share no server and compare them (`compared_session`).
 
     Raises:
-        BadInput: the adapter was trained for another version of the model.
+        BadInput: the adapter was trained for another version of the model, or there is no such codec.
     """
-    changes = _session_adapter(adapter, model)
+    changes, codec = _session_adapter(adapter, model), parse_codec(codec)
     async with trio.open_nursery() as nursery:
         client = SwarmClient(
             swarm,
@@ -88,6 +93,7 @@ async def open_client(
             trusted=trusted,
             adapter=changes,
             compare_chains=compare_chains,
+            codec=codec,
         )
         if share_receipts:
             client.receipts = ReceiptArchive(SHARED_BYTES)
@@ -102,6 +108,17 @@ async def _share(swarm: Swarm, archive: ReceiptArchive, auditors: Sequence[str],
 
     if blocks is not None:
         await share_receipts(swarm, archive, auditors, blocks)
+
+
+def parse_codec(name: str, choices: Sequence[str] = CODEC_CHOICES) -> str:
+    """The same name.
+
+    Raises:
+        BadInput: there is no such codec here.
+    """
+    if name not in choices:
+        raise BadInput(f"there is no codec {name!r}: give {', '.join(choices)}")
+    return name
 
 
 def _session_adapter(adapter: Adapter | str | None, model: SwarmModel) -> SessionAdapter | str | None:
@@ -137,10 +154,15 @@ class SwarmClient(ServerSelection):
         *,
         adapter: SessionAdapter | str | None = None,
         compare_chains: int = 1,
+        codec: str = "none",
         **limits: Any,
     ) -> None:
         super().__init__(swarm, model, nursery, **limits)
         self._adapter = adapter
+        self._codec = codec
+        self._uncoded: ClientSession | None = None  # the last one that was opened without a codec
+        self._junctions: list[WireTensor] = []  # of such a session, until they are measured
+        self._codec_errors: dict[str, float] = {}
         self._compare_chains = compare_chains
         self._noted = False  # that this version has computed
         self.payments: Payments | None = None
@@ -305,7 +327,8 @@ class SwarmClient(ServerSelection):
         """Opens a session over the best servers that will have it, and closes it on the way out.
 
         Takes up `saved` instead, if all of its servers still hold it. `spec.model_version` is filled in, and the
-        client's adapter if `spec` names none. With `wait`, a swarm that cannot serve is asked again until it can.
+        client's adapter and codec if `spec` names none; but the `prompt` has the codec of `spec`. With `wait`, a swarm
+        that cannot serve is asked again until it can.
         If `spec.share`, its position is behind what the servers have kept of the `prompt` that comes next.
 
         Raises:
@@ -315,6 +338,8 @@ class SwarmClient(ServerSelection):
         adapter = spec.adapter or await self.adapter(wait=wait)
         trace = None if self.on_session is None else SessionTrace(self.model.name)
         spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted, trace=trace)
+        if spec.codec == "none" and not prompt:
+            spec = replace(spec, codec=await self.chosen_codec(spec, saved))
         session: ClientSession | ComparedSession
         if self._compare_chains > 1:
             from .session.compared_session import ComparedSession
@@ -323,11 +348,16 @@ class SwarmClient(ServerSelection):
         else:
             session = ClientSession(self, spec, wait)
         with self.totals.counted(session), self._traced(session, trace):
-            if saved is None or saved.max_length != spec.max_length or not await session.resume(saved):
+            fits = saved is not None and (saved.max_length, saved.codec) == (spec.max_length, spec.codec)
+            if saved is None or not fits or not await session.resume(saved):
                 await self._opened(session, prompt)
+            if self._codec == AUTO and spec.codec == "none" and isinstance(session, ClientSession):
+                self._uncoded = session
             try:
                 yield session
             finally:
+                if session is self._uncoded:
+                    self._junctions, self._uncoded = session.junctions(), None
                 if spec.share and isinstance(session, ClientSession):
                     self.prefixes.ended(session)
                 await session.close()
@@ -339,6 +369,21 @@ class SwarmClient(ServerSelection):
         found = await trio.to_thread.run_sync(self.prefixes.search(session.spec, prompt)) if prompt else None
         await session.open(found)
         self.prefixes.opened(session)
+
+    async def chosen_codec(self, spec: SessionSpec, saved: SavedSession | None) -> str:
+        """What the tensors of a session that names no codec travel under. With `auto` the first session goes without:
+        what it sends tells the bandwidth, and what a codec would make of this model's hidden states."""
+        if self._codec != AUTO:
+            return CODEC_OF[self._codec]
+        if saved is not None:
+            return saved.codec  # its caches are worth more
+        chunks, self._junctions = self._junctions or (self._uncoded.junctions() if self._uncoded else []), []
+        if chunks:
+            from .chunks import rounding_errors  # torch
+
+            for codec, error in (await trio.to_thread.run_sync(rounding_errors, chunks)).items():
+                self._codec_errors[codec] = max(error, self._codec_errors.get(codec, 0.0))
+        return await self.codec_that_pays(spec, self._codec_errors) if self._codec_errors else "none"
 
     @contextmanager
     def _traced(self, session: ClientSession | ComparedSession, trace: SessionTrace | None) -> Iterator[None]:

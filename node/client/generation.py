@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -390,6 +390,7 @@ class Conversation:
                 prefix_salt=self._salt,
             )
             saved, self._saved = self._saved, None
+            spec = replace(spec, codec=await self._client.chosen_codec(spec, saved))
             prompt = [] if saved is not None else await trio.to_thread.run_sync(self._embed, tokens, 0, spec)
             opened = self._client.session(spec, saved=saved, prompt=prompt)
             self._session = await self._stack.enter_async_context(opened)

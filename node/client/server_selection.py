@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,10 +14,11 @@ import trio
 
 from ...crypto.statement import now_ms
 from ...protocols.announcement import Announcement, ServerState
-from ...protocols.framing import PeerError
+from ...protocols.framing import PeerError, wire_nbytes
 from ...protocols.ids import Span
 from ..errors import BadInput, NoChainError, SwarmError
 from ..swarm.config import DEFAULT_TTL
+from ..swarm.cost import WireCost, choose_codec
 from ..swarm.routing import (
     NOBODY_HOLDS,
     Hop,
@@ -303,6 +304,23 @@ class ServerSelection:
             raise NoChainError(f"nobody else holds blocks {blocks}", tuple(range(blocks.start, blocks.end)))
         return found
 
+    async def codec_that_pays(self, spec: SessionSpec, errors: Mapping[str, float]) -> str:
+        """For a session over the cheapest chain; "none" while there is none. `errors` as `choose_codec` has them."""
+        try:
+            chain = await self.route(spec)
+        except (NoChainError, BadInput):  # opening the session says why
+            return "none"
+        costs = []
+        for hop in chain:
+            server = self.swarm.view.get(hop.peer_id, time.time())
+            if server is None:
+                return "none"
+            speed = server.forward_tokens_per_second
+            token = 1 / speed if speed > 0 else server.step_seconds
+            per_byte = self._seconds_per_byte.get(hop.peer_id)
+            costs.append(WireCost(server.step_seconds, token, self.round_trip(hop.peer_id) or 0.0, per_byte))
+        return choose_codec(costs, spec.dtype, self.model.folder.hidden_size, errors)
+
     def _wanted(self, spec: SessionSpec) -> str:
         """What a server must hold, for a person."""
         if spec.adapter is None or spec.adapter.content is not None:
@@ -315,7 +333,7 @@ class ServerSelection:
             "cache_tokens": spec.batch * spec.max_length,
             "max_length": spec.max_length,
             "tokens": spec.batch,
-            "token_bytes": self.model.folder.hidden_size * BYTES_PER_VALUE[spec.dtype],
+            "token_bytes": wire_nbytes((self.model.folder.hidden_size,), spec.dtype, spec.codec),
             "pushed": spec.push,
         }
 

@@ -7,11 +7,14 @@ times breaks anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ...protocols.framing import wire_nbytes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -28,6 +31,59 @@ LOAD_PER_WAITING: Final = 0.2
 HANDLING_SECONDS: Final = 0.001
 """What a step takes at each server beside computing and the round trip: hashes, a receipt, the way between threads.
 Measured 0.8 to 1.3 ms."""
+
+
+CODEC_SECONDS: Final = {"none": 0.0, "float16": 0.2e-9, "bfloat16": 0.2e-9, "int8-block64": 1e-9}
+"""Seconds per value that encoding and decoding again take; measured by benchmarks/wire.py on one thread, rounded up."""
+AUTO_ERROR: Final = 1e-3
+"""The largest relative rounding error of a token's hidden states for which `auto` takes a codec: float16's, unless
+values are too large or too small for it."""
+LEAST_GAIN: Final = 0.1
+"""Part of a request's time that a codec has to save, of a decode step or of a prompt of `PROMPT_TOKENS`."""
+PROMPT_TOKENS: Final = 256
+_AUTO_CODECS: Final = ("float16", "bfloat16", "int8-block64")  # the most exact first
+
+
+@dataclass(frozen=True)
+class WireCost:
+    """What requests cost at one server of a chain. Seconds: `step` and `token` are computing, of a decode step and of a
+    token of a prompt; `per_byte` beyond the round trip, None where it was never measured."""
+
+    step: float
+    token: float
+    round_trip: float
+    per_byte: float | None
+
+
+def choose_codec(chain: Sequence[WireCost], dtype: str, values: int, errors: Mapping[str, float]) -> str:
+    """The codec that pays on a chain: "none" where no bandwidth was measured, or no codec saves `LEAST_GAIN`.
+
+    Args:
+        values: of one token's hidden states; `dtype` is theirs.
+        errors: the worst relative error that each codec makes of a token's hidden states, as measured between blocks
+            of this model. A codec that is not in it, or errs by more than `AUTO_ERROR`, is not taken.
+    """
+    chosen = "none"
+    for codec in _AUTO_CODECS:
+        if errors.get(codec, np.inf) <= AUTO_ERROR and _saves(chain, dtype, values, chosen, codec):
+            chosen = codec
+    return chosen
+
+
+def _saves(chain: Sequence[WireCost], dtype: str, values: int, codec: str, instead: str) -> bool:
+    """Whether `instead` saves `LEAST_GAIN` of a decode step or of a prompt."""
+    for tokens in (1, PROMPT_TOKENS):
+        before, after = (_chain_seconds(chain, dtype, tokens * values, tokens, one) for one in (codec, instead))
+        if after < (1 - LEAST_GAIN) * before:
+            return True
+    return False
+
+
+def _chain_seconds(chain: Sequence[WireCost], dtype: str, values: int, tokens: int, codec: str) -> float:
+    nbytes = wire_nbytes((values,), dtype, codec)
+    computing = sum(hop.step if tokens == 1 else hop.token * tokens for hop in chain)
+    way = sum(hop.round_trip + 2 * nbytes * (hop.per_byte or 0.0) for hop in chain)
+    return computing + way + 2 * len(chain) * values * CODEC_SECONDS[codec]
 
 
 def bounded(seconds: Sequence[float] | Floats) -> Floats:

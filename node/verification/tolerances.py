@@ -17,8 +17,9 @@ from typing import Final, Literal
 Pass = Literal["forward", "backward"]
 """Outputs (of prefill, decode and batches), or gradients."""
 
-CODEC_SLACK: Final = {"none": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "int8-block64": 2e-2}
-"""The rounding error of a codec, relative to the answer."""
+CODEC_SLACK: Final = {"none": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "int8-block64": 3.2e-2}
+"""The largest rounding error of a codec, relative to a token's answer. Of int8-block64 it is half a step in 63 of 64
+values, where the largest one is 127 steps and nearly all of the norm: sqrt(63) / 254."""
 MARGIN_OK: Final = 2.0
 MARGIN_FAULTY_MEAN: Final = 2.5
 MARGIN_FAULTY_WORST: Final = 4.0

@@ -53,7 +53,7 @@ async def block_outputs(
             adapter=adapter,
         )
         async with client.session(spec) as session:
-            chunks = await trio.to_thread.run_sync(to_chunks, hidden, spec.codec, session.max_step_tokens)
+            chunks = await trio.to_thread.run_sync(to_chunks, hidden, session.spec.codec, session.max_step_tokens)
             hidden = await trio.to_thread.run_sync(from_chunks, await session.step(chunks))
         found[end - 1] = hidden[0, virtual:]
     return found

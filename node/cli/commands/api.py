@@ -190,7 +190,9 @@ async def api_in(
     limits = ApiLimits(context=options.context, kept=options.keep_sessions)
     allowed, blocked, trusted = options.allow or (), options.deny or (), options.chosen_servers()
     async with (
-        open_client(swarm, identified, allowed=allowed, blocked=blocked, trusted=trusted) as client,
+        open_client(
+            swarm, identified, allowed=allowed, blocked=blocked, trusted=trusted, codec=options.codec
+        ) as client,
         open_batches(options.batch_file) as batches,
         traced("api") as traces,
         trio.open_nursery() as nursery,

@@ -320,6 +320,7 @@ async def chat_in(
         compare_chains=options.compare_chains or 1,
         trusted=options.chosen_servers(),
         adapter=adapter,
+        codec=options.codec,
     ) as client:
         if options.credits is not None:
             client.payments = Wallet(swarm, swarm.identity, options.credits)

@@ -235,7 +235,7 @@ class _Run:
         folder = runtime.value.model.folder
         if material is None or material.folder != folder.path:  # the hub may have a newer revision than this machine
             material = self._load(folder)
-        opened = OpenedModel(material.client, runtime, folder.path)
+        opened = OpenedModel(material.client, runtime, folder.path, batch_codec=self.options.codec)
         labels = self.dataset.labels
         model: DistributedModel
         if labels:

@@ -15,6 +15,7 @@ from torch import nn
 
 from ....crypto.identity import Identity, IdentityError, IdentityLocked, held_identity, peer_id_to_bytes
 from ....crypto.swarm_key import SwarmKeyError, find_swarm_key
+from ....protocols.framing import CODEC_OF
 from ....protocols.ids import Span
 from ....protocols.training import LoraName
 from ...blocks.client_part import ClientModel, load_client
@@ -27,7 +28,7 @@ from ...network.addresses import parse_peer
 from ...swarm.config import SwarmConfig
 from ...swarm.swarm import open_swarm
 from ...swarm.trusted_servers import TrustedServers, trusted_servers
-from ..core import SwarmClient, open_client
+from ..core import SwarmClient, open_client, parse_codec
 from ..session.comparing import Disagreement
 from ..session_adapter import choose_adapter, fit_adapter
 from ..swarm_model import identify_model
@@ -60,6 +61,10 @@ class ModelOptions(TypedDict, total=False):
         compare_chains: from 2 on, sessions (and `generate`) run every step on this many chains that share no server,
             and compare their outputs; see `disagreements`. Calls without a cache are not compared.
         request_timeout: seconds that a server may take for one step.
+        codec: how the hidden states of sessions (and `generate`) travel: "none" as they are, "float16", "bfloat16" or
+            "int8"; "auto" takes one from the second session on, where that saves a tenth of the time by the bandwidth
+            that was measured and rounds by at most 0.1 %.
+        batch_codec: the same for calls without a cache and their gradients, without "auto".
         wait: while no chain of servers covers the model, wait for one instead of raising.
         adapter: a folder with a LoRA adapter or a prompt in peft's format, which is sent to servers that do not hold
             it; or the name of a LoRA adapter that servers hold: then only those servers are used.
@@ -80,6 +85,8 @@ class ModelOptions(TypedDict, total=False):
     require_pledge: int | None
     compare_chains: int
     request_timeout: float | None
+    codec: str
+    batch_codec: str
     wait: bool
     adapter: str | os.PathLike[str] | None
     progress: Progress
@@ -100,6 +107,8 @@ DEFAULTS: Final = ModelOptions(
     require_pledge=None,
     compare_chains=1,
     request_timeout=None,
+    codec="none",
+    batch_codec="none",
     wait=False,
     adapter=None,
     progress=no_progress,
@@ -129,7 +138,7 @@ class OpenedModel:
     Attributes:
         path: the folder that the local part was loaded from.
         adapter: what the model was opened with; None if there is none, or only servers hold it.
-        wait, request_timeout: as in `ModelOptions`.
+        wait, request_timeout, batch_codec: as in `ModelOptions`.
     """
 
     local: ClientModel
@@ -138,6 +147,7 @@ class OpenedModel:
     adapter: Adapter | None = None
     wait: bool = False
     request_timeout: float | None = None
+    batch_codec: str = "none"
 
 
 def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bool = False) -> OpenedModel:
@@ -160,6 +170,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
     for auditor in share_receipts:
         parse_peer(auditor)
     trusted = _trusted(given)
+    codec, batch_codec = parse_codec(given["codec"]), parse_codec(given["batch_codec"], tuple(CODEC_OF))
     try:
         psk = None if given["swarm_key"] is None else find_swarm_key(given["swarm_key"])
     except SwarmKeyError as error:
@@ -188,6 +199,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
                     compare_chains=compare_chains,
                     trusted=trusted,
                     adapter=adapter,
+                    codec=codec,
                 ) as opened:
                     yield opened
 
@@ -198,6 +210,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
         adapter if isinstance(adapter, Adapter) else None,
         given["wait"],
         given["request_timeout"],
+        batch_codec,
     )
 
 
@@ -277,7 +290,11 @@ class DistributedModel:
         self._local = local
         self._runtime = opened.runtime
         self._blocks = RemoteSequential(
-            opened.runtime, Span(0, local.num_blocks), wait=opened.wait, step_timeout=opened.request_timeout
+            opened.runtime,
+            Span(0, local.num_blocks),
+            wait=opened.wait,
+            step_timeout=opened.request_timeout,
+            codec=CODEC_OF[opened.batch_codec],
         )
         self._local.layer.inner = self._blocks
         self._local.bind(self._run_blocks)

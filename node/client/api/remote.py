@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -92,10 +93,17 @@ class RemoteSequential(nn.Module):
     """
 
     def __init__(
-        self, runtime: TrioThread[SwarmClient], span: Span, *, wait: bool = False, step_timeout: float | None = None
+        self,
+        runtime: TrioThread[SwarmClient],
+        span: Span,
+        *,
+        wait: bool = False,
+        step_timeout: float | None = None,
+        codec: str = "none",
     ) -> None:
         super().__init__()
         self.span = span
+        self._codec = codec
         self._runtime = runtime
         self._wait = wait
         self._step_timeout = step_timeout
@@ -111,7 +119,9 @@ class RemoteSequential(nn.Module):
             raise IndexError("a slice of blocks takes one or more of them in their order")
         else:
             span = Span(blocks.start, blocks.stop)
-        return RemoteSequential(self._runtime, span, wait=self._wait, step_timeout=self._step_timeout)
+        return RemoteSequential(
+            self._runtime, span, wait=self._wait, step_timeout=self._step_timeout, codec=self._codec
+        )
 
     def __iter__(self) -> Iterator[RemoteSequential]:
         return (self[index] for index in range(len(self)))
@@ -173,6 +183,7 @@ class RemoteSequential(nn.Module):
             self.span,
             context.mask if attention_mask is None else attention_mask,
             context.positions if position_ids is None else position_ids,
+            codec=self._codec,
             timeout=self._step_timeout,
             wait=self._wait,
         )
@@ -283,10 +294,12 @@ class RemotePass:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Gradients with respect to the hidden states and to the prompts and LoRA weights, which have these shapes."""
         _check_finite(gradient, "the gradients that come from the loss")
+        scale = gradient_scale(gradient) if self.codec != "none" else 1.0
+        scaled = gradient * scale
         found = self.runtime.call(
-            batch.backward, [WireTensor(*encode(gradient[part.rows], self.codec)) for part in batch.parts]
+            batch.backward, [WireTensor(*encode(scaled[part.rows], self.codec)) for part in batch.parts]
         )
-        hidden = _joined([gradients.hidden for gradients in found]).to(gradient.device)
+        hidden = _joined([gradients.hidden for gradients in found]).to(gradient.device) / scale
         totals = {name: torch.zeros(shape) for name, shape in kept.items()}
         for part, gradients in zip(batch.parts, found, strict=True):
             for span, tensors in gradients.kept:
@@ -295,8 +308,16 @@ class RemotePass:
                     if name == PROMPTS:
                         rows = part.rows if total.shape[1] > 1 else slice(None)
                         total = total[span.start - self.span.start : span.end - self.span.start, rows]
-                    total += decode(packed.tensor, packed.payload)
+                    total += decode(packed.tensor, packed.payload) / scale
         return hidden, list(totals.values())
+
+
+def gradient_scale(gradient: torch.Tensor) -> float:
+    """A power of two that makes the largest value of a gradient 16 to 32: as it comes from the loss, most of it is
+    below what float16 can hold, which is also the scale of a block of int8. The blocks' backward passes are linear, so
+    the results are divided by it exactly. Loss scaling of Micikevicius et al. 2018, section 3.2, for each pass anew."""
+    largest = float(gradient.detach().abs().amax())
+    return 2.0 ** (5 - math.frexp(largest)[1]) if largest > 0 else 1.0
 
 
 class _RemoteFunction(torch.autograd.Function):

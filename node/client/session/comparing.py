@@ -196,8 +196,8 @@ def tolerance_between(
     """How far chains of these `devices` ("" for an unknown one) may be apart after `blocks` blocks; None if nobody has
     measured it.
 
-    Activations that travel in a coarser dtype than the servers compute in are rounded between them, at other places in
-    each of the chains of up to `hops` servers.
+    Activations that travel in a coarser dtype than the servers compute in, or under a codec, are rounded between them,
+    at other places in each of the chains of up to `hops` servers.
     """
     known = {device for device in devices if device}
     if "" in devices:  # it may be any
@@ -214,7 +214,7 @@ def tolerance_between(
     if not present or len(present) < len(found):
         return None
     widest = max(present, key=lambda tolerance: tolerance.faulty_mean)
-    rounds = activations if weights.dtype == "float32" and activations != "float32" else "none"
+    rounds = activations if weights.dtype == "float32" and activations != "float32" else codec
     return widest.plus(math.sqrt(hops) * CODEC_SLACK[rounds])
 
 

@@ -52,6 +52,7 @@ class SavedSession:
     max_length: int
     position: int
     route_epoch: int
+    codec: str = "none"
 
 
 class ClientSession:
@@ -65,6 +66,7 @@ class ClientSession:
         self._torn = False
         self._closed = False
         self._relays_next = False
+        self._first_output: WireTensor | None = None
 
     @property
     def route(self) -> tuple[Hop, ...]:
@@ -74,6 +76,14 @@ class ClientSession:
     def links(self) -> tuple[ServerLink, ...]:
         """The chain, with the inputs of each server."""
         return tuple(self._chain.links)
+
+    def junctions(self) -> list[WireTensor]:
+        """The hidden states at the beginning of the session, as they entered each server and left the last one; none
+        before the first step."""
+        if self._first_output is None:
+            return []
+        first = [link.history.needed(link.history.end)[:1] for link in self._chain.links]
+        return [step.chunk for steps in first for step in steps] + [self._first_output]
 
     @property
     def recoveries(self) -> int:
@@ -185,7 +195,8 @@ class ClientSession:
             SavedLink(server.hop.peer_id, server.hop.span.start, server.hop.span.end, server.nonce, server.epoch)
             for server in (link.server for link in self._chain.links)
         )
-        return SavedSession(links, self.spec.max_length, self._position, self._chain.route_epoch) if links else None
+        spec, epoch = self.spec, self._chain.route_epoch
+        return SavedSession(links, spec.max_length, self._position, epoch, spec.codec) if links else None
 
     async def close(self) -> None:
         """Gives the servers their caches back, or leaves them there for as long as `spec.keep` says. Never raises."""
@@ -228,6 +239,7 @@ class ClientSession:
                 out = await self._pipeline(inputs)
             self._torn = self._relays_next = False
             self._position = position
+        self._first_output = self._first_output or out[0]
         return out
 
     def _check_usable(self) -> None:
