@@ -38,9 +38,9 @@ from transformers.utils import logging
 
 from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.client.core import CODEC_OF
 from petalnode.node.models import cache_dir, resolve
 from petalnode.node.verification.judging import token_errors
-from petalnode.protocols.framing import CODEC_OF
 from petalnode.protocols.ids import Span
 from petalnode.protocols.tensors import decode, encode
 

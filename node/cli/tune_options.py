@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ...protocols.framing import CODEC_OF
+from ..client.core import CODEC_OF
 from ..errors import BadInput
 from ..models.adapter_note import METHODS, NOTE, Method
 from ..models.cache_dir import check_writable

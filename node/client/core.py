@@ -16,7 +16,7 @@ from ...crypto.credits import Clearing
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
 from ...protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
-from ...protocols.framing import CODEC_OF, F, MessageStream, PeerError
+from ...protocols.framing import F, MessageStream, PeerError
 from ...protocols.ids import ADAPTER, INFERENCE, Span
 from ...protocols.training import MAX_HEADER as MAX_BATCH_HEADER
 from ...protocols.training import PIECE_BYTES, BatchFrames
@@ -44,6 +44,8 @@ from .session_adapter import SessionAdapter, bring, named, names_held
 from .swarm_model import SwarmModel
 
 AUTO: Final = "auto"
+CODEC_OF: Final = {"none": "none", "float16": "float16", "bfloat16": "bfloat16", "int8": "int8-block64"}
+"""The codec on the wire by the name that a person gives it."""
 CODEC_CHOICES: Final = (AUTO, *CODEC_OF)
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.client.core import CODEC_OF
 from petalnode.node.client.session.stream import HopTiming
 from petalnode.node.errors import BadInput
 from petalnode.node.testing.inspection import client_of, session_of
 from petalnode.node.testing.memory_servers import MemoryServer
-from petalnode.protocols.framing import CODEC_OF
 from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.tiny_models import HIDDEN, VOCABULARY, load_whole
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from petalnode.node.client.api.remote import gradient_scale
 from petalnode.node.client.chunks import rounding_errors, to_chunks
-from petalnode.node.client.core import CODEC_CHOICES, parse_codec
+from petalnode.node.client.core import CODEC_CHOICES, CODEC_OF, parse_codec
 from petalnode.node.errors import BadInput
 from petalnode.node.swarm.cost import AUTO_ERROR, WireCost, choose_codec
-from petalnode.protocols.framing import CODEC_OF, CODECS
+from petalnode.protocols.framing import CODECS
 from petalnode.protocols.tensors import decode, encode
 
 USUAL = {"none": 0.0, "float16": 5e-4, "bfloat16": 4e-3, "int8-block64": 0.02}

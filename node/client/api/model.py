@@ -15,7 +15,6 @@ from torch import nn
 
 from ....crypto.identity import Identity, IdentityError, IdentityLocked, held_identity, peer_id_to_bytes
 from ....crypto.swarm_key import SwarmKeyError, find_swarm_key
-from ....protocols.framing import CODEC_OF
 from ....protocols.ids import Span
 from ....protocols.training import LoraName
 from ...blocks.client_part import ClientModel, load_client
@@ -28,7 +27,7 @@ from ...network.addresses import parse_peer
 from ...swarm.config import SwarmConfig
 from ...swarm.swarm import open_swarm
 from ...swarm.trusted_servers import TrustedServers, trusted_servers
-from ..core import SwarmClient, open_client, parse_codec
+from ..core import CODEC_OF, SwarmClient, open_client, parse_codec
 from ..session.comparing import Disagreement
 from ..session_adapter import choose_adapter, fit_adapter
 from ..swarm_model import identify_model
