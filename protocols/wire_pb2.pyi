@@ -819,6 +819,7 @@ class Granted(google.protobuf.message.Message):
     PLEDGE_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     PREFIX_TOKENS_FIELD_NUMBER: builtins.int
+    BYTES_IN_FLIGHT_FIELD_NUMBER: builtins.int
     session_epoch: builtins.bytes
     """16 random bytes of the server"""
     cache_tokens: builtins.int
@@ -843,6 +844,8 @@ class Granted(google.protobuf.message.Message):
     """for the points of Open.clearing, which are spent by that"""
     prefix_tokens: builtins.int
     """tokens of a row that are held already, whole blocks of Open.prefix"""
+    bytes_in_flight: builtins.int
+    """of steps under way at once: their replies are kept, pushes wait for their turn; 0: of none"""
     @property
     def pledge(self) -> Global___Pledge:
         """under which the session runs"""
@@ -864,9 +867,10 @@ class Granted(google.protobuf.message.Message):
         pledge: Global___Pledge | None = ...,
         priority: builtins.bool = ...,
         prefix_tokens: builtins.int = ...,
+        bytes_in_flight: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pledge", b"pledge"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_in_flight", b"bytes_in_flight", "cache_tokens", b"cache_tokens", "codec", b"codec", "credits", b"credits", "dtype", b"dtype", "keep_ms", b"keep_ms", "last_receipt", b"last_receipt", "max_step_tokens", b"max_step_tokens", "pledge", b"pledge", "position", b"position", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "quantisation", b"quantisation", "sequence", b"sequence", "session_epoch", b"session_epoch"]) -> None: ...
 
 Global___Granted: typing_extensions.TypeAlias = Granted
 

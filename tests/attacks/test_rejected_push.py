@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.blocks.span import BlockSpan
@@ -71,7 +72,11 @@ PUSHES: dict[str, Callable[[RawSession], tuple[Identity, wire.PushFrame]]] = {
 
 
 @pytest.mark.parametrize("kind", PUSHES)
-def test_a_refused_push_leaves_the_cache_as_it_was(kind: str, blocks: BlockSpan) -> None:
+def test_a_refused_push_leaves_the_cache_as_it_was(
+    kind: str, blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("petalnode.node.server.requests.session.TURN_TIMEOUT", 0.01)
+
     async def main(server: OneServer) -> None:
         undisturbed, victim = await opened(server), await opened(server)
         pusher, frame = PUSHES[kind](victim)
@@ -165,5 +170,37 @@ def test_a_server_that_takes_the_place_of_the_one_before_pushes_and_the_old_one_
         assert frame.reply.pushed and frame.reply.position == 5
         late = pushed(session, CLIENT, UPSTREAM, 4, 0, GARBAGE)
         assert (await refusal(server, UPSTREAM, late, GARBAGE)).code == wire.ERROR_NOT_ALLOWED
+
+    run(blocks, main)
+
+
+NEVER = 1e6
+
+
+def test_a_push_waits_for_the_step_before_it(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server before could not push that one, and the client sends it."""
+    monkeypatch.setattr("petalnode.node.server.requests.session.TURN_TIMEOUT", NEVER)
+
+    async def main(server: OneServer) -> None:
+        session = await opened(server)
+        assert session.granted.bytes_in_flight and session.granted.credits > 1
+        payload = values(2, seed=5)
+        await server.pusher(UPSTREAM).send(pushed(session, CLIENT, UPSTREAM, 3, 4, payload), [payload], timeout=TIMEOUT)
+        await trio.testing.wait_all_tasks_blocked()
+        frame, _ = await session.step(2, 3, values(1))
+        assert frame.reply.sequence == 2 and not frame.reply.pushed
+        frame, _ = await session.receive()
+        assert (frame.reply.sequence, frame.reply.position, frame.reply.pushed) == (3, 6, True)
+
+    run(blocks, main)
+
+
+def test_a_push_far_ahead_waits_for_nothing(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("petalnode.node.server.requests.session.TURN_TIMEOUT", NEVER)
+
+    async def main(server: OneServer) -> None:
+        session = await opened(server)
+        frame = pushed(session, CLIENT, UPSTREAM, 2 + session.granted.credits, 3, GARBAGE)
+        assert (await refusal(server, UPSTREAM, frame, GARBAGE)).code == wire.ERROR_BAD_REQUEST
 
     run(blocks, main)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from petalnode.node.client.deadlines import RECOVERY_TIMEOUT, open_patience
 from petalnode.node.client.request import MAX_FAILURES
-from petalnode.node.client.session.chain import Trouble
+from petalnode.node.client.session.chain import Trouble, next_trouble
 from petalnode.node.client.session.recovery import (
     LEAST_ATTEMPT,
     MOST_ATTEMPTS,
@@ -46,7 +46,6 @@ from petalnode.node.client.session.recovery import (
     next_path_action,
     next_search_action,
 )
-from petalnode.node.client.session.step import next_trouble
 from petalnode.node.errors import ServerFailed
 from petalnode.node.swarm.routing import Hop
 from petalnode.protocols.ids import Span

@@ -13,7 +13,7 @@ import trio
 from ....protocols.inference import session_name
 from ...errors import BadInput, ServerFailed, SwarmError
 from ...swarm.routing import Hop
-from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL, STANDBY_RETRY, Waits
+from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL, STANDBY_RETRY, WaitCause, Waits
 from ..request import StreamLost
 from ..router import Router, ServerSearch, note_failure
 from .history import Input, InputHistory, merged
@@ -21,12 +21,14 @@ from .link import ServerLink, Standby, close_links, step_limit
 from .opening import FindRoute, Opening, replay_step
 from .prefixes import Beginning
 from .reconnector import PathChanges, SessionReconnector
+from .recovery import Phase, Receive, Reconnect, Recover, Send, StepAction
 from .stream import SessionSpec
 
 log = logging.getLogger(__name__)
 
 STANDBY_LAG: Final = 2
 """Tokens that a standby may be behind when it is called ready: what the switch costs at most."""
+_RECEIVING: Final[dict[Phase, WaitCause]] = {"pushed": "push", "sent": "answer", "late": "late"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,41 @@ class Trouble:
     reason: str
     since: float
     waits: float
+
+
+def next_trouble(
+    before: Trouble | None, action: StepAction, hop: Hop, failure: ServerFailed | None, now: float, step_timeout: float
+) -> Trouble | None:
+    """What holds a step up at `hop` from `now` on, told once for each server that is gone; None where nothing does.
+
+    `failure` is the newest at this step, `step_timeout` for how long a silent server is waited for, in seconds.
+    """
+    match action:
+        case Reconnect() | Recover.RACE | Recover.REPLACE if failure is not None:
+            if before is None or before.hop != hop or not before.lost:
+                return Trouble(hop, True, str(failure), now, RECOVERY_TIMEOUT)
+        case Receive("late") if before is None:
+            return Trouble(hop, False, "", now, step_timeout)
+        case Send(anew=True):
+            return None
+    return before
+
+
+def wait_cause(action: StepAction) -> WaitCause:
+    """By what a step waits while it carries out an action."""
+    match action:
+        case Send():
+            return "send"
+        case Receive():
+            return _RECEIVING[action.phase]
+        case Reconnect():
+            return "reconnect"
+        case Recover.RACE:
+            return "race"
+        case Recover.SWITCH:
+            return "switch"
+        case _:
+            return "replace"
 
 
 class HistoryLost(SwarmError):
@@ -89,6 +126,12 @@ class Chain:
     @property
     def route(self) -> tuple[Hop, ...]:
         return tuple(link.server.hop for link in self.links)
+
+    def may_push(self, sender: ServerLink, receiver: ServerLink) -> bool:
+        """Whether a server may push to another one now: the client allows it, and no push was lost between them."""
+        pair = sender.server.hop.peer_id, receiver.server.hop.peer_id
+        lost = self.no_push.get(pair, 0.0) > trio.current_time()
+        return not lost and self.spec.trusted.may_push(*pair)
 
     async def open(self, beginning: Beginning | None = None, position: int = 0) -> int:
         """Finds servers and brings them to `position` of `beginning`; where all have kept more of it, to that. Returns

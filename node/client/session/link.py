@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 import trio
 
+from ....crypto.receipts import Receipt
+from ....protocols import wire_pb2 as wire
+from ...errors import ServerCheated, SwarmError
 from ..deadlines import learnt, patience
 from ..request import WireTensor
 from .history import Input, InputHistory
@@ -50,9 +53,37 @@ class ServerLink:
         announced = self.server.announced_seconds(tokens * chunk.tensor.shape[0])
         return patience(self.usual, tokens, len(chunk.payload), self.server.round_trip, announced)
 
+    def expected(self, chunk: WireTensor) -> float:
+        """Seconds that a server may compute for several tokens, twice what is known of it; 0 of one token."""
+        if chunk.tokens == 1:
+            return 0.0
+        announced = self.server.announced_seconds(chunk.tokens * chunk.tensor.shape[0]) or 0.0
+        return 2 * (announced if self.usual is None else self.usual * chunk.tokens)
+
     @property
     def standby_ready(self) -> bool:
         return self.standby is not None and self.standby.ready
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What has left the server `before`, with its receipt, and enters the next one. `asked`: what that one is asked, if
+    `before` was told to push it there; `handed_on`: it says that it has. None: the step enters the first server."""
+
+    chunk: WireTensor
+    receipt: Receipt | None = None
+    asked: wire.Step | None = None
+    handed_on: bool = False
+    before: ServerLink | None = None
+
+
+class ProvenLiar(SwarmError):
+    """The server of `link` has pushed something else than it answered, as `error` proves."""
+
+    def __init__(self, link: ServerLink, error: ServerCheated) -> None:
+        super().__init__(str(error))
+        self.link = link
+        self.error = error
 
 
 @dataclass(eq=False)

@@ -10,9 +10,9 @@ failed, or a better one is found, a reconnector takes the session up on another 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import trio
 
@@ -26,7 +26,8 @@ from .answers import Early
 from .chain import Chain, Trouble
 from .flight import Flight
 from .history import Input, InputHistory
-from .link import ServerLink, close_links, step_limit
+from .link import ProvenLiar, ServerLink, close_links, step_limit
+from .prefill import Prefill
 from .prefixes import Beginning, beginning_of
 from .reconnector import PathChanges
 from .step import StepRun
@@ -231,12 +232,12 @@ class ClientSession:
             position, first = position + chunk.tokens, ()
         async with self._turn():
             self._torn = bool(reorder)
+            # Rows that change places twice are wrong: no step with a reorder may be where we cannot see it.
+            push = self.spec.push and not reorder and not self._relays_next
             if len(inputs) == 1:
-                # Rows that change places twice are wrong: no step with a reorder may be where we cannot see it.
-                push = self.spec.push and not reorder and not self._relays_next
                 out = [await self._run(self._chain.links, inputs[0], push=push, early=early)]
             else:
-                out = await self._pipeline(inputs)
+                out = await self._prefill(inputs, push=push)
             self._torn = self._relays_next = False
             self._position = position
         self._first_output = self._first_output or out[0]
@@ -282,35 +283,13 @@ class ClientSession:
     async def _run(self, links: list[ServerLink], step: Input, *, push: bool, early: Early | None = None) -> WireTensor:
         return await StepRun(self._chain, links, step, push=push, early=early).run()
 
-    async def _pipeline(self, inputs: Sequence[Input]) -> list[WireTensor]:
-        """Runs many steps at once, each server on another one."""
-        out: list[WireTensor] = []
-        stages = [[link] for link in self._chain.links]
-
-        async def stage(
-            links: list[ServerLink],
-            source: trio.MemoryReceiveChannel[Input],
-            hand_on: Callable[[Input], object],
-            done: Callable[[], object],
-        ) -> None:
-            async for step in source:
-                hand_on(replace(step, chunk=await self._run(links, step, push=False)))
-            done()
-
+    async def _prefill(self, steps: Sequence[Input], *, push: bool) -> list[WireTensor]:
+        """Runs several steps side by side. Where servers change, some are numbered that a server will never see."""
+        self._relays_next = True
         try:
-            with unwrapped(SwarmError):
-                async with trio.open_nursery() as nursery:
-                    # The number of steps bounds every channel, so no stage waits for the next one's room.
-                    send, receive = trio.open_memory_channel[Input](len(inputs))
-                    for step in inputs:
-                        send.send_nowait(step)
-                    send.close()
-                    for links in stages[:-1]:
-                        send, following = trio.open_memory_channel[Input](len(inputs))
-                        nursery.start_soon(stage, links, receive, send.send_nowait, send.close)
-                        receive = following
-                    nursery.start_soon(stage, stages[-1], receive, lambda step: out.append(step.chunk), lambda: None)
-        finally:
-            # Also after a failure: servers that took another's place must be closed some day, and can be used again.
-            self._chain.links = [link for links in stages for link in links]
-        return out
+            return await Prefill(self._chain, steps, push=push).run()
+        except ProvenLiar as found:
+            links = self._chain.links
+            if found.link in links:
+                await self._chain.replace(links, links.index(found.link), steps[0].position, found.error)
+            return [await self._run(links, step, push=False) for step in steps]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -15,13 +15,12 @@ from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ....protocols.inference import pushed_step
 from ...errors import BadInput, ServerCheated, ServerFailed, SwarmError, unwrapped
-from ...swarm.routing import Hop
-from ..deadlines import PUSH_RETRY, RECOVERY_TIMEOUT, STANDBY_POLL, WaitCause, push_patience
+from ..deadlines import PUSH_RETRY, RECOVERY_TIMEOUT, STANDBY_POLL, push_patience
 from ..request import PushedOther, StreamLost, WireTensor, blames_request
 from .answers import Answer, Early
-from .chain import Chain, Trouble
+from .chain import Chain, next_trouble, wait_cause
 from .history import Input
-from .link import ServerLink
+from .link import Handover, ProvenLiar, ServerLink
 from .recovery import (
     Answered,
     Loss,
@@ -37,6 +36,7 @@ from .recovery import (
     Signal,
     StepAction,
     StepEvent,
+    StepState,
     StreamEnded,
     begin_step,
     next_action,
@@ -44,18 +44,18 @@ from .recovery import (
 
 UNWATCHED_BYTES: Final = 1 << 16
 """Of a step that is sent without a look at how long that takes: it fits the least window of a stream (256 KiB)."""
-_RECEIVING: Final[dict[Phase, WaitCause]] = {"pushed": "push", "sent": "answer", "late": "late"}
 
 
 class StepRun:
     """Runs `step` through `links`, replacing in that list whichever server fails.
 
-    With `push` the first server is given the other servers, and each pushes its output to the next one; this client
-    sends a step only where that has failed. `before`: tokens of a row that are under way in steps before this one.
-    `early` gets what the last server answers while its receipt is checked.
+    With `push` the first server is given the other servers, and those `beyond` which another run waits for, and each
+    pushes its output to the next one; this client sends a step only where that has failed. `before`: tokens of a row
+    that are under way in steps before this one. `early` gets what the last server answers while its receipt is checked.
+    `entry`: how the step comes from a server before `links`; a proof that this one lies is raised as `ProvenLiar`.
 
     Attributes:
-        smooth: no server was replaced or reconnected so far.
+        smooth: no server was replaced or reconnected so far. `on_rough` is called when that ends.
     """
 
     def __init__(
@@ -67,8 +67,14 @@ class StepRun:
         push: bool,
         before: int | None = None,
         early: Early | None = None,
+        entry: Handover | None = None,
+        beyond: Callable[[], Sequence[ServerLink]] = lambda: (),
+        on_rough: Callable[[], object] = lambda: None,
     ) -> None:
         self.smooth = True
+        self._beyond = beyond
+        self._on_rough = on_rough
+        self._entry = entry
         self._chain = chain
         self._links = links
         self._step = step
@@ -79,9 +85,10 @@ class StepRun:
         self._sent_ahead = False
         self._index = 0
         self._chunk = step.chunk  # what enters the server at `index`
-        self._receipt: Receipt | None = None  # of what left the server before it
+        self._receipt = entry.receipt if entry is not None else None  # of what left the server before it
         self._entered: list[tuple[WireTensor, Receipt | None]] = []  # the same for the servers before, in order
-        self._asked: wire.Step | None = None  # what the server at `index` is asked, if that is settled
+        self._asked = entry.asked if entry is not None else None  # what the server at `index` is asked, if settled
+        self._handed_on = False
         self._generation = 0  # of its stream, when it was asked
         self._deadline: float | None = None  # for its answer
         self._pushed = False  # by the server before
@@ -97,7 +104,7 @@ class StepRun:
             NoChainError: servers failed, and no others hold their blocks.
             SwarmError: several servers in a row failed at this step.
         """
-        state, action = begin_step(len(self._links), self._sent_ahead)
+        state, action = self._begun()
         waits = self._chain.waits
         with waits.timed("step"), self._chain_at_ease():
             while action is not Recover.FINISH:
@@ -105,25 +112,44 @@ class StepRun:
                 begun, cause = trio.current_time(), wait_cause(action)
                 event = await self._carry_out(action)
                 waits.add(cause, trio.current_time() - begun)
-                self.smooth = self.smooth and (isinstance(event, Answered) or event in (Signal.SENT, Signal.LATE))
+                if self.smooth and not (isinstance(event, Answered) or event in (Signal.SENT, Signal.LATE)):
+                    self.smooth = False
+                    self._on_rough()
                 if isinstance(event, Replaced):
                     # Where one server is silent another may be, and what is pushed to it is missed later.
                     self._push = False
                 state, action = next_action(state, event)
         return self._chunk
 
+    def _begun(self) -> tuple[StepState, StepAction]:
+        if self._sent_ahead:
+            self._deadline = trio.current_time() + self._chain.spec.step_timeout
+        if self._entry is None or self._sent_ahead:
+            return begin_step(len(self._links), self._sent_ahead)
+        return next_action(StepState(1 + len(self._links), "sent"), Answered(self._entry.handed_on))
+
+    @property
+    def handover(self) -> Handover:
+        """What has left the last server, after `run`."""
+        return Handover(self._chunk, self._receipt, self._asked, self._handed_on, self._links[self._index - 1])
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what was sent ahead was not lost with a stream."""
+        return not self._sent_ahead or self._generation == self._link.server.generation
+
     async def send_ahead(self) -> bool:
         """Sends the step to the first server, which pushes it on; `run` then waits for the answers. Steps before this
-        one may be under way. Nothing is sent, and false returned, where not all servers can push to each other.
+        one may be under way. False where not all servers can push to each other, and nothing is sent, or where a
+        standby was ready before the server had read it.
 
         Raises:
             StreamLost: the server is gone or does not read.
         """
-        if not all(self._may_push(*pair) for pair in pairwise(self._links)):
+        if not all(self._chain.may_push(*pair) for pair in pairwise(self._links)):
             return False
-        self._sent_ahead = True
-        await self._send(True)
-        return True
+        self._sent_ahead = await self._send(self._asked is None) is Signal.SENT
+        return self._sent_ahead
 
     @contextmanager
     def _chain_at_ease(self) -> Iterator[None]:
@@ -142,6 +168,10 @@ class StepRun:
     @property
     def _link(self) -> ServerLink:
         return self._links[self._index]
+
+    @property
+    def _link_before(self) -> ServerLink | None:
+        return self._links[self._index - 1] if self._index else self._entry.before if self._entry is not None else None
 
     @property
     def _early_here(self) -> Early | None:
@@ -223,8 +253,8 @@ class StepRun:
     def _request(self) -> wire.Step:
         targets = []
         if self._push:
-            for sender, receiver in pairwise(self._links[self._index :]):
-                if not self._may_push(sender, receiver):
+            for sender, receiver in pairwise([*self._links[self._index :], *self._beyond()]):
+                if not self._chain.may_push(sender, receiver):
                     break
                 targets.append(receiver.server.target(len(self._chunk.payload)))
         return wire.Step(
@@ -235,11 +265,6 @@ class StepRun:
             previous_receipt=self._receipt.hash() if self._receipt is not None else b"",
             targets=targets,
         )
-
-    def _may_push(self, sender: ServerLink, receiver: ServerLink) -> bool:
-        pair = _peers(sender, receiver)
-        lost = self._chain.no_push.get(pair, 0.0) > trio.current_time()
-        return not lost and self._chain.spec.trusted.may_push(*pair)
 
     async def _receive(self, phase: Phase) -> StepEvent:
         """Waits for a server's answer; one that is late has a standby prepared."""
@@ -252,7 +277,7 @@ class StepRun:
         if phase == "pushed":
             self._begin()
             self._pushed, self._pushed_before = True, link.server.pushed_steps
-            patient = min(patient, push_patience(round_trip, nbytes))
+            patient = min(patient, push_patience(round_trip, nbytes) + link.expected(self._chunk))
         answer = await link.server.receive(asked, self._chunk, patient, self._early_here)
         return Signal.LATE if answer is None else self._answered(answer, phase)
 
@@ -278,16 +303,18 @@ class StepRun:
         self._chain.router.note_tokens(link.server.hop.peer_id, chunk.tokens)
         if self._alone and not self._disturbed:
             link.note(chunk.tokens)
+        if self._alone and not self._disturbed and phase != "pushed":
             self._chain.router.note_transfer(link.server.timing, len(chunk.payload) + len(answer.chunk.payload))
         if link.server.draining:
             self._chain.prepare_standby(link)
         self._entered.append((chunk, self._receipt))
         self._chunk, self._receipt = answer.chunk, answer.receipt
         self._asked = pushed_step(asked, answer.receipt.hash()) if asked.targets else None
+        self._handed_on = answer.handed_on and self._asked is not None
         self._index += 1
         self._deadline, self._pushed, self._disturbed = None, False, False
         self._failures.clear()
-        return Answered(answer.handed_on and self._asked is not None)
+        return Answered(self._handed_on)
 
     def _misled(self, error: PushedOther) -> StepEvent:
         """A server has computed what was pushed, and the server before it has answered something else to this client.
@@ -296,7 +323,8 @@ class StepRun:
         signed both is replaced. If it does not, nobody can tell, and the step is sent from here. A server that shows no
         receipt, as older versions do, is replaced and not blamed.
         """
-        before, link = self._links[self._index - 1], self._link
+        before, link = self._link_before, self._link
+        assert before is not None
         self._chain.no_push[_peers(before, link)] = trio.current_time() + PUSH_RETRY
         self._failures.append(error)
         pusher, shown = before.server.hop.peer_id, error.upstream
@@ -310,11 +338,10 @@ class StepRun:
             what = check_equivocation(pusher, self._receipt, shown)
         except NotProven:
             return Misled(proved=False)
-        self._failures[-1] = ServerCheated(
-            f"server {pusher} cannot be believed: {what}, one for this client and one for the next server",
-            pusher,
-            (self._receipt, shown),
-        )
+        what = f"server {pusher} cannot be believed: {what}, one for this client and one for the next server"
+        self._failures[-1] = proof = ServerCheated(what, pusher, (self._receipt, shown))
+        if not self._index:
+            raise ProvenLiar(before, proof)
         self._index -= 1
         self._chunk, self._receipt = self._entered.pop()
         self._asked, self._deadline, self._pushed = None, None, False
@@ -322,9 +349,9 @@ class StepRun:
 
     def _judge_push(self, link: ServerLink) -> None:
         """Ends the pushing between two servers for a while if this client had to send the second what the first had."""
-        if self._pushed and not self._disturbed and self._index and link.server.pushed_steps == self._pushed_before:
-            pair = _peers(self._links[self._index - 1], link)
-            self._chain.no_push[pair] = trio.current_time() + PUSH_RETRY
+        before = self._link_before
+        if self._pushed and not self._disturbed and before and link.server.pushed_steps == self._pushed_before:
+            self._chain.no_push[_peers(before, link)] = trio.current_time() + PUSH_RETRY
 
     # --- recovery
 
@@ -388,41 +415,6 @@ class StepRun:
         except (SwarmError, BadInput) as error:
             self._impossible = error
             return Signal.NOBODY_ELSE
-
-
-def next_trouble(
-    before: Trouble | None, action: StepAction, hop: Hop, failure: ServerFailed | None, now: float, step_timeout: float
-) -> Trouble | None:
-    """What holds a step up at `hop` from `now` on, told once for each server that is gone; None where nothing does.
-
-    `failure` is the newest at this step, `step_timeout` for how long a silent server is waited for, in seconds.
-    """
-    match action:
-        case Reconnect() | Recover.RACE | Recover.REPLACE if failure is not None:
-            if before is None or before.hop != hop or not before.lost:
-                return Trouble(hop, True, str(failure), now, RECOVERY_TIMEOUT)
-        case Receive("late") if before is None:
-            return Trouble(hop, False, "", now, step_timeout)
-        case Send(anew=True):
-            return None
-    return before
-
-
-def wait_cause(action: StepAction) -> WaitCause:
-    """By what a step waits while it carries out an action."""
-    match action:
-        case Send():
-            return "send"
-        case Receive():
-            return _RECEIVING[action.phase]
-        case Reconnect():
-            return "reconnect"
-        case Recover.RACE:
-            return "race"
-        case Recover.SWITCH:
-            return "switch"
-        case _:
-            return "replace"
 
 
 def _peers(sender: ServerLink, receiver: ServerLink) -> tuple[str, str]:

@@ -72,6 +72,11 @@ class SessionStream(AnswerChecks):
         return self._granted.credits - (self._sequence - self._answered)
 
     @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of steps that may be under way; 0: no more than one large step."""
+        return self._granted.bytes_in_flight
+
+    @property
     def priority(self) -> bool:
         """Whether the server has taken points for this session."""
         return self._granted.priority

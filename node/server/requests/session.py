@@ -38,8 +38,11 @@ IDLE_TIMEOUT: Final = 1800.0
 CREDITS: Final = 8
 """Steps that may be under way at once, so that drafts are checked without waiting for those before them."""
 KEPT_REPLIES: Final = 4
-KEPT_BYTES: Final = 1 << 20
-"""Replies are kept for a client that comes back: so many, and up to `CREDITS` of them as long as all take no more."""
+BYTES_IN_FLIGHT: Final = 16 << 20
+"""Replies are kept for a client that comes back: so many, and up to `CREDITS` of them as long as all take no more bytes
+than these. A client has no more under way, so that each reply which it may still need is kept."""
+TURN_TIMEOUT: Final = 5.0
+"""For which a push waits for the steps before it, which the client may be sending."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class ServerSession:
         self._replies: deque[_SentReply] = deque(maxlen=CREDITS)
         self._sent_again = 0  # up to this sequence number, the stream got its replies when it was attached
         self._attempt = 0
-        self._resuming = 0
+        self._resuming = self._early_pushes = 0
         self._over = False
         self._changed = trio.Event()
         self._pushes: Pushes | None = None
@@ -253,6 +256,7 @@ class ServerSession:
             last_receipt=self._receipts.last,
             priority=self._paid,
             prefix_tokens=self._begun_at,
+            bytes_in_flight=BYTES_IN_FLIGHT,
         )
 
     async def _listen(self, stream: InferenceStream) -> None:
@@ -288,7 +292,8 @@ class ServerSession:
         check_step_tensors(frame.tensors, self._terms, self._context.hosted)
 
     async def take_push(self, push: wire.Push, tensor: wire.Tensor, payload: bytes, pusher: str) -> None:
-        """A step that `pusher`, the server before this one, sent on.
+        """A step that `pusher`, the server before this one, sent on. Steps before it may still be on their way from the
+        client, where they could not be pushed: it waits for its turn.
 
         What is refused leaves the session as it was: all checks come before the cache is touched. If the blocks fail
         at a step that passed them, nobody knows what the cache holds, and the session is over.
@@ -296,7 +301,19 @@ class ServerSession:
         Raises:
             Refusal: the step does not fit the session, or the receipt is not the pusher's for these bytes.
         """
+        if self._is_early(push.step):
+            self._early_pushes += 1
+            try:
+                with trio.move_on_after(TURN_TIMEOUT):
+                    while self._is_early(push.step):
+                        await self._changed.wait()
+            finally:
+                self._early_pushes -= 1
         await self._take(push.step, tensor, payload, (push.receipt, pusher))
+
+    def _is_early(self, step: wire.Step) -> bool:
+        """Whether steps before it may still come."""
+        return self._sequence + 1 < step.sequence <= self._sequence + CREDITS and not self._over
 
     async def _take(
         self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: tuple[wire.Receipt, str] | None
@@ -362,6 +379,8 @@ class ServerSession:
         self._compute_seconds += output.compute_seconds
         self._sequence = step.sequence
         self._position = output.position
+        if self._early_pushes:
+            self._notify()
         self._route_epoch = step.route_epoch
         request = hash_of_step(step, tensor, output.input_hash)
         receipt = receipt_to_wire(
@@ -391,7 +410,7 @@ class ServerSession:
         frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor])
         sent = _SentReply(step.sequence, request, frame, output.payload)
         self._replies.append(sent)
-        while len(self._replies) > KEPT_REPLIES and sum(len(kept.payload) for kept in self._replies) > KEPT_BYTES:
+        while len(self._replies) > KEPT_REPLIES and sum(len(kept.payload) for kept in self._replies) > BYTES_IN_FLIGHT:
             self._replies.popleft()
         await self._reply(sent)
 

@@ -1,0 +1,216 @@
+"""Prompts of many steps pass a chain whose servers are all at work; what comes out is that of plain transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.client.session.link import ServerLink
+from petalnode.node.client.session.prefill import Stage
+from petalnode.node.testing.inspection import session_of
+from tests.swarm.fleet import Tap
+from tests.swarm.memory_pool import MemoryPool, memory_pool
+from tests.swarm.processes import until
+from tests.tiny_models import HIDDEN, VOCABULARY, load_whole, save_tiny
+
+SPANS = ("0:2", "2:4", "4:6")
+CHUNK = 16
+LONG = 7 * CHUNK + 5
+"""Tokens of a prompt of eight chunks."""
+MAY_PUSH = "petalnode.node.swarm.trusted_servers.TrustedServers.may_push"
+IN_FLIGHT = "petalnode.node.server.requests.session.BYTES_IN_FLIGHT"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_tiny("llama", tmp_path_factory.mktemp("prefill"), max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Any:
+    return load_whole(folder)
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path) -> Iterator[MemoryPool]:
+    with memory_pool(folder) as pool:
+        for blocks in SPANS * 2:
+            pool.start(blocks)
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("petalnode.node.client.chunks.PIPELINE_TOKENS", CHUNK)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, no server is left because it is slow."""
+    monkeypatch.setattr(ServerLink, "patience", lambda self, chunk, before=0: 1e6)
+
+
+@pytest.fixture
+def under_way(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What is under way at a server, in bytes of each step, whenever one more has been sent there."""
+    seen: list[list[int]] = []
+    takes = Stage.takes
+
+    def taking(stage: Stage, nbytes: int) -> bool:
+        taken = takes(stage, nbytes)
+        if taken:
+            seen.append([*stage.allotted.values(), nbytes])
+        return taken
+
+    monkeypatch.setattr(Stage, "takes", taking)
+    return seen
+
+
+def prompt(rows: int = 1, tokens: int = LONG) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(rows))
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    options |= {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0, "do_sample": False}
+    out: torch.Tensor = model.generate(ids, **options)
+    return out
+
+
+@pytest.fixture
+def model(pool: MemoryPool, folder: Path) -> Iterator[Any]:
+    for server in pool.alive:
+        assert server.ready
+    with pool.swarm.open_model(AutoDistributedModelForCausalLM, folder) as model:
+        yield model
+
+
+def again(session: Any) -> None:
+    """The next prompt is sent from its beginning."""
+    session.position = 0
+    session.tokens = None
+
+
+def test_servers_push_the_steps_of_a_prompt(model: Any, whole: Any, under_way: list[list[int]]) -> None:
+    ids = prompt()
+    with model.inference_session(max_length=LONG + 8) as session:
+        assert torch.equal(generate(model, ids), generate(whole, ids))
+        inside = session_of(session)
+
+        def pushes_all() -> bool:  # once the servers have their streams to each other
+            again(session)
+            sent, pushed = inside.traffic, inside.pushed_steps
+            assert torch.equal(generate(model, ids), generate(whole, ids))
+            if inside.pushed_steps - pushed < 2 * 13:
+                return False
+            first, *others = [after - before for (after, _), (before, _) in zip(inside.traffic, sent, strict=True)]
+            assert first == 4 * HIDDEN * (LONG + 5) and others == [0, 0]
+            return True
+
+        until(pushes_all, "all steps are pushed")
+        assert session.recoveries == 0
+        assert max(len(steps) for steps in under_way) == 8
+
+
+@pytest.mark.parametrize("kind", ["padded rows", "embeddings"])
+def test_prompts_of_all_kinds(model: Any, whole: Any, kind: str) -> None:
+    ids = prompt(3)
+    if kind == "padded rows":
+        mask = torch.ones_like(ids)
+        mask[0, :40] = mask[2, :7] = 0
+        assert torch.equal(generate(model, ids, attention_mask=mask), generate(whole, ids, attention_mask=mask))
+    else:
+        with torch.no_grad(), model.inference_session(max_length=LONG) as session:
+            embedded = torch.randn(3, LONG, HIDDEN, generator=torch.Generator().manual_seed(3))
+            expected = whole.model(inputs_embeds=embedded).last_hidden_state
+            assert torch.allclose(whole.model.norm(session.step(embedded)), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["no pushes", "one at a time"])
+def test_servers_that_do_not_push_or_are_older(
+    pool: MemoryPool, folder: Path, whole: Any, under_way: list[list[int]], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "no pushes":
+        monkeypatch.setattr(MAY_PUSH, lambda *_: False)
+    else:
+        monkeypatch.setattr(IN_FLIGHT, 0)
+    ids = prompt()
+    for server in pool.alive:
+        assert server.ready
+    with (
+        pool.swarm.open_model(AutoDistributedModelForCausalLM, folder) as model,
+        model.inference_session(max_length=LONG + 8) as session,
+    ):
+        assert torch.equal(generate(model, ids), generate(whole, ids))
+        assert session.recoveries == 0
+        sent = [there for there, _ in session_of(session).traffic]
+    if kind == "no pushes":
+        assert sent == [4 * HIDDEN * (LONG + 5)] * 3
+        assert max(len(steps) for steps in under_way) > 1
+    else:
+        assert under_way == []
+
+
+def test_no_more_is_under_way_than_a_server_grants(
+    model: Any, whole: Any, under_way: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 3 * CHUNK * HIDDEN * 4
+    monkeypatch.setattr(IN_FLIGHT, most)
+    ids = prompt()
+    with model.inference_session(max_length=LONG + 8):
+        assert torch.equal(generate(model, ids), generate(whole, ids))
+    assert max(sum(steps) for steps in under_way) == most
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_server_is_killed_with_several_steps_under_way(
+    place: int, rows: int, pool: MemoryPool, model: Any, whole: Any, under_way: list[list[int]]
+) -> None:
+    ids, tap = prompt(rows), Tap(model)
+    with model.inference_session(max_length=LONG + 8) as session:
+        generate(model, ids)  # the servers have had the time to open streams to each other
+        again(session)
+        killed: list[str] = []
+
+        def on_answer(peer_id: str, count: int) -> None:
+            if not killed and peer_id == session.route[place][0] and count == 2:
+                killed.append(peer_id)
+                pool.of(peer_id).kill()
+                pool.start(SPANS[place])
+
+        with tap.watching(on_answer):
+            out = generate(model, ids)
+        assert killed and session.recoveries == 1
+        assert killed[0] not in [peer_id for peer_id, _ in session.route]
+    assert torch.equal(out, generate(whole, ids))
+    assert max(len(steps) for steps in under_way) >= 4
+
+
+def test_a_prompt_that_is_given_up_leaves_the_session_as_it_was(
+    pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, tap = prompt(), Tap(model)
+
+    class GivenUp(Exception):
+        pass
+
+    def on_answer(peer_id: str, count: int) -> None:
+        if count == 3:
+            raise GivenUp
+
+    with model.inference_session(max_length=LONG + 8) as session:
+        first = generate(model, ids[:, :9])
+        held = session.position
+        with tap.watching(on_answer), pytest.raises((GivenUp, ExceptionGroup)):  # of all servers' tasks
+            generate(model, ids)
+        assert session.position <= held
+        again(session)
+        assert torch.equal(generate(model, ids), generate(whole, ids))
+        assert torch.equal(first, generate(whole, ids[:, :9]))
