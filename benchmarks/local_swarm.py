@@ -19,17 +19,24 @@ STOP_TIMEOUT = 15.0
 class ServerProcess:
     """One `petalnode serve` on loopback with one compute thread; ends when `stop` closes its standard input.
 
-    `prefix` is put before the command line, to run it elsewhere; `host` is the address there.
+    `prefix` is put before the command line, to run it elsewhere; `host` is the address there. `program` is what Python
+    runs.
     """
 
     def __init__(
-        self, arguments: Sequence[str], scratch: Path, *, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+        self,
+        arguments: Sequence[str],
+        scratch: Path,
+        *,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "petalnode"),
     ) -> None:
         self.log = scratch / "server.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(*prefix, sys.executable, "-m", "petalnode", "serve", *arguments, "--json", "--until-eof"),
+                    *(*prefix, sys.executable, *program, "serve", *arguments, "--json", "--until-eof"),
                     *("--listen", f"/ip4/{host}/tcp/0", "--identity", str(scratch / "key")),
                     *("--no-mdns", "--no-remember"),
                 ],

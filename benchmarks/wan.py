@@ -139,7 +139,11 @@ class ClientProcess:
 
 @contextmanager
 def servers_of(
-    network: DelayNetwork, model: Path | str, count: int, num_blocks: int = NUM_BLOCKS
+    network: DelayNetwork,
+    model: Path | str,
+    count: int,
+    num_blocks: int = NUM_BLOCKS,
+    program: Sequence[str] = ("-m", "petalnode"),
 ) -> Iterator[list[ServerProcess]]:
     """`count` servers on the hosts behind the client's. Host 1 has the first blocks, and so on."""
     servers: list[ServerProcess] = []
@@ -150,8 +154,10 @@ def servers_of(
                 folder = Path(scratch) / str(host)
                 folder.mkdir()
                 arguments = [str(model), "--blocks", f"{start}:{end}", *peer]
-                place = {"host": network.address(host), "prefix": network.command(host, [])}
-                servers.append(ServerProcess(arguments, folder, **place))
+                prefix = network.command(host, [])
+                servers.append(
+                    ServerProcess(arguments, folder, host=network.address(host), prefix=prefix, program=program)
+                )
                 peer = ("--peer", servers[-1].wait_ready()["addrs"][0])
             yield servers
         finally:
