@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.client.session.flight import Stage
 from petalnode.node.client.session.link import ServerLink
-from petalnode.node.client.session.prefill import Stage
 from petalnode.node.testing.inspection import session_of
 from tests.swarm.fleet import Tap
 from tests.swarm.memory_pool import MemoryPool, memory_pool

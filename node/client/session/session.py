@@ -24,10 +24,9 @@ from ..request import WireTensor
 from ..router import Router
 from .answers import Early
 from .chain import Chain, Trouble
-from .flight import Flight
+from .flight import Flight, Prefill
 from .history import Input, InputHistory
 from .link import ProvenLiar, ServerLink, close_links, step_limit
-from .prefill import Prefill
 from .prefixes import Beginning, beginning_of
 from .reconnector import PathChanges
 from .step import StepRun
