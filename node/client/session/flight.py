@@ -5,12 +5,13 @@ back is waited for once (asynchronous verification of drafts). A step that turns
 without a message of its own: the next one names the position from which it goes on, and the answers to those between
 are skipped when they come.
 
-The steps of a long prompt are all wanted (`Prefill`). They pass the servers as micro-batches pass the stages of GPipe (arXiv 1811.06965,
-section 2.3), and each server's answers are collected side by side and in order, for their receipts, and for the inputs
-from which a replacement is filled. Where a server cannot be pushed to, this client sends it what the one before has
-answered, without waiting either. When a server fails, the step that is waited for there goes on as any other does; what
-is under way behind it is void at that server, and is sent once more, one step after another, as are the steps at the
-servers behind it. A server that grants no `bytes_in_flight`, as older versions do, is sent one step at a time.
+The steps of a long prompt are all wanted (`Prefill`). They pass the servers as micro-batches pass the stages of GPipe
+(arXiv 1811.06965, section 2.3), and each server's answers are collected side by side and in order, for their receipts,
+and for the inputs from which a replacement is filled. Where a server cannot be pushed to, this client sends it what the
+one before has answered, without waiting either. When a server fails, the step that is waited for there goes on as any
+other does; what is under way behind it is void at that server, and is sent once more, one step after another, as are
+the steps at the servers behind it. A server that grants no `bytes_in_flight`, as older versions do, is sent one step at
+a time.
 """
 
 from __future__ import annotations
