@@ -28,6 +28,9 @@ _ROUNDED_TOLERANCE: Final = 6e-2
 """The same of one block where activations are rounded to eight bits, which a last bit of float32 may decide. Over many
 blocks such differences grow to that of the roundings themselves."""
 _WORTH: Final = 0.95  # of the time that torch needs: less is noise
+_MANY: Final = 8
+"""Sessions in a step that counts like one of a single session: float32 weights come from memory as quickly for both, but
+torch's products with a few rows take three times as long as that."""
 
 
 def native_kernels(wanted: Kernels, device: torch.device, dtype: torch.dtype) -> Library | None:
@@ -86,13 +89,19 @@ def find_step(
             return None
         span.step = step
         alone = tiny_sessions(span, span.span)[:1]
-        _choose_threads(step, lambda: span.decode([(hidden, _back(cache)) for hidden, cache in alone]))
+        _choose_threads(step, lambda: _decode(span, alone))
         if always:
             return step
-        own = best_time(lambda: span.decode([(hidden, _back(cache)) for hidden, cache in alone]))
+        crowd = [session for _ in range(_MANY) for session in tiny_sessions(span, span.span)[:1]]
+
+        def work() -> None:
+            _decode(span, alone)
+            _decode(span, crowd)
+
+        own = best_time(work)
         span.step = None
-        torchs = best_time(lambda: span.decode([(hidden, _back(cache)) for hidden, cache in alone]))
-        _log.debug("a decode step takes %.2g s by the compiled kernels, %.2g s by torch", own, torchs)
+        torchs = best_time(work)
+        _log.debug("steps of 1 and %d rows take %.2g s by the compiled kernels, %.2g s by torch", _MANY, own, torchs)
         return step if own <= _WORTH * torchs else None
     finally:
         span.step = None
@@ -143,6 +152,10 @@ def tiny_sessions(span: Decoder, part: Span) -> list[tuple[torch.Tensor, SpanCac
         span.forward(hidden[:, :length], cache)
         sessions.append((hidden[:, length:], cache))
     return sessions
+
+
+def _decode(span: Decoder, sessions: Sequence[tuple[torch.Tensor, SpanCache]]) -> None:
+    span.decode([(hidden, _back(cache)) for hidden, cache in sessions])
 
 
 def _back(cache: SpanCache) -> SpanCache:
