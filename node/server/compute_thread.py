@@ -112,8 +112,9 @@ class ComputeThread:
         paid: bool = False,
         shared: PrefixUse | None = None,
         prefix: Sequence[bytes] = (),
+        peer: str = "",
     ) -> ComputeSession:
-        """A session with a cache of `batch` x `max_length` tokens for the blocks of `span`: an empty one, or `shared`
+        """A session of `peer` with a cache of `batch` x `max_length` tokens for `span`: an empty one, or `shared`
         begins with as much of the blocks named `prefix` as is kept here."""
         padding = list(left_padding) or None
 
@@ -121,7 +122,7 @@ class ComputeThread:
             cache = self.blocks.make_cache(batch, max_length, padding, span)
             if shared is not None:
                 self.steps.prefixes.begin(shared, prefix, cache)
-            return ComputeSession(cache, codec, adapter, paid, shared=shared, begun=cache.length)
+            return ComputeSession(cache, codec, adapter, paid, peer, shared=shared, begun=cache.length)
 
         return await self.call(make)
 

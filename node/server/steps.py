@@ -1,18 +1,16 @@
 """Steps of sessions on the device: which of them are next, bytes to tensors, a ragged batch of decode steps or a chunk
 of a prefill, tensors to bytes. All of it runs on the compute thread.
 
-Every turn runs all waiting decode steps as one ragged batch (the largest single gain when several people talk to one
-server), and between turns at most one chunk of one prefill, so that nobody's next token waits for somebody's long
-prompt. `next_turn`, a pure function, decides that.
+`turns.py` decides which are next.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import torch
 
@@ -22,73 +20,28 @@ from ...protocols.inference import Refusal, bad_request, sha256
 from ...protocols.prefix import token_digests
 from ...protocols.tensors import DTYPES, arrives_finite, decode, dtype_name, encode
 from ..blocks.cache import SpanCache
-from ..blocks.span import PREFILL_CHUNK, BlockSpan
+from ..blocks.span import BlockSpan
 from ..blocks.span_adapter import SpanAdapter
-from .budget import next_in_line, now_overtaken
 from .prefixes import PrefixStore, PrefixUse
 from .tallies import ServerTallies
+from .turns import Accounts, Waiting, next_turn
 
 log = logging.getLogger(__name__)
 
 OnComputed = Callable[[int, float, float], None]
 
-MAX_DECODE_ROWS: Final = 256
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A step that waits: `rows` of `tokens` each, `done` tokens a row of it already computed. `paid`: has priority."""
-
-    rows: int
-    tokens: int
-    done: int = 0
-    paid: bool = False
-
-    @property
-    def is_decode(self) -> bool:
-        return self.tokens == 1
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Indices into the waiting steps: all of `decode` in one batch, then `chunk` tokens a row of `prefill`. `overtaken`
-    is for the turn after it."""
-
-    decode: tuple[int, ...]
-    prefill: int | None
-    chunk: int = 0
-    overtaken: int = 0
-
-
-def next_turn(waiting: Sequence[Waiting], overtaken: int = 0) -> Turn:
-    """Decides one turn. `waiting` is in order of arrival; earlier steps go first within their kind, and among prefills
-    those with priority, as `next_in_line` has it."""
-    decode: list[int] = []
-    rows = 0
-    for index, step in enumerate(waiting):
-        if step.is_decode and (not decode or rows + step.rows <= MAX_DECODE_ROWS):
-            decode.append(index)
-            rows += step.rows
-    prefills = [index for index, step in enumerate(waiting) if not step.is_decode]
-    if not prefills:
-        return Turn(tuple(decode), None)
-    paid = [waiting[index].paid for index in prefills]
-    place = next_in_line(paid, overtaken)
-    step = waiting[prefills[place]]
-    chunk = min(step.tokens - step.done, max(1, PREFILL_CHUNK // step.rows))
-    return Turn(tuple(decode), prefills[place], chunk, now_overtaken(paid, place, overtaken))
-
 
 @dataclass
 class ComputeSession:
-    """A session as the compute thread sees it. Only that thread touches `cache`; `adapter` changes its blocks.
-    `paid`: it has priority. `shared`: what it shares with other sessions, None for nothing. `begun`: tokens of a
-    row that it began with."""
+    """A session of `peer` as the compute thread sees it. Only that thread touches `cache`; `adapter` changes its
+    blocks. `paid`: it has priority. `shared`: what it shares with other sessions, None for nothing. `begun`: tokens of
+    a row that it began with."""
 
     cache: SpanCache
     codec: str
     adapter: SpanAdapter | None = None
     paid: bool = False
+    peer: str = ""
     closed: bool = False
     shared: PrefixUse | None = None
     begun: int = 0
@@ -166,10 +119,17 @@ class StepRunner:
         on_prefill: told likewise of each part of a prefill: its tokens (of all rows), share, and seconds.
     """
 
-    def __init__(self, blocks: BlockSpan, tallies: ServerTallies | None = None) -> None:
+    def __init__(
+        self,
+        blocks: BlockSpan,
+        tallies: ServerTallies | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._blocks = blocks
+        self._clock = clock
         self._tallies = tallies or ServerTallies()
         self._waiting: list[Step] = []
+        self._accounts = Accounts()
         self._overtaken = 0  # prefills by those of sessions that have paid
         self.prefixes = PrefixStore()
         self.on_decode: OnComputed = lambda rows, share, seconds: None
@@ -209,12 +169,13 @@ class StepRunner:
             step.digests = token_digests(step.input.payload, hidden.shape[0], hidden.shape[1])
 
     def run_turn(self) -> None:
-        """Runs all waiting decode steps as one batch, and then a chunk of one prefill."""
+        """Runs waiting decode steps as one batch, and then a chunk of one prefill, as `next_turn` has it."""
         self._drop_closed()
         waiting = [
-            Waiting(step.hidden.shape[0], step.hidden.shape[1], step.done, step.session.paid) for step in self._waiting
+            Waiting(step.hidden.shape[0], step.hidden.shape[1], step.done, step.session.paid, step.session.peer)
+            for step in self._waiting
         ]
-        turn = next_turn(waiting, self._overtaken)
+        turn = next_turn(waiting, self._overtaken, self._accounts.shares(waiting, self._clock()))
         self._overtaken = turn.overtaken
         decodes = [self._waiting[index] for index in turn.decode]
         prefill = None if turn.prefill is None else self._waiting[turn.prefill]
@@ -231,7 +192,7 @@ class StepRunner:
 
     def _decode(self, batch: list[Step]) -> None:
         lengths = [step.session.cache.length for step in batch]
-        begun = time.perf_counter()
+        begun = self._clock()
         try:
             outputs = self._blocks.decode(
                 [(step.hidden, step.session.cache) for step in batch], [step.session.adapter for step in batch]
@@ -247,9 +208,14 @@ class StepRunner:
                 step.session.cache.rollback(length)
                 self._decode([step])
             return
-        seconds = time.perf_counter() - begun
+        now = self._clock()
+        seconds = now - begun
+        rows_of: Counter[str] = Counter()
+        for step in batch:
+            rows_of[step.session.peer] += step.session.cache.batch
+        self._accounts.note_decode(rows_of, seconds, now)
         blocks = sum(len(step.session.cache.specs) for step in batch)
-        rows = sum(step.session.cache.batch for step in batch)
+        rows = rows_of.total()
         self._tallies.batch_rows.add(rows)
         self.on_decode(rows, blocks / len(batch) / len(self._blocks.span), seconds)
         for step, output in zip(batch, outputs, strict=True):
@@ -259,14 +225,15 @@ class StepRunner:
     def _prefill(self, step: Step, chunk: int) -> bool:
         """Computes the next `chunk` tokens; true once the step is answered."""
         cache, end = step.session.cache, step.done + chunk
-        begun = time.perf_counter()
+        begun = self._clock()
         try:
             step.outputs.append(self._blocks.forward(step.hidden[:, step.done : end], cache, step.session.adapter))
             synchronise(self._blocks.device)
         except Exception as error:
             step.answer(_refusal(error))
             return True
-        seconds = time.perf_counter() - begun
+        seconds = self._clock() - begun
+        self._accounts.note_prefill(step.session.peer, seconds)
         step.done = end
         step.seconds += seconds
         self.on_prefill(chunk * step.hidden.shape[0], len(cache.specs) / len(self._blocks.span), seconds)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petalnode.node.blocks.span import PREFILL_CHUNK
-from petalnode.node.server.steps import MAX_DECODE_ROWS, Turn, Waiting, next_turn
+from petalnode.node.server.turns import MAX_DECODE_ROWS, Turn, Waiting, next_turn
 
 waiting = st.lists(
     st.one_of(

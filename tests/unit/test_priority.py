@@ -15,7 +15,7 @@ from petalnode.crypto.identity import Identity
 from petalnode.node.credits import payment_verifier as verifier_module
 from petalnode.node.credits.payment_verifier import PaymentVerifier
 from petalnode.node.server.budget import MOST_OVERTAKING, MemoryBudget, next_in_line, now_overtaken
-from petalnode.node.server.steps import Turn, Waiting, next_turn
+from petalnode.node.server.turns import Turn, Waiting, next_turn
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.credits import HONOURED_MS, SKEW_MS, clearing_to_wire
 from petalnode.protocols.ids import Span

@@ -29,8 +29,8 @@ _ROUNDED_TOLERANCE: Final = 6e-2
 blocks such differences grow to that of the roundings themselves."""
 _WORTH: Final = 0.95  # of the time that torch needs: less is noise
 _MANY: Final = 8
-"""Sessions in a step that counts like one of a single session: float32 weights come from memory as quickly for both, but
-torch's products with a few rows take three times as long as that."""
+"""Sessions in a step that counts as much as one of a single session. Float32 weights come from memory as quickly for
+both, but torch's products with a few rows take three times as long as that."""
 
 
 def native_kernels(wanted: Kernels, device: torch.device, dtype: torch.dtype) -> Library | None:

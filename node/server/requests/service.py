@@ -134,6 +134,7 @@ class RequestService:
                         paid,
                         shared if terms.shares else None,
                         terms.prefix,
+                        stream.peer_id,
                     )
                     keep = min(frame.open.keep_ms / 1000, MAX_KEEP)
                     session = ServerSession(

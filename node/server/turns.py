@@ -1,0 +1,208 @@
+"""Which of the waiting steps are computed next: a fair share of the device for each peer.
+
+Every turn runs waiting decode steps as one ragged batch (the largest single gain when several people talk to one
+server), and after it at most one chunk of one prefill, so that nobody's next token waits for more than that of
+somebody's long prompt. `next_turn`, a pure function, decides it.
+
+A peer with many sessions makes everybody's batch longer. What others may do to a peer is bounded by what each could ask
+for by itself: beside P peers, a batch takes at most P times as long as the steps of the least demanding one would alone
+(sharing incentive: Ghodsi et al. 2011, section 3). Since a batch is quicker than its steps one by one, nobody gets less
+than a P-th of the machine by that either. Who has had least of the device goes first (start-time fair queueing: Goyal
+et al. 1996, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ..blocks.span import PREFILL_CHUNK
+from .budget import next_in_line, now_overtaken
+
+MAX_DECODE_ROWS: Final = 256
+_ROUNDING: Final = 1 + 1e-9
+_FADING: Final = 0.98
+"""Of what was measured before, at each measurement: some fifty turns count."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A step that waits: `rows` of `tokens` each, `done` tokens a row of it already computed, for `peer`. `paid`: has
+    priority."""
+
+    rows: int
+    tokens: int
+    done: int = 0
+    paid: bool = False
+    peer: str = ""
+
+    @property
+    def is_decode(self) -> bool:
+        return self.tokens == 1
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Indices into the waiting steps: all of `decode` in one batch, then `chunk` tokens a row of `prefill`. `overtaken`
+    is for the turn after it."""
+
+    decode: tuple[int, ...]
+    prefill: int | None
+    chunk: int = 0
+    overtaken: int = 0
+
+
+@dataclass(frozen=True)
+class BatchCost:
+    """Seconds of a batch of decode steps: `base`, and `row` for each row."""
+
+    base: float
+    row: float
+
+    def seconds(self, rows: int) -> float:
+        return self.base + self.row * rows
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What is known of the peers.
+
+    Attributes:
+        cost: of a batch; None as long as nothing was measured.
+        used: seconds of the device by peer, as `Accounts` counts them.
+        expected: rows of peers none of whose steps waits, and whose next ones are about to come.
+    """
+
+    cost: BatchCost | None = None
+    used: Mapping[str, float] | None = None
+    expected: Mapping[str, int] | None = None
+
+
+def next_turn(waiting: Sequence[Waiting], overtaken: int = 0, shares: Shares | None = None) -> Turn:
+    """Decides one turn. `waiting` is in order of arrival.
+
+    Decode steps all run, unless that would take another peer's share. Of prefills, one of the peer that has had least
+    of the device is next; those with priority come first, as `next_in_line` has it. Earlier steps of a peer go first
+    within their kind.
+    """
+    shares = shares or Shares()
+    used = shares.used or {}
+    prefills = [index for index, step in enumerate(waiting) if not step.is_decode]
+    decode = _decode_steps(waiting, shares, bool(prefills))
+    if not prefills:
+        return Turn(decode, None)
+    prefills.sort(key=lambda index: (used.get(waiting[index].peer, 0.0), index))
+    paid = [waiting[index].paid for index in prefills]
+    place = next_in_line(paid, overtaken)
+    step = waiting[prefills[place]]
+    chunk = min(step.tokens - step.done, max(1, PREFILL_CHUNK // step.rows))
+    return Turn(decode, prefills[place], chunk, now_overtaken(paid, place, overtaken))
+
+
+def _decode_steps(waiting: Sequence[Waiting], shares: Shares, with_prefill: bool) -> tuple[int, ...]:
+    by_peer: dict[str, list[int]] = {}
+    for index, step in enumerate(waiting):
+        if step.is_decode:
+            by_peer.setdefault(step.peer, []).append(index)
+    # A chunk of a prefill takes longer than any batch: short batches before each would help nobody.
+    limit = None if with_prefill else _most_seconds(waiting, by_peer, shares)
+    used = dict(shares.used or {})
+    chosen: list[int] = []
+    rows = 0
+    while by_peer:
+        peer = min(by_peer, key=lambda name: (used.get(name, 0.0), by_peer[name][0]))
+        index = by_peer[peer].pop(0)
+        if not by_peer[peer]:
+            del by_peer[peer]
+        more = waiting[index].rows
+        if chosen and rows + more > MAX_DECODE_ROWS:
+            continue
+        if shares.cost is not None and limit is not None:
+            seconds = shares.cost.seconds(rows + more)
+            if not chosen:
+                limit += seconds if seconds > limit else 0.0  # a step that is too large by itself has its turn, too
+            elif seconds > limit:
+                continue
+            used[peer] = used.get(peer, 0.0) + shares.cost.row * more
+        chosen.append(index)
+        rows += more
+    return tuple(sorted(chosen))
+
+
+def _most_seconds(waiting: Sequence[Waiting], by_peer: Mapping[str, Sequence[int]], shares: Shares) -> float | None:
+    """How long a batch may take; None: as long as it needs."""
+    expected = {peer: rows for peer, rows in (shares.expected or {}).items() if peer not in by_peer}
+    peers = len(by_peer) + len(expected)
+    if peers < 2 or shares.cost is None:
+        return None
+    alone = [shares.cost.seconds(sum(waiting[index].rows for index in steps)) for steps in by_peer.values()]
+    limits = [peers * seconds for seconds in alone]
+    # Who is about to come waits for this batch, and then for that in which it is.
+    limits += [(peers - 1) * shares.cost.seconds(rows) for rows in expected.values()]
+    return _ROUNDING * min(limits)
+
+
+class CostFit:
+    """A straight line through what batches have taken: least squares, in which older ones fade."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # of weights, rows, seconds, squares of rows, products
+
+    def note(self, rows: int, seconds: float) -> None:
+        new = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = [_FADING * old + one for old, one in zip(self._sums, new, strict=True)]
+
+    @property
+    def cost(self) -> BatchCost | None:
+        """What a batch costs; None before the first one. As long as all had as many rows, each row is taken to cost as
+        much as the others: then shorter ones follow, and show what is so."""
+        weight, rows, seconds, squares, products = self._sums
+        if not weight or not rows:
+            return None
+        spread = weight * squares - rows * rows
+        row = (weight * products - rows * seconds) / spread if spread > 1e-6 * weight * squares else seconds / rows
+        row = min(max(row, 0.0), seconds / rows)
+        return BatchCost(max((seconds - row * rows) / weight, 0.0), row)
+
+
+class Accounts:
+    """Which peer has had how much of the device, and who is about to come back. Of peers that have been away only what
+    they have had more than others is kept."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, float] = {}
+        self._floor = 0.0
+        self._last: dict[str, tuple[float, int]] = {}  # when their last decode steps were computed, and how many rows
+        self._fit = CostFit()
+
+    def shares(self, waiting: Sequence[Waiting], now: float) -> Shares:
+        """What `next_turn` goes by. `now` in seconds of any clock."""
+        peers = {step.peer for step in waiting}
+        known = [self._used[peer] for peer in peers if peer in self._used]
+        if peers:
+            # Where nobody is left whom others have waited for, all that was before is settled.
+            self._floor = max(self._floor, min(known) if known else max(self._used.values(), default=0.0))
+        self._used = {peer: used for peer, used in self._used.items() if used > self._floor}
+        for peer in peers:
+            self._used.setdefault(peer, self._floor)
+        cost = self._fit.cost
+        rows = sum(step.rows for step in waiting if step.is_decode)
+        # Who takes longer than a batch of all for its next step loses less by waiting than others by short batches.
+        soon = cost.seconds(rows) if cost is not None else 0.0
+        self._last = {peer: (at, count) for peer, (at, count) in self._last.items() if now - at <= soon}
+        return Shares(cost, self._used, {peer: count for peer, (_, count) in self._last.items()})
+
+    def note_decode(self, rows: Mapping[str, int], seconds: float, now: float) -> None:
+        """A batch with so many rows of each peer took `seconds`, and ended `now`."""
+        total = sum(rows.values())
+        self._fit.note(total, seconds)
+        for peer, count in rows.items():
+            self._charge(peer, seconds * count / total)
+            self._last[peer] = now, count
+
+    def note_prefill(self, peer: str, seconds: float) -> None:
+        self._charge(peer, seconds)
+
+    def _charge(self, peer: str, seconds: float) -> None:
+        self._used[peer] = max(self._used.get(peer, 0.0), self._floor) + seconds

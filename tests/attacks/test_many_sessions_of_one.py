@@ -1,0 +1,105 @@
+"""A peer may have many sessions: they make the batches of everybody longer, and its prompts stand before others'."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from petalnode.crypto.identity import Identity
+from petalnode.node.blocks.span import BlockSpan
+from petalnode.node.server import turns
+from petalnode.node.server.steps import Step, StepRunner
+from petalnode.node.server.turns import BatchCost, CostFit
+from tests.attacks.one_server import OneServer, one_server
+from tests.swarm.raw import RawSession, values
+
+HOG, HONEST = Identity.generate(), Identity.generate()
+SESSIONS = 9
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The peers of each batch of decode steps, and of each part of a prefill. Each row costs as much as all others."""
+    found: list[list[str]] = []
+    decode, prefill = StepRunner._decode, StepRunner._prefill
+
+    def noting_decode(runner: StepRunner, batch: list[Step]) -> None:
+        found.append([step.session.peer for step in batch])
+        decode(runner, batch)
+
+    def noting_prefill(runner: StepRunner, step: Step, chunk: int) -> bool:
+        found.append([step.session.peer])
+        return prefill(runner, step, chunk)
+
+    monkeypatch.setattr(StepRunner, "_decode", noting_decode)
+    monkeypatch.setattr(StepRunner, "_prefill", noting_prefill)
+    monkeypatch.setattr(CostFit, "cost", BatchCost(0.0, 1.0))
+    return found
+
+
+async def all_at_once(server: OneServer, steps: list[tuple[RawSession, bytes]]) -> None:
+    """Sends a first step of each session; none is computed before all are there."""
+    compute, go = server.service.context.compute, threading.Event()
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(compute.call, go.wait)
+            for session, payload in steps:
+                await session.send_step(1, 0, payload)
+            while compute.depth < 1 + len(steps):
+                await wait_all_tasks_blocked()
+            go.set()
+            for session, _ in steps:
+                frame, _ = await session.receive()
+                assert frame.HasField("reply")
+    finally:
+        go.set()
+
+
+async def opened(server: OneServer, client: Identity, count: int = 1) -> list[RawSession]:
+    sessions = [server.session(client) for _ in range(count)]
+    for session in sessions:
+        assert (await session.open(max_length=220)).HasField("granted")
+    return sessions
+
+
+def with_server(blocks: BlockSpan, main: Callable[[OneServer], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with one_server(blocks) as server:
+            await main(server)
+
+    trio.run(run)
+
+
+def test_a_step_is_not_computed_among_all_of_another_peer(blocks: BlockSpan, computed: list[list[str]]) -> None:
+    async def main(server: OneServer) -> None:
+        many, (one,) = await opened(server, HOG, SESSIONS), await opened(server, HONEST)
+        await all_at_once(server, [(session, values(1)) for session in [*many, one]])
+
+    with_server(blocks, main)
+    assert sorted(computed[0]) == sorted([HOG.peer_id, HONEST.peer_id])
+    assert sum(map(len, computed)) == SESSIONS + 1
+
+
+def test_one_who_is_alone_has_all_steps_in_one_batch(blocks: BlockSpan, computed: list[list[str]]) -> None:
+    async def main(server: OneServer) -> None:
+        await all_at_once(server, [(session, values(1)) for session in await opened(server, HOG, SESSIONS)])
+
+    with_server(blocks, main)
+    assert computed == [[HOG.peer_id] * SESSIONS]
+
+
+def test_a_short_prompt_does_not_stand_behind_all_of_another_peer(
+    blocks: BlockSpan, computed: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PREFILL_CHUNK", 64)
+
+    async def main(server: OneServer) -> None:
+        many, (one,) = await opened(server, HOG, 3), await opened(server, HONEST)
+        await all_at_once(server, [*((session, values(200)) for session in many), (one, values(20))])
+
+    with_server(blocks, main)
+    assert [HONEST.peer_id] in computed[:2] and len(computed) == 3 * 4 + 1
