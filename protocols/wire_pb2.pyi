@@ -1618,6 +1618,8 @@ class Evidence(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     TOLERANCE_FIELD_NUMBER: builtins.int
     TIME_MS_FIELD_NUMBER: builtins.int
+    PREFIX_TOKENS_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
     version: builtins.int
     accused: builtins.bytes
     """peer id"""
@@ -1630,6 +1632,8 @@ class Evidence(google.protobuf.message.Message):
     """what the accuser found, in its own computation"""
     tolerance: builtins.float
     time_ms: builtins.int
+    prefix_tokens: builtins.int
+    """tokens of a row that the session began with, as granted"""
     @property
     def receipts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Receipt]:
         """equivocation: the two; pledge: from the session's first to the one outside"""
@@ -1648,6 +1652,10 @@ class Evidence(google.protobuf.message.Message):
 
     @property
     def work(self) -> Global___EvidenceBatch: ...
+    @property
+    def prefix(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tensor]:
+        """answer of such a session: what had entered for them, one behind the other, "prefix.0" .."""
+
     def __init__(
         self,
         *,
@@ -1664,9 +1672,11 @@ class Evidence(google.protobuf.message.Message):
         error: builtins.float = ...,
         tolerance: builtins.float = ...,
         time_ms: builtins.int = ...,
+        prefix_tokens: builtins.int = ...,
+        prefix: collections.abc.Iterable[Global___Tensor] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["opening", b"opening", "pledge", b"pledge", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accused", b"accused", "error", b"error", "kind", b"kind", "opening", b"opening", "pledge", b"pledge", "receipts", b"receipts", "server_device", b"server_device", "session_epoch", b"session_epoch", "steps", b"steps", "time_ms", b"time_ms", "tolerance", b"tolerance", "version", b"version", "work", b"work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accused", b"accused", "error", b"error", "kind", b"kind", "opening", b"opening", "pledge", b"pledge", "prefix", b"prefix", "prefix_tokens", b"prefix_tokens", "receipts", b"receipts", "server_device", b"server_device", "session_epoch", b"session_epoch", "steps", b"steps", "time_ms", b"time_ms", "tolerance", b"tolerance", "version", b"version", "work", b"work"]) -> None: ...
 
 Global___Evidence: typing_extensions.TypeAlias = Evidence
 

@@ -197,6 +197,12 @@ def session_bundle(accuser: Identity, log: SessionLog, index: int, measured: Mea
         evidence.pledge.CopyFrom(log.granted.pledge)
     entries = [log.entries[number] for number in range(index + 1)]
     payloads: dict[str, bytes] = {}
+    evidence.prefix_tokens = log.granted.prefix_tokens
+    if evidence.prefix_tokens and not log.prefix:
+        raise ValueError("the tensors that the session began with were not kept")
+    for number, (tensor, payload) in enumerate(log.prefix):
+        evidence.prefix.append(tensor)
+        payloads[f"prefix.{number}"] = bytes(payload)
     for number in needed([_known(entry.step) for entry in entries]):
         payloads[f"input.{number}"] = _kept(entries[number].input)
     payloads["output"] = _kept(entries[-1].output)

@@ -63,6 +63,7 @@ class SessionLog:
 
     Attributes:
         opening, granted: how it was opened; None before that, and of a session that another process has opened.
+        prefix: headers and bytes of what had entered, in an earlier session, for the tokens that it began with.
         complete: whether every receipt since then is here, with its step.
         nbytes: of the tensors that are kept.
     """
@@ -71,6 +72,7 @@ class SessionLog:
         self.peer_id = peer_id
         self.opening: wire.Open | None = None
         self.granted: wire.Granted | None = None
+        self.prefix: tuple[tuple[wire.Tensor, bytes | bytearray], ...] = ()
         self.complete = False
         self.nbytes = 0
         self._keeps = keeps_tensors
@@ -86,6 +88,13 @@ class SessionLog:
         self.opening = opening
         self.granted = granted
         self.complete = not granted.prefix_tokens
+
+    def begins_with(self, prefix: Sequence[tuple[wire.Tensor, bytes | bytearray]]) -> None:
+        """Notes what had entered for all tokens that the server granted."""
+        self.complete = self.granted is not None
+        if self._keeps:
+            self.prefix = tuple(prefix)
+            self.nbytes += sum(len(payload) for _, payload in prefix)
 
     def asked(self, step: wire.Step, tensor: wire.Tensor, payload: bytes | bytearray) -> None:
         """Notes a step that is sent, or that another server has pushed."""
@@ -115,6 +124,7 @@ class SessionLog:
     def forget_tensors(self) -> None:
         """Keeps the receipts only, from now on."""
         self._keeps = False
+        self.prefix = ()
         self._pending = OrderedDict((key, (step, tensor, None)) for key, (step, tensor, _) in self._pending.items())
         self._entries = deque(LoggedStep(entry.receipt, entry.step, entry.asked, None, None) for entry in self._entries)
         self.nbytes = 0

@@ -17,6 +17,7 @@ from ...crypto.evidence import (
 )
 from ...crypto.receipts import Receipt
 from ...protocols import wire_pb2 as wire
+from ...protocols.framing import wire_nbytes
 from ...protocols.ids import BACKWARD, FORWARD, Span
 from ...protocols.inference import (
     MAX_BATCH,
@@ -30,6 +31,7 @@ from ...protocols.inference import (
     sha256,
     terms_of,
 )
+from ...protocols.prefix import BLOCK_TOKENS, PrefixNames, token_digests
 from ...protocols.training import (
     MICRO_BATCH_TOKENS,
     NOTHING_KEPT,
@@ -55,7 +57,8 @@ class SelfProven:
 class SessionClaim:
     """The server did answer the last of `steps` with `output`; whether that is right has to be recomputed.
 
-    `steps` are those that the answer depends on, with the header and bytes of their tensors.
+    `steps` are those that the answer depends on, with the header and bytes of their tensors; before them what had
+    entered, in an earlier session, for tokens that were not computed again.
     """
 
     receipt: Receipt
@@ -98,7 +101,7 @@ def check_statement(bundle: Bundle) -> CheckedEvidence:
 
 def _root(evidence: wire.Evidence, first: Receipt) -> bytes:
     pledge = pledge_from_wire(evidence.pledge).hash() if evidence.HasField("pledge") else b""
-    return root_of(evidence.opening, first.client, evidence.session_epoch, pledge)
+    return root_of(evidence.opening, first.client, evidence.session_epoch, pledge, evidence.prefix_tokens)
 
 
 def _session(bundle: Bundle) -> SessionClaim:
@@ -113,8 +116,7 @@ def _session(bundle: Bundle) -> SessionClaim:
         raise NotProven("the receipt is for other blocks than the session was opened for")
     # Which steps are needed follows from the headers of all of them: each header is checked, of undone steps as well.
     wanted = frozenset(needed([step.step for step in evidence.steps]))
-    length = 0
-    steps = []
+    length, steps = _prefix(bundle, terms)
     for number, (entry, receipt) in enumerate(zip(evidence.steps, receipts, strict=True)):
         _check_form(entry.step, entry.tensor, terms, length)
         length = entry.step.position + entry.tensor.shape[1]
@@ -127,6 +129,27 @@ def _session(bundle: Bundle) -> SessionClaim:
     if sha256(output) != last.reply_hash:
         raise ExchangedTensors("the answer is not the one that the server signed")
     return SessionClaim(last, terms, tuple(steps), output)
+
+
+def _prefix(bundle: Bundle, terms: SessionTerms) -> tuple[int, list[tuple[wire.Step, wire.Tensor, bytes]]]:
+    """The tokens that the session began with, and as steps what had entered for them: the name of the last block, which
+    the server has signed with its first receipt, is that of these tensors."""
+    granted, named = bundle.evidence.prefix_tokens, PrefixNames(terms.prefix_root)
+    steps: list[tuple[wire.Step, wire.Tensor, bytes]] = []
+    length = 0
+    for number, tensor in enumerate(bundle.evidence.prefix):
+        step, payload = wire.Step(position=length), _payload(bundle, f"prefix.{number}")
+        _check_form(step, tensor, terms, length)
+        if len(payload) != wire_nbytes(tensor.shape, tensor.dtype, tensor.codec):
+            raise ExchangedTensors("what the session began with is of another size than the statement has it")
+        named.append(token_digests(payload, terms.batch, tensor.shape[1]))
+        length += tensor.shape[1]
+        steps.append((step, tensor, payload))
+    if length != granted:
+        raise NotProven(f"it shows {length} of the {granted} tokens that the session began with")
+    if granted and named.names[-1:] != list(terms.prefix[granted // BLOCK_TOKENS - 1 :][:1]):
+        raise ExchangedTensors("what the session began with is not what the server signed")
+    return granted, steps
 
 
 def _check_request(entry: wire.EvidenceStep, receipt: Receipt) -> None:

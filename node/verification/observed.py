@@ -57,12 +57,13 @@ class Observed:
 def observed_session(log: SessionLog, device: str = "") -> Observed | None:
     """A server's part of a session, from a client's receipts.
 
-    None if the log does not go back to the beginning, or the session had an adapter, whose weights it does not hold.
+    None if the log does not go back to the beginning, the session began with what an earlier one had left, or it had an
+    adapter, whose weights it does not hold.
 
     Raises:
         TensorError: bytes that are no tensor; no checked log holds such.
     """
-    if log.opening is None or not log.complete:
+    if log.opening is None or not log.complete or log.granted is None or log.granted.prefix_tokens:
         return None
     steps: list[Step] = []
     claimed: list[torch.Tensor] = []

@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import trio
 
+from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity
+from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.client.core import SwarmClient, open_client
 from petalnode.node.client.generation import Conversation
 from petalnode.node.client.sampling import Sampling
+from petalnode.node.client.sharing import auditable
 from petalnode.node.client.swarm_model import identify_model
+from petalnode.node.models.folder import open_folder
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from petalnode.node.trust.bundle import Bundle, session_bundle
+from petalnode.node.trust.receipt_log import SHARED_BYTES, ReceiptArchive
+from petalnode.node.verification.evidence_check import check_evidence
+from petalnode.protocols import wire_pb2 as wire
 from tests.tiny_models import VOCABULARY, load_whole, save_tiny
 
 PREFIX = torch.randint(3, VOCABULARY, (1, 100), generator=torch.Generator().manual_seed(1))[0].tolist()
@@ -139,3 +148,53 @@ def test_a_server_that_dies_is_replaced_with_what_came_before(swarm: MemorySwarm
 
     swarm.call(main)
     assert first.alive
+
+
+async def shared_bundle(swarm: MemorySwarm, folder: Path) -> Bundle:
+    """What a client shows of the first step of a session that began with an earlier one's blocks."""
+    async with opened(swarm, folder) as (client, local):
+        client.receipts = ReceiptArchive(SHARED_BYTES)
+        await answer(client, local, PREFIX)
+        assert (await answer(client, local, PREFIX))[1] == 96
+        (shown,) = [log for log in client.receipts.sessions if log.prefix]
+        assert shown.complete and len(auditable(client.receipts)) == 10
+        return session_bundle(client.swarm.identity, shown, 0)
+
+
+def resigned(bundle: Bundle, payloads: dict[str, bytes], **changes: Any) -> Bundle:
+    accuser = Identity.generate()
+    evidence = wire.Evidence.FromString(bundle.statement)
+    for name, value in changes.items():
+        setattr(evidence, name, value)
+    statement = evidence.SerializeToString(deterministic=True)
+    return Bundle(
+        statement, accuser.peer_id, accuser.sign(ACCUSATION_DOMAIN, statement), {**bundle.payloads, **payloads}
+    )
+
+
+def test_what_was_reused_is_recomputed_by_auditors(swarm: MemorySwarm, folder: Path) -> None:
+    started(swarm, folder, "0:6")
+    bundle = swarm.call(shared_bundle, swarm, folder)
+    model = open_folder(folder, "tiny")
+    assert bundle.evidence.prefix_tokens == 96
+    outcome = check_evidence(bundle, model)
+    assert not outcome.proven and not outcome.inconclusive and outcome.signed, outcome
+    other = bytearray(bundle.payloads["prefix.0"])
+    other[40] ^= 1
+    assert check_evidence(resigned(bundle, {"prefix.0": bytes(other)}), model).exchanged
+    assert check_evidence(resigned(bundle, {"prefix.0": b""}), model).exchanged
+    for tokens in (0, 32, 64, 97, 1 << 40):
+        refuted = check_evidence(resigned(bundle, {}, prefix_tokens=tokens), model)
+        assert not refuted.proven and not refuted.exchanged and not refuted.signed
+
+
+def test_a_server_that_did_not_keep_what_it_says_is_found_out(
+    swarm: MemorySwarm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore = SpanCache.restore
+    monkeypatch.setattr(
+        SpanCache, "restore", lambda cache, parts, tokens: restore(cache, [part * 0 for part in parts], tokens)
+    )
+    started(swarm, folder, "0:6")
+    outcome = check_evidence(swarm.call(shared_bundle, swarm, folder), open_folder(folder, "tiny"))
+    assert outcome.proven, outcome

@@ -240,6 +240,9 @@ class Opening:
                     payment=payment,
                     prefix=prefix,
                 )
+                if server.prefix_tokens and log is not None:
+                    entered = self._beginning.part(hop.span.start, server.prefix_tokens)
+                    log.begins_with([(step.chunk.tensor, step.chunk.payload) for step in entered])
                 name = session_name(server.nonce)
                 logger.info(
                     "session %s: granted by %s, blocks %s", name, hop.peer_id, hop.span, extra={"session": name}
@@ -275,7 +278,7 @@ class Opening:
 
     async def _prefix_at(self, hop: Hop) -> list[bytes]:
         """The names of what the server of `hop` may have kept."""
-        if not self._spec.share or self._router.receipts.shares or self._beginning.tokens < BLOCK_TOKENS:
+        if not self._spec.share or self._beginning.tokens < BLOCK_TOKENS:
             return []
         if hop not in self._names:
             self._names[hop] = await trio.to_thread.run_sync(self._beginning.names, self._spec, hop)
