@@ -140,6 +140,12 @@ class ClientModel:
         """Whether this thread is within `prompted`."""
         return getattr(self._here, "prompts", None) is not None
 
+    @property
+    def prompted_tokens(self) -> int:
+        """How many tokens of a row are those of `prompted` in this thread."""
+        given = getattr(self._here, "prompts", None)
+        return 0 if given is None else len(given[0])
+
     def _put_prompts(self, embeddings: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
         given = getattr(self._here, "prompts", None)
         if given is None or self._here.call.position:

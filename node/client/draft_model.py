@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -15,7 +15,7 @@ from ..blocks.span import BlockSpan, load_span
 from ..errors import BadInput
 from ..models.folder import ModelFolder
 from .chat import Text, same_tokens
-from .sampling import Sampler
+from .sampling import AheadSampler, TokenSampler
 
 PREFILL_TOKENS: Final = 64
 """Of a prompt that are read at once: whoever ends the answer waits for no more."""
@@ -30,6 +30,17 @@ class DraftModel:
         self.turn = threading.Lock()
 
 
+class DraftReader(Protocol):
+    """A draft model that has read some of one conversation. Its calls compute: they belong into a worker thread."""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the conversation may reach."""
+
+    def read(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        """The logits [vocabulary] after at most `max_length` tokens; None if it has to be called again to read more."""
+
+
 class DraftCache:
     """What a draft model has read of one conversation. Its calls compute: they belong into a worker thread.
 
@@ -39,12 +50,15 @@ class DraftCache:
 
     def __init__(self, model: DraftModel, max_length: int) -> None:
         self._model = model
-        self.max_length = min(max_length, model.blocks.max_positions)
-        self._cache = model.blocks.make_cache(1, self.max_length)
+        self._max_length = min(max_length, model.blocks.max_positions)
+        self._cache = model.blocks.make_cache(1, self._max_length)
         self._held: list[int] = []
 
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
     def read(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """The logits [vocabulary] after at most `max_length` tokens; None if it has to be called again to read more."""
         common = 0
         for held, wanted in zip(self._held, tokens[:-1], strict=False):
             if held != wanted:
@@ -68,7 +82,7 @@ class DraftCache:
 class Ahead:
     """Chooses guesses as the sampler of an answer will choose tokens: the next one stands behind `length` tokens."""
 
-    sampler: Sampler
+    sampler: AheadSampler
     length: int
 
 
@@ -84,7 +98,7 @@ class ModelDrafter:
         skipped: tokens at the beginning of a line that are none of the model's, such as those of a soft prompt.
     """
 
-    def __init__(self, cache: DraftCache, sampler: Sampler, skipped: int = 0) -> None:
+    def __init__(self, cache: DraftReader, sampler: TokenSampler, skipped: int = 0) -> None:
         self._cache = cache
         self._sampler = sampler
         self._skipped = skipped

@@ -20,8 +20,8 @@ from ..trust.receipt_log import SessionLog
 from .chunks import PIPELINE_TOKENS, from_chunks, to_chunks
 from .core import SwarmClient
 from .deadlines import Waits
-from .draft_model import DraftCache, DraftModel, ModelDrafter
-from .drafting import Draft, DraftPlan, LookupDrafter, PipelineSpeed
+from .draft_model import DraftCache, DraftModel
+from .drafting import Draft, DraftPlan, LookupDrafter
 from .request import WireTensor
 from .sampling import Sampler, Sampling
 from .session.chain import HistoryLost, Trouble
@@ -31,7 +31,7 @@ from .session.session import ClientSession, SavedSession
 from .session.stream import HopTiming, SessionSpec
 from .session.trace import SessionTrace
 from .session_adapter import SessionAdapter
-from .speculation import Answering, Speculation
+from .speculation import Answering, Drafter
 
 __all__ = ["KEEP_SECONDS", "Conversation", "Sampler", "Sampling"]
 
@@ -86,11 +86,13 @@ class Conversation:
     ) -> None:
         self.max_length = max_length
         self.drafting = DraftPlan()
-        self._drafter = LookupDrafter() if drafts or draft_model else None
-        self._guesses = DraftCache(draft_model, max_length) if draft_model is not None else None
+        self._drafter: Drafter | None = None
         self._adapter = adapter
         self._soft_prompt = soft_prompt
         self._virtual = [] if soft_prompt is None else [model.any_token] * len(soft_prompt)
+        if drafts or draft_model is not None:
+            reader = DraftCache(draft_model, max_length) if draft_model is not None else None
+            self._drafter = Drafter(self.drafting, LookupDrafter(), reader, len(self._virtual))
         self._client = client
         self._salt = prefix_salt
         self._model = model
@@ -223,10 +225,13 @@ class Conversation:
         session = await self._open(tokens)
         self.reused = max(0, min(common_prefix(self._held, tokens), session.position) - len(self._virtual))
         limit = min(self.max_length + len(self._virtual), begin + sampling.max_new_tokens)
-        answer = Answering(tokens, limit, sampler, on_token, stop, self._stop_tokens)
+        answer, drafter = Answering(tokens, limit, sampler, on_token, stop, self._stop_tokens), self._drafter
         while not answer.is_over:
-            draft = self._guess(tokens, limit - len(tokens) - 1) if len(tokens) > begin else Draft()
-            if (draft.tokens or self._model_guesses(answer)) and await self._check_side_by_side(answer, draft):
+            draft = Draft()
+            if drafter is not None and len(tokens) > begin:
+                draft = drafter.guess(tokens, limit - len(tokens) - 1)
+            guesses = drafter is not None and (bool(draft.tokens) or drafter.model_guesses(answer))
+            if drafter is not None and guesses and await self._check_side_by_side(drafter, answer, draft):
                 continue
             begun, made = trio.current_time(), len(tokens)
             early = _EarlyToken(self._model) if sampler.is_argmax and not draft.tokens and self._is_quick else None
@@ -240,60 +245,25 @@ class Conversation:
             else:
                 token, self._embedded = await trio.to_thread.run_sync(self._choose, answer, hidden)
                 answer.take(token)
-            if self._drafter is not None and not answer.is_over:
+            if drafter is not None and not answer.is_over:
                 now = trio.current_time()
-                self._note_speed(hidden, now - answered)
+                drafter.note_speed(self._session, hidden[-1].tokens, now - answered)
                 if made > begin:
-                    self._note_step(draft, len(tokens) - made - 1, now - begun)
+                    drafter.note_step(draft, len(tokens) - made - 1, now - begun)
         return tokens[begin:]
 
-    def _model_guesses(self, answer: Answering) -> bool:
-        most = answer.limit - len(answer.tokens) - 1
-        return self._guesses is not None and self.drafting.model_depth(most) > 0
-
-    def _note_speed(self, hidden: list[WireTensor], head: float) -> None:
-        """Learns how the servers' time grows with the tokens of a step."""
-        session, plan = self._session, self.drafting
-        if not isinstance(session, ClientSession) or not session.spec.push:
-            plan.speed = None
-            return
-        plan.speed = plan.speed or PipelineSpeed()
-        plan.speed.note_work(hidden[-1].tokens, [timing.compute for timing in session.timings], head)
-
-    def _note_step(self, draft: Draft, accepted: int, seconds: float) -> None:
-        """Learns from a step by itself."""
-        self.drafting.note(draft, accepted, seconds)
-        if self.drafting.speed is not None:
-            self.drafting.speed.note_alone(1 + len(draft.tokens), seconds)
-
-    async def _check_side_by_side(self, answer: Answering, draft: Draft) -> bool:
+    async def _check_side_by_side(self, drafter: Drafter, answer: Answering, draft: Draft) -> bool:
         """Checks this draft and those that follow it in steps that are under way at once; false if that cannot be."""
-        session, tokens, speed = self._session, answer.tokens, self.drafting.speed
+        session, tokens = self._session, answer.tokens
         held = min(common_prefix(self._held, tokens), 0 if session is None else session.position)
-        if speed is None or self._drafter is None or not isinstance(session, ClientSession) or held < len(tokens) - 1:
+        if drafter.plan.speed is None or not isinstance(session, ClientSession) or held < len(tokens) - 1:
             return False
         made = len(tokens)
-        session.position = made - 1
-
-        async def embed(some: list[int], position: int) -> WireTensor:
-            return (await trio.to_thread.run_sync(self._embed, some, position, session))[0]
-
-        async with session.flight() as flight:
-            checking = Speculation(
-                answer,
-                flight,
-                self.drafting,
-                self._drafter,
-                embed=embed,
-                head=self._model.head,
-                compute_seconds=lambda: [timing.compute for timing in session.timings],
-                most_step_tokens=session.max_step_tokens,
-                model=ModelDrafter(self._guesses, answer.sampler, len(self._virtual)) if self._guesses else None,
-            )
-            try:
-                await checking.run(draft)
-            finally:
-                self._held = checking.held
+        embed = partial(self._embed, session=session)
+        try:
+            await drafter.check(answer, draft, session, embed, self._model.head)
+        finally:
+            self._held = tokens[: min(session.position, len(tokens) - 1)]  # behind the last one, drafts may be held
         return len(tokens) > made
 
     @property
@@ -301,12 +271,6 @@ class Conversation:
         """Whether one token is embedded and chosen on the trio thread: that takes less than waking another one twice,
         and nobody else's answer waits for it."""
         return self._model.is_short and self._soft_prompt is None and len(self._client.answering) == 1
-
-    def _guess(self, tokens: list[int], most: int) -> Draft:
-        """What may come next, up to `most` tokens; nothing where asking for it gains nothing."""
-        if self._drafter is None or most < 1:
-            return Draft()
-        return self.drafting.choose(self._drafter.matches(tokens), most)
 
     async def score(
         self, prompt: Sequence[int], on_logits: Callable[[int, torch.Tensor], object], *, hidden: bool = False

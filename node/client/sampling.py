@@ -36,6 +36,26 @@ class Constraint(Protocol):
         """`token` was chosen."""
 
 
+class TokenSampler(Protocol):
+    """Chooses the tokens of one answer."""
+
+    def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
+        """The token after `tokens`, from logits [vocabulary]."""
+
+    def ahead(self) -> AheadSampler:
+        """One that chooses as this one will, as far as that can be known."""
+
+
+class AheadSampler(Protocol):
+    """Chooses a draft model's guesses."""
+
+    def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
+        """The token after `tokens`, from logits [vocabulary]."""
+
+    def skip(self, vocabulary: int) -> None:
+        """Uses up the random numbers of one token, for logits of this size."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen. Temperature 0 is greedy; `seed` makes sampling repeatable.

@@ -13,11 +13,13 @@ import trio
 
 from ..errors import PetalnodeError, unwrapped
 from .chunks import from_chunks
-from .draft_model import Ahead, ModelDrafter
-from .drafting import BY_MODEL, REALIGNED, Draft, DraftPlan, LookupDrafter
+from .draft_model import Ahead, DraftReader, ModelDrafter
+from .drafting import BY_MODEL, REALIGNED, Draft, DraftPlan, LookupDrafter, PipelineSpeed
 from .request import WireTensor
-from .sampling import Sampler
+from .sampling import TokenSampler
+from .session.compared_session import Session
 from .session.flight import Flight
+from .session.session import ClientSession
 
 _LONG: Final = 4
 """From so many tokens on, a match says more than that the text went on as before behind a wrong token."""
@@ -35,7 +37,7 @@ class Answering:
 
     tokens: list[int]
     limit: int
-    sampler: Sampler
+    sampler: TokenSampler
     on_token: Callable[[int], object]
     stop: trio.Event
     stop_tokens: frozenset[int]
@@ -90,7 +92,6 @@ class Speculation:
 
     Attributes:
         line: the tokens of the answer and those that are drafted behind them, in order.
-        held: the tokens that the session held after the last answer.
     """
 
     answer: Answering
@@ -103,7 +104,6 @@ class Speculation:
     most_step_tokens: int
     model: ModelDrafter | None = None
     line: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
     _sent: int = 0  # of `line`
     _asked: deque[_Asked] = field(default_factory=deque)
     _draft: Draft = field(default_factory=Draft)  # where what is drafted in `line` was found
@@ -121,7 +121,6 @@ class Speculation:
             SwarmError: servers failed, and no others hold their blocks.
         """
         tokens = self.answer.tokens
-        self.held = tokens[:-1]
         self._draft = draft
         self.line, self._sent = [*tokens, *draft.tokens], len(tokens) - 1
         self._checked = trio.current_time()
@@ -142,7 +141,6 @@ class Speculation:
         while self._asked:
             hidden = await self.flight.answer()
             asked = self._asked.popleft()
-            self.held = self.line[: asked.end]
             await self._check(asked, hidden)
             if self.answer.is_over:
                 return
@@ -284,3 +282,77 @@ class Speculation:
         for draft in (*long, *realigned, *found[len(long) :]):
             if not guesses or self.plan.beats_model(draft):
                 yield draft
+
+
+@dataclass
+class Drafter:
+    """What guesses the tokens of a conversation.
+
+    Attributes:
+        plan: what drafts have brought so far, and whether they pay.
+        reader: of a draft model.
+        skipped: tokens at the beginning of the conversation that the draft model does not know.
+    """
+
+    plan: DraftPlan
+    lookup: LookupDrafter
+    reader: DraftReader | None = None
+    skipped: int = 0
+
+    def guess(self, tokens: list[int], most: int) -> Draft:
+        """What may come next, up to `most` tokens; nothing where asking for it gains nothing."""
+        return self.plan.choose(self.lookup.matches(tokens), most) if most > 0 else Draft()
+
+    def model_guesses(self, answer: Answering) -> bool:
+        """Whether the draft model is to guess on."""
+        most = answer.limit - len(answer.tokens) - 1
+        return self.reader is not None and self.plan.model_depth(most) > 0
+
+    def note_speed(self, session: Session | None, tokens: int, head: float) -> None:
+        """Learns how the servers' time grows with the tokens of a step; `head`: seconds of choosing a token of it."""
+        plan = self.plan
+        if not isinstance(session, ClientSession) or not session.spec.push:
+            plan.speed = None
+            return
+        plan.speed = plan.speed or PipelineSpeed()
+        plan.speed.note_work(tokens, [timing.compute for timing in session.timings], head)
+
+    def note_step(self, draft: Draft, accepted: int, seconds: float) -> None:
+        """Learns from a step by itself."""
+        self.plan.note(draft, accepted, seconds)
+        if self.plan.speed is not None:
+            self.plan.speed.note_alone(1 + len(draft.tokens), seconds)
+
+    async def check(
+        self,
+        answer: Answering,
+        draft: Draft,
+        session: ClientSession,
+        embed: Callable[[list[int], int], list[WireTensor]],
+        head: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Checks this draft and those that follow it in steps that are under way at once, as far as that can be.
+
+        `embed(tokens, position)` and `head(hidden)` compute. The session may hold tokens behind the answer's then.
+
+        Raises:
+            SwarmError: servers failed, and no others hold their blocks.
+        """
+        session.position = len(answer.tokens) - 1
+
+        async def embedded(some: list[int], position: int) -> WireTensor:
+            return (await trio.to_thread.run_sync(embed, some, position))[0]
+
+        async with session.flight() as flight:
+            checking = Speculation(
+                answer,
+                flight,
+                self.plan,
+                self.lookup,
+                embed=embedded,
+                head=head,
+                compute_seconds=lambda: [timing.compute for timing in session.timings],
+                most_step_tokens=session.max_step_tokens,
+                model=ModelDrafter(self.reader, answer.sampler, self.skipped) if self.reader is not None else None,
+            )
+            await checking.run(draft)

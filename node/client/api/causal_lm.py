@@ -12,7 +12,9 @@ from ....protocols.framing import TensorError
 from ...blocks.remote_cache import RemoteCache, RemoteCall
 from ...errors import BadInput
 from ...models.adapter import Adapter
+from ..drafting import DraftCounts
 from ..session_adapter import SessionAdapter
+from .drafted import DraftedDecoding, DraftOptions, drafted, take_draft_options
 from .inference_session import InferenceSession
 from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options
 from .remote import forward_context
@@ -48,6 +50,9 @@ class DistributedModelForCausalLM(DistributedModel):
     """A causal language model with its blocks in the swarm; see `DistributedModel`.
 
     `generate` and calling it with `labels` behave as in transformers.
+
+    Attributes:
+        drafts: what drafts brought in the last `generate`, as `InferenceSession.drafts`.
     """
 
     labels_are_tokens = True
@@ -56,6 +61,7 @@ class DistributedModelForCausalLM(DistributedModel):
         super().__init__(opened, opened.local.model)
         self.soft_prompt = soft_prompt(self, opened.adapter)
         self._active: list[InferenceSession] = []
+        self.drafts: dict[str, Any] = DraftCounts().fields()
 
     def inference_session(self, max_length: int) -> InferenceSession:
         """A session for up to `max_length` tokens per row, which `generate` uses until the session is closed."""
@@ -83,6 +89,10 @@ class DistributedModelForCausalLM(DistributedModel):
             session: keeps the attention caches from call to call; by default the active session, else a new one for
                 this call. Give the whole sequence: tokens that the session already holds are not sent again, and
                 tokens that differ are rolled back.
+            prompt_lookup_num_tokens, assistant_model: as in transformers, for tokens that are guessed from the text, or
+                by a smaller model on this machine as well, and checked several at once. The answer is the same, with
+                the same seed too. How many are guessed follows from measurements, not from the number given. A batch
+                of more than one row takes no drafts.
 
         Returns:
             What transformers returns: token ids [batch x returned sequences, tokens], or its output object.
@@ -102,6 +112,7 @@ class DistributedModelForCausalLM(DistributedModel):
             if session is not None:
                 raise BadInput("session= cannot be combined with a soft prompt, whose tokens a session does not know")
             return self.soft_prompt.generate(input_ids, **kwargs)
+        drafts = take_draft_options(kwargs, self.transformers_model)
         if kwargs.get("use_cache") is False:
             return self.transformers_model.generate(input_ids, **kwargs)
         if self.remote_blocks is not self._blocks:
@@ -115,8 +126,8 @@ class DistributedModelForCausalLM(DistributedModel):
         if session is None:
             length = self._total_length(input_ids.shape[1], kwargs)
             with self._blocks.inference_session(length, adapter=adapter) as own:
-                return self._generate_in(own, input_ids, kwargs)
-        return self._generate_in(session, input_ids, kwargs)
+                return self._generate_in(own, input_ids, kwargs, drafts)
+        return self._generate_in(session, input_ids, kwargs, drafts)
 
     def _context_adapter(self) -> SessionAdapter | None:
         """The LoRA weights and deep prompts of the forward context, for a session of their own; None if there are none.
@@ -136,7 +147,14 @@ class DistributedModelForCausalLM(DistributedModel):
         except TensorError as error:
             raise BadInput(str(error)) from None
 
-    def _generate_in(self, session: InferenceSession, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+    def _generate_in(
+        self, session: InferenceSession, input_ids: torch.Tensor, kwargs: dict[str, Any], drafts: DraftOptions | None
+    ) -> Any:
+        config = kwargs.get("generation_config") or self.transformers_model.generation_config
+        copies = kwargs.get("num_return_sequences") or getattr(config, "num_return_sequences", None) or 1
+        if drafts is not None and input_ids.shape[0] * copies == 1:
+            kwargs = drafted(kwargs, config, DraftedDecoding(self._local, session, drafts))
+        before = session.drafting.counts
         tokens = input_ids.tolist()
         # The last token is always sent: its output is what the next one is chosen from.
         session.position = min(_shared(session.tokens, tokens), input_ids.shape[1] - 1)
@@ -144,6 +162,7 @@ class DistributedModelForCausalLM(DistributedModel):
         cache = RemoteCache(session)
         cache.advance(session.position)
         result = self.transformers_model.generate(input_ids, past_key_values=cache, use_cache=True, **kwargs)
+        self.drafts = (session.drafting.counts - before).fields()
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         beams = kwargs.get("num_beams") or self.transformers_model.generation_config.num_beams or 1
         if beams == 1 and sequences.shape[0] == session.batch_size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from ....protocols.tensors import dtype_name
 from ...errors import BadInput, PetalnodeError
 from ..chunks import from_chunks, to_chunks
 from ..core import SwarmClient
+from ..drafting import DraftPlan
 from ..session.compared_session import Session
 from ..session.session import ClientSession
 from ..session.stream import SessionSpec
@@ -34,6 +35,7 @@ class InferenceSession:
         max_length: tokens per row at most; servers reserve batch size x max_length.
         tokens: token ids per row, if the session holds what `generate` sent; else None.
         adapter: applies to the blocks in this session instead of the adapter that the model was opened with.
+        drafting: what drafts of `generate` have brought so far.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class InferenceSession:
             raise BadInput(f"max_length is {max_length}: give 1 or more")
         self.max_length = max_length
         self.tokens: list[list[int]] | None = None
+        self.drafting = DraftPlan()
         self._runtime = runtime
         self._span = span
         self._wait = wait
@@ -90,6 +93,12 @@ class InferenceSession:
         """What the session has waited for so far: for each cause `count`, `total_ms`, `max_ms` and `buckets`, how many
         waits by upper bound in milliseconds. The causes are in docs/recovery.md."""
         return {} if self._session is None else self._session.waits.fields()
+
+    @property
+    def drafts(self) -> dict[str, Any]:
+        """What drafts of `generate` have brought so far: how many tokens were `drafted` and `accepted`, in how many
+        `steps`, and about how many seconds were gained (`gained_seconds`)."""
+        return self.drafting.counts.fields()
 
     @property
     def position(self) -> int:
@@ -150,6 +159,13 @@ class InferenceSession:
                 step = partial(session.step, early=lambda answer, begin: early(from_chunks([answer]), begin))
             output = from_chunks(self._runtime.call(step, chunks, tuple(reorder)))
             return output.to(hidden.device)
+
+    def call(self, function: Callable[[Session], Awaitable[Any]]) -> Any:
+        """Runs `await function(session)` in the trio thread, which may take several steps. Only after a first step."""
+        with self._lock:
+            if self._closed or self._session is None:
+                raise BadInput("this session is closed, or has had no step yet; open another with inference_session()")
+            return self._runtime.call(function, self._session)
 
     def _open(self, hidden: torch.Tensor, left_padding: Sequence[int]) -> Session:
         if hidden.dim() != 3:
