@@ -5,8 +5,9 @@ process that hands every frame on after the delay. Needs root and `ip`; the kern
         subprocess.run(network.command(0, ["ping", "-c3", network.address(1)]))
 
 The bridge process makes the namespaces and removes them when its standard input ends, so also when we are killed.
-A frame takes the delay and 0.1 ms; about 40 MB/s pass on one core. `delay_line` is a single such line between two
-namespaces that there are already.
+A frame takes the delay and 0.1 ms; about 40 MB/s pass on one core. With a `rate`, each host's line carries so much
+each way: frames leave it one behind the other, and enter the other one's so; who would wait for longer than a second is
+dropped, as by a router. `delay_line` is a single line between two namespaces that there are already.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import heapq
 import itertools
 import json
 import os
@@ -22,13 +24,13 @@ import struct
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _TUNSETIFF = 0x400454CA
 _TAP_NO_INFO = 0x0002 | 0x1000  # bare Ethernet frames
 _BURST = 64  # frames taken from one host before the others have their turn
+_LONGEST_WAIT = 1.0  # seconds in the queue of a line
 
 
 class DelayNetwork:
@@ -54,14 +56,15 @@ class DelayNetwork:
 
 
 @contextlib.contextmanager
-def delay_network(hosts: int, one_way: float) -> Iterator[DelayNetwork]:
-    """`hosts` hosts, each `one_way` seconds from every other. What runs there must have ended at the block's end.
+def delay_network(hosts: int, one_way: float, rate: float = 0.0) -> Iterator[DelayNetwork]:
+    """`hosts` hosts, each `one_way` seconds from every other, with lines of `rate` Mbit/s each way (0: no limit). What
+    runs there must have ended at the block's end.
 
     Raises:
         RuntimeError: this machine cannot do that; the text says why.
     """
     name = f"pnwan{os.getpid()}"
-    with _process(name, str(hosts), str(one_way)) as bridge:
+    with _process(name, str(hosts), str(one_way), "--rate", str(rate)) as bridge:
         yield DelayNetwork(bridge, name)
 
 
@@ -147,14 +150,36 @@ def _introduce(name: str, hosts: int) -> None:
         _ip("-n", f"{name}-{host}", *neighbour, "dev", f"{name}t{host}")
 
 
-def _forward(taps: Sequence[int], one_way: float, *, to_all: bool = False) -> None:
+class _Lines:
+    """When frames that leave a host now arrive. `rate` in bytes per second; 0 is without limit."""
+
+    def __init__(self, hosts: int, one_way: float, rate: float) -> None:
+        self._one_way = one_way
+        self._rate = rate
+        self._out = [0.0] * hosts  # when the line from each host is free again
+        self._in = [0.0] * hosts
+
+    def arrival(self, source: int, target: int, nbytes: int, now: float) -> float | None:
+        """None if it is dropped. A frame enters the target's line while it leaves the source's."""
+        if not self._rate:
+            return now + self._one_way
+        start = max(now, self._out[source], self._in[target] - self._one_way)
+        if start - now > _LONGEST_WAIT:
+            return None
+        self._out[source] = start + nbytes / self._rate
+        self._in[target] = self._out[source] + self._one_way
+        return self._in[target]
+
+
+def _forward(taps: Sequence[int], lines: _Lines, *, to_all: bool = False) -> None:
     """Hands frames on until standard input ends; a line there is answered with the counts so far.
 
     A frame goes to the host that its MAC address names, or to all others.
     """
     hosts = range(len(taps))
     counts = [[0] * len(taps) for _ in hosts]
-    waiting: deque[tuple[float, int, bytes]] = deque()  # one delay for all, so first in is first out
+    number = itertools.count()  # of equal times, first in is first out
+    waiting: list[tuple[float, int, int, bytes]] = []
     hosts_of = {fd: host for host, fd in enumerate(taps)}
     while True:
         pause = max(waiting[0][0] - time.monotonic(), 0.0) if waiting else None
@@ -165,7 +190,7 @@ def _forward(taps: Sequence[int], one_way: float, *, to_all: bool = False) -> No
                     return
                 print(json.dumps([(a, b, counts[a][b]) for a in hosts for b in hosts if a != b]), flush=True)
                 continue
-            source, due = hosts_of[fd], time.monotonic() + one_way
+            source, now = hosts_of[fd], time.monotonic()
             with contextlib.suppress(BlockingIOError):
                 for _ in range(_BURST):
                     frame = os.read(fd, 65536)
@@ -173,10 +198,12 @@ def _forward(taps: Sequence[int], one_way: float, *, to_all: bool = False) -> No
                     for target in targets:
                         if target != source and target < len(taps):
                             counts[source][target] += len(frame)
-                            waiting.append((due, target, frame))
+                            due = lines.arrival(source, target, len(frame), now)
+                            if due is not None:
+                                heapq.heappush(waiting, (due, next(number), target, frame))
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
-            _, target, frame = waiting.popleft()
+            _, _, target, frame = heapq.heappop(waiting)
             with contextlib.suppress(OSError):  # lost, as on any line: its buffer is full, or the host is gone
                 os.write(taps[target], frame)
 
@@ -186,6 +213,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("hosts", type=int)
     parser.add_argument("one_way", type=float)
+    parser.add_argument("--rate", type=float, default=0.0, help="Mbit/s of each host's line, each way; 0: no limit")
     parser.add_argument("ends", nargs="*", help="of a line: namespace and device, twice")
     options = parser.parse_args()
     line = list(zip(options.ends[::2], options.ends[1::2], strict=True))
@@ -200,7 +228,7 @@ def main() -> None:
             taps.append(_add_host(options.name, host))
         _introduce(options.name, options.hosts)
         print("ready", flush=True)
-        _forward(taps, options.one_way, to_all=bool(line))
+        _forward(taps, _Lines(len(taps), options.one_way, options.rate * 1e6 / 8), to_all=bool(line))
     except OSError as error:
         sys.exit(str(error))
     finally:

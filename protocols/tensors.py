@@ -108,11 +108,12 @@ def decode(header: WireTensor, payload: bytes | bytearray) -> torch.Tensor:
 def _encode_int8(tensor: torch.Tensor) -> bytes:
     # In float32, because in bfloat16 a value just below the maximum rounds to 128 and wraps.
     flat = tensor.reshape(-1).float()
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK)
-    scales = (blocks.abs().amax(dim=1) / 127).to(torch.float16)
+    blocks = _in_blocks(flat)
+    # New memory costs more than computing, so there is as little of it as can be.
+    scales = (torch.maximum(blocks.amax(dim=1), -blocks.amin(dim=1)) / 127).to(torch.float16)
     # Divide by the scale as it will be read back; a scale that float16 cannot hold above zero makes the block zero.
     divisor = scales.float().masked_fill(scales == 0, math.inf)
-    quantised = (blocks / divisor[:, None]).round().clamp(-127, 127).to(torch.int8)
+    quantised = (blocks / divisor[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return _raw(scales) + _raw(quantised.view(-1)[: flat.numel()])
 
 
@@ -120,6 +121,11 @@ def _decode_int8(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) ->
     values = math.prod(shape)
     count = math.ceil(values / INT8_BLOCK)
     scales = torch.frombuffer(data, dtype=torch.float16, count=count).float()
-    quantised = torch.frombuffer(data, dtype=torch.int8, offset=2 * count).float()
-    blocks = torch.nn.functional.pad(quantised, (0, -values % INT8_BLOCK)).view(-1, INT8_BLOCK)
-    return (blocks * scales[:, None]).view(-1)[:values].to(dtype).reshape(shape)
+    blocks = _in_blocks(torch.frombuffer(data, dtype=torch.int8, offset=2 * count).float())
+    return blocks.mul_(scales[:, None]).view(-1)[:values].to(dtype).reshape(shape)
+
+
+def _in_blocks(flat: torch.Tensor) -> torch.Tensor:
+    """[blocks, INT8_BLOCK], the last one filled up with zeros; the same memory where it is full."""
+    missing = -flat.numel() % INT8_BLOCK
+    return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, INT8_BLOCK)

@@ -33,7 +33,7 @@ HANDLING_SECONDS: Final = 0.001
 Measured 0.8 to 1.3 ms."""
 
 
-CODEC_SECONDS: Final = {"none": 0.0, "float16": 0.2e-9, "bfloat16": 0.2e-9, "int8-block64": 1e-9}
+CODEC_SECONDS: Final = {"none": 0.0, "float16": 0.2e-9, "bfloat16": 0.2e-9, "int8-block64": 2e-9}
 """Seconds per value that encoding and decoding again take; measured by benchmarks/wire.py on one thread, rounded up."""
 AUTO_ERROR: Final = 1e-3
 """The largest relative rounding error of a token's hidden states for which `auto` takes a codec: float16's, unless
