@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import trio
 
 from petalnode.crypto.identity import Identity
+from petalnode.crypto.receipts import Receipt
 from petalnode.node.blocks.client_part import load_client
 from petalnode.node.blocks.outer_layers import OuterLayers
 from petalnode.node.blocks.span import load_span
@@ -66,12 +68,15 @@ class Chain:
         prompts: int = 1,
         constraint: Constraint | None = None,
         draft_model: DraftModel | None = None,
+        at_begin: Callable[[Conversation], object] = lambda conversation: None,
+        at_end: Callable[[Conversation], object] = lambda conversation: None,
     ) -> tuple[list[int], DraftCounts]:
         """All tokens in the end, and what was drafted; each next prompt is all that was said so far and 5, 6."""
 
         async def run() -> tuple[list[int], DraftCounts]:
             tokens = list(PROMPT)
             async with self._conversation(drafts, stops, draft_model) as conversation:
+                at_begin(conversation)
                 for number in range(prompts):
                     stop = trio.Event()
                     made: list[int] = []
@@ -86,6 +91,7 @@ class Chain:
                     sampler = Sampler(sampling, constraint) if constraint is not None else None
                     tokens = [*given, *await conversation.answer(given, sampling, take, stop, sampler)]
                     assert tokens[len(given) :] == made
+                at_end(conversation)
                 return tokens, conversation.drafting.counts
 
         return self._swarm.call(run)  # type: ignore[no-any-return]
@@ -324,3 +330,47 @@ def test_the_drafter_of_a_conversation_knows_what_was_said_before() -> None:
     assert not list(drafter.matches([1, 2, 3, 4]))
     (found,) = drafter.matches([1, 2, 3, 4, 9, 2, 3])
     assert found.tokens[:2] == (4, 9)
+
+
+def test_a_server_that_dies_while_a_draft_model_guesses_under_a_constraint_is_replaced(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], only_guesses: None
+) -> None:
+    plain, _ = Chain(swarm, folder).answer(GREEDY, drafts=False, constraint=NeverTwice())
+    servers.append(swarm.start(folder, "0:3"))
+    known = {server.ready["peer_id"]: server for server in servers}
+    lost: list[str] = []
+    conversations: list[Conversation] = []
+
+    def kill_one(made: int) -> None:
+        if made == LENGTH // 2:
+            (conversation,) = conversations
+            lost.append(conversation.route[0].peer_id)
+            known[lost[0]].kill()
+
+    chain = Chain(swarm, folder)
+    drafted, _ = chain.answer(
+        GREEDY,
+        drafts=True,
+        draft_model=whole_model(folder),
+        constraint=NeverTwice(),
+        on_token=kill_one,
+        at_begin=conversations.append,
+    )
+    assert lost and drafted == plain
+
+
+def test_receipts_follow_each_other_over_drafts_in_vain(
+    swarm: MemorySwarm, folder: Path, servers: list[MemoryServer], under_way: list[int]
+) -> None:
+    """A server signs each step that it computed, whether it was wanted in the end or not."""
+    seen: list[tuple[str, list[Receipt]]] = []
+
+    def look(conversation: Conversation) -> None:
+        seen.extend((log.peer_id, [entry.receipt for entry in log.entries]) for log in conversation.logs)
+
+    _, counts = Chain(swarm, folder).answer(GREEDY, drafts=True, at_end=look)
+    assert counts.drafted - counts.accepted > 3 and len(seen) == 2
+    for peer_id, receipts in seen:
+        assert len(receipts) > 3 and all(receipt.is_signed_by(peer_id) for receipt in receipts)
+        for before, receipt in pairwise(receipts):
+            assert receipt.previous_receipt == before.hash() and receipt.sequence > before.sequence

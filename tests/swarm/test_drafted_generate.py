@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.drafted import Assistant
-from petalnode.node.client.api.tuning import PromptTuning
+from petalnode.node.client.api.tuning import LoraTuning, PromptTuning
 from petalnode.node.client.drafting import Draft, DraftPlan, PipelineSpeed
 from petalnode.node.errors import BadInput
-from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from tests.swarm.tokenizer import save_tokenizer
 from tests.tiny_models import load_whole, save_tiny
 
@@ -31,15 +31,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def swarm(folder: Path) -> Iterator[MemorySwarm]:
+def swarm() -> Iterator[MemorySwarm]:
     with memory_swarm() as swarm:
-        servers = [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")]
-        assert all(server.ready for server in servers)
         yield swarm
 
 
 @pytest.fixture(scope="module")
-def model(swarm: MemorySwarm, folder: Path) -> Iterator[Model]:
+def servers(swarm: MemorySwarm, folder: Path) -> dict[str, MemoryServer]:
+    return {server.ready["peer_id"]: server for server in [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")]}
+
+
+@pytest.fixture(scope="module")
+def model(swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path) -> Iterator[Model]:
     with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
         yield opened
 
@@ -244,6 +247,38 @@ def test_a_soft_prompt_takes_drafts(model: Model) -> None:
     tuned = PromptTuning(model, 4)
     plain = generate(tuned)
     assert torch.equal(generate(tuned, **LOOKUP), plain) and model.drafts["accepted"]
+
+
+def test_lora_weights_that_are_uploaded_take_drafts(model: Model) -> None:
+    tuned = LoraTuning(model, r=2)
+    with torch.no_grad():
+        for weight in tuned.weights.values():
+            weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    plain = generate(tuned)
+    assert not torch.equal(plain, generate(model))
+    assert torch.equal(generate(tuned, **LOOKUP), plain) and model.drafts["accepted"]
+
+
+def test_compared_chains_and_a_server_that_dies_take_drafts(
+    swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path, model: Model
+) -> None:
+    plain = generate(model)
+    for server in [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")]:
+        servers[server.ready["peer_id"]] = server
+    with swarm.open_model(AutoDistributedModelForCausalLM, folder, compare_chains=2) as compared:
+        assert torch.equal(generate(compared, **LOOKUP), plain) and compared.drafts["accepted"]
+
+    class Kills(Seen):
+        """Ends the first server of the chain in the middle of the answer."""
+
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.put_tokens) == len(PROMPT) + 16:
+                servers[session.route[0][0]].kill()
+
+    with model.inference_session(max_length=100) as session:
+        assert torch.equal(generate(model, streamer=Kills(), session=session, **LOOKUP), plain)
+        assert session.recoveries and session.tokens == plain[:, :-1].tolist()
 
 
 @pytest.mark.parametrize(
