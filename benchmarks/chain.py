@@ -12,8 +12,13 @@ bytes and back in the client. `receipt` is what the client takes to check the re
 
 `generate` is transformers' loop with the client's part of the model, `chat` the one of `petalnode chat` and the HTTP
 APIs, both greedy. `turn` is the part of a token that is the client's alone: from the last server's answer at its socket
-until the bytes of the next step are handed to the socket. With `--llama-cpp FOLDER --gguf FILE` (see cpu.py) llama.cpp
-takes turns with both, one thread too, and `of_llama_cpp` is the least time of a token over its least.
+until the bytes of the next step are handed to the socket. `generate` is called without a streamer; its tokens, as those
+of `chat`, are timed at the socket, from one answer of the last server to the next.
+
+With `--llama-cpp FOLDER --gguf FILE` (see cpu.py) llama.cpp takes turns with both in each round: one thread, the same
+file, as many tokens behind a prompt of as many, its model loaded before; the first decode step of each is left out.
+`of_llama_cpp` is median over median of all tokens of all rounds, `mean_of_llama_cpp` mean over mean, and
+`least_of_llama_cpp` the least time of a token over its least.
 """
 
 from __future__ import annotations
@@ -27,11 +32,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import Way, measure_llama_cpp
+from cpu import run_llama_cpp
 from local_swarm import local_swarm
 from rich.console import Console
 from rich.table import Table
@@ -88,7 +94,12 @@ def spans_of(num_blocks: int, servers: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def generate(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[list[float], torch.Tensor]:
+def generate(model: Any, prompt: torch.Tensor, tokens: int) -> torch.Tensor:
+    return model.generate(prompt, max_new_tokens=tokens, eos_token_id=None, do_sample=False, pad_token_id=0)  # type: ignore[no-any-return]
+
+
+def timed_generate(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[list[float], torch.Tensor]:
+    """Of plain transformers, whose tokens come one at a time."""
     clock = _Clock()
     output = model.generate(  # no token ends it
         prompt, max_new_tokens=tokens, eos_token_id=None, do_sample=False, streamer=clock, pad_token_id=0
@@ -96,46 +107,59 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[list[float]
     return clock.milliseconds(), output
 
 
-def chat(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[list[float], list[int]]:
-    """The same by what chat and the HTTP APIs use; milliseconds from token to token, and the tokens."""
-    times: list[float] = []
+def chat(model: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
+    """The same by what chat and the HTTP APIs use."""
 
     async def answer(client: SwarmClient) -> list[int]:
         conversation = Conversation(client, model._local, max_length=prompt.shape[1] + tokens, stop_tokens=())
         try:
             wanted = Sampling(max_new_tokens=tokens)
-            return await conversation.answer(prompt[0].tolist(), wanted, lambda _: times.append(time.perf_counter()))
+            return await conversation.answer(prompt[0].tolist(), wanted, lambda _: None)
         finally:
             await conversation.aclose()
 
-    made = model._runtime.call(answer, model._runtime.value)
-    return [1000 * (after - before) for before, after in itertools.pairwise(times)], made
+    made: list[int] = model._runtime.call(answer, model._runtime.value)
+    return made
+
+
+@dataclass
+class Marks:
+    """Milliseconds at this process's sockets: of the `turns`, and, `asked`, when steps were sent (the clock's)."""
+
+    turns: list[float] = field(default_factory=list)
+    asked: list[float] = field(default_factory=list)
+
+    def tokens(self) -> list[float]:
+        """Milliseconds from one step to the next, without the prompt's, and the first behind it."""
+        return [after - before for before, after in itertools.pairwise(self.asked[1:])][1:]
 
 
 @contextmanager
-def client_turns() -> Iterator[list[float]]:
-    """Within it, the milliseconds between what comes to this process's sockets and the next step that it sends."""
+def client_turns() -> Iterator[Marks]:
+    """Within it, marks of what comes to this process's sockets and of the next step that it sends."""
     receive, send = SocketConnection.receive, SocketConnection.send_nowait
     came = 0.0
-    taken: list[float] = []
+    marks = Marks()
 
     async def noting_receive(self: Any, *arguments: Any) -> bytes:
         nonlocal came
         data = await receive(self, *arguments)
         if len(data) > HIDDEN_BYTES:
-            came = time.perf_counter()
+            came = 1000 * time.perf_counter()
         return data
 
     def noting_send(self: Any, data: bytes) -> int:
         nonlocal came
-        if len(data) > HIDDEN_BYTES and came:
-            taken.append(1000 * (time.perf_counter() - came))
+        if len(data) > HIDDEN_BYTES:
+            marks.asked.append(1000 * time.perf_counter())
+            if came:
+                marks.turns.append(marks.asked[-1] - came)
             came = 0.0
         return send(self, data)
 
     SocketConnection.receive, SocketConnection.send_nowait = noting_receive, noting_send  # type: ignore[method-assign]
     try:
-        yield taken
+        yield marks
     finally:
         SocketConnection.receive, SocketConnection.send_nowait = receive, send  # type: ignore[method-assign]
 
@@ -223,46 +247,38 @@ def run_model(name: str, folder: Path, servers: int, options: argparse.Namespace
         with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=addrs) as model:
             generate(model, prompt, 8), generate(plain, prompt, 8)
             chat(model, prompt, 8)
-            chain_ms: list[float] = []
-            chat_ms: list[float] = []
+            ours: list[float] = []
+            chatted: list[float] = []
             plain_ms: list[float] = []
             generate_turns: list[float] = []
             chat_turns: list[float] = []
-            llama = Way("llama.cpp", 1)
+            llama: list[float] = []
             ratios = []
             for _ in range(rounds):
-                with client_turns() as turns:
-                    ours, ours_tokens = generate(model, prompt, tokens)
-                generate_turns += turns[1:]  # the first is the prompt's
-                with client_turns() as turns:
-                    chatted, chat_tokens = chat(model, prompt, tokens)
-                chat_turns += turns[1:]
-                theirs, their_tokens = generate(plain, prompt, tokens)
+                with client_turns() as marks:
+                    ours_tokens = generate(model, prompt, tokens)
+                generate_turns += marks.turns[1:]  # the first is the prompt's
+                ours += marks.tokens()
+                with client_turns() as chat_marks:
+                    chat_tokens = chat(model, prompt, tokens)
+                chat_turns += chat_marks.turns[1:]
+                chatted += chat_marks.tokens()
+                theirs, their_tokens = timed_generate(plain, prompt, tokens)
                 assert torch.equal(ours_tokens, their_tokens), "the chain's tokens differ from plain transformers'"
                 assert their_tokens[0, prompt.shape[1] :].tolist() == chat_tokens, "chat's tokens differ"
-                chain_ms += ours
-                chat_ms += chatted
                 plain_ms += theirs
-                ratios.append(statistics.median(ours) / statistics.median(theirs))
+                ratios.append(statistics.median(marks.tokens()) / statistics.median(theirs))
                 if options.llama_cpp and name == "smollm2":
-                    measure_llama_cpp(options.llama_cpp, options.gguf, llama, prompts=False)
-            of_llama = {}
-            if "1 row" in llama.best:
-                of_llama = {
-                    "llama_cpp_ms": llama.best["1 row"][0],
-                    "of_llama_cpp": {
-                        "generate": min(chain_ms) / llama.best["1 row"][0],
-                        "chat": min(chat_ms) / llama.best["1 row"][0],
-                    },
-                }
+                    run = run_llama_cpp(options.llama_cpp, options.gguf, 1, tokens, prompt.shape[1])
+                    llama += run["all"][1:]
             result = {
                 "model": name,
                 "servers": servers,
                 "plain_ms": _percentiles(plain_ms),
-                "chain_ms": _percentiles(chain_ms),
-                "chat_ms": _percentiles(chat_ms),
+                "chain_ms": _percentiles(ours),
+                "chat_ms": _percentiles(chatted),
                 "turn_ms": {"generate": _percentiles(generate_turns), "chat": _percentiles(chat_turns)},
-                **of_llama,
+                **(_of_llama_cpp({"generate": ours, "chat": chatted}, llama) if llama else {}),
                 "ratio": statistics.median(ratios),
                 "hop_parts_ms": hop_parts(model, prompt, 32),
                 "receipt_ms": receipts(model, prompt, 200),
@@ -273,6 +289,14 @@ def run_model(name: str, folder: Path, servers: int, options: argparse.Namespace
                 "server_file_mib": [process.memory()["file"] / 2**20 for process in processes],
             }
     return result
+
+
+def _of_llama_cpp(ways: dict[str, list[float]], llama: list[float]) -> dict[str, Any]:
+    found: dict[str, Any] = {"llama_cpp_ms": _percentiles(llama) | {"mean": statistics.fmean(llama)}}
+    statistic = {"": statistics.median, "mean_": statistics.fmean, "least_": min}
+    for prefix, of in statistic.items():
+        found[f"{prefix}of_llama_cpp"] = {name: of(values) / of(llama) for name, values in ways.items()}
+    return found
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

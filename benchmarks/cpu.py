@@ -75,7 +75,8 @@ const steps = [];
 let next = 2000;
 for (let step = 0; step < tokens; step++) { steps.push(await one([next])); next = steps[step][2]; }
 const least = (place) => Math.min(...steps.map((step) => step[place]));
-console.log(JSON.stringify({prompt: first.slice(0, 2), step: [least(0), least(1)]}));
+const all = steps.map((step) => step[0]);
+console.log(JSON.stringify({prompt: first.slice(0, 2), step: [least(0), least(1)], all}));
 process.exit(0);
 """
 
@@ -212,13 +213,20 @@ def measure_transformers(model: Any, way: Way) -> None:
         way.note("1 row", *timed(lambda s=step: model(ids[:, s : s + 1], past_key_values=held, use_cache=True)))  # type: ignore[misc]
 
 
-def measure_llama_cpp(folder: Path, gguf: Path, way: Way, *, prompts: bool = True) -> None:
+def run_llama_cpp(folder: Path, gguf: Path, threads: int, tokens: int, prompt: int) -> dict[str, list[float]]:
+    """Milliseconds (of the wall clock, of the processor) of a `prompt` of so many tokens, the least of those of a
+    `step` behind it, and, of the wall clock, of `all` steps in order. In its own process, the model loaded."""
     script = folder / "petalnode_benchmark.mjs"
     script.write_text(LLAMA_CPP)
-    for held, what, asked in ((HELD, "1 row", "step"), (PROMPT, "prompt", "prompt"))[: 1 + prompts]:
-        command = ["node", script.name, str(gguf.resolve()), str(way.threads), "24", str(held)]
-        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-        way.note(what, *json.loads(run.stdout)[asked])
+    command = ["node", script.name, str(gguf.resolve()), str(threads), str(tokens), str(prompt)]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    found: dict[str, list[float]] = json.loads(run.stdout)
+    return found
+
+
+def measure_llama_cpp(folder: Path, gguf: Path, way: Way) -> None:
+    for held, what, asked in ((HELD, "1 row", "step"), (PROMPT, "prompt", "prompt")):
+        way.note(what, *run_llama_cpp(folder, gguf, way.threads, 24, held)[asked])
 
 
 @torch.inference_mode()

@@ -116,6 +116,10 @@ class Conversation:
         self._held = list(tokens) if saved is not None else []
         self._saved = saved
 
+    def take_over(self, session: Session, tokens: Sequence[int]) -> None:
+        """Makes the answers in `session`, which somebody else has opened and will close; it holds `tokens`."""
+        self._session, self._held = session, list(tokens)
+
     def state(self) -> tuple[list[int], SavedSession | None]:
         """What `keep` takes in the next process."""
         saved = None if self._session is None else self._session.saved()

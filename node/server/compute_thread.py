@@ -39,9 +39,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Pending:
-    """A result that a trio task waits for. `counts`: in the depth of the queue."""
+    """A result that a trio task waits for. `counts`: in the depth of the queue. `begun`: the blocks compute, or it is
+    done already."""
 
     counts: bool = True
+    begun: trio.Event = field(default_factory=trio.Event)
     done: trio.Event = field(default_factory=trio.Event)
     value: object = None
 
@@ -145,16 +147,39 @@ class ComputeThread:
         result: T = await self._result(call, call)
         return result
 
-    async def step(self, session: ComputeSession, step: StepInput) -> StepOutput:
+    async def step(
+        self, session: ComputeSession, step: StepInput, check: Callable[[], object] | None = None
+    ) -> StepOutput:
         """Rolls back, reorders and runs one step. If cancelled, the step still runs and its result is dropped.
 
+        `check` runs in the caller's thread while the blocks compute, which Python's lock allows then. What it raises
+        counts before all else, and the session is then where the step began; it must not have rolled back or reordered.
+
         Raises:
-            Refusal: ERROR_BAD_REQUEST for a payload that cannot be used, ERROR_INTERNAL if the blocks fail.
+            Refusal: ERROR_BAD_REQUEST for a payload that cannot be used, ERROR_INTERNAL if the blocks fail; that of
+                `check`.
         """
         pending = _Pending()
-        output = await self._result(pending, Step(session, step, partial(self._finish, pending)))
+        computing = Step(session, step, partial(self._finish, pending))
+        if check is None:
+            output = await self._result(pending, computing)
+        else:
+            computing.begin = partial(self._soon, pending.begun.set)
+            output = await self._checked(pending, computing, check)
         assert isinstance(output, StepOutput)
         return output
+
+    async def _checked(self, pending: _Pending, step: Step, check: Callable[[], object]) -> Any:
+        self._depth += pending.counts
+        self._queue.put(step)
+        await pending.begun.wait()
+        try:
+            check()
+        except Exception:
+            await pending.done.wait()
+            await self.call(partial(_undo, step))
+            raise
+        return await self._outcome(pending)
 
     async def run_pass(self, passing: PassGenerator[T], *, resumed: bool = False) -> PassResult[T]:
         """Runs `passing` to its end, whenever no step waits. If cancelled, it ends at its next pause.
@@ -176,6 +201,9 @@ class ComputeThread:
     async def _result(self, pending: _Pending, item: Step | _Call | _PassRequest) -> Any:
         self._depth += pending.counts
         self._queue.put(item)
+        return await self._outcome(pending)
+
+    async def _outcome(self, pending: _Pending) -> Any:
         await pending.done.wait()
         if isinstance(pending.value, BaseException):
             raise pending.value
@@ -186,14 +214,19 @@ class ComputeThread:
     def _finish(self, pending: _Pending, value: object) -> None:
         """Wakes who waits for `pending`; a `value` that is an exception is raised there."""
         pending.value = value
-        assert self._token is not None
 
         def wake() -> None:
             self._depth -= pending.counts
+            pending.begun.set()
             pending.done.set()
 
+        self._soon(wake)
+
+    def _soon(self, function: Callable[[], object]) -> None:
+        """Has the trio thread call it."""
+        assert self._token is not None
         try:
-            self._token.run_sync_soon(wake)
+            self._token.run_sync_soon(function)
         except trio.RunFinishedError:
             pass  # the node has stopped; nobody waits any more
 
@@ -254,3 +287,9 @@ class ComputeThread:
             result = Refusal(wire.ERROR_INTERNAL, "the server failed on this pass; try it on another server")
         passes.popleft()
         self._finish(running, result)
+
+
+def _undo(step: Step) -> None:
+    """Forgets the tokens of a step, which has rolled back and reordered nothing."""
+    if not step.session.closed:
+        step.session.roll_back(step.input.position, ())

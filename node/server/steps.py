@@ -93,11 +93,13 @@ class StepOutput:
 
 @dataclass(eq=False)
 class Step:
-    """A step on its way through the device. `answer` is called once, with its output or why there is none."""
+    """A step on its way through the device. `answer` is called once, with its output or why there is none; `begin`
+    before the blocks compute a token of it."""
 
     session: ComputeSession
     input: StepInput
     answer: Callable[[StepOutput | Refusal], None]
+    begin: Callable[[], None] = lambda: None
     arrived: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     seconds: float = 0.0
@@ -192,6 +194,8 @@ class StepRunner:
 
     def _decode(self, batch: list[Step]) -> None:
         lengths = [step.session.cache.length for step in batch]
+        for step in batch:
+            step.begin()
         begun = self._clock()
         try:
             outputs = self._blocks.decode(

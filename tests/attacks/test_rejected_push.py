@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -15,6 +16,7 @@ from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.inference import receipt_from_wire, sha256
 from tests.attacks.one_server import OneServer, one_server, pushed
 from tests.swarm.raw import RawSession, values
+from tests.tiny_models import HIDDEN
 
 CLIENT, UPSTREAM, STRANGER = Identity.generate(), Identity.generate(), Identity.generate()
 TIMEOUT = 120.0
@@ -47,6 +49,7 @@ async def refusal(server: OneServer, pusher: Identity, frame: wire.PushFrame, pa
 
 
 GARBAGE = values(3, seed=9)
+HUGE = np.full(HIDDEN, 3e38, np.float32).tobytes()
 PUSHES: dict[str, Callable[[RawSession], tuple[Identity, wire.PushFrame]]] = {
     "signed with another key": lambda session: (UPSTREAM, pushed(session, CLIENT, STRANGER, 2, 0, GARBAGE)),
     "for another client": lambda session: (
@@ -69,6 +72,29 @@ PUSHES: dict[str, Callable[[RawSession], tuple[Identity, wire.PushFrame]]] = {
         pushed(session, CLIENT, UPSTREAM, 2, 0, GARBAGE),
     ),
 }
+
+
+NEXT: dict[str, Callable[[RawSession], wire.PushFrame]] = {
+    "signed with another key": lambda session: pushed(session, CLIENT, STRANGER, 2, 3, values(1, seed=8)),
+    "for another client": lambda session: pushed(
+        session, CLIENT, UPSTREAM, 2, 3, values(1, seed=8), client=STRANGER.peer_id
+    ),
+    "that the blocks make infinite": lambda session: pushed(session, CLIENT, STRANGER, 2, 3, HUGE),
+}
+
+
+@pytest.mark.parametrize("kind", NEXT)
+def test_a_refused_push_of_the_next_token_is_forgotten(kind: str, blocks: BlockSpan) -> None:
+    """Its receipt is checked while it is computed."""
+
+    async def main(server: OneServer) -> None:
+        undisturbed, victim = await opened(server), await opened(server)
+        frame = NEXT[kind](victim)
+        payload = HUGE if "infinite" in kind else values(1, seed=8)
+        assert (await refusal(server, UPSTREAM, frame, payload)).code == wire.ERROR_BAD_REQUEST
+        await _answers_as(undisturbed, victim)
+
+    run(blocks, main)
 
 
 @pytest.mark.parametrize("kind", PUSHES)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from petalnode import AutoDistributedModelForSequenceClassification
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
@@ -78,6 +79,45 @@ def test_generates_the_same_tokens(case: str, model: Model, whole: Any) -> None:
     rows, options = SAME[case]
     ids = prompt(rows, 9)
     assert torch.equal(generate(model, ids, **options), generate(whole, ids, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"eos_token_id": [7, 11, 19], "max_new_tokens": 60}])
+def test_one_answer_is_the_same_with_and_without_a_streamer(options: dict[str, Any], model: Model, whole: Any) -> None:
+    """With a streamer transformers' loop runs, whose every token the caller's thread has to see."""
+
+    class Tokens(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
+        def put(self, value: torch.Tensor) -> None:
+            seen.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            pass
+
+    seen: list[int] = []
+    ids = prompt(1, 9, seed=5)
+    streamed = generate(model, ids, streamer=Tokens(), **options)
+    alone = generate(model, ids, **options)
+    assert torch.equal(alone, streamed)
+    assert torch.equal(alone, generate(whole, ids, **options))
+    assert alone[0].tolist() == seen
+
+
+def test_an_answer_longer_than_the_session_is_refused_as_with_transformers(model: Model) -> None:
+    ids = prompt(1, 9)
+    with model.inference_session(14) as session:
+        with pytest.raises(BadInput, match="max_length of 14"):
+            generate(model, ids, session=session, max_new_tokens=12)
+        assert session.position == 14
+
+
+def test_an_end_within_a_session_is_kept_by_it(model: Model, whole: Any) -> None:
+    ids = prompt(1, 9, seed=5)
+    unended = generate(whole, ids, max_new_tokens=20)
+    end = int(unended[0, 14])
+    with model.inference_session(60) as session:
+        ended = generate(model, ids, session=session, eos_token_id=end, max_new_tokens=20)
+        assert torch.equal(ended, generate(whole, ids, eos_token_id=end, max_new_tokens=20))
+        assert session.position == ended.shape[1] - 1
+        assert torch.equal(generate(model, ended, session=session), generate(whole, ended))
 
 
 def test_logits_are_the_same(model: Model, whole: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -200,5 +202,55 @@ def test_a_step_of_a_session_is_the_same_beside_a_pass(blocks: BlockSpan) -> Non
         async with trio.open_nursery() as nursery:
             nursery.start_soon(compute.run_pass, backward(blocks))
             assert await alone(compute, session) == expected
+
+    run(blocks, main)
+
+
+def test_a_check_runs_while_the_blocks_compute(blocks: BlockSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = threading.Event()
+    decode = blocks.decode
+
+    def waiting(*arguments: Any) -> Any:
+        assert checked.wait(TIMEOUT)
+        return decode(*arguments)
+
+    async def main(compute: ComputeThread) -> None:
+        session = await compute.open(1, 20, (), "none", ALL)
+        await compute.step(session, step(0, 2))
+        monkeypatch.setattr(blocks, "decode", waiting)
+        assert (await compute.step(session, step(2), checked.set)).position == 3
+
+    run(blocks, main)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_what_a_check_refuses_leaves_the_session_as_it_was(tokens: int, blocks: BlockSpan) -> None:
+    def refuse() -> None:
+        raise Refusal(wire.ERROR_BAD_REQUEST, "no")
+
+    async def main(compute: ComputeThread) -> None:
+        left_alone, session = [await compute.open(1, 20, (), "none", ALL) for _ in range(2)]
+        for one in (left_alone, session):
+            await compute.step(one, step(0, 2))
+        with pytest.raises(Refusal, match="no"):
+            await compute.step(session, step(2, tokens), refuse)
+        assert session.cache.length == 2
+        expected = await compute.step(left_alone, step(2))
+        assert (await compute.step(session, step(2))).payload == expected.payload
+
+    run(blocks, main)
+
+
+def test_what_a_check_refuses_goes_before_a_payload_that_cannot_be_used(blocks: BlockSpan) -> None:
+    def refuse() -> None:
+        raise Refusal(wire.ERROR_BAD_REQUEST, "no")
+
+    async def main(compute: ComputeThread) -> None:
+        session = await compute.open(1, 20, (), "none", ALL)
+        wrong = replace(step(0), payload_hash=b"x" * 32)
+        with pytest.raises(Refusal, match="no"):
+            await compute.step(session, wrong, refuse)
+        with pytest.raises(Refusal, match="pusher's receipt"):
+            await compute.step(session, wrong, lambda: None)
 
     run(blocks, main)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Unpack
+from functools import partial
+from typing import Any, Final, Unpack
 
 import torch
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ....protocols.adapter import PROMPTS
 from ....protocols.framing import TensorError
@@ -20,6 +23,12 @@ from .model import DistributedModel, ModelOptions, OpenedModel, open_model, take
 from .remote import forward_context
 from .tuning import soft_prompt
 
+_OF_ONE_ANSWER: Final = frozenset(
+    ("attention_mask", "do_sample", "eos_token_id", "max_length", "max_new_tokens", "num_beams", "pad_token_id",
+     "return_dict_in_generate", "temperature", "top_k", "top_p")
+)  # fmt: skip
+"""What `generate` may be given that leaves it in the modes `_ONE_BY_ONE`, in which transformers runs `_sample`."""
+_ONE_BY_ONE: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 DEFAULT_GENERATED_LENGTH = 20
 """Tokens that transformers generates if no length is given."""
 
@@ -161,6 +170,9 @@ class DistributedModelForCausalLM(DistributedModel):
         session.tokens = None
         cache = RemoteCache(session)
         cache.advance(session.position)
+        mode = self.transformers_model.generation_config.get_generation_mode()
+        if mode in _ONE_BY_ONE and kwargs.keys() <= _OF_ONE_ANSWER and (kwargs.get("num_beams") or 1) == 1:
+            kwargs = {**kwargs, "custom_generate": partial(self._decode, session)}
         result = self.transformers_model.generate(input_ids, past_key_values=cache, use_cache=True, **kwargs)
         self.drafts = (session.drafting.counts - before).fields()
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
@@ -168,6 +180,49 @@ class DistributedModelForCausalLM(DistributedModel):
         if beams == 1 and sequences.shape[0] == session.batch_size:
             session.tokens = sequences[:, : session.position].tolist()
         return result
+
+    def _decode(
+        self,
+        session: InferenceSession,
+        model: Any,
+        input_ids: torch.Tensor,
+        *,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """In the place of transformers' loop, with what it has prepared: that of `petalnode chat` for a greedy answer
+        in which nothing looks at logits or stops it but its length and tokens that end it."""
+        ends = [one for one in stopping_criteria if type(one) is EosTokenCriteria]
+        lengths = [one.max_length for one in stopping_criteria if type(one) is MaxLengthCriteria]
+        context, mask = forward_context(), kwargs.get("attention_mask")
+        if (
+            len(input_ids) == 1
+            and not generation_config.do_sample
+            and not generation_config.return_dict_in_generate
+            and not logits_processor
+            and len(lengths) == 1
+            and len(ends) + 1 == len(stopping_criteria)
+            and lengths[0] <= session.max_length
+            and (mask is None or bool((mask == 1).all()))
+            and context.prompts is None
+            and not context.lora
+            and not self._local.is_prompted
+        ):
+            stop_tokens = frozenset(token for one in ends for token in one.eos_token_id.flatten().tolist())
+            tokens = input_ids[0].tolist()
+            made = session.answer(self._local, tokens, lengths[0] - len(tokens), stop_tokens)
+            if made is not None:
+                return torch.cat([input_ids, input_ids.new_tensor([made])], dim=1)
+        return type(model)._sample(
+            model,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            **kwargs,
+        )
 
     def _total_length(self, prompt: int, kwargs: dict[str, Any]) -> int:
         config = kwargs.get("generation_config") or self.transformers_model.generation_config

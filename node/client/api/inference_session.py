@@ -10,14 +10,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import trio
 
 from ....protocols.framing import TensorError
 from ....protocols.ids import Span
 from ....protocols.tensors import dtype_name
+from ...blocks.client_part import ClientModel
 from ...errors import BadInput, PetalnodeError
 from ..chunks import from_chunks, to_chunks
 from ..core import SwarmClient
 from ..drafting import DraftPlan
+from ..generation import Conversation, Sampling
 from ..session.compared_session import Session
 from ..session.session import ClientSession
 from ..session.stream import SessionSpec
@@ -166,6 +169,40 @@ class InferenceSession:
             if self._closed or self._session is None:
                 raise BadInput("this session is closed, or has had no step yet; open another with inference_session()")
             return self._runtime.call(function, self._session)
+
+    def answer(self, model: ClientModel, tokens: list[int], most: int, stop_tokens: frozenset[int]) -> list[int] | None:
+        """The tokens that follow, each the one of the largest logit, without a way to this thread and back for each.
+
+        Args:
+            model: makes hidden states of tokens, and logits of what the servers answer.
+            tokens: of the one row; the first `position` of them are held.
+            most: how many may follow; the first of `stop_tokens` is the last.
+
+        Returns:
+            None where outputs are compared: then each step has to come from here.
+
+        Raises:
+            BadInput: the session is closed, or the tokens do not fit into it.
+            SwarmError: no chain covers the blocks, or a server failed.
+        """
+        with self._lock:
+            if self._closed:
+                raise BadInput("this session is closed; open another with inference_session()")
+            session = self._session or self._open(torch.empty(1, 1, model.hidden_size, dtype=model.dtype), ())
+            if not isinstance(session, ClientSession):
+                return None
+            conversation = Conversation(self._runtime.value, model, max_length=self.max_length, stop_tokens=())
+            conversation.take_over(session, tokens[: session.position])
+
+            async def made() -> list[int]:
+                ended = trio.Event()
+                wanted = Sampling(max_new_tokens=most)
+                return await conversation.answer(
+                    tokens, wanted, lambda token: ended.set() if token in stop_tokens else None, ended
+                )
+
+            answer: list[int] = self._runtime.call(made)
+            return answer
 
     def _open(self, hidden: torch.Tensor, left_padding: Sequence[int]) -> Session:
         if hidden.dim() != 3:

@@ -16,6 +16,7 @@ from ....crypto.identity import peer_id_to_bytes
 from ....protocols import wire_pb2 as wire
 from ....protocols.framing import MessageStream, PeerError, StreamClosed, StreamTimeout
 from ....protocols.inference import (
+    HASH_BYTES,
     Refusal,
     SessionTerms,
     bad_request,
@@ -295,8 +296,9 @@ class ServerSession:
         """A step that `pusher`, the server before this one, sent on. Steps before it may still be on their way from the
         client, where they could not be pushed: it waits for its turn.
 
-        What is refused leaves the session as it was: all checks come before the cache is touched. If the blocks fail
-        at a step that passed them, nobody knows what the cache holds, and the session is over.
+        What is refused leaves the session as it was: checks come before tokens of the cache are forgotten, and what
+        was added meanwhile is forgotten again. If the blocks fail at a step that passed them, nobody knows what the
+        cache holds, and the session is over.
 
         Raises:
             Refusal: the step does not fit the session, or the receipt is not the pusher's for these bytes.
@@ -354,16 +356,22 @@ class ServerSession:
     async def _computed(
         self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: tuple[wire.Receipt, str] | None
     ) -> StepOutput:
-        """The output of a step, computed once all is known to be right of it, and of the push that it may come by."""
-        payload_hash = b""
+        """The output of a step that is right, as is the push that it may come by: the receipt of that is checked while
+        the step is computed, where this only adds to the cache, and a step that is refused leaves it as it was."""
+        payload_hash, check = b"", None
         if upstream is not None:
             receipt, pusher = upstream
             self._upstream.check(pusher, receipt)
-            payload_hash = check_upstream(receipt, pusher, self._client, step)
             self._upstream.check_fresh(step)
+            payload_hash = receipt.reply_hash
+            check = partial(check_upstream, receipt, pusher, self._client, step)
+            adds_a_token = step.position == self._position and not step.reorder and list(tensor.shape[1:2]) == [1]
+            if not adds_a_token or len(payload_hash) != HASH_BYTES:
+                check()  # before tokens are forgotten, rows change places, or long work is done
+                check = None
         request = StepInput(step.position, tuple(step.reorder), tensor, payload, payload_hash)
         try:
-            return await self._context.compute.step(self._compute, request)
+            return await self._context.compute.step(self._compute, request, check)
         except Refusal as refusal:
             if refusal.code != wire.ERROR_BAD_REQUEST:
                 self._over = True
