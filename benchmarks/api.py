@@ -6,7 +6,8 @@ Two servers on loopback, and `petalnode api`, are processes of one compute threa
 HTTP, as a stream of server-sent events, and once by `generate` of the Python API in a thread for each stream, in turns,
 so that both see the same noise. Tokens/s are those of all streams together, from the request to the last token; the
 ratio is that of the medians. `schema` is the time for each token of an answer that is bound to a JSON schema, against
-an answer that is not. Processor time is that of the process that answers: `petalnode api`, or this one.
+an answer that is not, both without drafts. Processor time is that of the process that answers: `petalnode api`, or this
+one.
 """
 
 from __future__ import annotations
@@ -169,37 +170,52 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 row[f"{name}_cpu_ms_per_token"] = round(1000 * statistics.median(used for _, _, used in found), 2)
             row["ratio"] = round(row["api_tokens_per_s"] / row["python_tokens_per_s"], 3)
             result["streams"].append(row)
-        result["schema"] = schema_cost(client, prompts, options, unending)
+        result["schema"] = schema_cost(client, process, prompts, options, unending)
     return result
 
 
 def schema_cost(
     client: httpx.Client,
+    process: psutil.Process,
     prompts: Callable[[int], list[list[int]]],
     options: argparse.Namespace,
     unending: dict[str, int],
 ) -> dict[str, float]:
-    """Milliseconds for each token after the first, free and bound; both have a bias, so only the mask differs."""
+    """Milliseconds for each token after the first, free and bound, and processor time of the API for each token.
+
+    Both have a bias, so only the mask differs; and none has drafts, which find more in one text than in another.
+    """
     form = {"response_format": {"type": "json_schema", "json_schema": {"name": "story", "schema": SCHEMA}}}
-    found: dict[str, list[float]] = {"free": [], "bound": []}
+    found: dict[str, list[tuple[float, float]]] = {"free": [], "bound": []}
     for index in range(2 * options.rounds + 1):
         (prompt,) = prompts(1)
         for name, fields in (("free", {}), ("bound", form))[:: 1 if index % 2 else -1]:
-            one = over_http(client, prompt, options.tokens, logit_bias=unending, **fields)
+            before = sum(process.cpu_times()[:2])
+            more = {"logit_bias": unending, "x_petalnode": {"draft": "none"}, "temperature": options.temperature}
+            one = over_http(client, prompt, options.tokens, **more, **fields)
+            used = sum(process.cpu_times()[:2]) - before
             if index:
-                found[name].append(1000 * (one.last - one.first) / max(1, one.tokens - 1))
-    free, bound = (statistics.median(found[name]) for name in ("free", "bound"))
-    return {"free_ms": round(free, 3), "bound_ms": round(bound, 3), "cost": round(bound / free - 1, 4)}
+                found[name].append((1000 * (one.last - one.first) / max(1, one.tokens - 1), 1000 * used / one.tokens))
+    free, bound = (statistics.median(wall for wall, _ in found[name]) for name in ("free", "bound"))
+    free_cpu, bound_cpu = (statistics.mean(used for _, used in found[name]) for name in ("free", "bound"))
+    return {
+        "free_ms": round(free, 3),
+        "bound_ms": round(bound, 3),
+        "cost": round(bound / free - 1, 4),
+        "free_cpu_ms": round(free_cpu, 3),
+        "bound_cpu_ms": round(bound_cpu, 3),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 4, 16], help="none: the schema alone")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers with and without a schema")
     result = measure(parser.parse_args())
     if "--json" in sys.argv:
         print(json.dumps(result))
@@ -213,7 +229,10 @@ def main() -> None:
     console = Console()
     console.print(table)
     schema = result["schema"]
-    console.print(f"a schema: {schema['bound_ms']} ms a token instead of {schema['free_ms']}: {schema['cost']:+.1%}")
+    console.print(
+        f"a schema: {schema['bound_ms']} ms a token instead of {schema['free_ms']}: {schema['cost']:+.1%}; "
+        f"processor ms a token of the API {schema['bound_cpu_ms']} instead of {schema['free_cpu_ms']}"
+    )
 
 
 if __name__ == "__main__":

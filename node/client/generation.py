@@ -14,7 +14,7 @@ import trio
 from ...protocols.ids import Span
 from ...protocols.tensors import dtype_name
 from ..blocks.client_part import ClientModel
-from ..errors import BadInput, SwarmError
+from ..errors import BadInput
 from ..swarm.routing import Hop
 from ..trust.receipt_log import SessionLog
 from .chunks import PIPELINE_TOKENS, from_chunks, to_chunks
@@ -23,7 +23,7 @@ from .deadlines import Waits
 from .draft_model import DraftCache, DraftModel
 from .drafting import Draft, DraftPlan, LookupDrafter
 from .request import WireTensor
-from .sampling import Sampler, Sampling
+from .sampling import EarlyToken, Sampler, Sampling
 from .session.chain import HistoryLost, Trouble
 from .session.compared_session import Session
 from .session.prefixes import common_prefix
@@ -238,12 +238,14 @@ class Conversation:
             if drafter is not None and guesses and await self._check_side_by_side(drafter, answer, draft):
                 continue
             begun, made = trio.current_time(), len(tokens)
-            early = _EarlyToken(self._model) if sampler.is_argmax and not draft.tokens and self._is_quick else None
-            hidden = await self._advance([*tokens, *draft.tokens], outputs=1 + len(draft.tokens), early=early)
+            early = EarlyToken(self._model, sampler, tokens) if not draft.tokens and self._is_quick else None
+            waiting = partial(sampler.prepare, draw=early is not None)
+            asked = [*tokens, *draft.tokens]
+            hidden = await self._advance(asked, outputs=1 + len(draft.tokens), waiting=waiting, early=early)
             answered = trio.current_time()
             if early is not None and early.answer is hidden[-1]:
                 answered -= early.seconds
-                answer.take(early.token)
+                answer.take(early.accept())
             elif draft.tokens:
                 await answer.check(partial(self._logits, hidden, 1 + len(draft.tokens)), draft.tokens)
             else:
@@ -308,17 +310,29 @@ class Conversation:
         if len(prompt) + 1 > self.max_length:
             raise BadInput(f"the prompt has {len(prompt)} tokens, and {self.max_length} is the most with an answer")
 
-    async def _advance(self, tokens: list[int], *, outputs: int, early: _EarlyToken | None = None) -> list[WireTensor]:
-        """Brings the session to hold all of `tokens`; returns chunks that end in the outputs of the last `outputs`."""
+    async def _advance(
+        self,
+        tokens: list[int],
+        *,
+        outputs: int,
+        waiting: Callable[[], None] = lambda: None,
+        early: EarlyToken | None = None,
+    ) -> list[WireTensor]:
+        """Brings the session to hold all of `tokens`; returns chunks that end in the outputs of the last `outputs`.
+
+        `waiting` is called before the answer is waited for, and computes something short meanwhile.
+        """
         try:
-            return await self._send(tokens, outputs, early)
+            return await self._send(tokens, outputs, waiting, early)
         except HistoryLost:
             # Taken up from an earlier process, whose inputs are gone: the tokens make them again.
             await self.aclose()
             self._recovered += 1
-            return await self._send(tokens, outputs, early)
+            return await self._send(tokens, outputs, waiting, early)
 
-    async def _send(self, tokens: list[int], outputs: int, early: _EarlyToken | None) -> list[WireTensor]:
+    async def _send(
+        self, tokens: list[int], outputs: int, waiting: Callable[[], None], early: EarlyToken | None
+    ) -> list[WireTensor]:
         session = await self._open(tokens[: len(tokens) - outputs + 1])
         # What is to be answered is sent, whether the servers hold it or not.
         start = min(common_prefix(self._held, tokens), len(tokens) - outputs, session.position)
@@ -332,9 +346,10 @@ class Conversation:
             chunks = self._embed(tokens[start:], start, session)
         else:
             chunks = await trio.to_thread.run_sync(self._embed, tokens[start:], start, session)
-        if isinstance(session, ClientSession):
-            out = await session.step(chunks, early=early)
+        if isinstance(session, ClientSession) and len(chunks) == 1:
+            out = await session.step(chunks, waiting=waiting, early=early)
         else:
+            waiting()
             out = await session.step(chunks)
         self._held = list(tokens)
         first, answered = len(out), 0
@@ -384,27 +399,3 @@ class Conversation:
         if session is None or token in self._stop_tokens:
             return token, None
         return token, _Embedded(session, position, token, self._embed([token], position, session))
-
-
-class _EarlyToken:
-    """Chooses the token of the largest logit while the receipt of the answer that it follows from is checked.
-
-    Attributes:
-        answer: what `token` follows from; None before it has come, or where no token could be chosen.
-        seconds: that it took.
-    """
-
-    def __init__(self, model: ClientModel) -> None:
-        self.answer: WireTensor | None = None
-        self.token = 0
-        self.seconds = 0.0
-        self._model = model
-
-    def __call__(self, answer: WireTensor, begin: Callable[[], None]) -> None:
-        begun = trio.current_time()
-        try:
-            self.token = int(self._model.head(from_chunks([answer])[:, -1:], begin)[0, 0].argmax())
-            self.answer = answer
-        except (SwarmError, RuntimeError):  # who reads the answer for good says what is wrong with it
-            self.answer = None
-        self.seconds = trio.current_time() - begun

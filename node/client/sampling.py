@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
+import trio
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -18,12 +19,17 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from ..blocks.client_part import ClientModel
 from ..errors import BadInput
+from .chunks import from_chunks
+from .request import WireTensor
 
 MAX_BIASES: Final = 1024
 """Tokens that may have a bias of their own."""
 _LIKELIEST: Final = 512
 """Tokens that are sorted before all of a large vocabulary are."""
+_DRAWN_AHEAD: Final = 1 << 16
+"""Random numbers of a token that are drawn before its logits are there: 49,152 take half a millisecond."""
 
 
 class Constraint(Protocol):
@@ -36,8 +42,34 @@ class Constraint(Protocol):
         """`token` was chosen."""
 
 
+@runtime_checkable
+class PreparedConstraint(Constraint, Protocol):
+    """One that computes what may follow before the logits are there.
+
+    Attributes:
+        is_ready: what may follow is known: `apply` and `accept` are short.
+        is_quick: `prepare` will be short, too, as far as can be told.
+        only: the one token that may follow; None if there are several, or that is not known.
+    """
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def is_quick(self) -> bool: ...
+
+    @property
+    def only(self) -> int | None: ...
+
+    def prepare(self) -> None:
+        """Computes what may follow the tokens so far, in any thread. Never raises."""
+
+
 class TokenSampler(Protocol):
     """Chooses the tokens of one answer."""
+
+    def prepare(self, *, draw: bool) -> None:
+        """Makes ready what the next token takes beside its logits. `draw`: random numbers, too. Never raises."""
 
     def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
         """The token after `tokens`, from logits [vocabulary]."""
@@ -131,11 +163,21 @@ class Sampler:
     """Chooses the tokens of one answer from logits, with transformers' own processors.
 
     Biases and penalties come first, then the constraint, then temperature, top-k, top-p and min-p.
+
+    Args:
+        beside: runs a function that takes long in a worker thread, and returns at once.
     """
 
-    def __init__(self, sampling: Sampling, constraint: Constraint | None = None) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        constraint: Constraint | None = None,
+        beside: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
         self._sampling = sampling
         self._constraint = constraint
+        self._prepared = constraint if isinstance(constraint, PreparedConstraint) else None
+        self._beside = beside
         self._greedy = sampling.temperature == 0
         self._plain = self._greedy and constraint is None and not sampling.changes_logits
         self._warpers = LogitsProcessorList()
@@ -150,20 +192,54 @@ class Sampler:
         self._repetition = (
             RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty) if sampling.repetition_penalty != 1 else None
         )
+        self._biased = torch.tensor(list(sampling.logit_bias), dtype=torch.long)
+        self._biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
         self._prompt: int | None = None
+        self._vocabulary = 0
+        self._drawn: torch.Tensor | None = None  # for the token that is not accepted yet
         self._generator = torch.Generator()
         if sampling.seed is not None:
             self._generator.manual_seed(sampling.seed)
         else:
             self._generator.seed()
+        self._before_draw = self._generator.get_state()
 
     @property
-    def is_argmax(self) -> bool:
-        """Whether the token is the one of the largest logit, whatever came before."""
-        return self._plain
+    def is_ready(self) -> bool:
+        """Whether `choose` and `accept` are short: they wait for nothing that another thread computes."""
+        return self._prepared is None or self._prepared.is_ready
+
+    @property
+    def only(self) -> int | None:
+        """The token that is chosen whatever the logits are; None if they say it, or that is not known."""
+        if self._prepared is None or not (self._greedy or self._vocabulary):  # its random numbers are used up, too
+            return None
+        return self._prepared.only
+
+    def prepare(self, *, draw: bool) -> None:
+        """Makes ready what the next token takes beside its logits, while these are computed: in this thread what is
+        short, `beside` it what is not. `draw`: random numbers, too. Never raises."""
+        prepared = self._prepared
+        if prepared is not None and not prepared.is_ready:
+            if prepared.is_quick:
+                prepared.prepare()
+            elif self._beside is not None:
+                self._beside(prepared.prepare)
+        if draw and not self._greedy and 0 < self._vocabulary <= _DRAWN_AHEAD:
+            self._draw(self._vocabulary)
 
     def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
         """The token after `tokens`, from logits [vocabulary]. The tokens of the first call are the prompt."""
+        token = self.choose(tokens, logits)
+        self.accept(token)
+        return token
+
+    def choose(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
+        """As `next`, but nothing is settled: called again before `accept`, it chooses anew by the same random numbers.
+
+        Raises:
+            RuntimeError: the logits leave nothing to choose from.
+        """
         if self._prompt is None:
             self._prompt = len(tokens)
         if self._plain:
@@ -173,33 +249,88 @@ class Sampler:
         if self._constraint is not None:
             self._constraint.apply(scores)
         if self._greedy:
-            token = int(scores.argmax())
-        else:
-            scores = self._warpers(torch.tensor([tokens[-1:]]), scores.unsqueeze(0))
-            token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+            return int(scores.argmax())
+        shares = self._warpers(torch.tensor([tokens[-1:]]), scores.unsqueeze(0)).softmax(-1)[0]
+        self._vocabulary = len(shares)
+        # What torch.multinomial does for one sample, token for token.
+        token = int((shares / self._draw(len(shares))).argmax())
+        if not shares[token] > 0:
+            raise RuntimeError("no token has a probability: the logits are not finite, or all are forbidden")
+        return token
+
+    def accept(self, token: int) -> None:
+        """The next token is the one that was chosen."""
+        if not self._greedy and self._drawn is None and self._vocabulary:
+            self._draw(self._vocabulary)  # by `only`
+        self._drawn = None
         if self._constraint is not None:
             self._constraint.accept(token)
-        return token
 
     def ahead(self) -> Sampler:
         """One that chooses as this one will, with the same random numbers, but knows no constraint."""
         other = Sampler(self._sampling)
         other._prompt = self._prompt
-        other._generator.set_state(self._generator.get_state())
+        other._generator.set_state(self._generator.get_state() if self._drawn is None else self._before_draw)
         return other
 
     def skip(self, vocabulary: int) -> None:
         """Uses up the random numbers of one token, for logits of this size."""
         if not self._greedy:
-            torch.multinomial(torch.ones(1, vocabulary), 1, generator=self._generator)
+            self._draw(vocabulary)
+            self._drawn = None
+
+    def _draw(self, vocabulary: int) -> torch.Tensor:
+        """The random numbers of the next token, float32 [vocabulary], of an exponential distribution."""
+        if self._drawn is None:
+            self._before_draw = self._generator.get_state()
+            self._drawn = torch.empty(vocabulary).exponential_(1, generator=self._generator)
+        return self._drawn
 
     def _penalise(self, tokens: Sequence[int], scores: torch.Tensor) -> None:
         asked = self._sampling
-        for token, bias in asked.logit_bias.items():
-            if token < len(scores):
-                scores[token] += bias
+        if len(self._biased):
+            known = self._biased < len(scores)
+            scores[self._biased[known]] += self._biases[known]
         if self._repetition is not None:
             scores.copy_(self._repetition(torch.tensor([tokens]), scores.unsqueeze(0))[0])
         if asked.presence_penalty or asked.frequency_penalty:
             for token, count in Counter(tokens[self._prompt :]).items():
                 scores[token] -= asked.presence_penalty + asked.frequency_penalty * count
+
+
+class EarlyToken:
+    """Chooses the token behind `tokens` while the receipt of the answer that it follows from is checked.
+
+    On the trio thread: what `model` takes for a token `is_short`. Nothing is settled before `accept`.
+
+    Attributes:
+        answer: what `token` follows from; None before it has come, or where no token could be chosen.
+        seconds: that it took.
+    """
+
+    def __init__(self, model: ClientModel, sampler: Sampler, tokens: Sequence[int]) -> None:
+        self.answer: WireTensor | None = None
+        self.token = 0
+        self.seconds = 0.0
+        self._model = model
+        self.sampler = sampler
+        self.tokens = tokens
+
+    def __call__(self, answer: WireTensor, begin: Callable[[], None]) -> None:
+        begun, self.answer = trio.current_time(), None
+        if not self.sampler.is_ready:
+            return
+        only = self.sampler.only
+        try:
+            if only is None:
+                logits = self._model.head(from_chunks([answer])[:, -1:], begin)[0, 0]
+                only = self.sampler.choose(self.tokens, logits)
+            self.token, self.answer = only, answer
+        except Exception:  # who reads the answer for good meets it again and says what is wrong with it
+            pass
+        self.seconds = trio.current_time() - begun
+
+    def accept(self) -> int:
+        """The token; the answer that it follows from was checked."""
+        self.sampler.accept(self.token)
+        return self.token

@@ -139,6 +139,7 @@ class Speculation:
     async def _run(self) -> None:
         await self._send()
         while self._asked:
+            self.answer.sampler.prepare(draw=False)
             hidden = await self.flight.answer()
             asked = self._asked.popleft()
             await self._check(asked, hidden)

@@ -22,14 +22,14 @@ from petalnode.node.client.draft_model import DraftModel
 from petalnode.node.client.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter, PipelineSpeed
 from petalnode.node.client.generation import Conversation
 from petalnode.node.client.request import WireTensor
-from petalnode.node.client.sampling import Constraint, Sampler, Sampling
+from petalnode.node.client.sampling import Constraint, EarlyToken, Sampler, Sampling
 from petalnode.node.client.session.flight import Flight
 from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
 from petalnode.protocols.ids import Span
-from tests.tiny_models import save_tiny
+from tests.tiny_models import VOCABULARY, save_tiny
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
 LENGTH = 40
@@ -180,6 +180,65 @@ def test_an_answer_is_the_same_on_one_thread(
     assert answers[0] == answers[1] and in_threads == [LENGTH, 1]
     for server in whole:
         server.kill()
+
+
+class NeverLess:
+    """A constraint that is computed ahead: a token is at least the one before, and 6 follows 5."""
+
+    is_quick = True
+
+    def __init__(self) -> None:
+        self._last = 0
+        self.is_ready = False
+
+    @property
+    def only(self) -> int | None:
+        return 6 if self.is_ready and self._last == 5 else None
+
+    def prepare(self) -> None:
+        self.is_ready = True
+
+    def apply(self, scores: torch.Tensor) -> None:
+        scores[: self._last] = float("-inf")
+        if self._last == 5:
+            scores[:6] = scores[7:] = float("-inf")
+
+    def accept(self, token: int) -> None:
+        assert token == 6 if self._last == 5 else token >= self._last
+        self._last, self.is_ready = token, False
+
+
+@pytest.mark.parametrize("constrained", [False, True], ids=["free", "constrained"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(LENGTH, 0.9, 0.95, seed=5, logit_bias=FEW)], ids=["greedy", "sampled"]
+)
+def test_an_answer_is_the_same_when_its_tokens_are_chosen_early(
+    swarm: MemorySwarm,
+    folder: Path,
+    servers: list[MemoryServer],
+    monkeypatch: pytest.MonkeyPatch,
+    sampling: Sampling,
+    constrained: bool,
+) -> None:
+    """Also where one was chosen from an answer that is not the one that counts in the end."""
+    drawn_again: list[int] = []
+    accept = EarlyToken.accept
+
+    def choose_twice(early: EarlyToken) -> int:
+        made = len(early.tokens)
+        if made % 3 == 0:
+            early.sampler.choose(early.tokens, torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(made)))
+            drawn_again.append(made)
+        return accept(early)
+
+    monkeypatch.setattr(EarlyToken, "accept", choose_twice)
+    answers = []
+    for seconds in (1.0, 0.0):
+        monkeypatch.setattr(OuterLayers, "_seconds", lambda layers, hidden, seconds=seconds: seconds)
+        constraint = NeverLess() if constrained else None
+        answers.append(Chain(swarm, folder).answer(sampling, drafts=False, constraint=constraint)[0])
+        assert bool(drawn_again) == (seconds == 0.0)
+    assert answers[0] == answers[1]
 
 
 def test_a_stop_ends_an_answer_in_the_middle_of_a_draft(

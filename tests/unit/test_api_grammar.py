@@ -8,10 +8,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from petalnode.node.api.engine.grammar import AnyConstraint, GrammarConstraint, Grammars
+from petalnode.node.api.engine.grammar import (
+    AnyConstraint,
+    ConstraintAfterMark,
+    GrammarConstraint,
+    Grammars,
+    only_bit,
+)
 from petalnode.node.api.engine.requests import Grammar, GrammarKind
 from petalnode.node.api.engine.tools import call_grammar, grammar_after_mark, tool_form
 from petalnode.node.api.errors import ApiError
@@ -138,6 +145,70 @@ def test_a_mask_that_is_computed_late_is_in_nobodys_way() -> None:
     other.join()
     assert asked == [False]
     constraint.accept(2)
+
+
+def test_masks_that_take_little_are_computed_in_place(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After four quick ones in a row; one that took long needs another thread again."""
+    seconds = iter([0.0, 0.0] * 4 + [0.0, 1.0] + [0.0, 0.0] * 3)
+    monkeypatch.setattr("petalnode.node.api.engine.grammar.time.thread_time", lambda: next(seconds))
+    grammars = Grammars(plain, VOCABULARY, (EOS,))
+    constraint = grammars.constraint(grammars.compiled(Grammar("regex", "[ab]+")))
+    (letter,) = plain("a", add_special_tokens=False)["input_ids"]
+    quick = []
+    for _ in range(8):
+        assert not constraint.is_ready and constraint.only is None
+        constraint.prepare()
+        assert constraint.is_ready and constraint.only is None  # a or b
+        quick.append(constraint.is_quick)
+        constraint.accept(letter)
+    assert quick == [False] * 3 + [True] + [False] * 4
+
+
+def test_the_only_token_that_may_follow_is_known(plain: Any) -> None:
+    grammars = Grammars(plain, VOCABULARY, (EOS,))
+    constraint = grammars.constraint(grammars.compiled(Grammar("regex", "a")))
+    for expected in (plain("a", add_special_tokens=False)["input_ids"][0], EOS):
+        assert not constraint.done
+        constraint.prepare()
+        assert constraint.only == expected
+        scores = torch.zeros(VOCABULARY)
+        constraint.apply(scores)
+        assert (scores == 0).nonzero().tolist() == [[expected]]
+        if expected != EOS:
+            constraint.accept(expected)
+        if constraint.done:
+            break
+
+
+@pytest.mark.parametrize("bits", [[], [0], [31], [32], [63], [3, 4], [3, 40]])
+def test_a_mask_of_one_bit(bits: list[int]) -> None:
+    mask = np.zeros(64, dtype=np.uint8)
+    mask[bits] = 1
+    only = only_bit(np.packbits(mask, bitorder="little").view(np.int32))
+    assert only == (bits[0] if len(bits) == 1 else None)
+
+
+def test_a_bound_part_is_made_ready_by_whoever_prepares_it(plain: Any) -> None:
+    """Making it may take long: not where a token is accepted, and an error is told where the mask is needed."""
+    made: list[int] = []
+
+    def make() -> GrammarConstraint:
+        made.append(1)
+        if len(made) < 3:
+            raise ApiError(400, "no")
+        return grammars.constraint(grammars.compiled(Grammar("choice", '["a"]')))
+
+    grammars = Grammars(plain, VOCABULARY, (EOS,))
+    constraint = ConstraintAfterMark("<", make, lambda token: "<")
+    assert constraint.is_ready and constraint.is_quick and constraint.only is None
+    constraint.accept(1)
+    assert not made and not constraint.is_ready and not constraint.is_quick
+    constraint.prepare()
+    assert not constraint.is_ready
+    with pytest.raises(ApiError):
+        constraint.apply(torch.zeros(VOCABULARY))
+    constraint.prepare()
+    assert constraint.is_ready and constraint.only == plain("a", add_special_tokens=False)["input_ids"][0]
 
 
 def calls_in(text: str) -> list[dict[str, Any]]:

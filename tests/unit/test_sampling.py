@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from petalnode.node.client.generation import Sampler, Sampling
-from petalnode.node.client.sampling import TopP
+from petalnode.node.client.sampling import PreparedConstraint, TopP
 from petalnode.node.errors import BadInput
 
 VOCABULARY = 40
@@ -71,3 +71,86 @@ def test_half_precision_logits() -> None:
 def test_what_makes_no_sense_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(BadInput):
         Sampling(**options)  # type: ignore[arg-type]
+
+
+SAMPLED = Sampling(temperature=1.0, top_p=0.95, seed=3, logit_bias={4: 2.0}, frequency_penalty=0.5)
+
+
+@pytest.mark.parametrize("size", [7, VOCABULARY, 3001])
+def test_random_numbers_are_those_of_torch(size: int) -> None:
+    """So that a seed gives the answer that it gave before they were drawn ahead."""
+    generator, sampler = torch.Generator().manual_seed(5), Sampler(Sampling(temperature=1.0, seed=5))
+    for number in range(20):
+        row = 3 * torch.randn(size, generator=torch.Generator().manual_seed(number))
+        expected = int(torch.multinomial(row.softmax(-1), 1, generator=generator))
+        sampler.prepare(draw=bool(number % 2))
+        assert sampler.next([1], row) == expected
+
+
+def test_a_token_that_is_not_accepted_is_chosen_again_by_the_same_random_numbers() -> None:
+    plain, early = Sampler(SAMPLED), Sampler(SAMPLED)
+    tokens = [1, 2]
+    for number in range(20):
+        early.prepare(draw=True)
+        early.choose(tokens, logits(100 + number))  # an answer whose receipt is none
+        guess = early.ahead().next(tokens, logits(number))
+        token = early.choose(tokens, logits(number))
+        early.accept(token)
+        assert token == guess == plain.next(tokens, logits(number))
+        tokens.append(token)
+
+
+def test_logits_that_leave_nothing_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="no token has a probability"):
+        Sampler(Sampling(temperature=1.0)).next([1], torch.full((VOCABULARY,), float("-inf")))
+
+
+class EvenPlaces:
+    """A constraint: at every other place the one token 9. Never computed before it is asked for."""
+
+    def __init__(self, quick: bool) -> None:
+        self.is_quick = quick
+        self.is_ready = False
+        self.prepared = 0
+        self._place = 0
+
+    @property
+    def only(self) -> int | None:
+        return 9 if self.is_ready and self._place % 2 else None
+
+    def prepare(self) -> None:
+        self.prepared += not self.is_ready
+        self.is_ready = True
+
+    def apply(self, scores: torch.Tensor) -> None:
+        self.prepare()
+        if self._place % 2:
+            scores[:9] = scores[10:] = float("-inf")
+
+    def accept(self, token: int) -> None:
+        assert token == 9 or not self._place % 2
+        self._place, self.is_ready = self._place + 1, False
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_token_without_alternative_needs_no_logits_and_changes_no_other(sampling: Sampling, quick: bool) -> None:
+    beside: list[object] = []
+    usual, constraint = Sampler(sampling, EvenPlaces(quick)), EvenPlaces(quick)
+    assert isinstance(constraint, PreparedConstraint)
+    sampler, tokens = Sampler(sampling, constraint, beside.append), [1, 2]
+    without = 0
+    for number in range(20):
+        expected = usual.next(list(tokens), logits(number))
+        sampler.prepare(draw=True)
+        assert sampler.is_ready == quick
+        if not quick:
+            constraint.prepare()
+        if sampler.only is None:
+            assert sampler.next(tokens, logits(number)) == expected
+        else:
+            assert sampler.only == expected == 9
+            sampler.accept(9)
+            without += 1
+        tokens.append(expected)
+    assert (without, constraint.prepared, len(beside)) == (10, 20, 0 if quick else 20)

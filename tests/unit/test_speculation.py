@@ -111,6 +111,9 @@ class Oracle:
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text
 
+    def prepare(self, *, draw: bool) -> None:
+        pass
+
     def next(self, tokens: Sequence[int], row: object) -> int:
         assert list(tokens) == list(self._text[: len(tokens)])
         return self._text[len(tokens)]

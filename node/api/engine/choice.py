@@ -29,21 +29,32 @@ _BEFORE: Final = 6
 class _Recorder(Sampler):
     """A sampler that notes how likely the model found what was chosen, before anything changed its logits."""
 
-    def __init__(self, sampling: Sampling, constraint: AnyConstraint | None, top: int | None) -> None:
-        super().__init__(sampling, constraint)
+    def __init__(
+        self,
+        sampling: Sampling,
+        constraint: AnyConstraint | None,
+        top: int | None,
+        beside: Callable[[Callable[[], None]], None],
+    ) -> None:
+        super().__init__(sampling, constraint, beside)
         self._top = top
+        self._chosen: ChosenToken | None = None
         self.last: ChosenToken | None = None
 
     @property
-    def is_argmax(self) -> bool:
+    def only(self) -> int | None:
         """Where likelihoods are asked for, the logits have to come by here."""
-        return self._top is None and super().is_argmax
+        return super().only if self._top is None else None
 
-    def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
-        token = super().next(tokens, logits)
+    def choose(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
+        token = super().choose(tokens, logits)
         if self._top is not None:
-            self.last = _likelihoods(logits[None], [token], self._top)[0]
+            self._chosen = _likelihoods(logits[None], [token], self._top)[0]
         return token
+
+    def accept(self, token: int) -> None:
+        super().accept(token)
+        self.last = self._chosen
 
 
 def _likelihoods(logits: torch.Tensor, chosen: Sequence[int], top: int) -> list[ChosenToken]:
@@ -65,7 +76,7 @@ class AnswerParts:
         context: tokens of a prompt and its answer.
         tallies: where answers are counted.
         is_covered: whether the servers that are known hold every block together.
-        ahead: runs a function in a worker thread while the answer goes on.
+        beside: runs a function in a worker thread while the answer goes on.
     """
 
     text: Text
@@ -75,7 +86,7 @@ class AnswerParts:
     context: int
     is_covered: Callable[[], bool]
     tallies: ApiTallies
-    ahead: Callable[[Callable[[], None]], None]
+    beside: Callable[[Callable[[], None]], None]
 
 
 class Choice:
@@ -139,7 +150,7 @@ class Choice:
                 seed=None if seed is None else seed + self._index,
             )
             constraint = await trio.to_thread.run_sync(self._constraint)
-            recorder = _Recorder(sampling, constraint, wanted.top_logprobs)
+            recorder = _Recorder(sampling, constraint, wanted.top_logprobs, self._parts.beside)
             taking = self._taking(conversation, recorder, constraint)
             length = len(await conversation.answer(prompt, sampling, taking, self._stop, recorder))
             cached = 0 if wanted.echo else min(conversation.reused, len(prompt) - 1)  # one is always sent
@@ -222,8 +233,6 @@ class Choice:
             self._send.send_nowait(Piece(self._index, text, (recorder.last or ChosenToken(token, None),)))
             if self._stops.found is not None or (constraint is not None and constraint.done):
                 self._stop.set()
-            elif constraint is not None:
-                self._parts.ahead(constraint.prepare)
 
         return take
 

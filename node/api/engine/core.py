@@ -249,7 +249,7 @@ class Core:
         with send:
             async with trio.open_nursery() as nursery:
 
-                def ahead(prepare: Callable[[], None]) -> None:
+                def beside(prepare: Callable[[], None]) -> None:
                     nursery.start_soon(partial(trio.to_thread.run_sync, prepare, abandon_on_cancel=True))
 
                 parts = AnswerParts(
@@ -260,7 +260,7 @@ class Core:
                     context,
                     self.is_covered,
                     self.tallies,
-                    ahead,
+                    beside,
                 )
                 for index in range(len(wanted.prompts)):
                     nursery.start_soon(answer, index)

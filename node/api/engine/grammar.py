@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...errors import BadInput
@@ -23,6 +25,11 @@ JSON_FORM: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "
 _LOCK: Final = threading.Lock()
 _KEPT: Final = 16
 """Grammars that stay ready for the next request with the same; a large one has some 10 MB."""
+_QUICK_MASK: Final = 0.001
+"""Seconds of processor time; usual masks take some 0.05 ms."""
+_QUICK_MASKS: Final = 4
+"""So many quick masks in a row let the next one be computed on the trio thread: a grammar that is made to take long
+holds up other answers at one token in five at most."""
 _PROBE_ERRORS: Final = 300
 """Characters of llguidance's explanation that a client is shown."""
 
@@ -152,18 +159,38 @@ class GrammarConstraint:
         self._matcher = matcher
         self._mask = np.zeros((vocabulary + 31) // 32, dtype=np.int32)
         self._forbidden: torch.Tensor | None = None
+        self._only: int | None = None
+        self._quick = 0  # masks since the last one that took long
         self._lock = threading.Lock()
         self._problem: str | None = None
         self.done = False
         self._note()
 
+    @property
+    def is_ready(self) -> bool:
+        """As `PreparedConstraint` says; does not wait for who computes a mask."""
+        return self._forbidden is not None
+
+    @property
+    def is_quick(self) -> bool:
+        """As `PreparedConstraint` says: the last masks have taken so little that another thread is not worth waking."""
+        return self._quick >= _QUICK_MASKS
+
+    @property
+    def only(self) -> int | None:
+        """As `PreparedConstraint` says."""
+        return self._only if self._forbidden is not None and self._problem is None else None
+
     def prepare(self) -> None:
-        """Computes the mask of the next token ahead, while the servers compute its logits. Never raises."""
+        """Computes the mask of the next token, while the servers compute its logits. Never raises."""
         with self._lock:
             if self._forbidden is None:
+                begun = time.thread_time()
                 self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-                self._forbidden = torch.from_numpy(np.unpackbits(self._mask.view(np.uint8), bitorder="little") == 0)
+                self._quick = self._quick + 1 if time.thread_time() - begun < _QUICK_MASK else 0
                 self._note()
+                self._only = only_bit(self._mask)
+                self._forbidden = torch.from_numpy(np.unpackbits(self._mask.view(np.uint8), bitorder="little") == 0)
 
     def apply(self, scores: torch.Tensor) -> None:
         """As `Constraint` says. Raises ApiError if llguidance gives up."""
@@ -196,6 +223,15 @@ class GrammarConstraint:
             raise _refused(self._problem)
 
 
+def only_bit(mask: npt.NDArray[np.int32]) -> int | None:
+    """The place of the only bit that is set; None if there is not exactly one."""
+    (words,) = mask.nonzero()
+    if len(words) != 1:
+        return None
+    word = int(mask[words[0]]) & 0xFFFFFFFF
+    return None if word & (word - 1) else 32 * int(words[0]) + word.bit_length() - 1
+
+
 class ConstraintAfterMark:
     """Lets everything through up to a mark, then what a grammar allows, then everything again.
 
@@ -212,31 +248,62 @@ class ConstraintAfterMark:
         self._make = make
         self._text_of = text_of
         self._tail = ""
+        self._begins = False  # the mark was said, and `bound` is not made yet, which takes long
         self._bound: GrammarConstraint | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_ready(self) -> bool:
+        """As that of `GrammarConstraint`."""
+        bound = self._bound
+        return not self._begins and (bound is None or bound.is_ready)
+
+    @property
+    def is_quick(self) -> bool:
+        """As that of `GrammarConstraint`."""
+        bound = self._bound
+        return not self._begins and (bound is None or bound.is_quick)
+
+    @property
+    def only(self) -> int | None:
+        """As that of `GrammarConstraint`."""
+        bound = self._bound
+        return bound.only if bound is not None else None
 
     def prepare(self) -> None:
         """As that of `GrammarConstraint`."""
-        bound = self._bound
+        try:
+            bound = self._begun()
+        except ApiError:  # `apply` says so
+            return
         if bound is not None:
             bound.prepare()
 
     def apply(self, scores: torch.Tensor) -> None:
         """As `Constraint` says."""
-        if self._bound is not None:
-            self._bound.apply(scores)
+        bound = self._begun()
+        if bound is not None:
+            bound.apply(scores)
 
     def accept(self, token: int) -> None:
-        if self._bound is not None:
-            self._bound.accept(token)
-            if self._bound.complete:
+        bound = self._begun()
+        if bound is not None:
+            bound.accept(token)
+            if bound.complete:
                 self._bound = None
             return
         text = self._tail + self._text_of(token)
         _, found, behind = text.rpartition(self._mark)
-        if found and not behind:
-            self._bound = self._make()
-            text = ""
-        self._tail = text[-(len(self._mark) - 1) :]
+        self._begins = bool(found) and not behind
+        self._tail = "" if self._begins else text[-(len(self._mark) - 1) :]
+
+    def _begun(self) -> GrammarConstraint | None:
+        """What binds the next token. Raises ApiError."""
+        with self._lock:
+            if self._begins:
+                self._bound = self._make()
+                self._begins = False
+            return self._bound
 
 
 AnyConstraint = GrammarConstraint | ConstraintAfterMark

@@ -160,6 +160,9 @@ class ProcessorSampler:
         self._streamer = streamer
         self._device = device
 
+    def prepare(self, *, draw: bool) -> None:
+        """Nothing is known before the logits are."""
+
     @torch.no_grad()
     def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
         """The token after `tokens`, from logits [vocabulary]; shows it to the criteria and to the streamer."""

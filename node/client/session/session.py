@@ -10,7 +10,7 @@ failed, or a better one is found, a reconnector takes the session up on another 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -204,12 +204,18 @@ class ClientSession:
         await self._chain.end()
 
     async def step(
-        self, chunks: Sequence[WireTensor], reorder: Sequence[int] = (), *, early: Early | None = None
+        self,
+        chunks: Sequence[WireTensor],
+        reorder: Sequence[int] = (),
+        *,
+        waiting: Callable[[], None] | None = None,
+        early: Early | None = None,
     ) -> list[WireTensor]:
         """Sends chunks of hidden states, in order, through the chain; several are pipelined over the servers.
 
         `reorder` says for each row whose cache it continues, before the first chunk. Servers that fail are replaced.
-        `early` gets the last server's answer to a single chunk while its receipt is checked.
+        `early` gets the last server's answer to a single chunk while its receipt is checked; `waiting` is called once
+        that chunk is sent, before the answer is waited for, and computes something short meanwhile.
         If the step raises or is cancelled, the session still holds what it held before, and goes on when servers are
         back; but not after a step with a reorder, which some servers have carried out then and others have not.
 
@@ -234,7 +240,7 @@ class ClientSession:
             # Rows that change places twice are wrong: no step with a reorder may be where we cannot see it.
             push = self.spec.push and not reorder and not self._relays_next
             if len(inputs) == 1:
-                out = [await self._run(self._chain.links, inputs[0], push=push, early=early)]
+                out = [await self._run(self._chain.links, inputs[0], push=push, waiting=waiting, early=early)]
             else:
                 out = await self._prefill(inputs, push=push)
             self._torn = self._relays_next = False
@@ -279,8 +285,16 @@ class ClientSession:
             finally:
                 self._position = flight.position
 
-    async def _run(self, links: list[ServerLink], step: Input, *, push: bool, early: Early | None = None) -> WireTensor:
-        return await StepRun(self._chain, links, step, push=push, early=early).run()
+    async def _run(
+        self,
+        links: list[ServerLink],
+        step: Input,
+        *,
+        push: bool,
+        waiting: Callable[[], None] | None = None,
+        early: Early | None = None,
+    ) -> WireTensor:
+        return await StepRun(self._chain, links, step, push=push, waiting=waiting, early=early).run()
 
     async def _prefill(self, steps: Sequence[Input], *, push: bool) -> list[WireTensor]:
         """Runs several steps side by side. Where servers change, some are numbered that a server will never see."""

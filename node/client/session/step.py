@@ -52,6 +52,7 @@ class StepRun:
     With `push` the first server is given the other servers, and those `beyond` which another run waits for, and each
     pushes its output to the next one; this client sends a step only where that has failed. `before`: tokens of a row
     that are under way in steps before this one. `early` gets what the last server answers while its receipt is checked.
+    `waiting` is called once, before the first answer is waited for: it computes something short meanwhile.
     `entry`: how the step comes from a server before `links`; a proof that this one lies is raised as `ProvenLiar`.
 
     Attributes:
@@ -66,6 +67,7 @@ class StepRun:
         *,
         push: bool,
         before: int | None = None,
+        waiting: Callable[[], None] | None = None,
         early: Early | None = None,
         entry: Handover | None = None,
         beyond: Callable[[], Sequence[ServerLink]] = lambda: (),
@@ -79,6 +81,7 @@ class StepRun:
         self._links = links
         self._step = step
         self._push = push
+        self._waiting = waiting
         self._early = early
         self._before = before or 0
         self._alone = before is None
@@ -270,6 +273,9 @@ class StepRun:
         """Waits for a server's answer; one that is late has a standby prepared."""
         link, asked = self._link, self._asked
         assert asked is not None
+        if self._waiting is not None:
+            self._waiting()
+            self._waiting = None
         nbytes, round_trip = len(self._chunk.payload), link.server.round_trip
         patient = min(link.patience(self._chunk, self._before), self._chain.spec.step_timeout)
         if phase == "late":
