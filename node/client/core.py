@@ -325,13 +325,15 @@ class SwarmClient(ServerSelection):
         wait: bool = False,
         saved: SavedSession | None = None,
         prompt: Sequence[WireTensor] = (),
+        source: ClientSession | None = None,
     ) -> AsyncIterator[ClientSession | ComparedSession]:
         """Opens a session over the best servers that will have it, and closes it on the way out.
 
         Takes up `saved` instead, if all of its servers still hold it. `spec.model_version` is filled in, and the
         client's adapter and codec if `spec` names none; but the `prompt` has the codec of `spec`. With `wait`, a swarm
         that cannot serve is asked again until it can.
-        If `spec.share`, its position is behind what the servers have kept of the `prompt` that comes next.
+        If `spec.share`, its position is behind what the servers have kept of the `prompt` that comes next. With a
+        `source`, an open session of such a spec, it holds what that one holds, and goes on by itself from there.
 
         Raises:
             NoChainError: no chain covers the span; `missing` and the text name the blocks, and who refused.
@@ -340,7 +342,7 @@ class SwarmClient(ServerSelection):
         adapter = spec.adapter or await self.adapter(wait=wait)
         trace = None if self.on_session is None else SessionTrace(self.model.name)
         spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted, trace=trace)
-        if spec.codec == "none" and not prompt:
+        if spec.codec == "none" and not prompt and source is None:
             spec = replace(spec, codec=await self.chosen_codec(spec, saved))
         session: ClientSession | ComparedSession
         if self._compare_chains > 1:
@@ -352,7 +354,7 @@ class SwarmClient(ServerSelection):
         with self.totals.counted(session), self._traced(session, trace):
             fits = saved is not None and (saved.max_length, saved.codec) == (spec.max_length, spec.codec)
             if saved is None or not fits or not await session.resume(saved):
-                await self._opened(session, prompt)
+                await self._opened(session, prompt, source)
             if self._codec == AUTO and spec.codec == "none" and isinstance(session, ClientSession):
                 self._uncoded = session
             try:
@@ -364,9 +366,18 @@ class SwarmClient(ServerSelection):
                     self.prefixes.ended(session)
                 await session.close()
 
-    async def _opened(self, session: ClientSession | ComparedSession, prompt: Sequence[WireTensor]) -> None:
+    async def _opened(
+        self, session: ClientSession | ComparedSession, prompt: Sequence[WireTensor], source: ClientSession | None
+    ) -> None:
         if not session.spec.share or not isinstance(session, ClientSession):
             await session.open()
+            return
+        if source is not None:
+            beginning, position = source.beginning(), source.position
+            if position and not beginning.inputs:
+                raise BadInput("what this session held before its process started is not known here: fork another one")
+            await session.open(beginning, position)
+            self.prefixes.opened(session)
             return
         found = await trio.to_thread.run_sync(self.prefixes.search(session.spec, prompt)) if prompt else None
         await session.open(found)

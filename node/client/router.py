@@ -47,8 +47,11 @@ class Router(Protocol):
     def receipts(self) -> ReceiptArchive:
         """Where the receipts of servers are kept."""
 
-    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
-        """The best chain for `spec.span` without `excluded`. Raises NoChainError, BadInput."""
+    async def route(
+        self, spec: SessionSpec, excluded: Collection[str] = (), *, again: Sequence[Hop] = (), held: int = 0
+    ) -> tuple[Hop, ...]:
+        """The best chain for `spec.span` without `excluded`: that of `again`, where `held` tokens of the session may
+        be kept, if to compute them anew takes longer than others are quicker. Raises NoChainError, BadInput."""
 
     async def standby(
         self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()

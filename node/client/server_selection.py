@@ -26,6 +26,7 @@ from ..swarm.routing import (
     cheapest_chain,
     describe_blocks,
     missing_blocks,
+    pays_again,
     second_best,
 )
 from ..swarm.sample import SEVERAL
@@ -270,8 +271,11 @@ class ServerSelection:
         """Whether not any server of a block will do: then all servers have to be known, not some of each block."""
         return bool(self._allowed or self.trusted.peers) or self._require_pledge is not None
 
-    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
-        """The cheapest chain for `spec` without the `excluded` servers.
+    async def route(
+        self, spec: SessionSpec, excluded: Collection[str] = (), *, again: Sequence[Hop] = (), held: int = 0
+    ) -> tuple[Hop, ...]:
+        """The cheapest chain for `spec` without the `excluded` servers, or that of `again`, which may have kept `held`
+        tokens of it, where that is the quicker one for the whole session.
 
         Raises:
             NoChainError: naming the blocks that nobody holds.
@@ -285,9 +289,12 @@ class ServerSelection:
                 f"{longest}: ask for less"
             )
         try:
-            return cheapest_chain(candidates, spec.span, model_name=self._wanted(spec), **self.demand(spec))
+            best = cheapest_chain(candidates, spec.span, model_name=self._wanted(spec), **self.demand(spec))
         except NoChainError as error:
             raise self.explained(error, bool(candidates) or spec.adapter is not None) from None
+        if again and pays_again(again, best, candidates, held, spec.max_length - held, **self.demand(spec)):
+            return tuple(again)
+        return best
 
     async def standby(
         self, spec: SessionSpec, route: Sequence[Hop], index: int, excluded: Collection[str] = ()

@@ -163,6 +163,47 @@ def chain_seconds(
     return float(graph.half[0] + computing + ways.sum() + graph.half[-1])
 
 
+def pays_again(
+    chain: Sequence[Hop],
+    best: Sequence[Hop],
+    candidates: Sequence[RouteCandidate],
+    held: int,
+    steps: int,
+    *,
+    cache_tokens: int = 0,
+    max_length: int = 0,
+    tokens: int = 1,
+    token_bytes: int = 0,
+    pushed: bool = False,
+) -> bool:
+    """Whether a session of `steps` decode steps is over sooner on `chain`, whose servers have kept its first `held`
+    tokens, than on the `best` one, which would compute them.
+
+    Never if a server of it holds other blocks now, is full, or takes no session so long. Other arguments as for
+    `cheapest_chain`.
+    """
+    by_peer = {candidate.peer_id: candidate for candidate in candidates}
+    for hop in chain:
+        server = by_peer.get(hop.peer_id)
+        if server is None or not server.span.covers(hop.span) or server.cache_tokens_free < cache_tokens:
+            return False
+        if server.max_session_length is not None and server.max_session_length < max_length:
+            return False
+
+    def seconds(route: Sequence[Hop]) -> float:
+        return chain_seconds(
+            route, candidates, cache_tokens=cache_tokens, tokens=tokens, token_bytes=token_bytes, pushed=pushed
+        )
+
+    computing = 0.0
+    for hop in best:
+        server = by_peer[hop.peer_id]
+        speed = server.forward_tokens_per_second
+        token = min(server.step_seconds, 1 / speed) if speed > 0 else server.step_seconds
+        computing += held * token * len(hop.span) / len(server.span)
+    return steps * (seconds(chain) - seconds(best)) <= computing
+
+
 @dataclass(frozen=True)
 class _Graph:
     """Arrays over the usable servers, in order of peer id."""

@@ -76,7 +76,9 @@ class _RoutedClient(SwarmClient):
         self._route = tuple(route)
         self.failures: dict[str, SwarmError] = {}
 
-    async def route(self, spec: SessionSpec, excluded: Collection[str] = ()) -> tuple[Hop, ...]:
+    async def route(
+        self, spec: SessionSpec, excluded: Collection[str] = (), *, again: Sequence[Hop] = (), held: int = 0
+    ) -> tuple[Hop, ...]:
         if isinstance(excluded, Mapping):
             self.failures.update(excluded)
         if any(hop.peer_id in excluded for hop in self._route):
@@ -143,6 +145,7 @@ async def _chat(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
         batch=1,
         max_length=min(limit, len(prompt) + max(probe.new_tokens, random.choice(_ROOM))),
         dtype=dtype_name(model.local.dtype),
+        share=True,  # as clients have it: a probe looks like any session
     )
     steps = await trio.to_thread.run_sync(_Steps, model, probe, random, prompt)
     async with client.session(spec) as session:

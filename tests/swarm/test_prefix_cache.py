@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from petalnode.crypto.evidence import ACCUSATION_DOMAIN
 from petalnode.crypto.identity import Identity
 from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.client_part import ClientModel, load_client
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
+from petalnode.node.client.api.inference_session import InferenceSession
 from petalnode.node.client.core import SwarmClient, open_client
 from petalnode.node.client.generation import Conversation
 from petalnode.node.client.sampling import Sampling
 from petalnode.node.client.sharing import auditable
 from petalnode.node.client.swarm_model import identify_model
+from petalnode.node.errors import BadInput
 from petalnode.node.models.folder import open_folder
 from petalnode.node.models.sources.resolve import resolve
 from petalnode.node.swarm.config import SwarmConfig
@@ -148,6 +151,47 @@ def test_a_server_that_dies_is_replaced_with_what_came_before(swarm: MemorySwarm
 
     swarm.call(main)
     assert first.alive
+
+
+def test_a_fork_goes_on_by_itself(swarm: MemorySwarm, folder: Path) -> None:
+    servers = started(swarm, folder, "0:2", "2:6")
+    ids = torch.tensor([PREFIX])
+    options = {"max_new_tokens": 6, "pad_token_id": 0, "do_sample": False}
+    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model, model.inference_session(200) as session:
+        begun = model.generate(ids, session=session, **options)
+        computed = [server.tallies.prefill.tokens for server in servers]
+        with session.fork() as one, session.fork() as other:
+            assert one.position == other.position == session.position == 105
+            assert one.route == session.route
+            # Nine of the 105 tokens are in no whole block.
+            assert [server.tallies.prefill.tokens for server in servers] == [total + 18 for total in computed]
+            texts = {fork: torch.cat([begun, torch.tensor([[token, 5]])], 1) for fork, token in ((one, 7), (other, 8))}
+            outs = {fork: model.generate(text, session=fork, **options) for fork, text in texts.items()}
+            last = model.generate(begun, session=session, **options)
+            for text, out in ((texts[one], outs[one]), (texts[other], outs[other]), (begun, last)):
+                assert out[0, text.shape[1] :].tolist() == expected(folder, text[0].tolist(), 6)
+            with other.fork() as third:
+                assert third.position == other.position
+        with pytest.raises(BadInput, match="closed"):
+            one.fork()
+    with model_session(swarm, folder) as session, session.fork() as empty:
+        assert empty.position == 0
+
+
+def test_a_fork_of_beams_is_computed_anew(swarm: MemorySwarm, folder: Path) -> None:
+    started(swarm, folder, "0:6")
+    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model, model.inference_session(200) as session:
+        states = torch.randn(2, 70, 64, generator=torch.Generator().manual_seed(3))
+        session.step(states[:, :40])
+        session.step(states[:, 40:60], reorder=[1, 1])
+        with session.fork() as fork:
+            torch.testing.assert_close(fork.step(states[:, 60:]), session.step(states[:, 60:]))
+
+
+@contextmanager
+def model_session(swarm: MemorySwarm, folder: Path) -> Iterator[InferenceSession]:
+    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as model, model.inference_session(50) as session:
+        yield session
 
 
 async def shared_bundle(swarm: MemorySwarm, folder: Path) -> Bundle:

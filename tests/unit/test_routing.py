@@ -20,6 +20,7 @@ from petalnode.node.swarm.routing import (
     cheapest_chain,
     describe_blocks,
     missing_blocks,
+    pays_again,
     second_best,
 )
 from petalnode.protocols.ids import Span
@@ -443,3 +444,30 @@ def test_blocks_in_words(blocks: tuple[int, ...], text: str) -> None:
 
 def test_missing_blocks_of_overlapping_spans() -> None:
     assert missing_blocks([Span(1, 3), Span(2, 4)], ALL) == (0, 4, 5)
+
+
+def test_servers_that_have_kept_a_prompt_are_asked_again_where_that_saves_more_than_others_are_quicker() -> None:
+    slow, quick = server("slow", 0, 4, step=0.06), server("quick", 0, 4, step=0.05)
+    again, best = (Hop("slow", Span(0, 4)),), (Hop("quick", Span(0, 4)),)
+    # 100 tokens take the quick one 5 s to compute; 10 ms a step are lost in 500 steps.
+    assert pays_again(again, best, [slow, quick], held=100, steps=499)
+    assert not pays_again(again, best, [slow, quick], held=100, steps=501)
+    prefilling = replace(quick, forward_tokens_per_second=100.0)
+    assert pays_again(again, best, [slow, prefilling], held=100, steps=99)
+    assert not pays_again(again, best, [slow, prefilling], held=100, steps=101)
+    assert pays_again(best, best, [quick], held=0, steps=1000)
+
+
+def test_servers_that_have_kept_a_prompt_are_not_asked_again_if_they_cannot_serve() -> None:
+    quick, again, best = server("quick", 0, 4), (Hop("slow", Span(0, 4)),), (Hop("quick", Span(0, 4)),)
+    slow = server("slow", 0, 4, free=100)
+    for other in (
+        None,
+        server("slow", 0, 3),
+        replace(slow, cache_tokens_free=99),
+        replace(slow, max_session_length=9),
+        replace(slow, penalty_seconds=60.0),
+    ):
+        candidates = [quick] if other is None else [quick, other]
+        assert not pays_again(again, best, candidates, 20, 10, cache_tokens=100, max_length=10)
+    assert pays_again(again, best, [quick, slow], 20, 10, cache_tokens=100, max_length=10)

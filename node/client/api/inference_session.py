@@ -219,15 +219,49 @@ class InferenceSession:
             left_padding=tuple(left_padding),
             dtype=dtype,
             adapter=self.adapter,
+            share=True,
         )
         if self._step_timeout is not None:
             spec = replace(spec, step_timeout=self._step_timeout)
+        return self._enter(spec)
 
+    def _enter(self, spec: SessionSpec, source: ClientSession | None = None) -> Session:
         async def enter() -> Session:
-            return await self._stack.enter_async_context(self._runtime.value.session(spec, wait=self._wait))
+            opened = self._runtime.value.session(spec, wait=self._wait, source=source)
+            return await self._stack.enter_async_context(opened)
 
         self._session = self._runtime.call(enter)
         return self._session
+
+    def fork(self) -> InferenceSession:
+        """A session that holds the same tokens and goes on by itself: for several continuations of one text.
+
+        It runs through the same servers where that is possible, and what they have kept is not computed again: all but
+        the last 31 tokens at most, as long as no other session has needed the room, and nobody's rows have changed
+        places. It reserves cache of its own. Close each for itself.
+
+        Raises:
+            BadInput: this session is closed, or its chains are compared.
+            SwarmError: no chain covers the blocks, or a server failed.
+        """
+        with self._lock:
+            if self._closed:
+                raise BadInput("this session is closed; open another with inference_session()")
+            source = self._session
+            if source is not None and not isinstance(source, ClientSession):
+                raise BadInput("a session whose chains are compared cannot be forked: open another, and send it all")
+            forked = InferenceSession(
+                self._runtime,
+                self._span,
+                self.max_length,
+                wait=self._wait,
+                step_timeout=self._step_timeout,
+                adapter=self.adapter,
+            )
+            if source is not None:
+                forked._enter(source.spec, source)
+                forked.tokens = None if self.tokens is None else [list(row) for row in self.tokens]
+            return forked
 
     def close(self) -> None:
         """Closes the session and frees the caches at the servers. Safe to call twice."""

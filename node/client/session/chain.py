@@ -142,7 +142,7 @@ class Chain:
         """
         inputs = () if beginning is None else beginning.inputs.get(self.spec.span.start, ())
         self.links = await self._opened(self.spec, InputHistory(inputs), position, None, None, beginning)
-        return min(link.history.end for link in self.links)
+        return position or min(link.history.end for link in self.links)
 
     def reconnector(self, link: ServerLink) -> SessionReconnector:
         """The link's reconnector, which is started when the link is first used in the chain."""
@@ -217,7 +217,9 @@ class Chain:
             lost=because is not None,
             ask_again=lambda failure: failure is not because or reconnector is None or not reconnector.state.may_return,
         )
-        find = partial(self.router.route, spec)
+        find: FindRoute = partial(self.router.route, spec)
+        if beginning is not None and beginning.shared:
+            find = partial(self.router.route, spec, again=beginning.route, held=beginning.shared)
         return await self._open(spec, history, position, find, search, beginning)
 
     async def _open(

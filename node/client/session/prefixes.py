@@ -33,12 +33,13 @@ class Beginning:
     Attributes:
         inputs: the steps that entered a block, from the first token on, by that block; of some blocks more than others.
         tokens: of a row, at most.
-        route: of the session that they are from.
+        route: of the session that they are from, whose servers have had the first `shared` tokens.
     """
 
     inputs: Mapping[int, Sequence[Input]]
     tokens: int
     route: tuple[Hop, ...] = ()
+    shared: int = 0
 
     def names(self, spec: SessionSpec, hop: Hop) -> list[bytes]:
         """By which the server of `hop` knows what it may keep; none where nothing is known that entered its blocks.
@@ -76,7 +77,7 @@ def beginning_of(inputs: Mapping[int, Sequence[Input]], tokens: int, route: tupl
                 break
             end = step.end
         tokens = min(tokens, end)
-    return Beginning(inputs, tokens, route)
+    return Beginning(inputs, tokens, route, tokens)
 
 
 class SharedSession(Protocol):
@@ -144,7 +145,7 @@ def _longest(spec: SessionSpec, prompt: Sequence[WireTensor], known: Sequence[Be
             best, most = beginning, shared
     # What enters the first blocks is known without any earlier session: one server of all blocks needs no more.
     inputs = {block: best.part(block, most) for block in best.inputs} | {spec.span.start: steps}
-    return Beginning(inputs, steps[-1].end - 1, best.route if most >= BLOCK_TOKENS else ())
+    return Beginning(inputs, steps[-1].end - 1, best.route, most // BLOCK_TOKENS * BLOCK_TOKENS)
 
 
 def _alike(one: SessionSpec, other: SessionSpec) -> bool:
