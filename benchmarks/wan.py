@@ -111,10 +111,11 @@ class ClientProcess:
         tokens: int,
         *more: str,
         script: str = __file__,
+        host: int = 0,
     ) -> None:
         arguments = [sys.executable, script, "--client", str(model), addr, "--tokens", str(tokens), *more]
         self.process = subprocess.Popen(
-            network.command(0, arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            network.command(host, arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def read(self) -> dict[str, Any]:
@@ -125,10 +126,13 @@ class ClientProcess:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def ask(self, line: str) -> dict[str, Any]:
+    def tell(self, line: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
+
+    def ask(self, line: str) -> dict[str, Any]:
+        self.tell(line)
         return self.read()
 
     def stop(self) -> None:
