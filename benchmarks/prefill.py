@@ -79,8 +79,8 @@ def server(pace: float, arguments: Sequence[str]) -> None:
 
 def client(folder: str, addr: str, tokens: int) -> None:
     """The process on the client's host: sends the prompt in the mode that each line names, and prints how it went."""
-    from petalnode.node.client import chunks
     from petalnode.node.client.session.link import ServerLink
+    from petalnode.node.client.session.session import ClientSession
     from petalnode.node.client.session.stream import SessionStream
 
     logging.set_verbosity_error()
@@ -99,7 +99,7 @@ def client(folder: str, addr: str, tokens: int) -> None:
 
     ServerLink.count = counted  # type: ignore[method-assign]
     in_flight = SessionStream.bytes_in_flight
-    chosen = chunks.PIPELINE_TOKENS
+    chosen = ClientSession.chunk_tokens
     generate: dict[str, Any] = {"min_new_tokens": 1, "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
     with (
         AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[addr]) as model,
@@ -112,7 +112,7 @@ def client(folder: str, addr: str, tokens: int) -> None:
         for line in sys.stdin:
             before = line.strip() == "before"
             SessionStream.bytes_in_flight = property(lambda _: 0) if before else in_flight  # type: ignore[method-assign]
-            chunks.PIPELINE_TOKENS = 256 if before else chosen  # type: ignore[misc]
+            ClientSession.chunk_tokens = (lambda *_: 256) if before else chosen  # type: ignore[assignment, method-assign]
             session.position, session.tokens = 0, None
             computing.clear()
             sizes.clear()

@@ -13,22 +13,22 @@ from ..errors import BadInput, SwarmError
 from ..verification.judging import BEYOND, token_errors
 from .request import WireTensor
 
-PIPELINE_TOKENS: Final = 256
-"""Rows times positions of one chunk of a long prompt: small enough that all servers of a chain work at once."""
+PIPELINE_TOKENS: Final = 512
+"""Rows times positions of one chunk of a long prompt, at most."""
 
 _HEADROOM: Final = 8.0
 """How many times as large as those that were seen values may become under a codec that was chosen for those."""
 
 
-def to_chunks(hidden: torch.Tensor, codec: str, max_step_tokens: int) -> list[WireTensor]:
-    """Cuts hidden states [batch, tokens, hidden] along the tokens.
+def to_chunks(hidden: torch.Tensor, codec: str, size: int) -> list[WireTensor]:
+    """Cuts hidden states [batch, tokens, hidden] along the tokens, in chunks of up to `size` tokens of a row.
 
     Raises:
         BadInput: another shape, no tokens, or a dtype that does not travel.
     """
     if hidden.dim() != 3 or not hidden.numel():
         raise BadInput(f"hidden states have shape [batch, tokens, hidden], not {list(hidden.shape)}")
-    size = min(max_step_tokens, max(1, PIPELINE_TOKENS // hidden.shape[0]))
+    size = min(size, max(1, PIPELINE_TOKENS // hidden.shape[0]))
     try:
         return [WireTensor(*encode(part, codec)) for part in torch.split(hidden, size, dim=1)]
     except TensorError as error:

@@ -386,7 +386,7 @@ class Conversation:
             hidden = self._model.embed(torch.tensor([tokens]), position)
         if isinstance(session, SessionSpec):
             return to_chunks(hidden, session.codec, PIPELINE_TOKENS)
-        return to_chunks(hidden, session.spec.codec, session.max_step_tokens)
+        return to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
 
     def _logits(self, hidden: list[WireTensor], count: int) -> torch.Tensor:
         """Those of the last `count` tokens, [count, vocabulary]."""

@@ -64,6 +64,9 @@ class Router(Protocol):
     def round_trip(self, peer_id: str) -> float | None:
         """Seconds to this server and back, as they were measured last; None if they never were."""
 
+    def seconds_per_byte(self, peer_id: str) -> float | None:
+        """What a byte to or from this server takes beyond the round trip; None where it was never measured."""
+
     async def connect(self, hop: Hop, *, direct: bool = False) -> InferenceStream:
         """A stream to the server of `hop`, with `direct` only on a connection without a relay. Raises ServerFailed."""
 

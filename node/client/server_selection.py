@@ -176,6 +176,10 @@ class ServerSelection:
                 )
         return self.trusted.restrict(found, self.model.num_blocks)
 
+    def seconds_per_byte(self, peer_id: str) -> float | None:
+        """What a byte to or from this server takes beyond the round trip; None where it was never measured."""
+        return self._seconds_per_byte.get(peer_id)
+
     def round_trip(self, peer_id: str) -> float | None:
         """Seconds to this server and back, as they were measured last; None if they never were, or it is silent."""
         measured = self._rtts.get(peer_id)
@@ -324,8 +328,8 @@ class ServerSelection:
                 return "none"
             speed = server.forward_tokens_per_second
             token = 1 / speed if speed > 0 else server.step_seconds
-            per_byte = self._seconds_per_byte.get(hop.peer_id)
-            costs.append(WireCost(server.step_seconds, token, self.round_trip(hop.peer_id) or 0.0, per_byte))
+            round_trip, per_byte = self.round_trip(hop.peer_id) or 0.0, self.seconds_per_byte(hop.peer_id)
+            costs.append(WireCost(server.step_seconds, token, round_trip, per_byte))
         return choose_codec(costs, spec.dtype, self.model.folder.hidden_size, errors)
 
     def _wanted(self, spec: SessionSpec) -> str:

@@ -86,6 +86,59 @@ def _chain_seconds(chain: Sequence[WireCost], dtype: str, values: int, tokens: i
     return computing + way + 2 * len(chain) * values * CODEC_SECONDS[codec]
 
 
+@dataclass(frozen=True)
+class StageCost(WireCost):
+    """The same of a server through which a prompt passes in several steps.
+
+    pushed: the server before it sends it its output; else the client does. in_flight: bytes of steps that it takes
+    before it has answered them, 0: one step at a time. credits: the same in steps.
+    """
+
+    pushed: bool = False
+    in_flight: int = 0
+    credits: int = 1
+
+
+CHUNK_TOKENS: Final = (32, 64, 128, 256, 512)
+"""Rows times positions of the steps of a prompt. Servers compute no more than 256 between two turns of others."""
+
+
+def chunk_tokens(tokens: int, token_bytes: int, chain: Sequence[StageCost]) -> int:
+    """Into steps of how many tokens to cut a prompt of so many, each of so many bytes, so that all of it has passed
+    the chain soonest: the smaller, the sooner all servers are at work, and the more often each step's costs are paid.
+    """
+    return min(CHUNK_TOKENS, key=lambda size: (prefill_seconds(tokens, size, token_bytes, chain), -size))
+
+
+def prefill_seconds(tokens: int, size: int, token_bytes: int, chain: Sequence[StageCost]) -> float:
+    """Seconds for a prompt of so many tokens in steps of `size`.
+
+    The first step passes all servers; each further one is there as long after it as the slowest part of the way takes:
+    a server's computing, a line, the client, which handles all answers, or waiting for what may be under way.
+    """
+    size = min(size, tokens)
+    nbytes = size * token_bytes
+    works = [float(one) for one in bounded([stage.step + stage.token * size + HANDLING_SECONDS for stage in chain])]
+    lines = [float(one) for one in bounded([nbytes * (stage.per_byte or 0.0) for stage in chain])]
+    trips = [float(one) for one in bounded([stage.round_trip for stage in chain])]
+    steps, period = -(-tokens // size) - 1, max(*works, *lines, len(chain) * HANDLING_SECONDS)
+    first, begun, most = trips[0] / 2 + lines[0], 0.0, 1
+    rest = steps * period
+    for index, stage in enumerate(chain):
+        if index and stage.pushed:
+            first += max(trips[index - 1 : index + 1]) / 2 + max(lines[index - 1 : index + 1])
+        elif index:  # the answer comes to the client, which sends it on
+            back = trips[index - 1] / 2 + lines[index - 1]
+            rest = max(rest, steps // most * (first + back - begun) + steps % most * period)
+            begun = first + back
+            first = begun + trips[index] / 2 + lines[index]
+        room = max(1, min(stage.credits, stage.in_flight // nbytes))
+        most = min(most, room) if index and stage.pushed else room
+        first += works[index]
+    first += trips[-1] / 2 + lines[-1]
+    return first + max(rest, steps // most * (first - begun) + steps % most * period)
+
+
 def bounded(seconds: Sequence[float] | Floats) -> Floats:
     """Times within 0 .. MAX_SECONDS; what is no number is the longest."""
     values: Floats = np.nan_to_num(np.clip(np.asarray(seconds, float), 0.0, MAX_SECONDS), nan=MAX_SECONDS)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import trio
@@ -13,12 +14,15 @@ import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.server.requests.pushes import (
+    BYTES_IN_FLIGHT,
     FIRST_PAUSE,
+    INLINE_BYTES,
     LONGEST_PAUSE,
     MAX_TARGETS,
     PUSH_TIMEOUT,
     Pushes,
     PushStream,
+    SendQueue,
     Upstream,
     check_upstream,
 )
@@ -307,3 +311,33 @@ def test_one_server_at_a_time_may_push() -> None:
     assert not may_push(upstream, OTHER) and may_push(upstream, SERVER)
     upstream.pushed(OTHER.peer_id)
     assert may_push(upstream, OTHER) and not may_push(upstream, SERVER)
+
+
+# --- what leaves a session
+
+
+def test_outputs_leave_in_their_order_and_large_ones_while_more_is_computed() -> None:
+    async def main() -> None:
+        left: list[int] = []
+        gate = trio.Event()
+
+        async def send(number: int) -> None:
+            await gate.wait()
+            left.append(number)
+
+        async with trio.open_nursery() as nursery:
+            queue = SendQueue(nursery)
+            for number, size in enumerate((INLINE_BYTES + 1, BYTES_IN_FLIGHT - 2 * INLINE_BYTES, 10)):
+                await queue.put(size, partial(send, number))  # the small one waits for those before it
+            assert left == []
+            with trio.move_on_after(1) as scope:
+                await queue.put(INLINE_BYTES, partial(send, 3))
+            assert scope.cancelled_caught  # too much waits
+            gate.set()
+            await queue.put(INLINE_BYTES, partial(send, 4))
+            await queue.empty()
+            assert left == [0, 1, 2, 4]
+            await queue.put(INLINE_BYTES, partial(send, 5))
+            assert left[-1] == 5  # at once
+
+    run_autojumping(main)

@@ -53,7 +53,8 @@ async def block_outputs(
             adapter=adapter,
         )
         async with client.session(spec) as session:
-            chunks = await trio.to_thread.run_sync(to_chunks, hidden, session.spec.codec, session.max_step_tokens)
+            size = session.chunk_tokens(*hidden.shape[1:])
+            chunks = await trio.to_thread.run_sync(to_chunks, hidden, session.spec.codec, size)
             hidden = await trio.to_thread.run_sync(from_chunks, await session.step(chunks))
         found[end - 1] = hidden[0, virtual:]
     return found

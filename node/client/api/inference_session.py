@@ -156,7 +156,7 @@ class InferenceSession:
                 session = self._open(hidden, left_padding)
             elif hidden.shape[0] != session.spec.batch:
                 raise BadInput(f"this session has {session.spec.batch} rows, not {hidden.shape[0]}")
-            chunks = to_chunks(hidden, session.spec.codec, session.max_step_tokens)
+            chunks = to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
             step = session.step
             if early is not None and isinstance(session, ClientSession):
                 step = partial(session.step, early=lambda answer, begin: early(from_chunks([answer]), begin))

@@ -12,6 +12,7 @@ import trio
 
 from ....protocols.inference import session_name
 from ...errors import BadInput, ServerFailed, SwarmError
+from ...swarm.cost import StageCost
 from ...swarm.routing import Hop
 from ..deadlines import RECOVERY_TIMEOUT, REOPEN_TIMEOUT, RETRY_INTERVAL, STANDBY_RETRY, WaitCause, Waits
 from ..request import StreamLost
@@ -126,6 +127,19 @@ class Chain:
     @property
     def route(self) -> tuple[Hop, ...]:
         return tuple(link.server.hop for link in self.links)
+
+    def may_stream(self, sender: ServerLink, receiver: ServerLink) -> bool:
+        """Whether a server may push several steps to another one before any of them is answered."""
+        both = sender.server.bytes_in_flight > 0 and receiver.server.bytes_in_flight > 0
+        return both and self.may_push(sender, receiver)
+
+    def stage_costs(self, links: Sequence[ServerLink], *, push: bool) -> list[StageCost]:
+        """What steps of a prompt cost at each of `links`, in their order."""
+        costs: list[StageCost] = []
+        for before, link in zip((None, *links), links, strict=False):
+            pushed = push and before is not None and self.may_stream(before, link)
+            costs.append(link.cost(self.router.seconds_per_byte(link.server.hop.peer_id), pushed=pushed))
+        return costs
 
     def may_push(self, sender: ServerLink, receiver: ServerLink) -> bool:
         """Whether a server may push to another one now: the client allows it, and no push was lost between them."""

@@ -140,9 +140,8 @@ class ComparedSession:
         for chain in self._chains:
             chain.session.position = position
 
-    @property
-    def max_step_tokens(self) -> int:
-        return min((chain.session.max_step_tokens for chain in self._chains), default=1)
+    def chunk_tokens(self, tokens: int, values: int) -> int:
+        return min((chain.session.chunk_tokens(tokens, values) for chain in self._chains), default=1)
 
     def saved(self) -> None:
         """Another process cannot take it up."""

@@ -135,8 +135,8 @@ class Prefill:
         self.stages: list[Stage] = []
         before: ServerLink | None = None
         for link in chain.links:
-            pushed = push and before is not None and chain.may_push(before, link) and before.server.bytes_in_flight > 0
-            self.stages.append(Stage(self, chain, link, pushed=pushed and link.server.bytes_in_flight > 0))
+            pushed = push and before is not None and chain.may_stream(before, link)
+            self.stages.append(Stage(self, chain, link, pushed=pushed))
             before = link
 
     async def run(self) -> list[WireTensor]:

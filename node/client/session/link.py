@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import trio
 
 from ....crypto.receipts import Receipt
 from ....protocols import wire_pb2 as wire
 from ...errors import ServerCheated, SwarmError
+from ...swarm.cost import StageCost
 from ..deadlines import learnt, patience
 from ..request import WireTensor
 from .history import Input, InputHistory
 from .reconnector import SessionReconnector
 from .stream import SessionStream
 from .trace import HopTrace
+
+UNKNOWN_STEP: Final = 0.01
+UNKNOWN_TOKEN: Final = 0.001
+"""Seconds of a step, and of each token of a prompt, at a server that announces nothing."""
 
 
 @dataclass(eq=False)
@@ -52,6 +58,15 @@ class ServerLink:
         tokens = before + chunk.tokens
         announced = self.server.announced_seconds(tokens * chunk.tensor.shape[0])
         return patience(self.usual, tokens, len(chunk.payload), self.server.round_trip, announced)
+
+    def cost(self, per_byte: float | None, *, pushed: bool) -> StageCost:
+        """What steps of a prompt cost here, by what the server has announced."""
+        server, many = self.server, 256
+        one, more = server.announced_seconds(1), server.announced_seconds(1 + many)
+        if one is None or more is None:
+            one, more = UNKNOWN_STEP, UNKNOWN_STEP + many * UNKNOWN_TOKEN
+        credits, in_flight = server.credits, server.bytes_in_flight
+        return StageCost(one, (more - one) / many, server.round_trip, per_byte, pushed, in_flight, credits)
 
     def expected(self, chunk: WireTensor) -> float:
         """Seconds that a server may compute for several tokens, twice what is known of it; 0 of one token."""

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 
 import trio
 
+from ....protocols.framing import wire_nbytes
 from ....protocols.ids import Span
 from ...errors import BadInput, SwarmError, unwrapped
+from ...swarm.cost import CHUNK_TOKENS, chunk_tokens
 from ...swarm.routing import Hop
 from ..deadlines import RESUME_TIMEOUT, Waits
 from ..request import WireTensor
@@ -125,6 +127,15 @@ class ClientSession:
     def max_step_tokens(self) -> int:
         """Tokens of a row that one chunk may have."""
         return step_limit(self._chain.links)
+
+    def chunk_tokens(self, tokens: int, values: int) -> int:
+        """Tokens of a row of each chunk into which so many, of so many values each, are best cut. For any thread."""
+        rows, links = self.spec.batch, tuple(self._chain.links)
+        if rows * tokens <= CHUNK_TOKENS[0] or not links:
+            return self.max_step_tokens
+        nbytes = wire_nbytes((values,), self.spec.dtype, self.spec.codec)
+        costs = self._chain.stage_costs(links, push=self.spec.push and not self._relays_next)
+        return min(max(1, chunk_tokens(rows * tokens, nbytes, costs) // rows), self.max_step_tokens)
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:

@@ -67,6 +67,11 @@ class SessionStream(AnswerChecks):
         return max(1, min(self._granted.max_step_tokens, STEP_TOKENS // self._spec.batch))
 
     @property
+    def credits(self) -> int:
+        """How many steps may be under way."""
+        return self._granted.credits
+
+    @property
     def spare_credits(self) -> int:
         """How many more steps may be under way."""
         return self._granted.credits - (self._sequence - self._answered)

@@ -1,9 +1,10 @@
 """Pushes between servers: the streams on which a session sends its outputs to the servers that come after it, and which
-server before it may push steps into it."""
+server before it may push steps into it. And the queue of what leaves a session while it computes on."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -30,6 +31,10 @@ PUSH_BYTES_PER_SECOND: Final = 1 << 20
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 60.0
 """Between two attempts to open a stream that is wanted; the pause doubles."""
+BYTES_IN_FLIGHT: Final = 16 << 20
+"""Of outputs that wait until they are sent; also what a client is granted, and so no more than it has asked for."""
+INLINE_BYTES: Final = 1 << 16
+"""Outputs up to this size are sent at once: that takes less than waking another task."""
 MAX_TARGETS: Final = 8
 """Servers to which one session may push: more than a client that changes its chain ever needs at once."""
 
@@ -120,7 +125,7 @@ class Pushes:
                 known.stream = None
                 await stream.reset()
                 return
-            # What was pushed on the old one is still read there: a step comes only after the one before was answered.
+            # What was pushed on the old one is still read there, and what comes before its turn waits for it.
             known.stream = following
             await stream.close()
             stream = following
@@ -160,6 +165,38 @@ class Pushes:
             except PeerError:
                 await trio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+
+
+class SendQueue:
+    """Sends the outputs of one session in their order. Large ones are sent while the next step is computed."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self._waiting: deque[tuple[int, Callable[[], Awaitable[None]]]] = deque()
+        self._sent = trio.Event()
+
+    async def put(self, nbytes: int, send: Callable[[], Awaitable[None]]) -> None:
+        """Calls `send` once those before it are done. Returns before that, but not while too many bytes wait."""
+        if nbytes <= INLINE_BYTES and not self._waiting:
+            await send()
+            return
+        while self._waiting and sum(size for size, _ in self._waiting) + nbytes > BYTES_IN_FLIGHT:
+            await self._sent.wait()
+        self._waiting.append((nbytes, send))
+        if len(self._waiting) == 1:
+            self._nursery.start_soon(self._send_all)
+
+    async def empty(self) -> None:
+        """Returns when nothing waits."""
+        while self._waiting:
+            await self._sent.wait()
+
+    async def _send_all(self) -> None:
+        while self._waiting:
+            await self._waiting[0][1]()
+            self._waiting.popleft()
+            self._sent.set()
+            self._sent = trio.Event()
 
 
 class Upstream:

@@ -29,7 +29,7 @@ from ..budget import Lease
 from ..steps import ComputeSession, StepInput, StepOutput
 from ..tallies import ServedSession
 from .admission import check_step, check_step_tensors, step_tokens
-from .pushes import PushConnector, Pushes, Upstream, check_upstream
+from .pushes import BYTES_IN_FLIGHT, PushConnector, Pushes, SendQueue, Upstream, check_upstream
 from .request import SEND_TIMEOUT, ReceiptChain, RequestContext
 
 InferenceStream = MessageStream[wire.InferenceFrame]
@@ -39,9 +39,8 @@ IDLE_TIMEOUT: Final = 1800.0
 CREDITS: Final = 8
 """Steps that may be under way at once, so that drafts are checked without waiting for those before them."""
 KEPT_REPLIES: Final = 4
-BYTES_IN_FLIGHT: Final = 16 << 20
-"""Replies are kept for a client that comes back: so many, and up to `CREDITS` of them as long as all take no more bytes
-than these. A client has no more under way, so that each reply which it may still need is kept."""
+"""Replies are kept for a client that comes back: so many, and up to `CREDITS` of them as long as all take no more than
+`BYTES_IN_FLIGHT`. A client has no more under way, so that each reply which it may still need is kept."""
 TURN_TIMEOUT: Final = 5.0
 """For which a push waits for the steps before it, which the client may be sending."""
 
@@ -89,6 +88,7 @@ class ServerSession:
         self._over = False
         self._changed = trio.Event()
         self._pushes: Pushes | None = None
+        self._leaving: SendQueue | None = None
         self._begun = time.time()
         self._steps = self._tokens = 0
         self._queue = self._compute_seconds = 0.0
@@ -104,7 +104,7 @@ class ServerSession:
         ended: Refusal | PeerError | None = None
         try:
             async with trio.open_nursery() as nursery:
-                self._pushes = Pushes(self._connector, nursery)
+                self._pushes, self._leaving = Pushes(self._connector, nursery), SendQueue(nursery)
                 if downstream:
                     self._pushes.prepare(downstream)
                 try:
@@ -394,16 +394,14 @@ class ServerSession:
         receipt = receipt_to_wire(
             self._receipts.sign(step.sequence, request, output.output_hash, upstream=step.previous_receipt)
         )
-        handed_on = False
-        if step.targets and self._pushes is not None:
+        push = None
+        if step.targets:
             push = wire.Push(
                 client=peer_id_to_bytes(self._client),
                 nonce=step.targets[0].nonce,
                 step=pushed_step(step, self._receipts.last),
                 receipt=receipt,
             )
-            # Before the reply: the next server's work is what the client waits for.
-            handed_on = await self._pushes.send(step.targets[0].peer_id, push, output)
         reply = wire.Reply(
             sequence=step.sequence,
             position=output.position,
@@ -411,12 +409,21 @@ class ServerSession:
             queue_us=round(output.queue_seconds * 1e6),
             compute_us=round(output.compute_seconds * 1e6),
             pushed=upstream is not None,
-            handed_on=handed_on,
             draining=self._context.draining,
             upstream=upstream,
         )
+        assert self._leaving is not None
+        send = partial(self._send_output, step, output, push, reply, request)
+        await self._leaving.put(len(output.payload), send)
+
+    async def _send_output(
+        self, step: wire.Step, output: StepOutput, push: wire.Push | None, reply: wire.Reply, request_hash: bytes
+    ) -> None:
+        if push is not None and self._pushes is not None:
+            # Before the reply: the next server's work is what the client waits for.
+            reply.handed_on = await self._pushes.send(step.targets[0].peer_id, push, output)
         frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor])
-        sent = _SentReply(step.sequence, request, frame, output.payload)
+        sent = _SentReply(step.sequence, request_hash, frame, output.payload)
         self._replies.append(sent)
         while len(self._replies) > KEPT_REPLIES and sum(len(kept.payload) for kept in self._replies) > BYTES_IN_FLIGHT:
             self._replies.popleft()
@@ -436,6 +443,8 @@ class ServerSession:
 
     async def _repeat(self, step: wire.Step, tensor: wire.Tensor, payload: bytes) -> None:
         request = hash_of_step(step, tensor, await trio.to_thread.run_sync(sha256, payload))
+        if self._leaving is not None:
+            await self._leaving.empty()
         for sent in self._replies:
             if sent.sequence == step.sequence and sent.request_hash == request:
                 await self._reply(sent, asked_again=True)
