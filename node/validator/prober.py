@@ -151,7 +151,7 @@ async def _chat(client: SwarmClient, model: ProbeModel, probe: Probe) -> None:
     async with client.session(spec) as session:
         for _ in range(min(probe.new_tokens, limit - len(prompt))):
             chunks = await trio.to_thread.run_sync(
-                lambda: to_chunks(steps.next(), session.spec.codec, session.max_step_tokens)
+                lambda: to_chunks(hidden := steps.next(), session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
             )
             answered = await session.step(chunks)
             if not await trio.to_thread.run_sync(steps.take, answered):

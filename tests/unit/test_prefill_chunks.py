@@ -140,11 +140,11 @@ def test_the_chosen_size_is_about_the_quickest(kind: str) -> None:
 
 def test_far_servers_that_push_are_near_what_computing_and_one_trip_take() -> None:
     """And take half of what they took with one step of 256 tokens at a time, where computing is not most of it."""
-    for token, of_before in ((0.001, 0.85), (0.0002, 0.5)):
-        chain = [StageCost(0.005, token, 0.05, None, k > 0, 16 * MEGABYTE, 8) for k in range(3)]
+    for step, token, of_before in ((0.005, 0.001, 0.85), (0.002, 0.0001, 0.5)):
+        chain = [StageCost(step, token, 0.05, None, k > 0, 16 * MEGABYTE, 8) for k in range(3)]
         older = [StageCost(stage.step, stage.token, stage.round_trip, None) for stage in chain]
         size = chunk_tokens(TOKENS, TOKEN_BYTES, chain)
-        seconds, computing = simulated(chain, size), token * TOKENS + 0.005 * TOKENS / size
+        seconds, computing = simulated(chain, size), token * TOKENS + step * TOKENS / size
         assert seconds <= 1.3 * (computing + 4 * 0.05 / 2)
         assert seconds <= of_before * simulated(older, 256)
 

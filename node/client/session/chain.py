@@ -128,18 +128,21 @@ class Chain:
     def route(self) -> tuple[Hop, ...]:
         return tuple(link.server.hop for link in self.links)
 
-    def may_stream(self, sender: ServerLink, receiver: ServerLink) -> bool:
-        """Whether a server may push several steps to another one before any of them is answered."""
-        both = sender.server.bytes_in_flight > 0 and receiver.server.bytes_in_flight > 0
-        return both and self.may_push(sender, receiver)
-
     def stage_costs(self, links: Sequence[ServerLink], *, push: bool) -> list[StageCost]:
-        """What steps of a prompt cost at each of `links`, in their order."""
+        """What steps of a prompt cost at each of `links`, in their order. May be called from any thread."""
         costs: list[StageCost] = []
         for before, link in zip((None, *links), links, strict=False):
-            pushed = push and before is not None and self.may_stream(before, link)
+            pushed = push and before is not None and self._streams(before, link)
             costs.append(link.cost(self.router.seconds_per_byte(link.server.hop.peer_id), pushed=pushed))
         return costs
+
+    def _streams(self, sender: ServerLink, receiver: ServerLink) -> bool:
+        both = sender.server.bytes_in_flight > 0 and receiver.server.bytes_in_flight > 0
+        return both and self.spec.trusted.may_push(sender.server.hop.peer_id, receiver.server.hop.peer_id)
+
+    def may_stream(self, sender: ServerLink, receiver: ServerLink) -> bool:
+        """Whether a server may push several steps to another one now before any of them is answered."""
+        return self._streams(sender, receiver) and self.may_push(sender, receiver)
 
     def may_push(self, sender: ServerLink, receiver: ServerLink) -> bool:
         """Whether a server may push to another one now: the client allows it, and no push was lost between them."""
