@@ -167,6 +167,16 @@ class Pushes:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
 
+@dataclass(frozen=True)
+class SentReply:
+    """A reply to a client, kept for when it asks again."""
+
+    sequence: int
+    request_hash: bytes
+    frame: wire.InferenceFrame
+    payload: bytes
+
+
 class SendQueue:
     """Sends the outputs of one session in their order. Large ones are sent while the next step is computed."""
 

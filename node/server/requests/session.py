@@ -29,7 +29,7 @@ from ..budget import Lease
 from ..steps import ComputeSession, StepInput, StepOutput
 from ..tallies import ServedSession
 from .admission import check_step, check_step_tensors, step_tokens
-from .pushes import BYTES_IN_FLIGHT, PushConnector, Pushes, SendQueue, Upstream, check_upstream
+from .pushes import BYTES_IN_FLIGHT, PushConnector, Pushes, SendQueue, SentReply, Upstream, check_upstream
 from .request import SEND_TIMEOUT, ReceiptChain, RequestContext
 
 InferenceStream = MessageStream[wire.InferenceFrame]
@@ -43,14 +43,6 @@ KEPT_REPLIES: Final = 4
 `BYTES_IN_FLIGHT`. A client has no more under way, so that each reply which it may still need is kept."""
 TURN_TIMEOUT: Final = 5.0
 """For which a push waits for the steps before it, which the client may be sending."""
-
-
-@dataclass(frozen=True)
-class _SentReply:
-    sequence: int
-    request_hash: bytes
-    frame: wire.InferenceFrame
-    payload: bytes
 
 
 @dataclass(eq=False)
@@ -81,7 +73,7 @@ class ServerSession:
         self._position = self._begun_at = self._compute.begun
         self._route_epoch = self._terms.route_epoch
         self._receipts = ReceiptChain(self._context, self._client, self._terms, self._begun_at)
-        self._replies: deque[_SentReply] = deque(maxlen=CREDITS)
+        self._replies: deque[SentReply] = deque(maxlen=CREDITS)
         self._sent_again = 0  # up to this sequence number, the stream got its replies when it was attached
         self._attempt = 0
         self._resuming = self._early_pushes = 0
@@ -423,13 +415,13 @@ class ServerSession:
             # Before the reply: the next server's work is what the client waits for.
             reply.handed_on = await self._pushes.send(step.targets[0].peer_id, push, output)
         frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor])
-        sent = _SentReply(step.sequence, request_hash, frame, output.payload)
+        sent = SentReply(step.sequence, request_hash, frame, output.payload)
         self._replies.append(sent)
         while len(self._replies) > KEPT_REPLIES and sum(len(kept.payload) for kept in self._replies) > BYTES_IN_FLIGHT:
             self._replies.popleft()
         await self._reply(sent)
 
-    async def _reply(self, sent: _SentReply, *, asked_again: bool = False) -> None:
+    async def _reply(self, sent: SentReply, *, asked_again: bool = False) -> None:
         async with self._replying:
             if self._stream is None:
                 return  # sent when the client is back
