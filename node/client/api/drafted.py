@@ -287,7 +287,7 @@ class DraftedDecoding:
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones((1, position + len(some) - mask.shape[1]))], dim=1)
         hidden = self._local.embed(torch.tensor([some]), position, mask)
-        return to_chunks(hidden, session.spec.codec, session.max_step_tokens)
+        return to_chunks(hidden, session.spec.codec, session.chunk_tokens(*hidden.shape[1:]))
 
     def _logits(self, hidden: Sequence[WireTensor]) -> torch.Tensor:
         return self._local.head(from_chunks(list(hidden)))[0]
