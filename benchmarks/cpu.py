@@ -40,6 +40,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
+from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.client_part import ClientModel, load_client
 from petalnode.node.blocks.kernels.library import ISA_VARIABLE, library
 from petalnode.node.blocks.span import BlockSpan, load_span
@@ -55,6 +56,8 @@ KERNELS = (
     ("kernels, 16 bits as stored", "none", "native"),
     ("kernels, int8", "int8", "native"),
     ("kernels, nf4", "nf4", "native"),
+    ("kernels, 4 bits, int8 activations", "none/activations=int8", "native"),
+    ("kernels, int8, int8 activations", "int8/activations=int8", "native"),
 )
 LLAMA_CPP = """
 import {getLlama} from "node-llama-cpp";
@@ -176,14 +179,22 @@ def use_threads(blocks: BlockSpan, threads: int) -> None:
         blocks.step.threads = threads
 
 
+def fill(cache: SpanCache, tokens: int) -> None:
+    """Random keys and values for so many tokens."""
+    random = torch.Generator().manual_seed(1)
+    for block, spec in enumerate(cache.specs, cache.first):
+        keys = torch.randn(cache.batch, spec.heads, tokens, spec.key_dim, generator=random)
+        cache.write(block, keys, torch.randn(*keys.shape[:3], spec.value_dim, generator=random))
+    cache.advance(tokens)
+
+
 @torch.inference_mode()
 def measure(blocks: BlockSpan, way: Way, rows: Sequence[int], prompt: bool) -> None:
     hidden = torch.randn(1, PROMPT, blocks.hidden_size, generator=torch.Generator().manual_seed(0))
     for count in rows:
         caches = [blocks.make_cache(1, HELD + 1) for _ in range(count)]
         for cache in caches:
-            cache.memory.normal_(generator=torch.Generator().manual_seed(1))
-            cache.advance(HELD)
+            fill(cache, HELD)
         steps = [(hidden[:, index : index + 1], cache) for index, cache in enumerate(caches)]
         for _ in range(6 if count == 1 else 3):
             way.note(f"{count} row{'s' if count > 1 else ''}", *timed(lambda s=steps: blocks.decode(s)))  # type: ignore[misc]
