@@ -4,7 +4,8 @@
 
 A probe is one session at one server, two or three steps, judged by the product's own functions: the client's receipts,
 `Judge`, `check_evidence`. Servers hold a block of tiny models with random weights (Llama, and Mixtral with four
-experts; all six blocks in a whole server) in float32 and bfloat16, plain, int8 and nf4. They compute on this processor,
+experts; all six blocks in a whole server) in float32 and bfloat16, plain, int8 and nf4, and in float32 with keys and
+values in bfloat16 and int8. They compute on this processor,
 on older ones (this one with its newer instructions switched off, as in calibration.py), with products added up in
 another order, or with subnormal numbers taken for zero. The validator computes on this processor.
 
@@ -67,6 +68,7 @@ sys.modules.setdefault("wire_pb2", wire)  # the name by which messages are pickl
 SPAN = Span(1, 2)
 MODELS = ("llama", "mixtral")
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16") for quant in ("none", "int8", "nf4")]
+KINDS += [("float32", "none/cache=bfloat16"), ("float32", "none/cache=int8")]
 PROCESSORS = ("this one", "avx2", "sse")
 WHOLE_SERVER = 0.1
 """Of the probes, those that run through a whole server on streams in memory."""
@@ -148,7 +150,10 @@ CHEATS: dict[str, Spoil] = {
     "values turned around": lambda output: output.flip(-1),
     "other weights": honest,
     "nf4 weights": honest,
+    "a cache of eight bits": honest,
 }
+INSTEAD = {"nf4 weights": "nf4", "a cache of eight bits": "none/cache=int8"}
+"""What a cheat computes with, whatever it announces."""
 
 
 class Servers:
@@ -162,13 +167,11 @@ class Servers:
         self._ties: list[torch.Tensor] = []
 
     def get(self, dtype: str, quant: str, cheat: str = "") -> SigningServer:
-        held = cheat if cheat in ("other weights", "nf4 weights") else ""
+        held = cheat if cheat in ("other weights", *INSTEAD) else ""
         server = self._known.get((dtype, quant, held))
         if server is None:
             folder = self._others if held == "other weights" else self._folder
-            server = SigningServer(
-                folder, self._version, SPAN, dtype=dtype, quant="nf4" if held == "nf4 weights" else quant
-            )
+            server = SigningServer(folder, self._version, SPAN, dtype=dtype, quant=INSTEAD.get(held, quant))
             server.quant = quant  # what it signs
             self._known[dtype, quant, held] = server
         return server
@@ -197,7 +200,12 @@ def probes_of(
     for number in range(count + cheats):
         cheat = "" if number < count else list(CHEATS)[number % len(CHEATS)]
         dtype, quant = KINDS[number // (len(CHEATS) if cheat else 1) % len(KINDS)]
-        if cheat == "nf4 weights" and quant == "nf4":
+        finer = ("none", "none/cache=bfloat16")
+        if (
+            INSTEAD.get(cheat) == quant
+            or cheat == "a cache of eight bits"
+            and (dtype != "float32" or quant not in finer)
+        ):
             cheat = "nothing"
         moves = [*MOVES, *(["tie"] if model == "mixtral" else [])]
         move = random.choice(moves) if not cheat or random.random() < 0.5 else "ordinary"

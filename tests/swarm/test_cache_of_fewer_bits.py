@@ -1,4 +1,4 @@
-"""Servers that hold keys and values in eight bits: what they say of themselves, and a session that loses one of them."""
+"""Servers that hold keys and values in eight bits: what they say of themselves, and a session that loses one."""
 
 from __future__ import annotations
 

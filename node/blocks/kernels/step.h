@@ -79,11 +79,12 @@ INLINE void NAME(open_keys)(int32_t held, const uint8_t *from, int64_t tokens, i
                 NAME(store)(panel + index, NAME(brain)((const uint16_t *)(from + 2 * index)));
             continue;
         }
-        for (int64_t index = 0; index < dim; index += LANES) {
-            uint16_t scale;
-            memcpy(&scale, from + dim + 2 * (index / ROUND), 2);
-            V unit = NAME(set)(bits_float((uint32_t)scale << 16));
-            NAME(store)(panel + index, NAME(mul)(NAME(bytes)((const int8_t *)from + index), unit));
+        const uint8_t *scales = from + dim;
+        for (int64_t first = 0; first < dim; first += ROUND, scales += 2) {
+            V unit = NAME(set)(bits_float((uint32_t)scales[0] << 16 | (uint32_t)scales[1] << 24));
+            const int64_t end = first + ROUND < dim ? first + ROUND : dim;
+            for (int64_t index = first; index < end; index += LANES)
+                NAME(store)(panel + index, NAME(mul)(NAME(bytes)((const int8_t *)from + index), unit));
         }
     }
 }
