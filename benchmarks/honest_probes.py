@@ -200,12 +200,8 @@ def probes_of(
     for number in range(count + cheats):
         cheat = "" if number < count else list(CHEATS)[number % len(CHEATS)]
         dtype, quant = KINDS[number // (len(CHEATS) if cheat else 1) % len(KINDS)]
-        finer = ("none", "none/cache=bfloat16")
-        if (
-            INSTEAD.get(cheat) == quant
-            or cheat == "a cache of eight bits"
-            and (dtype != "float32" or quant not in finer)
-        ):
+        announces_more = dtype == "float32" and quant in ("none", "none/cache=bfloat16")
+        if INSTEAD.get(cheat) == quant or (cheat == "a cache of eight bits" and not announces_more):
             cheat = "nothing"
         moves = [*MOVES, *(["tie"] if model == "mixtral" else [])]
         move = random.choice(moves) if not cheat or random.random() < 0.5 else "ordinary"
