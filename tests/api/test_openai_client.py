@@ -12,6 +12,7 @@ import pytest
 import torch
 import trio
 
+from petalnode.node.api.engine.core import leaders_of
 from petalnode.node.testing.memory_api import MemoryApi
 from tests.api.conftest import CONTEXT, Served
 from tests.api.tokenizer import EOS
@@ -197,6 +198,16 @@ def test_a_seed_gives_the_same_answer_again(client: Any) -> None:
     several = ask(1, n=3)
     assert len(set(several)) == 3
     assert several[0] == ask(1)[0]
+
+
+def test_several_choices_of_one_prompt_share_what_servers_compute_for_it(client: Any, api: MemoryApi) -> None:
+    assert leaders_of([[1] * 40, [2] * 40, [1] * 40, [1] * 20, [1] * 20, [1] * 40]) == [0, 1, 0, 3, 4, 0]
+    before = api.core.tallies.tokens["cached"]
+    asked = {"model": MODEL, "prompt": "several of this " * 8, "max_tokens": 4, "temperature": 0}
+    answered = client.completions.create(**asked, n=3)
+    assert len({choice.text for choice in answered.choices}) == 1
+    shared = (answered.usage.prompt_tokens - 1) // 32 * 32
+    assert shared and api.core.tallies.tokens["cached"] - before == 2 * shared
 
 
 def test_sampling_options_reach_the_sampler(client: Any, api: MemoryApi) -> None:

@@ -90,7 +90,11 @@ class AnswerParts:
 
 
 class Choice:
-    """One choice of a request."""
+    """One choice of a request.
+
+    Attributes:
+        begun: set with its first token: servers have its prompt then.
+    """
 
     def __init__(
         self,
@@ -107,12 +111,14 @@ class Choice:
         self._prompt = wanted.prompts[index]
         self._send = send
         self._stop = trio.Event()
+        self.begun = trio.Event()
         self._stops = StopStrings(wanted.stop)
         self._made = 0
         self._begun = trio.current_time()
         self._logs: list[tuple[SessionLog, int]] = []
 
     async def run(self) -> None:
+        self._begun = trio.current_time()
         wanted, parts = self._wanted, self._parts
         asked = wanted.max_tokens if wanted.max_tokens is not None else parts.limits.answer_tokens
         needed = min(parts.context, len(self._prompt) + max(1, asked))
@@ -225,6 +231,7 @@ class Choice:
         def take(token: int) -> None:
             if not self._made:
                 self._parts.tallies.first_token.add(trio.current_time() - self._begun)
+                self.begun.set()
             self._made += 1
             self._note_servers(conversation)
             decode(token)

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import trio
 
+from ....protocols.prefix import BLOCK_TOKENS
 from ...blocks.client_part import ClientModel
 from ...client.chat import Text
 from ...client.core import SwarmClient
@@ -233,11 +234,14 @@ class Core:
 
     async def _answer_all(self, wanted: GenerationRequest, send: trio.MemorySendChannel[Event]) -> None:
         context = self.context(wanted.model)
+        leaders = leaders_of(wanted.prompts)
 
         async def answer(index: int) -> None:
+            if leaders[index] != index and wanted.options.compare_chains == 1 and not wanted.echo:
+                await choices[leaders[index]].begun.wait()
             try:
                 async with self._answers:
-                    await Choice(parts, wanted, index, send, nursery).run()
+                    await choices[index].run()
             except Exception as error:
                 failed = api_error(error)
                 if failed.code == "internal_error":
@@ -245,6 +249,8 @@ class Core:
                 self.tallies.answers["failed"] += 1
                 send.send_nowait(Failed(failed))
                 nursery.cancel_scope.cancel()
+            finally:
+                choices[index].begun.set()
 
         with send:
             async with trio.open_nursery() as nursery:
@@ -262,7 +268,8 @@ class Core:
                     self.tallies,
                     beside,
                 )
-                for index in range(len(wanted.prompts)):
+                choices = [Choice(parts, wanted, index, send, nursery) for index in range(len(wanted.prompts))]
+                for index in range(len(choices)):
                     nursery.start_soon(answer, index)
 
     async def block_outputs(
@@ -289,6 +296,16 @@ class Core:
             await conversation.score(prompt, lambda _, hidden: found.append(hidden.float().cpu()), hidden=True)
             await conversation.aclose()  # nothing goes on with it
         return torch.cat(found)
+
+
+def leaders_of(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """For each prompt the first one that is the same: its answer goes first, and the servers keep what they compute for
+    the prompt. One that has no whole block to be kept is its own."""
+    first: dict[tuple[int, ...], int] = {}
+    return [
+        first.setdefault(tuple(prompt), index) if len(prompt) > BLOCK_TOKENS else index
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def check_adapters(models: Sequence[ServedModel]) -> None:
