@@ -73,5 +73,5 @@ def test_who_holds_what_is_announced_is_right(folder: ModelFolder, announced: st
 
 
 def test_coarser_weights_are_found_behind_a_coarse_cache(folder: ModelFolder) -> None:
-    found = judged(folder, talked(serving(folder, INT8, "int8/cache=int8")))
+    found = judged(folder, talked(serving(folder, INT8, "nf4/cache=int8")))
     assert found.verdict == "faulty", found
