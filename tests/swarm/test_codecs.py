@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from petalnode.crypto.identity import Identity
+from petalnode.node.blocks.client_part import load_client
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
-from petalnode.node.client.core import CODEC_OF
-from petalnode.node.client.session.stream import HopTiming
+from petalnode.node.client.chunks import to_chunks
+from petalnode.node.client.core import CODEC_OF, SwarmClient, open_client
+from petalnode.node.client.generation import Conversation, Sampling
+from petalnode.node.client.session.session import ClientSession, SavedSession
+from petalnode.node.client.session.stream import HopTiming, SessionSpec
+from petalnode.node.client.swarm_model import identify_model
 from petalnode.node.errors import BadInput
+from petalnode.node.models import resolve
+from petalnode.node.swarm.config import SwarmConfig
 from petalnode.node.testing.inspection import call, client_of, session_of
+from petalnode.protocols.ids import Span
 from tests.swarm.memory_pool import MemoryPool, memory_pool
-from tests.tiny_models import HIDDEN, VOCABULARY, load_whole
+from tests.tiny_models import HIDDEN, NUM_BLOCKS, VOCABULARY, load_whole
 
 ROUNDING = {"none": 1e-4, "float16": 5e-3, "bfloat16": 4e-2, "int8": 8e-2}
 """Of what comes out of three servers, relative to it."""
@@ -141,6 +151,48 @@ def test_auto_measures_first(mbit: float, codec: str, pool: MemoryPool, folder: 
                         call(model, client.candidates)
                     timing = HopTiming(hop.peer_id, seconds + (1 << 17) * 8e-6 / mbit, 0.0, 0.0)
                     client.note_transfer(timing, 1 << 17)
+
+
+@pytest.mark.parametrize("codec", CODEC_OF)
+def test_conversations_share_their_beginning_under_a_codec(codec: str, pool: MemoryPool, folder: Path) -> None:
+    """But for int8, of which a token has no bytes of its own. The answer is the same either way."""
+    prompt = torch.randint(3, VOCABULARY, (1, 70), generator=torch.Generator().manual_seed(2))[0].tolist()
+
+    async def answer(client: Any, local: Any) -> tuple[list[int], int]:
+        conversation = Conversation(client, local, max_length=100, stop_tokens=())
+        async with aclosing(conversation):
+            found = await conversation.answer(prompt, Sampling(max_new_tokens=4), lambda _: None)
+            return found, conversation.reused
+
+    with opened(pool, folder, codec=codec) as model:
+        local = load_client(folder)
+        first, again = (call(model, answer, client_of(model), local) for _ in range(2))
+    assert first[0] == again[0] and first[1] == 0
+    assert again[1] == (0 if codec == "int8" else 64)
+
+
+def test_a_session_is_taken_up_under_the_codec_that_it_has(pool: MemoryPool, folder: Path) -> None:
+    identity = Identity.generate()
+    spec = SessionSpec(b"", Span(0, NUM_BLOCKS), batch=1, max_length=40, keep=100.0)
+
+    async def held(client: SwarmClient, saved: SavedSession | None) -> tuple[str, int, SavedSession | None]:
+        async with client.session(spec, saved=saved) as session:
+            assert isinstance(session, ClientSession)
+            position = session.position
+            if saved is None:
+                await session.step(to_chunks(hidden(5), session.spec.codec, 40))
+            return session.spec.codec, position, session.saved()
+
+    async def main(codec: str, saved: SavedSession | None) -> tuple[str, int, SavedSession | None]:
+        async with pool.swarm.network.open_swarm(SwarmConfig(identity)) as node:
+            model = await identify_model(node, resolve(str(folder)))
+            async with open_client(node, model, codec=codec) as client:
+                return await held(client, saved)
+
+    codec, position, saved = pool.swarm.call(main, "float16", None)
+    assert (codec, position) == ("float16", 0) and saved is not None and saved.codec == "float16"
+    assert pool.swarm.call(main, "none", saved)[:2] == ("none", 0)  # a new one
+    assert pool.swarm.call(main, "auto", saved)[0] == "float16"
 
 
 def test_a_codec_that_there_is_not(pool: MemoryPool, folder: Path) -> None:
