@@ -12,6 +12,7 @@ import torch
 import trio
 
 from ..errors import PetalnodeError, unwrapped
+from ..swarm.cost import CHUNK_TOKENS
 from .chunks import from_chunks
 from .draft_model import Ahead, DraftReader, ModelDrafter
 from .drafting import BY_MODEL, REALIGNED, Draft, DraftPlan, LookupDrafter, PipelineSpeed
@@ -353,7 +354,7 @@ class Drafter:
                 embed=embedded,
                 head=head,
                 compute_seconds=lambda: [timing.compute for timing in session.timings],
-                most_step_tokens=session.max_step_tokens,
+                most_step_tokens=min(session.max_step_tokens, CHUNK_TOKENS[0]),  # which are never cut
                 model=ModelDrafter(self.reader, answer.sampler, self.skipped) if self.reader is not None else None,
             )
             await checking.run(draft)
