@@ -68,9 +68,12 @@ def stored(kind: str, weight: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
 
 
-BLOCK_BYTES = {"Q3_K": (110, (108,)), "Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
+BLOCK_BYTES = {
+    "Q2_K": (84, (80, 82)), "Q3_K": (110, (108,)), "Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,)),
+    "IQ4_XS": (136, (0,)),
+}  # fmt: skip
 """Of 256 weights, and where in them the float16 scales are."""
-WIDE = {"Q3_K": "q8_plain", "Q4_K": "q4_wide", "Q5_K": "q8_wide", "Q6_K": "q8_plain"}
+WIDE = {"Q3_K": "q8_plain", "Q4_K": "q4_wide", "Q5_K": "q8_wide", "Q6_K": "q8_plain", "IQ4_XS": "q8_plain"}
 
 
 def random_k(kind: str, shape: tuple[int, int] = (48, 256)) -> torch.Tensor:
@@ -124,6 +127,11 @@ def test_those_of_kinds_with_scales_of_scales_too(kind: str, form: str) -> None:
     values = random_k(kind, (128, 2048))
     matrix = TiledMatrix.pack(values)
     assert matrix is not None and matrix.form == form
+
+
+def test_those_of_two_bits_stay_dequantised() -> None:
+    """Blocks of 16 with scales and offsets, which is no form of the kernels: the import of such a file says so."""
+    assert TiledMatrix.pack(random_k("Q2_K")) is None
 
 
 @pytest.mark.parametrize(("dtype", "form"), [(torch.bfloat16, "bf16"), (torch.float16, "f16")], ids=["bf16", "f16"])

@@ -69,7 +69,7 @@ static int find_multiples(const float *values, uint16_t *scale, int8_t *codes) {
     return 0;
 }
 
-/* A block of 16 whose values are whole multiples, -32 .. 31, of a float32: GGUF's Q6_K. */
+/* A block of 16 whose values are whole multiples, -127 .. 127, of a float32: GGUF's Q3_K, Q6_K and IQ4_XS. */
 static int find_wide_multiples(const float *values, float *scale, int8_t *codes) {
     float smallest = 0.0f;
     for (int index = 0; index < 16; index++) {
@@ -77,12 +77,12 @@ static int find_wide_multiples(const float *values, float *scale, int8_t *codes)
         if (!(size < 1e30f)) return 0;
         if (size > 0 && (smallest == 0.0f || size < smallest)) smallest = size;
     }
-    for (int least = 1; least <= 32; least++) {
+    for (int least = 1; least <= 127; least++) {
         *scale = smallest / (float)least;
         int index = 0;
         for (; index < 16; index++) {
             float code = smallest > 0 ? values[index] / *scale : 0.0f;
-            if (!(code >= -32.5f && code <= 32.5f)) break;
+            if (!(code >= -127.5f && code <= 127.5f)) break;
             codes[index] = (int8_t)(code < 0 ? code - 0.5f : code + 0.5f);
             if (*scale * (float)codes[index] != values[index]) break;
         }

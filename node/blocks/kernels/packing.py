@@ -41,7 +41,7 @@ from .tiles import FORMS, LANES, MOST_ROWS, StoredMatrix, TiledInt8Matrix, Tiled
 
 _log = logging.getLogger(__name__)
 
-_FORM: Final = "packed1-float32-cpu"
+_FORM: Final = "packed2-float32-cpu"
 """Part of the names in the cache: goes up whenever packing would give other tensors."""
 PREFILL_ROWS: Final = 256
 WORK: Final = {1: 64, 8: 8, PREFILL_ROWS: 1}

@@ -84,7 +84,8 @@ FORMS: Final = {
 }
 _WORTH_THREADS: Final = 1 << 20  # weights; fewer take less time than waking a thread
 PACKABLE: Final = ("q4", "q4_wide", "q8_half", "q8", "q8_plain", "q8_wide")
-"""Forms that `pack` tries, the smallest first. GGUF's Q4_0 and Q4_1; Q4_K; Q8_0 and Q5_0; Q5_1; Q3_K and Q6_K; Q5_K."""
+"""Forms that `pack` tries, the smallest first. GGUF's Q4_0 and Q4_1; Q4_K; Q8_0, Q5_0 and IQ4_NL; Q5_1; Q3_K, Q6_K and
+IQ4_XS; Q5_K."""
 
 
 def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:

@@ -9,12 +9,13 @@ float16 keeps that type. Nothing depends on the machine: everyone who imports a 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import pi, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import ModelError
 from ..cache_dir import import_once, require_space
@@ -37,6 +38,9 @@ ROPE_FACTORS = "rope_freqs.weight"
 # The only settings that were ever published with this scaling; the factor itself differs from model to model.
 _LOW, _HIGH, _CONTEXT = 1.0, 4.0, 8192
 _TOLERANCE = 1e-4
+_DEQUANTISED: Final = frozenset(("Q2_K",))
+"""Types whose values no form of the compiled kernels holds: blocks of 16 with a scale and an offset."""
+_log = logging.getLogger(__name__)
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -50,6 +54,17 @@ def import_gguf(file: Path, progress: Progress) -> ModelFolder:
     key = gguf_key(file_digest(file, progress))
     path = import_once(key, f"Importing {file.name}", lambda folder: write_folder(file, folder, progress), progress)
     return open_folder(path, file.stem)
+
+
+def word_on_kinds(name: str, kinds: Iterable[str]) -> str | None:
+    """What is said of the weights of file `name` that no compiled kernel multiplies in their own form, if it has any."""
+    wide = sorted(set(kinds) & _DEQUANTISED)
+    if not wide:
+        return None
+    return (
+        f"{name}: weights in {', '.join(wide)} are dequantised and take the memory of float32; Q3_K, Q4_K and the other "
+        "types stay in few bits"
+    )
 
 
 def gguf_key(sha: bytes) -> str:
@@ -115,9 +130,14 @@ def read_gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
 
 def _write_weights(file: Path, header: GgufHeader, names: _Names, folder: Path, progress: Progress) -> str:
     """Writes all weights and returns the name of their dtype."""
+    from gguf import GGMLQuantizationType
+
     what, total, done = f"Importing {file.name}", sum(tensor.nbytes for tensor in header.tensors), 0
     progress(what, 0, total)
     dtype = _dtype(file, header, names)
+    word = word_on_kinds(file.name, (GGMLQuantizationType(tensor.quantisation).name for tensor in header.tensors))
+    if word is not None:
+        _log.warning("%s", word)
     writer = ShardWriter(folder)
     for group in _by_block(header.tensors):
         tensors: dict[str, torch.Tensor] = {}
