@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from petalnode.node.errors import MachineError, ModelError
 from petalnode.node.models import Checkpoint, compute_manifest, resolve
+from petalnode.node.models.sources import gguf_import
 from petalnode.node.models.sources.gguf_header import read_gguf_header
 from tests.swarm import warm_python
 from tests.tiny_gguf import BLOCKS, CHAT_TEMPLATE, VOCABULARY, write_tiny_gguf
@@ -231,3 +232,15 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
     checkpoint = Checkpoint(folder.path)
     assert len(set(checkpoint.file_of.values())) > 2
     assert compute_manifest(folder).version == whole
+
+
+def test_what_is_dequantised_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    said: list[str] = []
+    assert gguf_import.word_on_kinds("a.gguf", ["F32", "Q4_K", "IQ4_XS", "Q3_K"]) is None
+    monkeypatch.setattr(gguf_import._log, "warning", lambda form, *arguments: said.append(form % arguments))
+    resolve(write_tiny_gguf(tmp_path / "quiet.gguf", "Q8_0"))
+    assert said == []
+    monkeypatch.setattr(gguf_import, "_DEQUANTISED", frozenset(("Q2_K", "Q4_0")))  # gguf does not write Q2_K
+    resolve(write_tiny_gguf(tmp_path / "wide.gguf", "Q4_0"))
+    assert said == [gguf_import.word_on_kinds("wide.gguf", ["F32", "Q4_0"])]
+    assert "wide.gguf: weights in Q4_0 are dequantised" in said[0]
