@@ -57,13 +57,13 @@ def import_gguf(file: Path, progress: Progress) -> ModelFolder:
 
 
 def word_on_kinds(name: str, kinds: Iterable[str]) -> str | None:
-    """What is said of the weights of file `name` that no compiled kernel multiplies in their own form, if it has any."""
+    """What is said of the weights of file `name` that no compiled kernel multiplies as they are, if it has any."""
     wide = sorted(set(kinds) & _DEQUANTISED)
     if not wide:
         return None
     return (
-        f"{name}: weights in {', '.join(wide)} are dequantised and take the memory of float32; Q3_K, Q4_K and the other "
-        "types stay in few bits"
+        f"{name}: weights in {', '.join(wide)} are dequantised and take the memory of float32; Q3_K, Q4_K and "
+        "the other types stay in few bits"
     )
 
 
