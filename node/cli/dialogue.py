@@ -211,6 +211,7 @@ class Chatter:
                 route=list(map(_hop, self.conversation.route)),
                 recoveries=recoveries,
                 reused=self.conversation.reused,
+                codec=self.conversation.codec,
                 drafts=drafts.fields(),
                 waits=self.conversation.waits.fields(),
                 **({"compared": [list(map(_hop, route)) for route in compared]} if compared else {}),
@@ -296,4 +297,5 @@ class Chatter:
     def _say_route(self) -> None:
         hops = [f"{hop.span} at …{hop.peer_id[-8:]}" for hop in self.conversation.route]
         text = f"route: you → {' → '.join(hops)} → you" if hops else "no route yet: ask something"
+        text += f", in {self.conversation.codec}" if self.conversation.codec != "none" else ""
         self.output.say(text, style="dim")

@@ -18,7 +18,7 @@ from ..errors import BadInput
 from ..swarm.routing import Hop
 from ..trust.receipt_log import SessionLog
 from .chunks import PIPELINE_TOKENS, from_chunks, to_chunks
-from .core import SwarmClient
+from .core import CODEC_OF, SwarmClient
 from .deadlines import Waits
 from .draft_model import DraftCache, DraftModel
 from .drafting import Draft, DraftPlan, LookupDrafter
@@ -170,6 +170,12 @@ class Conversation:
     def trace(self) -> SessionTrace | None:
         """Of the open session, if the client makes traces."""
         return None if self._session is None else self._session.spec.trace
+
+    @property
+    def codec(self) -> str:
+        """How the hidden states of the open session travel, by the name that a person gives it."""
+        wire_name = "none" if self._session is None else self._session.spec.codec
+        return next(name for name, codec in CODEC_OF.items() if codec == wire_name)
 
     @property
     def is_open(self) -> bool:

@@ -161,7 +161,9 @@ def test_conversations_share_their_beginning_under_a_codec(codec: str, pool: Mem
     async def answer(client: Any, local: Any) -> tuple[list[int], int]:
         conversation = Conversation(client, local, max_length=100, stop_tokens=())
         async with aclosing(conversation):
+            assert conversation.codec == "none"
             found = await conversation.answer(prompt, Sampling(max_new_tokens=4), lambda _: None)
+            assert conversation.codec == codec
             return found, conversation.reused
 
     with opened(pool, folder, codec=codec) as model:

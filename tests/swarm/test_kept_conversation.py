@@ -84,7 +84,7 @@ def test_a_file_that_is_no_conversation_is_refused(shared_swarm: SharedSwarm, tm
 class FakeConversation:
     """Gives out the tokens of `answers` one by one, and raises what stands between them."""
 
-    max_length, recoveries, reused, route = 1000, 0, 0, ()
+    max_length, recoveries, reused, route, codec = 1000, 0, 0, (), "none"
     is_open, trouble, waits, compared_routes, drafting = True, None, Waits(), (), DraftPlan()
 
     def __init__(self, *answers: list[int | Exception]) -> None:
