@@ -13,6 +13,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from petalnode import AutoDistributedModelForSequenceClassification
+from petalnode.node.client.api import causal_lm
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
 from petalnode.node.client.api.model import DEFAULTS, ModelOptions
 from petalnode.node.errors import BadInput, PetalnodeError, SwarmError
@@ -118,6 +119,41 @@ def test_an_end_within_a_session_is_kept_by_it(model: Model, whole: Any) -> None
         assert torch.equal(ended, generate(whole, ids, eos_token_id=end, max_new_tokens=20))
         assert session.position == ended.shape[1] - 1
         assert torch.equal(generate(model, ended, session=session), generate(whole, ended))
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [("greedy, a batch", 2), ("greedy, unequal prompts", 3), ("greedy, unequal ends", 2), ("one token", 2)],
+)
+def test_rows_in_several_sessions_are_the_same(
+    case: str, parts: int, model: Model, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    made = model.remote_blocks.inference_session
+    monkeypatch.setattr(causal_lm, "groups", lambda *_: parts)
+    monkeypatch.setattr(
+        model.remote_blocks, "inference_session", lambda *given, **more: opened.append(1) or made(*given, **more)
+    )
+    rows, options = SAME[case]
+    ids = prompt(rows, 9)
+    assert torch.equal(generate(model, ids, **options), generate(whole, ids, **options))
+    assert len(opened) == parts
+
+
+def test_what_depends_on_other_rows_stays_in_one_session(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_lm, "groups", lambda *_: pytest.fail("asked"))
+    for case in ("sampling, a batch", "several sequences", "beam search, unequal prompts"):
+        rows, options = SAME[case]
+        generate(model, prompt(rows, 9), **options | {"max_new_tokens": 2})
+    generate(model, prompt(1, 9), max_new_tokens=2)
+    with model.inference_session(40):
+        generate(model, prompt(2, 9), max_new_tokens=2)
+
+
+def test_a_group_that_fails_ends_the_others(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_lm, "groups", lambda *_: 2)
+    with pytest.raises(BadInput, match="hides all of its tokens"):
+        generate(model, prompt(2, 9), attention_mask=left_padded(9, 0), max_new_tokens=200)
 
 
 def test_logits_are_the_same(model: Model, whole: Any) -> None:

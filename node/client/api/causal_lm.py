@@ -16,11 +16,13 @@ from ...blocks.remote_cache import RemoteCache, RemoteCall
 from ...errors import BadInput
 from ...models.adapter import Adapter
 from ..drafting import DraftCounts
+from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
 from .drafted import DraftedDecoding, DraftOptions, drafted, take_draft_options
 from .inference_session import InferenceSession
 from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options
 from .remote import forward_context
+from .row_groups import are_independent, generate_in_groups, groups
 from .tuning import soft_prompt
 
 _OF_ONE_ANSWER: Final = frozenset(
@@ -134,9 +136,34 @@ class DistributedModelForCausalLM(DistributedModel):
         session = session or (None if self._local.is_prompted or adapter else self.active_session)
         if session is None:
             length = self._total_length(input_ids.shape[1], kwargs)
+            count = 1 if adapter or self._local.is_prompted else self._row_groups(input_ids, length, kwargs)
+            if count > 1:
+
+                def opened() -> InferenceSession:
+                    return self._blocks.inference_session(length)
+
+                part = partial(self._generate_in, drafts=None)
+                return generate_in_groups(part, opened, input_ids, kwargs, count, self._padding(input_ids, kwargs))
             with self._blocks.inference_session(length, adapter=adapter) as own:
                 return self._generate_in(own, input_ids, kwargs, drafts)
         return self._generate_in(session, input_ids, kwargs, drafts)
+
+    def _row_groups(self, input_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> int:
+        """In how many groups the rows are generated."""
+        rows = input_ids.shape[0]
+        if rows == 1 or not are_independent(kwargs, self.transformers_model.generation_config):
+            return 1
+        spec = SessionSpec(b"", self._blocks.span, rows, length)
+        return groups(rows, *self._runtime.call(self._runtime.value.stages, spec))
+
+    def _padding(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int:
+        """The token that transformers puts behind a row that has ended."""
+        for name in ("pad_token_id", "eos_token_id"):
+            token = kwargs.get(name)
+            token = getattr(self.transformers_model.generation_config, name, None) if token is None else token
+            if token is not None:
+                return int(torch.as_tensor(token).flatten()[0])
+        return int(input_ids[0, 0])  # no row ends before the others
 
     def _context_adapter(self) -> SessionAdapter | None:
         """The LoRA weights and deep prompts of the forward context, for a session of their own; None if there are none.

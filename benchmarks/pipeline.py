@@ -1,0 +1,242 @@
+"""Recurrent pipelining: what 2 and 3 nodes of equal strength gain over one, as in Macario's thesis (2024, chapter 4).
+
+    sudo python benchmarks/pipeline.py [--json] [--models nanogpt nanollama tinyllama] [--nodes 1 2 3]
+        [--samples 1 2 3 6] [--share 0.2] [--tokens 12]
+
+Every server is a process in a control group that gives it `--share` of a core (needs root, and version 1 or 2 of
+Linux's control groups with the `cpu` controller), so that three of them and the client fit two cores. Models have
+random weights and the shapes of the thesis, and of NanoLlama and TinyLlama a part of the blocks (`--blocks` changes
+it), cut evenly. Samples are rows of one batch: `own` is what `generate` does, which cuts them into sessions where it
+finds that this pays; `one_batch` keeps them together, `groups` cuts them into as many as nodes.
+
+`speed-up` is tokens/s over those of one node with one sample, which is what the thesis divides by; `of ideal` divides
+it by the smaller of nodes and samples. A node that batches samples gets more: `over one node` is against as many
+samples on one node. `idle` is what each server left of the processor time that it was allotted. Some seven minutes with
+two quiet cores, and 3 GiB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from chain import spans_of
+from local_swarm import ServerProcess
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers.utils import logging
+
+from petalnode import AutoDistributedModelForCausalLM
+from petalnode.node.client.api import causal_lm
+
+PERIOD_US = 10_000
+PROMPT = 8
+CGROUPS = Path("/sys/fs/cgroup")
+BLOCKS = {"nanogpt": 12, "nanollama": 6, "tinyllama": 3}
+
+
+def config_of(name: str, blocks: int) -> PreTrainedConfig:
+    """The thesis's sections 3.3 and 3.5, with so many blocks and a small vocabulary."""
+    if name == "nanogpt":
+        return GPT2Config(vocab_size=65, n_positions=1024, n_embd=384, n_layer=blocks, n_head=6)
+    hidden, inner, heads = {"nanollama": (1024, 2816, 16), "tinyllama": (2048, 5632, 32)}[name]
+    return LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=4 if name == "tinyllama" else heads,
+        max_position_embeddings=2048,
+    )
+
+
+class Share:
+    """A control group whose processes get `share` of a core."""
+
+    def __init__(self, name: str, share: float) -> None:
+        quota = max(1000, round(PERIOD_US * share))
+        first = (CGROUPS / "cpu").is_dir()
+        self.folder = (CGROUPS / "cpu" if first else CGROUPS) / name
+        try:
+            if not first:
+                (CGROUPS / "cgroup.subtree_control").write_text("+cpu")
+            self.folder.mkdir()
+            if first:
+                (self.folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+                (self.folder / "cpu.cfs_quota_us").write_text(str(quota))
+            else:
+                (self.folder / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+        except OSError as error:
+            raise SystemExit(
+                f"{self.folder}: {error}; run it as root, where control groups have the cpu controller"
+            ) from None
+
+    def add(self, pid: int) -> None:
+        """This process with its threads, and those that they start."""
+        (self.folder / "cgroup.procs").write_text(str(pid))
+
+    def remove(self) -> None:
+        self.folder.rmdir()
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def nodes_of(folder: Path, blocks: int, count: int, share: float) -> Iterator[list[ServerProcess]]:
+    """Servers that have loaded at full speed, and have their share from then on."""
+    servers: list[ServerProcess] = []
+    shares: list[Share] = []
+    with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
+        try:
+            peer: Sequence[str] = ("--new-swarm",)
+            for index, (start, end) in enumerate(spans_of(blocks, count)):
+                (Path(scratch) / str(index)).mkdir()
+                arguments = [str(folder), "--blocks", f"{start}:{end}", *peer]
+                servers.append(ServerProcess(arguments, Path(scratch) / str(index)))
+                peer = ("--peer", servers[-1].wait_ready()["addrs"][0])
+                shares.append(Share(f"petalnode-bench-{os.getpid()}-{index}", share))
+                shares[-1].add(servers[-1].process.pid)
+            yield servers
+        finally:
+            for server in servers:
+                server.stop()
+            for one in shares:
+                one.remove()
+
+
+def generate(model: Any, rows: int, tokens: int) -> tuple[float, torch.Tensor]:
+    """Seconds for so many tokens of each row behind the first one, and all tokens."""
+    prompt = torch.randint(5, 60, (rows, PROMPT), generator=torch.Generator().manual_seed(0))
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    seconds = []
+    for count in (1, 1 + tokens):
+        begun = time.perf_counter()
+        output = model.generate(prompt, max_new_tokens=count, min_new_tokens=count, **options)
+        seconds.append(time.perf_counter() - begun)
+    return seconds[1] - seconds[0], output
+
+
+def measure(
+    model: Any, servers: Sequence[ServerProcess], share: float, samples: int, tokens: int, groups: int | None
+) -> tuple[dict[str, Any], torch.Tensor]:
+    with patch.object(causal_lm, "groups", (lambda *_: groups) if groups else causal_lm.groups):
+        before, begun = [processor_seconds(server.process.pid) for server in servers], time.perf_counter()
+        seconds, output = generate(model, samples, tokens)
+        wall = time.perf_counter() - begun
+        used = [processor_seconds(server.process.pid) - was for server, was in zip(servers, before, strict=True)]
+    result = {
+        "tokens_per_s": samples * tokens / seconds,
+        "idle": [max(0.0, 1 - one / (share * wall)) for one in used],
+    }
+    return result, output
+
+
+def run(name: str, blocks: int, options: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
+    torch.manual_seed(0)
+    folder = scratch / name
+    AutoModelForCausalLM.from_config(config_of(name, blocks)).save_pretrained(folder)
+    alone: dict[int, float] = {}
+    for nodes in options.nodes:
+        with nodes_of(folder, blocks, nodes, options.share) as servers:
+            addrs: Any = servers[0].ready["addrs"]
+            with AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=[addrs[0]]) as model:
+                generate(model, 1, 2)
+                for samples in options.samples:
+                    print(f"{name}, {nodes} nodes, {samples} samples ...", file=sys.stderr, flush=True)
+                    forced = min(nodes, samples)
+                    ways: dict[str, int | None] = {"own": None}
+                    if forced > 1:
+                        ways |= {"one_batch": 1, "groups": forced}
+                    found = {
+                        way: measure(model, servers, options.share, samples, options.tokens, count)
+                        for way, count in ways.items()
+                    }
+                    best = found["own"][0]["tokens_per_s"]
+                    alone.setdefault(
+                        samples, best
+                    )  # the first number of nodes is the one that others are compared with
+                    base = alone[options.samples[0]]
+                    yield {
+                        "model": name,
+                        "blocks": blocks,
+                        "nodes": nodes,
+                        "samples": samples,
+                        **{way: result for way, (result, _) in found.items()},
+                        "same": all(torch.equal(tokens, found["own"][1]) for _, tokens in found.values()),
+                        "speed_up": best / base,
+                        "of_ideal": best / base / min(nodes, samples),
+                        "over_one_node": best / alone[samples],
+                        "memory_mib": [round(server.memory()["rss"] / 2**20) for server in servers],
+                    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--models", nargs="+", default=list(BLOCKS), choices=list(BLOCKS))
+    parser.add_argument(
+        "--nodes", nargs="+", type=int, default=[1, 2, 3], help="the first is what others are compared with"
+    )
+    parser.add_argument("--samples", nargs="+", type=int, default=[1, 2, 3, 6])
+    parser.add_argument("--share", type=float, default=0.2, help="of a core, for each server")
+    parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--blocks", type=int, help="of every model, instead of its own number")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
+        for name in options.models:
+            results += run(name, options.blocks or BLOCKS[name], options, Path(scratch))
+    if options.json:
+        print(json.dumps({"pipeline": results, "share": options.share}))
+    else:
+        show(results)
+
+
+def show(results: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="samples of one client through 1, 2 and 3 nodes")
+    columns = ("model", "nodes", "samples", "tokens/s", "one batch", "groups", "speed-up", "of ideal", "over one node")
+    for column in (*columns, "idle", "MiB", "same"):
+        table.add_column(column, justify="right")
+    for row in results:
+        table.add_row(
+            row["model"],
+            str(row["nodes"]),
+            str(row["samples"]),
+            *(f"{row[way]['tokens_per_s']:.1f}" if way in row else "" for way in ("own", "one_batch", "groups")),
+            f"{row['speed_up']:.2f}",
+            f"{row['of_ideal']:.0%}",
+            f"{row['over_one_node']:.2f}",
+            " ".join(f"{idle:.0%}" for idle in row["own"]["idle"]),
+            " ".join(str(size) for size in row["memory_mib"]),
+            "yes" if row["same"] else "NO",
+        )
+    console = Console(width=150)
+    console.print(table)
+    for name, rows in itertools.groupby(results, lambda row: row["model"]):
+        full = [row["of_ideal"] for row in rows if row["samples"] >= row["nodes"] > 1]
+        if full:
+            console.print(f"{name}: {statistics.median(full):.0%} of the ideal with as many samples as nodes or more")
+
+
+if __name__ == "__main__":
+    main()

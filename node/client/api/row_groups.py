@@ -1,0 +1,107 @@
+"""Rows of a batch as several sessions, each with a loop of its own, so that no server of a chain waits for the others.
+
+A batch that goes through the chain as a whole keeps one server busy at a time. Groups of its rows that are under way at
+once, each at another server, keep all of them busy: recurrent pipeline parallelism (Macario 2024, section 3.2).
+`groups`, a pure function, decides in how many the rows are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+
+from .inference_session import InferenceSession
+
+_BASE: Final = 0.8
+"""Of a server's step of one row, what a step of several rows takes once: the weights are read for all of them. By the
+compiled kernels 0.9 with float32 weights and 0.7 with 4 bits; less where torch multiplies."""
+_HANDLING: Final = 0.0015
+"""Seconds in which a server takes, checks, signs and sends a step."""
+_CLIENT: Final = 0.005
+"""Seconds of the client's loop for a group: embedding, head, choice, receipts. Its threads take turns."""
+_WORTH: Final = 0.8
+"""Of the time as one batch: less is not sure to be a gain."""
+_MOST: Final = 8
+
+_INDEPENDENT: Final = frozenset(
+    {
+        "attention_mask", "max_new_tokens", "min_new_tokens", "max_length", "min_length", "do_sample", "num_beams",
+        "pad_token_id", "eos_token_id", "repetition_penalty", "no_repeat_ngram_size", "use_cache",
+    }
+)  # fmt: skip
+"""Arguments of transformers' generate whose effect on a row does not depend on the other rows."""
+
+
+def groups(rows: int, step_seconds: Sequence[float], trip_seconds: float) -> int:
+    """In how many groups `rows` go through servers that take so long for a step of one row.
+
+    `trip_seconds`: what a step takes on the way, through all of them and back. One group, unless more are clearly
+    quicker.
+    """
+    if len(step_seconds) < 2:
+        return 1
+    best, least = 1, _WORTH * _round_seconds(1, rows, step_seconds, trip_seconds)
+    for count in range(2, min(rows, 2 * len(step_seconds), _MOST) + 1):
+        seconds = _round_seconds(count, rows, step_seconds, trip_seconds)
+        if seconds < least:
+            best, least = count, seconds
+    return best
+
+
+def _round_seconds(count: int, rows: int, step_seconds: Sequence[float], trip_seconds: float) -> float:
+    """Until every row has another token: as long as the busiest has to do, or one group needs for its way."""
+    size = -(-rows // count)
+    stages = [seconds * (_BASE + (1 - _BASE) * size) + _HANDLING for seconds in step_seconds]
+    return max(count * max(stages), count * _CLIENT, sum(stages) + _CLIENT + trip_seconds)
+
+
+def are_independent(arguments: Mapping[str, Any], config: Any) -> bool:
+    """Whether generate with these arguments makes each row what it would be by itself, random choices left out."""
+    given = {name for name, value in arguments.items() if value is not None}
+    samples = arguments.get("do_sample")
+    beams = arguments.get("num_beams") or getattr(config, "num_beams", None) or 1
+    plain = not (getattr(config, "do_sample", False) if samples is None else samples) and beams == 1
+    returns = (
+        getattr(config, "return_dict_in_generate", False) or (getattr(config, "num_return_sequences", None) or 1) > 1
+    )
+    return given <= _INDEPENDENT and plain and not returns
+
+
+def generate_in_groups(
+    generate: Callable[[InferenceSession, torch.Tensor, dict[str, Any]], torch.Tensor],
+    open_session: Callable[[], InferenceSession],
+    input_ids: torch.Tensor,
+    arguments: Mapping[str, Any],
+    count: int,
+    padding: int,
+) -> torch.Tensor:
+    """What `generate` makes of all rows, in `count` groups at once, each in a session of its own and a thread.
+
+    Args:
+        input_ids: [rows, tokens].
+        arguments: of generate; an attention mask is cut as the rows are.
+        padding: token behind rows that are shorter than the longest one of another group.
+
+    Raises:
+        The first error of a group, after all have ended; the others' sessions are closed, so that they do not go on.
+    """
+    mask = arguments.get("attention_mask")
+    parts = torch.tensor_split(input_ids, count)
+    masks = [None] * count if mask is None else torch.tensor_split(mask, count)
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(count, "petalnode-rows"))
+        sessions = [stack.enter_context(open_session()) for _ in parts]
+
+        def run(session: InferenceSession, ids: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
+            with torch.no_grad():  # which is of each thread
+                own = dict(arguments) if part is None else {**arguments, "attention_mask": part}
+                return generate(session, ids, own)
+
+        running = [pool.submit(run, *given) for given in zip(sessions, parts, masks, strict=True)]
+        made = [future.result() for future in running]
+    longest = max(rows.shape[1] for rows in made)
+    return torch.cat([torch.nn.functional.pad(rows, (0, longest - rows.shape[1]), value=padding) for rows in made])
