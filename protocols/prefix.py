@@ -20,6 +20,8 @@ BLOCK_TOKENS: Final = 32
 MAX_BLOCKS: Final = 1024
 """Names in one message: 32,768 tokens of a row."""
 MAX_SALT: Final = 64
+LEAST_SHARED_SALT: Final = 16
+"""Bytes of a salt that nobody guesses: by which, where a server allows it, several peers share what it keeps."""
 PREFIX_DOMAIN: Final = "petalnode/prefix/1"
 PREFIX_CODECS: Final = frozenset({"none", "float16", "bfloat16"})
 """Under which each token's bytes stand for themselves. Under others, nothing is shared."""

@@ -145,6 +145,7 @@ class SwarmClient(ServerSelection):
         totals: of all sessions, those of variants included.
         on_session: is called with each session that has ended, for traces.
         prefixes: what sessions may begin with.
+        prefix_salt: of sessions that name none; at servers that allow it, who knows it shares what they keep.
         answering: the conversations that are being answered, those of variants included.
     """
 
@@ -171,6 +172,7 @@ class SwarmClient(ServerSelection):
         self.receipts = ReceiptArchive()
         self.batches = BatchClient(self)
         self.prefixes = PrefixMemory()
+        self.prefix_salt = b""
         self.disagreements: list[Disagreement] = []
         self.totals = SessionTotals()
         self.on_session: OnSession | None = None
@@ -344,6 +346,7 @@ class SwarmClient(ServerSelection):
         spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted, trace=trace)
         if spec.codec == "none" and not prompt and source is None:
             spec = replace(spec, codec=await self.chosen_codec(spec, saved))
+        spec = replace(spec, prefix_salt=spec.prefix_salt or self.prefix_salt)
         session: ClientSession | ComparedSession
         if self._compare_chains > 1:
             from .session.compared_session import ComparedSession

@@ -79,11 +79,12 @@ class OneServer:
 
 
 @asynccontextmanager
-async def one_server(blocks: BlockSpan) -> AsyncIterator[OneServer]:
+async def one_server(blocks: BlockSpan, **options: Any) -> AsyncIterator[OneServer]:
+    """`options` are fields of `RequestContext`."""
     compute = ComputeThread(blocks)
     compute.start()
     hosted = Hosted(VERSION, "tiny", NUM_BLOCKS, blocks.span, HIDDEN, "float32", "none", blocks.max_positions)
-    context = RequestContext(hosted, compute, Identity.generate())
+    context = RequestContext(hosted, compute, Identity.generate(), **options)
     service = RequestService(context, MemoryBudget(10_000), _NobodyNext(), Adapters(context))
     try:
         async with trio.open_nursery() as nursery:

@@ -24,9 +24,9 @@ CAPACITY = 10_000
 """Cache tokens of the server."""
 
 
-def with_server(blocks: BlockSpan, main: Callable[[OneServer], Awaitable[None]]) -> None:
+def with_server(blocks: BlockSpan, main: Callable[[OneServer], Awaitable[None]], **options: Any) -> None:
     async def run() -> None:
-        async with one_server(blocks) as server:
+        async with one_server(blocks, **options) as server:
             await main(server)
 
     torch.set_num_threads(1)
@@ -189,3 +189,26 @@ def test_who_does_not_want_to_be_kept_is_not(blocks: BlockSpan) -> None:
         assert await server.service.context.compute.call(server.kept_tokens) == 0
 
     with_server(blocks, main)
+
+
+def test_clients_share_only_by_a_salt_that_nobody_guesses_at_a_server_that_allows_it(blocks: BlockSpan) -> None:
+    salt = b"sixteen bytes at" + bytes(16)
+
+    async def main(server: OneServer) -> None:
+        names = await left_by(server, OWNER, 64, salt=salt)
+        assert await held(server, STRANGER, names, salt=salt) == 64
+        assert await held(server, STRANGER, names) == await held(server, STRANGER, names, salt=bytes(32)) == 0
+        short = await left_by(server, OWNER, 64, seed=1, salt=b"guessed")
+        assert await held(server, STRANGER, short, salt=b"guessed") == 0
+        assert await held(server, OWNER, short, salt=b"guessed") == 64
+
+    with_server(blocks, main, prefix_cache="salted")
+
+
+def test_a_server_may_keep_nothing(blocks: BlockSpan) -> None:
+    async def main(server: OneServer) -> None:
+        names = await left_by(server, OWNER, 64)
+        assert await held(server, OWNER, names) == 0
+        assert await server.service.context.compute.call(server.kept_tokens) == 0
+
+    with_server(blocks, main, prefix_cache="off")

@@ -130,6 +130,18 @@ def test_others_and_other_salts_share_nothing(swarm: MemorySwarm, folder: Path) 
     swarm.call(main)
 
 
+def test_clients_of_one_salt_share_where_the_server_lets_them(swarm: MemorySwarm, folder: Path) -> None:
+    assert swarm.start(folder, "0:6", prefix_cache="salted").ready
+
+    async def main() -> None:
+        for salt, reused in ((b"known to several", 0), (b"known to several", 96), (b"known to nobody else", 0)):
+            async with opened(swarm, folder) as (client, local):
+                client.prefix_salt = salt
+                assert await answer(client, local, PREFIX) == (expected(folder, PREFIX), reused)
+
+    swarm.call(main)
+
+
 def test_a_server_that_dies_is_replaced_with_what_came_before(swarm: MemorySwarm, folder: Path) -> None:
     first, second = started(swarm, folder, "0:2", "2:6")
 

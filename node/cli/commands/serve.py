@@ -28,7 +28,7 @@ from ...models.sources.resolve import DEFAULT_MODEL
 from ...monitoring.traces import traced
 from ...network.addresses import parse_peer
 from ...network.nat.relay import RelayLimits
-from ...server.lifecycle.options import ServerOptions, check_adapters, check_blocks
+from ...server.lifecycle.options import ServerOptions, check_adapters, check_blocks, choose_prefix_cache
 from ...server.lifecycle.pausing import Pause, PausePolicy
 from ...server.lifecycle.server import run_server
 from ...server.tallies import ServerTallies
@@ -90,6 +90,13 @@ def serve(
         int | None,
         typer.Option(min=1, help="Size of the attention cache, in tokens through all blocks held here."),
     ] = None,
+    prefix_cache: Annotated[
+        str,
+        typer.Option(
+            metavar="own|salted|off",
+            help="For whom to keep what was computed: its client, all clients that know its salt, or nobody.",
+        ),
+    ] = "own",
     throughput: Annotated[
         str, typer.Option(metavar="auto|F", help="Decode steps per second to announce; auto: measure.")
     ] = "auto",
@@ -163,6 +170,7 @@ def serve(
         cache_dtype=choose_cache_dtype(cache_dtype),
         kernels=choose_kernels(kernels),
         cache_tokens=cache_tokens,
+        prefix_cache=choose_prefix_cache(prefix_cache),
         throughput=_throughput(throughput),
         name=_name(name),
         drain_timeout=drain_timeout,

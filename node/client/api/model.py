@@ -64,6 +64,8 @@ class ModelOptions(TypedDict, total=False):
             "int8"; "auto" takes one from the second session on, where that saves a tenth of the time by the bandwidth
             that was measured and rounds by at most 0.1 %.
         batch_codec: the same for calls without a cache and their gradients, without "auto".
+        prefix_salt: a secret of at least 16 characters: servers with `--prefix-cache salted` let all who know it use
+            what they have computed for one of them, and tell by the time that they take which texts these have sent.
         wait: while no chain of servers covers the model, wait for one instead of raising.
         adapter: a folder with a LoRA adapter or a prompt in peft's format, which is sent to servers that do not hold
             it; or the name of a LoRA adapter that servers hold: then only those servers are used.
@@ -86,6 +88,7 @@ class ModelOptions(TypedDict, total=False):
     request_timeout: float | None
     codec: str
     batch_codec: str
+    prefix_salt: str
     wait: bool
     adapter: str | os.PathLike[str] | None
     progress: Progress
@@ -108,6 +111,7 @@ DEFAULTS: Final = ModelOptions(
     request_timeout=None,
     codec="none",
     batch_codec="none",
+    prefix_salt="",
     wait=False,
     adapter=None,
     progress=no_progress,
@@ -166,6 +170,8 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
     compare_chains, share_receipts = given["compare_chains"], given["share_receipts"]
     if compare_chains < 1:
         raise BadInput(f"compare_chains={compare_chains}: give the number of chains, 1 to compare nothing")
+    if 0 < len(given["prefix_salt"]) < 16:
+        raise BadInput("prefix_salt takes at least 16 characters that nobody can guess")
     for auditor in share_receipts:
         parse_peer(auditor)
     trusted = _trusted(given)
@@ -200,6 +206,7 @@ def open_model(model: str | os.PathLike[str], options: ModelOptions, *, head: bo
                     adapter=adapter,
                     codec=codec,
                 ) as opened:
+                    opened.prefix_salt = given["prefix_salt"].encode()
                     yield opened
 
     return OpenedModel(

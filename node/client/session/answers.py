@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -64,6 +65,10 @@ class SessionSpec:
     trace: SessionTrace | None = field(default=None, compare=False)
     share: bool = False
     prefix_salt: bytes = b""
+
+    def salt_at(self, peer_id: str) -> bytes:
+        """What a server is told of `prefix_salt`: of no use at others, so that it cannot ask them in our name."""
+        return hashlib.sha256(self.prefix_salt + peer_id.encode()).digest() if self.prefix_salt else b""
 
     @property
     def adapter_hash(self) -> bytes:

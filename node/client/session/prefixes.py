@@ -55,7 +55,7 @@ class Beginning:
             codec=spec.codec,
             dtype=spec.dtype,
             adapter=spec.adapter_hash,
-            salt=spec.prefix_salt,
+            salt=spec.salt_at(hop.peer_id),
         )
         named = PrefixNames(root)
         for step in inputs:

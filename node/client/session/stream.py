@@ -142,7 +142,7 @@ class SessionStream(AnswerChecks):
             activation_dtype=spec.dtype,
             keep_ms=round(self._asked_keep * 1000),
             clearing=clearing_to_wire(payment) if payment is not None else None,
-            prefix=wire.Prefix(blocks=prefix, salt=spec.prefix_salt, keep=True) if spec.share else None,
+            prefix=wire.Prefix(blocks=prefix, salt=spec.salt_at(self.hop.peer_id), keep=True) if spec.share else None,
         )
         question = wire.InferenceFrame(open=message)
         self._granted = await self._granted_for(self._stream, question, spec.cache_wait + SEND_TIMEOUT)

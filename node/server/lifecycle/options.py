@@ -14,7 +14,7 @@ from ...models import ModelFolder
 from ...models.adapter import Adapter, read_adapter
 from ...models.quantisation import Activations, CacheDtype, Kernels, Numerics, Quantisation
 from ...swarm.swarm import Swarm
-from ..requests.admission import PriorityPayments
+from ..requests.admission import PrefixCache, PriorityPayments
 from ..tallies import ServerTallies
 from .pausing import Pause
 from .placement_state import PlacementState
@@ -50,6 +50,7 @@ class ServerOptions:
     cache_dtype: CacheDtype = "auto"
     kernels: Kernels = "torch"
     cache_tokens: int | None = None
+    prefix_cache: PrefixCache = "own"
     throughput: float | None = None
     name: str = ""
     revision: str | None = None
@@ -150,3 +151,15 @@ def _read_all(folders: Sequence[Path]) -> list[Adapter]:
             raise BadInput(f"two adapters are called {adapter.name}: rename the folder of one of them")
         adapters.append(adapter)
     return adapters
+
+
+def choose_prefix_cache(text: str) -> PrefixCache:
+    """
+    Raises:
+        BadInput: it is none of the names.
+    """
+    names: tuple[PrefixCache, ...] = ("own", "salted", "off")
+    for name in names:
+        if text == name:
+            return name
+    raise BadInput(f"--prefix-cache {text}: give own (for later sessions of the same client), salted or off")

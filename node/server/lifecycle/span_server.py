@@ -119,6 +119,7 @@ class SpanServer:
             frozenset(context.options.allow_clients),
             self._pledging.current,
             tallies=context.tallies,
+            prefix_cache=context.options.prefix_cache,
         )
         self._adapters = Adapters(self._requests)
         self._service = RequestService(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from ....protocols import wire_pb2 as wire
 from ....protocols.adapter import (
@@ -22,6 +22,7 @@ from ....protocols.adapter import (
 from ....protocols.framing import CODECS, ITEM_BYTES, TensorError, wire_nbytes
 from ....protocols.ids import PROTOCOL_VERSION, Span
 from ....protocols.inference import MAX_STEP_BYTES, STEP_TOKENS, Refusal, SessionTerms, bad_request
+from ....protocols.prefix import LEAST_SHARED_SALT
 from ....protocols.training import (
     MAX_KEPT_TENSORS,
     MICRO_BATCH_TOKENS,
@@ -34,6 +35,8 @@ from ....protocols.training import (
 )
 
 MAX_TARGETS: Final = 256
+PrefixCache = Literal["own", "salted", "off"]
+"""Who uses what sessions leave: the peer that left it, all who know its salt too, or nobody."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,14 @@ def check_hosted(model_version: bytes, span: Span, codec: str, dtype: str, hoste
         raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown codec {codec!r}; known are {', '.join(CODECS)}")
     if dtype not in ITEM_BYTES:
         raise Refusal(wire.ERROR_UNSUPPORTED, f"unknown dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+
+
+def prefix_scope(client: str, salt: bytes, sharing: PrefixCache) -> str | None:
+    """Whose kept blocks a session of `client` may use, and leaves its own to: those of one peer, or (empty) of all who
+    know the salt; None for nobody's. What others may not use, they cannot find out by the time that it saves."""
+    if sharing == "off":
+        return None
+    return "" if sharing == "salted" and len(salt) >= LEAST_SHARED_SALT else client
 
 
 # --- steps of a session

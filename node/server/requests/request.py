@@ -25,7 +25,7 @@ from ...network.transport.limits import may_have_more
 from ..budget import BudgetFull, Lease, MemoryBudget
 from ..compute_thread import ComputeThread
 from ..tallies import ServerTallies
-from .admission import Hosted, check_client, check_terms
+from .admission import Hosted, PrefixCache, check_client, check_terms
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class RequestContext:
         pledger: gives the pledge for what is opened now; None for none.
         draining: set it and nothing new is admitted, and present clients are told to leave.
         tallies: what is counted.
+        prefix_cache: who uses what sessions leave for later ones.
     """
 
     hosted: Hosted
@@ -54,6 +55,7 @@ class RequestContext:
     pledger: Callable[[], Pledge | None] = lambda: None
     draining: bool = False
     tallies: ServerTallies = field(default_factory=ServerTallies)
+    prefix_cache: PrefixCache = "own"
 
     def refused(self, refusal: Refusal) -> None:
         """Counts what a client was refused, and logs it."""

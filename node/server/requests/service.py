@@ -24,7 +24,7 @@ from ..budget import Lease, MemoryBudget
 from ..prefixes import SHARE as PREFIX_SHARE
 from ..prefixes import PrefixUse
 from .adapters import Adapters
-from .admission import PriorityPayments
+from .admission import PriorityPayments, prefix_scope
 from .batch_requests import BatchMemory, BatchRequests
 from .pushes import PushConnector, PushStream, Upstream
 from .request import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
@@ -123,7 +123,10 @@ class RequestService:
                 try:
                     self.context.tallies.sessions_opened += 1
                     self._on_change()
-                    shared = PrefixUse(stream.peer_id, PrefixNames(terms.prefix_root), terms.keeps)
+                    scope = prefix_scope(stream.peer_id, terms.salt, self.context.prefix_cache)
+                    shared = None
+                    if terms.shares and scope is not None:
+                        shared = PrefixUse(scope, PrefixNames(terms.prefix_root), terms.keeps)
                     compute = await self.context.compute.open(
                         terms.batch,
                         terms.max_length,
@@ -132,7 +135,7 @@ class RequestService:
                         terms.span,
                         adapter,
                         paid,
-                        shared if terms.shares else None,
+                        shared,
                         terms.prefix,
                         stream.peer_id,
                     )
