@@ -1,6 +1,6 @@
 """Time to the first token of a long prompt over servers that are far apart, against what computing and the way allow.
 
-    sudo python benchmarks/prefill.py [--json] [--rtts 50] [--servers 3] [--prompt 2048] [--pace 0.5] [--rounds 3]
+    sudo python benchmarks/prefill.py [--json] [--rtts 50] [--servers 3] [--prompt 2048] [--pace 0.3] [--rounds 3]
 
 Every server and the client is a process on a host of its own (`delay_bridge.py`), with the same round trip between any
 two. The session is open, and the servers have their streams to each other. `before` is one step at a time to each
@@ -39,20 +39,20 @@ from wan import ClientProcess, servers_of
 
 from petalnode import AutoDistributedModelForCausalLM
 
-NUM_BLOCKS = 6
+NUM_BLOCKS = 4
 MODES = ("before", "after")
 
 
 def small_llama(folder: Path, tokens: int) -> Path:
-    """Six blocks of random weights, of hidden size 256: 2 MiB between two servers for 2,048 tokens."""
+    """Four blocks of random weights, of hidden size 128: 1 MiB between two servers for 2,048 tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=2048,
-        hidden_size=256,
-        intermediate_size=704,
+        hidden_size=128,
+        intermediate_size=352,
         num_hidden_layers=NUM_BLOCKS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
         max_position_embeddings=tokens + 64,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", type=int, default=[3])
     parser.add_argument("--prompt", type=int, default=2048, help="tokens")
     parser.add_argument(
-        "--pace", type=float, default=0.5, help="milliseconds that a server takes for a token, at least"
+        "--pace", type=float, default=0.3, help="milliseconds that a server takes for a token, at least"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)

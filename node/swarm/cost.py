@@ -99,6 +99,9 @@ class StageCost(WireCost):
     credits: int = 1
 
 
+CHUNK_SECONDS: Final = 0.003
+"""What a step of a prompt takes at each server beside computing and the way, and the client for each server: as
+`HANDLING_SECONDS`, with more bytes to hash, encrypt and copy."""
 CHUNK_TOKENS: Final = (32, 64, 128, 256, 512)
 """Rows times positions of the steps of a prompt. Servers compute no more than 256 between two turns of others."""
 
@@ -118,10 +121,10 @@ def prefill_seconds(tokens: int, size: int, token_bytes: int, chain: Sequence[St
     """
     size = min(size, tokens)
     nbytes = size * token_bytes
-    works = [float(one) for one in bounded([stage.step + stage.token * size + HANDLING_SECONDS for stage in chain])]
+    works = [float(one) for one in bounded([stage.step + stage.token * size + CHUNK_SECONDS for stage in chain])]
     lines = [float(one) for one in bounded([nbytes * (stage.per_byte or 0.0) for stage in chain])]
     trips = [float(one) for one in bounded([stage.round_trip for stage in chain])]
-    steps, period = -(-tokens // size) - 1, max(*works, *lines, len(chain) * HANDLING_SECONDS)
+    steps, period = -(-tokens // size) - 1, max(*works, *lines, len(chain) * CHUNK_SECONDS)
     first, begun, most = trips[0] / 2 + lines[0], 0.0, 1
     rest = steps * period
     for index, stage in enumerate(chain):
