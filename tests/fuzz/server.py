@@ -18,7 +18,7 @@ from petalnode.crypto.identity import peer_id_to_bytes
 from petalnode.node.blocks.span import BlockSpan, load_span
 from petalnode.node.models.adapter import digests_of
 from petalnode.node.server.budget import MemoryBudget
-from petalnode.node.server.compute_thread import ComputeThread
+from petalnode.node.server.compute_thread import ComputeThread, _undo
 from petalnode.node.server.requests import adapters as adapters_module
 from petalnode.node.server.requests import request as request_module
 from petalnode.node.server.requests import service as service_module
@@ -35,7 +35,7 @@ from petalnode.protocols.adapter import MAX_HEADER as MAX_ADAPTER_HEADER
 from petalnode.protocols.adapter import hash_of_adapter, hashes_of_blocks
 from petalnode.protocols.framing import StreamClosed
 from petalnode.protocols.ids import Span
-from petalnode.protocols.inference import MAX_STEP_BYTES, receipt_from_wire, receipt_to_wire, sha256
+from petalnode.protocols.inference import MAX_STEP_BYTES, Refusal, receipt_from_wire, receipt_to_wire, sha256
 from petalnode.protocols.tensors import encode
 from petalnode.protocols.training import MAX_HEADER as MAX_BATCH_HEADER
 from petalnode.protocols.training import PIECE_BYTES
@@ -73,6 +73,19 @@ class InPlace(ComputeThread):
         if isinstance(pending.value, BaseException):
             raise pending.value
         return pending.value
+
+    async def _checked(self, pending: Any, step: Any, check: Any) -> Any:
+        """The step is computed before its check, not beside it."""
+        try:
+            await self._result(pending, step)
+        except Refusal:
+            pass  # it is in `pending`, and counts less than what the check says
+        try:
+            check()
+        except Exception:
+            await self.call(partial(_undo, step))
+            raise
+        return await self._outcome(pending)
 
     def finish(self) -> None:
         """What was given up is dropped, as the thread would have done by itself."""
