@@ -1,7 +1,7 @@
 """Recurrent pipelining: what 2 and 3 nodes of equal strength gain over one, as in Macario's thesis (2024, chapter 4).
 
     sudo python benchmarks/pipeline.py [--json] [--models nanogpt nanollama tinyllama] [--nodes 1 2 3]
-        [--samples 1 2 3 6] [--share 0.2] [--tokens 12]
+        [--samples 1 2 3 6] [--share 0.2] [--tokens 8]
 
 Every server is a process in a control group that gives it `--share` of a core (needs root, and version 1 or 2 of
 Linux's control groups with the `cpu` controller), so that three of them and the client fit two cores. Models have
@@ -196,7 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--samples", nargs="+", type=int, default=[1, 2, 3, 6])
     parser.add_argument("--share", type=float, default=0.2, help="of a core, for each server")
-    parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--blocks", type=int, help="of every model, instead of its own number")
     options = parser.parse_args()
     logging.set_verbosity_error()
