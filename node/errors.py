@@ -37,12 +37,14 @@ class SwarmError(PetalnodeError):
 class NoChainError(SwarmError):
     """No chain of live servers covers the wanted blocks.
 
-    `missing` lists the blocks that no usable server holds.
+    `missing` lists the blocks that no usable server holds. `gone`: servers were asked, and none could be reached; to
+    ask for less does not help.
     """
 
-    def __init__(self, message: str, missing: tuple[int, ...]) -> None:
+    def __init__(self, message: str, missing: tuple[int, ...], *, gone: bool = False) -> None:
         super().__init__(message)
         self.missing = missing
+        self.gone = gone
 
 
 class ServerFailed(SwarmError):

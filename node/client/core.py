@@ -69,6 +69,7 @@ async def open_client(
     compare_chains: int = 1,
     trusted: TrustedServers | None = None,
     codec: str = "none",
+    reopen_timeout: float | None = None,
 ) -> AsyncIterator[SwarmClient]:
     """A client for the length of the block.
 
@@ -77,6 +78,7 @@ async def open_client(
     none: one that is brought to servers, or the name of one that they hold.
     `trusted` are the servers for the first and the last blocks; auditors are shown nothing of those blocks.
     `codec` is that of sessions which name none: one of `CODEC_CHOICES`.
+    `reopen_timeout` is that of `SessionSpec`, for all sessions, in seconds.
     Servers that do not pledge at least `require_pledge` points are not used; None: whether they pledge or not.
     From 2 on, sessions run through `compare_chains` chains that share no server and compare them (`compared_session`).
 
@@ -96,6 +98,7 @@ async def open_client(
             adapter=changes,
             compare_chains=compare_chains,
             codec=codec,
+            reopen_timeout=reopen_timeout,
         )
         if share_receipts:
             client.receipts = ReceiptArchive(SHARED_BYTES)
@@ -158,11 +161,13 @@ class SwarmClient(ServerSelection):
         adapter: SessionAdapter | str | None = None,
         compare_chains: int = 1,
         codec: str = "none",
+        reopen_timeout: float | None = None,
         **limits: Any,
     ) -> None:
         super().__init__(swarm, model, nursery, **limits)
         self._adapter = adapter
         self._codec = codec
+        self._reopen_timeout = reopen_timeout
         self._uncoded: ClientSession | None = None  # the last one that was opened without a codec
         self._junctions: list[WireTensor] = []  # of such a session, until they are measured
         self._codec_errors: dict[str, float] = {}
@@ -344,6 +349,7 @@ class SwarmClient(ServerSelection):
         adapter = spec.adapter or await self.adapter(wait=wait)
         trace = None if self.on_session is None else SessionTrace(self.model.name)
         spec = replace(spec, model_version=self.model.version, adapter=adapter, trusted=self.trusted, trace=trace)
+        spec = replace(spec, reopen_timeout=self._reopen_timeout)
         if spec.codec == "none" and not prompt and source is None:
             spec = replace(spec, codec=await self.chosen_codec(spec, saved))
         spec = replace(spec, prefix_salt=spec.prefix_salt or self.prefix_salt)

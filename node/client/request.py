@@ -116,7 +116,7 @@ def with_refusals(error: NoChainError, refused: Mapping[str, ServerFailed], peer
             "`petalnode chat --identity FILE` keeps its peer id from run to run and prints it, "
             "from_pretrained(identity=FILE) keeps it too"
         )
-    return NoChainError(text, error.missing)
+    return NoChainError(text, error.missing, gone=all(map(is_lost, refused.values())))
 
 
 # --- what a server has announced, and whether what it grants and signs keeps to that

@@ -370,7 +370,7 @@ class ServerSelection:
             return self._without_trusted(error, closed)
         unused = self._unused()
         if unused:
-            return NoChainError(f"{error}. Not used: {'; '.join(unused)}", error.missing)
+            return NoChainError(f"{error}. Not used: {'; '.join(unused)}", error.missing, gone=error.gone)
         models = self.swarm.view.models(now=time.time())
         others = {name for version, (name, _) in models.items() if version != self.model.version}
         if any_server or not others:

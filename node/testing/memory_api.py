@@ -77,6 +77,7 @@ def memory_api(
     batches: BatchRunner | None = None,
     traces: Traces | None = None,
     responses: ResponseStore | None = None,
+    reopen_timeout: float | None = None,
 ) -> Iterator[MemoryApi]:
     """The API of the model in `folder`, and of its `models` with adapters, for the length of the block."""
 
@@ -89,7 +90,10 @@ def memory_api(
             local, text = await trio.to_thread.run_sync(lambda: (load_client(folder), Text(given)))
             listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
             url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
-            async with open_client(node, identified) as client, trio.open_nursery() as nursery:
+            async with (
+                open_client(node, identified, reopen_timeout=reopen_timeout) as client,
+                trio.open_nursery() as nursery,
+            ):
                 core = Core(client, local, text, [ServedModel(given.name), *models], limits or ApiLimits())
                 application = create_app(core, admission or Admission(), pages(core), batches, responses)
                 nursery.start_soon(core.conversations.run)

@@ -15,7 +15,9 @@ import trio
 
 from petalnode.node.api.engine.generation import ApiLimits
 from petalnode.node.api.http.admission import Admission
+from petalnode.node.client.router import ServerSearch
 from petalnode.node.client.session import chain
+from petalnode.node.errors import NoChainError
 from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from petalnode.node.testing.memory_servers import MemorySwarm, memory_swarm
 from tests.api.conftest import Served
@@ -190,6 +192,33 @@ def test_answers_go_on_when_a_server_dies_and_end_in_503_when_none_is_left(
         assert raised.value.code == "model_unavailable"
         assert raised.value.body["missing_blocks"] == [0, 1, 2]
         assert int(raised.value.response.headers["retry-after"]) > 0
+
+
+def test_servers_that_are_gone_are_looked_for_once_and_for_as_long_as_the_person_says(
+    spare_swarm: tuple[MemorySwarm, list[Any]], api_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a second time, after idle conversations have given their room to the answer."""
+    swarm, servers = spare_swarm
+    given_up: list[NoChainError] = []
+    give_up = ServerSearch.given_up
+
+    def noting(search: ServerSearch, error: NoChainError) -> NoChainError:
+        given_up.append(give_up(search, error))
+        return given_up[-1]
+
+    monkeypatch.setattr(ServerSearch, "given_up", noting)
+    monkeypatch.setattr(chain, "REOPEN_TIMEOUT", 3600.0)
+    asked: dict[str, Any] = {"prompt": "go on", "max_tokens": 2}
+    with memory_api(swarm, api_model, limits=ApiLimits(context=256), reopen_timeout=0.2) as api:
+        assert httpx.post(f"{api.url}/v1/completions", json=asked, timeout=None).status_code == 200
+        assert api.core.conversations.idle
+        for server in servers:
+            server.kill()
+        refused = httpx.post(f"{api.url}/v1/completions", json={**asked, "prompt": "another"}, timeout=None)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        missing = set(refused.json()["error"]["missing_blocks"])  # of those who were asked last
+        assert missing and missing <= set(range(6))
+    assert [error.gone for error in given_up] == [True]
 
 
 def test_the_other_streams_say_the_same_when_clients_and_servers_are_killed(

@@ -86,6 +86,17 @@ def test_others_are_looked_for_if_a_server_was_lost_and_the_error_says_who() -> 
     run(main)
 
 
+def test_the_error_says_whether_asking_for_less_would_help() -> None:
+    async def main() -> None:
+        for refused, gone in (({"a": GONE}, True), ({"a": GONE, "b": FULL}, False), ({}, False)):
+            search, _ = searching(dict(refused), 2.0)
+            with pytest.raises(NoChainError) as caught:
+                await for_ever(search)
+            assert caught.value.gone == gone
+
+    run(main)
+
+
 def test_who_waits_does_so_for_ever() -> None:
     async def main() -> None:
         search, client = searching({"b": FULL}, 1.0, wait=True)

@@ -127,9 +127,9 @@ class Choice:
             with self._telling(conversation):
                 try:
                     await self._answer(conversation, asked)
-                except NoChainError:
+                except NoChainError as error:
                     reserve = parts.conversations.idle or conversation.max_length > needed
-                    if self._made or not reserve or not parts.is_covered():
+                    if self._made or error.gone or not reserve or not parts.is_covered():
                         raise
                     # Servers may have too little room: ours that nobody uses goes first, then what is only in reserve.
                     await parts.conversations.drop_idle()

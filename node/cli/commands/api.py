@@ -76,6 +76,16 @@ class ApiOptions(ServerChoice):
             help="Guess tokens from the text so far, and by a smaller MODEL that runs here, as `petalnode chat` does.",
         ),
     ] = "auto"
+    reopen_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=600,
+            metavar="SECONDS",
+            help="Look for servers for so long, where none that was known can be reached, before an answer that has "
+            "not begun is refused with 503.",
+        ),
+    ] = 2.0
     batch_file: Annotated[
         Path | None,
         typer.Option(
@@ -191,7 +201,13 @@ async def api_in(
     allowed, blocked, trusted = options.allow or (), options.deny or (), options.chosen_servers()
     async with (
         open_client(
-            swarm, identified, allowed=allowed, blocked=blocked, trusted=trusted, codec=options.codec
+            swarm,
+            identified,
+            allowed=allowed,
+            blocked=blocked,
+            trusted=trusted,
+            codec=options.codec,
+            reopen_timeout=options.reopen_timeout,
         ) as client,
         open_batches(options.batch_file) as batches,
         traced("api") as traces,

@@ -45,6 +45,7 @@ class SessionSpec:
 
     `push` lets servers send their outputs to each other, those of `trusted` to each other only. `keep`: closing leaves
     the session at the servers for so many seconds; when only a stream is lost they keep it for a while in any case.
+    `reopen_timeout`: for how long servers are looked for where all that were known are gone; None is `REOPEN_TIMEOUT`.
     `share`: servers may keep what it computes for sessions of this client that begin alike, and it uses what they have
     kept, of sessions of the same `prefix_salt`.
     """
@@ -60,6 +61,7 @@ class SessionSpec:
     step_timeout: float = 60.0
     push: bool = True
     keep: float = 0.0
+    reopen_timeout: float | None = None
     adapter: SessionAdapter | None = None
     trusted: TrustedServers = field(default_factory=TrustedServers)
     trace: SessionTrace | None = field(default=None, compare=False)

@@ -226,10 +226,11 @@ class Chain:
         """
         if history.start:
             raise HistoryLost(f"{because}; what it held before this process started is not known here")
+        reopen = REOPEN_TIMEOUT if spec.reopen_timeout is None else spec.reopen_timeout
         search = ServerSearch(
             self.router,
             {} if because is None else {because.peer_id: because},
-            until=trio.current_time() + (REOPEN_TIMEOUT if because is None else RECOVERY_TIMEOUT),
+            until=trio.current_time() + (reopen if because is None else RECOVERY_TIMEOUT),
             wait=self._wait,
             lost=because is not None,
             ask_again=lambda failure: failure is not because or reconnector is None or not reconnector.state.may_return,
