@@ -8,7 +8,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from ..errors import PetalnodeError
@@ -16,7 +16,7 @@ from .anthropic.endpoints import anthropic_routes
 from .batches.endpoints import batch_routes
 from .batches.runner import BatchRunner
 from .engine.core import Core
-from .errors import ApiError, api_error, error_object
+from .errors import ApiError, api_error, error_response
 from .http.admission import Admission, AdmissionMiddleware
 from .ollama.endpoints import ollama_routes
 from .openai.endpoints import openai_routes
@@ -51,13 +51,12 @@ def create_app(
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    told = api_error(error)
-    return JSONResponse(error_object(told, request.url.path), told.status, told.headers)
+    return error_response(api_error(error), request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     path = request.url.path
     text = f"there is no {path[:200]} here" if status == 404 else str(getattr(error, "detail", error))
-    told = ApiError(status, text, code="unknown_url")
-    return JSONResponse(error_object(told, path), status, getattr(error, "headers", None))
+    told = ApiError(status, text, code="unknown_url", headers=getattr(error, "headers", None))
+    return error_response(told, request.scope)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from starlette.responses import JSONResponse
+from starlette.types import Scope
+
 from ..errors import BadInput, NoChainError, PetalnodeError, SwarmError
 
 RETRY_SECONDS: Final = 10
 """After which a client may ask again where the swarm cannot serve: servers announce themselves every 15 s."""
+
+MESSAGES_PATH: Final = "/v1/messages"
+"""Under which errors have the shape of Anthropic's."""
 
 _ANTHROPIC_KINDS: Final = {
     401: "authentication_error",
@@ -62,11 +68,22 @@ class ApiError(Exception):
         return {"error": error}
 
 
-def error_object(error: ApiError, path: str) -> dict[str, Any]:
-    """The JSON object of an error, as clients of the interface at `path` understand it."""
-    if path.startswith("/v1/messages"):
+def error_response(error: ApiError, scope: Scope) -> JSONResponse:
+    """The response that tells the client of a request (its ASGI scope) of `error`."""
+    request_id = scope.get("state", {}).get("request_id")
+    return JSONResponse(error_object(error, scope["path"], request_id), error.status, error.headers)
+
+
+def error_object(error: ApiError, path: str, request_id: str | None = None) -> dict[str, Any]:
+    """The JSON object of an error, as clients of the interface at `path` understand it.
+
+    Args:
+        request_id: of the request, where the interface tells it (Anthropic's).
+    """
+    if path.startswith(MESSAGES_PATH):
         kind = _ANTHROPIC_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": str(error), **error.more}}
+        told = {"type": kind, "message": str(error), **error.more}
+        return {"type": "error", "error": told, "request_id": request_id}
     return {"error": str(error)} if path.startswith("/api/") else error.fields()
 
 

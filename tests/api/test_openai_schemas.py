@@ -21,7 +21,7 @@ from petalnode.node.api.openai.response_requests import parse_response
 from petalnode.node.api.openai.response_writer import ResponseWriter
 from petalnode.node.testing.memory_api import MemoryApi, memory_api
 from tests.api.conftest import Served
-from tests.api.openai_specification import Specification
+from tests.api.specifications import OpenAISpecification
 
 MODEL = "tiny-llama"
 MESSAGES = [{"role": "user", "content": "say something"}]
@@ -39,8 +39,8 @@ Ask = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def specification() -> Specification:
-    return Specification()
+def specification() -> OpenAISpecification:
+    return OpenAISpecification()
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,16 @@ def keyed(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def ask(api: MemoryApi, specification: Specification) -> Ask:
+def ask(api: MemoryApi, specification: OpenAISpecification) -> Ask:
     return asking(api, specification)
 
 
 @pytest.fixture
-def ask_keyed(keyed: MemoryApi, specification: Specification) -> Ask:
+def ask_keyed(keyed: MemoryApi, specification: OpenAISpecification) -> Ask:
     return asking(keyed, specification, authorization="Bearer pn-a")
 
 
-def asking(api: MemoryApi, specification: Specification, **headers: str) -> Ask:
+def asking(api: MemoryApi, specification: OpenAISpecification, **headers: str) -> Ask:
     """Asks, and checks the answer: with a body by POST, else by GET."""
 
     def asked(path: str, body: Any = None, method: str = "", status: int = 200, **fields: Any) -> Any:
@@ -184,7 +184,7 @@ def test_responses_that_are_kept(ask: Ask, api: MemoryApi) -> None:
     ask(path, status=404)
 
 
-def test_a_response_that_failed(specification: Specification) -> None:
+def test_a_response_that_failed(specification: OpenAISpecification) -> None:
     asked = parse_response(Fields({"model": MODEL, "input": "x", "stream": True}))
     chat: Any = SimpleNamespace(generation=SimpleNamespace(model=SimpleNamespace(name=MODEL)), form=None, tools=())
     writer = ResponseWriter(asked, chat, str, lambda response, answer: None)
@@ -240,7 +240,7 @@ def test_errors(path: str, body: dict[str, Any] | None, status: int, ask_keyed: 
     assert error["message"]
 
 
-def test_errors_of_admission(served: Served, keyed: MemoryApi, specification: Specification) -> None:
+def test_errors_of_admission(served: Served, keyed: MemoryApi, specification: OpenAISpecification) -> None:
     assert asking(keyed, specification)("/models", status=401)["error"]["code"] == "invalid_api_key"
     foreign = asking(keyed, specification, origin="https://other.example")
     assert foreign("/models", status=403)["error"]["code"] == "origin"

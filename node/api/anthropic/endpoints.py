@@ -8,9 +8,10 @@ from starlette.routing import BaseRoute, Route
 
 from ..engine.core import Core
 from ..engine.preparing import chat_prompt, prepare_chat
+from ..errors import MESSAGES_PATH
 from ..http.answers import Answers, read_fields
 from .requests import parse_messages
-from .writer import PATH, MessageWriter
+from .writer import MessageWriter
 
 
 def anthropic_routes(core: Core) -> list[BaseRoute]:
@@ -19,7 +20,7 @@ def anthropic_routes(core: Core) -> list[BaseRoute]:
     async def create(request: Request) -> Response:
         asked = parse_messages(await read_fields(request, core.limits.body_bytes))
         prepared = await prepare_chat(core, request.state.owner, asked)
-        return Answers(core, prepared.generation, MessageWriter(asked.text, prepared))
+        return Answers(core, prepared.generation, MessageWriter(asked.text, prepared, request.state.request_id))
 
     async def count(request: Request) -> Response:
         """How many tokens the prompt of such a request has."""
@@ -28,6 +29,6 @@ def anthropic_routes(core: Core) -> list[BaseRoute]:
         return JSONResponse({"input_tokens": len(prompt)})
 
     return [
-        Route(PATH, create, methods=["POST"]),
-        Route(f"{PATH}/count_tokens", count, methods=["POST"]),
+        Route(MESSAGES_PATH, create, methods=["POST"]),
+        Route(f"{MESSAGES_PATH}/count_tokens", count, methods=["POST"]),
     ]

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import Any, Final
+from typing import Any
 
 from ...trust.receipt_file import SignedReply
 from ..engine.generation import Finished, Piece, provenance
 from ..engine.preparing import PreparedChat
 from ..engine.requests import TextRequest
 from ..engine.tools import ToolCall, ToolText
-from ..errors import ApiError, error_object
+from ..errors import MESSAGES_PATH, ApiError, error_object
 from .requests import arguments_of
-
-PATH: Final = "/v1/messages"
 
 Chunk = dict[str, Any]
 
 
 class MessageWriter:
-    """As `Writer` has it."""
+    """As `Writer` has it. What Anthropic's specification requires, and of which nothing is known here, is null."""
 
     media_type = "text/event-stream; charset=utf-8"
 
-    def __init__(self, request: TextRequest, chat: PreparedChat) -> None:
+    def __init__(self, request: TextRequest, chat: PreparedChat, request_id: str) -> None:
         self.streams = request.stream
         self.name = f"msg_{secrets.token_hex(12)}"
+        self._request_id = request_id
         self._model = chat.generation.model.name
         self._prompt_tokens = len(chat.generation.prompts[0])
         self._tools = ToolText(chat.form, chat.tools)
@@ -45,8 +44,9 @@ class MessageWriter:
         return f"event: {chunk['type']}\ndata: {data}\n\n".encode()
 
     def opening(self) -> list[Chunk]:
-        usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
-        return [{"type": "message_start", "message": self._message(None, None, usage)}]
+        # What the servers hold of the prompt is known at the end only.
+        usage = _usage(self._prompt_tokens, None, 0)
+        return [{"type": "message_start", "message": self._message(_stop(None, None), usage)}]
 
     def take(self, piece: Piece) -> list[Chunk]:
         return self._add(self._tools.feed(piece.text))
@@ -59,11 +59,11 @@ class MessageWriter:
             self._blocks.append({"type": "text", "text": self._text, "citations": None})
         for call in calls:
             chunks += self._call(call)
-        reason, usage = _reason(end, bool(calls)), _usage(end)
+        delta = _stop(_reason(end, bool(calls)), end.stopped_by)
+        usage = _usage(end.prompt_tokens - end.cached, end.cached, end.tokens)
         self._replies = list(end.receipts)
         more = {"x_petalnode": provenance([end])}
-        self._whole = {**self._message(reason, end.stopped_by, usage), **more}
-        delta = {"stop_reason": reason, "stop_sequence": end.stopped_by}
+        self._whole = {**self._message(delta, usage), **more}
         return [
             *chunks,
             {"type": "message_delta", "delta": delta, "usage": usage, **more},
@@ -74,21 +74,20 @@ class MessageWriter:
         return []
 
     def failed(self, error: ApiError) -> Chunk:
-        return error_object(error, PATH)
+        return error_object(error, MESSAGES_PATH, self._request_id)
 
     def whole(self) -> dict[str, Any]:
         return self._whole
 
-    def _message(self, reason: str | None, sequence: str | None, usage: dict[str, Any]) -> dict[str, Any]:
+    def _message(self, stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self.name,
             "type": "message",
             "role": "assistant",
             "model": self._model,
             "content": list(self._blocks),
-            "stop_reason": reason,
-            "stop_sequence": sequence,
-            "usage": usage,
+            **stop,
+            "usage": {**usage, "cache_creation": None, "inference_geo": None, "service_tier": None},
         }
 
     def _add(self, text: str) -> list[Chunk]:
@@ -104,7 +103,12 @@ class MessageWriter:
 
     def _call(self, call: ToolCall) -> list[Chunk]:
         index = len(self._blocks)
-        block = {"type": "tool_use", "id": call.id.replace("call_", "toolu_", 1), "name": call.name}
+        block = {
+            "type": "tool_use",
+            "id": call.id.replace("call_", "toolu_", 1),
+            "name": call.name,
+            "caller": {"type": "direct"},  # the model itself, not a program that it wrote
+        }
         arguments = arguments_of(call.arguments)
         self._blocks.append({**block, "input": arguments})
         delta = {"type": "input_json_delta", "partial_json": json.dumps(arguments, ensure_ascii=False)}
@@ -123,11 +127,18 @@ def _reason(end: Finished, calls: bool) -> str:
     return "max_tokens" if end.reason == "length" else "end_turn"
 
 
-def _usage(end: Finished) -> dict[str, Any]:
-    """Tokens as Anthropic counts them: what the servers held already is apart."""
+def _stop(reason: str | None, sequence: str | None) -> dict[str, Any]:
+    """Why a message has ended. Nothing is refused, and nothing runs in a container."""
+    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None}
+
+
+def _usage(uncached: int, cached: int | None, written: int) -> dict[str, Any]:
+    """Tokens as Anthropic counts them: what the servers held already is apart, None while that is not known."""
     return {
-        "input_tokens": end.prompt_tokens - end.cached,
-        "cache_read_input_tokens": end.cached,
+        "input_tokens": uncached,
+        "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": end.tokens,
+        "output_tokens": written,
+        "output_tokens_details": None,
+        "server_tool_use": None,
     }

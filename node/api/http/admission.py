@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import ApiError, error_object
+from ..errors import MESSAGES_PATH, ApiError, error_response
 from .keys import ApiKeys
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -38,7 +39,8 @@ class Admission:
 
 
 class AdmissionMiddleware:
-    """An ASGI application before another one, which finds the owner of the key in `scope["state"]["owner"]`.
+    """An ASGI application before another one, which finds the owner of the key in `scope["state"]["owner"]`, and for
+    Anthropic's clients the id that their responses have as `request-id` in `scope["state"]["request_id"]`.
 
     Attributes:
         application: the one behind it.
@@ -53,6 +55,9 @@ class AdmissionMiddleware:
         self.changed: Callable[[], object] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(MESSAGES_PATH):
+            scope.setdefault("state", {})["request_id"] = f"req_{secrets.token_hex(12)}"
+            send = _with_request_id(send, scope["state"]["request_id"])
         headers = Headers(scope=scope)
         origin = headers.get("origin")
         allowed = origin is not None and self._is_asked_for(origin)
@@ -68,7 +73,7 @@ class AdmissionMiddleware:
             owner = self._owner(scope["path"], headers)
         except ApiError as error:
             refusal = send if not allowed else _with_cors(send, origin or "")
-            await JSONResponse(error_object(error, scope["path"]), error.status, error.headers)(scope, receive, refusal)
+            await error_response(error, scope)(scope, receive, refusal)
             return
         scope.setdefault("state", {})["owner"] = owner
         await self._counted(scope, receive, _with_cors(send, origin or "") if allowed else send)
@@ -82,10 +87,9 @@ class AdmissionMiddleware:
                 429,
                 f"{self.running} requests are being answered, and no more are allowed at once: ask again later",
                 code="too_many_requests",
+                headers={"Retry-After": _BUSY_SECONDS},
             )
-            await JSONResponse(error_object(error, scope["path"]), 429, {"Retry-After": _BUSY_SECONDS})(
-                scope, receive, send
-            )
+            await error_response(error, scope)(scope, receive, send)
             return
         self.running += 1
         try:
@@ -142,6 +146,16 @@ def _preflight(headers: Headers) -> Response:
             "Access-Control-Max-Age": "600",
         },
     )
+
+
+def _with_request_id(send: Send, request_id: str) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message.setdefault("headers", [])
+            MutableHeaders(scope=message)["request-id"] = request_id
+        await send(message)
+
+    return sending
 
 
 def _with_cors(send: Send, origin: str) -> Send:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from ...trust.receipt_file import SignedReply
 from ..engine.core import Core
 from ..engine.generation import Event, Failed, Finished, GenerationRequest, Piece, Progress
-from ..errors import ApiError, error_object
+from ..errors import ApiError, error_response
 from ..fields import Fields, parse_object
 
 _LARGE: Final = 64 << 10
@@ -85,8 +85,7 @@ class Answers(Response):
             else:
                 refusal = await self._whole(events)
         if isinstance(refusal, Failed):
-            error = refusal.error
-            await JSONResponse(error_object(error, scope["path"]), error.status, error.headers)(scope, receive, send)
+            await error_response(refusal.error, scope)(scope, receive, send)
         elif not self._writer.streams:
             await JSONResponse(self._writer.whole())(scope, receive, send)
 
