@@ -49,10 +49,18 @@ class DelayNetwork:
 
     def bytes_sent(self) -> dict[tuple[int, int], int]:
         """Bytes of frames so far per (from, to), headers included; they are counted when they start out."""
+        return {(source, target): count for source, target, count in self._ask("count")}
+
+    def set_delay(self, one_way: float) -> None:
+        """From now on every host is so many seconds from every other."""
+        self._ask(f"delay {one_way}")
+
+    def _ask(self, line: str) -> list[tuple[int, int, int]]:
         assert self._bridge.stdin is not None and self._bridge.stdout is not None
-        self._bridge.stdin.write("count\n")
+        self._bridge.stdin.write(f"{line}\n")
         self._bridge.stdin.flush()
-        return {(source, target): count for source, target, count in json.loads(self._bridge.stdout.readline())}
+        counts: list[tuple[int, int, int]] = json.loads(self._bridge.stdout.readline())
+        return counts
 
 
 @contextlib.contextmanager
@@ -154,7 +162,7 @@ class _Lines:
     """When frames that leave a host now arrive. `rate` in bytes per second; 0 is without limit."""
 
     def __init__(self, hosts: int, one_way: float, rate: float) -> None:
-        self._one_way = one_way
+        self.one_way = one_way
         self._rate = rate
         self._out = [0.0] * hosts  # when the line from each host is free again
         self._in = [0.0] * hosts
@@ -162,17 +170,17 @@ class _Lines:
     def arrival(self, source: int, target: int, nbytes: int, now: float) -> float | None:
         """None if it is dropped. A frame enters the target's line while it leaves the source's."""
         if not self._rate:
-            return now + self._one_way
-        start = max(now, self._out[source], self._in[target] - self._one_way)
+            return now + self.one_way
+        start = max(now, self._out[source], self._in[target] - self.one_way)
         if start - now > _LONGEST_WAIT:
             return None
         self._out[source] = start + nbytes / self._rate
-        self._in[target] = self._out[source] + self._one_way
+        self._in[target] = self._out[source] + self.one_way
         return self._in[target]
 
 
 def _forward(taps: Sequence[int], lines: _Lines, *, to_all: bool = False) -> None:
-    """Hands frames on until standard input ends; a line there is answered with the counts so far.
+    """Hands frames on until standard input ends; a line there, which may set the delay, is answered with the counts.
 
     A frame goes to the host that its MAC address names, or to all others.
     """
@@ -186,8 +194,11 @@ def _forward(taps: Sequence[int], lines: _Lines, *, to_all: bool = False) -> Non
         # Not epoll, which waits in whole milliseconds.
         for fd in select.select([*taps, sys.stdin.fileno()], (), (), pause)[0]:
             if fd not in hosts_of:
-                if not os.read(fd, 4096):
+                line = os.read(fd, 4096).decode().split()
+                if not line:
                     return
+                if line[0] == "delay":
+                    lines.one_way = float(line[1])
                 print(json.dumps([(a, b, counts[a][b]) for a in hosts for b in hosts if a != b]), flush=True)
                 continue
             source, now = hosts_of[fd], time.monotonic()
