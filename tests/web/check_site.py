@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.import_graph import ROOT
-from tests.web.check_pages import AXE, OUT, SCHEMES, SIZES, Opener, browser, opened
+from tests.web.check_pages import AXE, OUT, PATIENCE, SCHEMES, SIZES, Opener, browser, opened
 
 __all__ = ["browser", "opened"]  # fixtures
 
@@ -67,5 +67,5 @@ def test_a_page_is_found_by_its_words(url: str, opened: Opener) -> None:
     page = opened(f"{url}/index.html", ready=False)
     asked = watched(page, url)
     page.get_by_role("textbox", name="Search").fill("Grafana")
-    expect(page.locator(".md-search-result__item").first).to_contain_text("Watching a node")
+    expect(page.locator(".md-search-result__item").first).to_contain_text("Watching a node", timeout=PATIENCE)
     assert asked == []
