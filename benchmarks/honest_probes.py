@@ -5,9 +5,10 @@
 A probe is one session at one server, two or three steps, judged by the product's own functions: the client's receipts,
 `Judge`, `check_evidence`. Servers hold a block of tiny models with random weights (Llama, and Mixtral with four
 experts; all six blocks in a whole server) in float32 and bfloat16, plain, int8 and nf4, and in float32 with keys and
-values in bfloat16 and int8. They compute on this processor,
-on older ones (this one with its newer instructions switched off, as in calibration.py), with products added up in
-another order, or with subnormal numbers taken for zero. The validator computes on this processor.
+values in bfloat16 and int8, and with activations in int8. They compute on this processor, on older ones (this one with
+its newer instructions switched off, as in calibration.py), in float32 half of them by the compiled kernels, others with
+products added up in another order, or with subnormal numbers taken for zero. The validator computes on this processor,
+by torch.
 
 What the client, or the server before, does is drawn for each probe (`MOVES`): ordinary text, garbage, huge, tiny and
 cancelling values, ties between experts, steps that are rolled back. A share of the probes runs through a whole server
@@ -45,9 +46,11 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.blocks.kernels.library import ISA_VARIABLE, library
 from petalnode.node.blocks.span import load_span
 from petalnode.node.models import ModelFolder, compute_manifest
 from petalnode.node.models.folder import open_folder
+from petalnode.node.models.quantisation import Kernels
 from petalnode.node.trust.bundle import Bundle, session_bundle
 from petalnode.node.trust.receipt_log import SessionLog
 from petalnode.node.verification.evidence_check import check_evidence
@@ -69,7 +72,10 @@ SPAN = Span(1, 2)
 MODELS = ("llama", "mixtral")
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16") for quant in ("none", "int8", "nf4")]
 KINDS += [("float32", "none/cache=bfloat16"), ("float32", "none/cache=int8")]
-PROCESSORS = ("this one", "avx2", "sse")
+KINDS += [("float32", f"{weights}/activations=int8") for weights in ("none", "int8", "nf4")]
+PROCESSORS = {"this one": {}, "avx2": {ISA_VARIABLE: "avx2"}, "sse": {ISA_VARIABLE: "plain"}}
+"""What the compiled kernels are told, where a server has them; the rest is in calibration.py."""
+KERNELS: tuple[Kernels, ...] = ("torch", "native")
 WHOLE_SERVER = 0.1
 """Of the probes, those that run through a whole server on streams in memory."""
 EVIDENCE = 0.02
@@ -80,6 +86,8 @@ EVIDENCE_COUNTS = (
     "against cheats",
     "accepted against cheats",
 )
+AT_ONCE = 16
+"""Sessions with a whole server at the same time."""
 ROUND = 100
 """Probes that are judged at once: a model is loaded for each round."""
 PUSH_TIMEOUT = 60.0
@@ -151,8 +159,13 @@ CHEATS: dict[str, Spoil] = {
     "other weights": honest,
     "nf4 weights": honest,
     "a cache of eight bits": honest,
+    "activations of eight bits": honest,
 }
-INSTEAD = {"nf4 weights": "nf4", "a cache of eight bits": "none/cache=int8"}
+INSTEAD = {
+    "nf4 weights": "nf4",
+    "a cache of eight bits": "none/cache=int8",
+    "activations of eight bits": "none/activations=int8",
+}
 """What a cheat computes with, whatever it announces."""
 
 
@@ -163,17 +176,18 @@ class Servers:
         self._folder = folder
         self._others = others
         self._version = compute_manifest(open_folder(folder, "tiny")).version
-        self._known: dict[tuple[str, str, str], SigningServer] = {}
+        self._known: dict[tuple[str, str, str, Kernels], SigningServer] = {}
         self._ties: list[torch.Tensor] = []
 
-    def get(self, dtype: str, quant: str, cheat: str = "") -> SigningServer:
+    def get(self, dtype: str, quant: str, cheat: str = "", kernels: Kernels = "torch") -> SigningServer:
         held = cheat if cheat in ("other weights", *INSTEAD) else ""
-        server = self._known.get((dtype, quant, held))
+        server = self._known.get((dtype, quant, held, kernels))
         if server is None:
             folder = self._others if held == "other weights" else self._folder
-            server = SigningServer(folder, self._version, SPAN, dtype=dtype, quant=INSTEAD.get(held, quant))
+            own = INSTEAD.get(held, quant)
+            server = SigningServer(folder, self._version, SPAN, dtype=dtype, quant=own, kernels=kernels)
             server.quant = quant  # what it signs
-            self._known[dtype, quant, held] = server
+            self._known[dtype, quant, held, kernels] = server
         return server
 
     def tie(self, random: Random) -> torch.Tensor:
@@ -186,7 +200,9 @@ class Servers:
         return random.choice(self._ties)
 
 
-def kernels(random: Random, name: str) -> tuple[str, Callable[[], AbstractContextManager[Any]]]:
+def other_ways(random: Random, name: str, kind: Kernels) -> tuple[str, Callable[[], AbstractContextManager[Any]]]:
+    if kind == "native":
+        return f"{name}, compiled kernels", nullcontext
     if name != "this one":
         return name, nullcontext
     ways = (("this one", nullcontext), ("other sums", OtherKernels), ("no subnormals", subnormals_are_zero))
@@ -201,13 +217,14 @@ def probes_of(
         cheat = "" if number < count else list(CHEATS)[number % len(CHEATS)]
         dtype, quant = KINDS[number // (len(CHEATS) if cheat else 1) % len(KINDS)]
         announces_more = dtype == "float32" and quant in ("none", "none/cache=bfloat16")
-        if INSTEAD.get(cheat) == quant or (cheat == "a cache of eight bits" and not announces_more):
+        if INSTEAD.get(cheat) == quant or (cheat.endswith("of eight bits") and not announces_more):
             cheat = "nothing"
+        kernels = random.choice(KERNELS) if dtype == "float32" and library() is not None else "torch"
         moves = [*MOVES, *(["tie"] if model == "mixtral" else [])]
         move = random.choice(moves) if not cheat or random.random() < 0.5 else "ordinary"
         steps = then_decoded(random, servers.tie(random)) if move == "tie" else MOVES[move](random)
-        way, within = kernels(random, processor)
-        server = servers.get(dtype, quant, cheat)
+        way, within = other_ways(random, processor, kernels)
+        server = servers.get(dtype, quant, cheat, kernels)
         with within():
             log = server.session(steps, spoil=CHEATS[cheat] if cheat else honest)
         yield Probe(model, move, f"{dtype} {quant} {way}", log, cheat)
@@ -256,15 +273,22 @@ async def through_a_server(server: OneServer, random: Random) -> tuple[str, Sess
 
 
 def through_servers(folder: Path, count: int, random: Random) -> Iterator[Probe]:
-    found: list[tuple[str, SessionLog]] = []
+    """Some at a time: a step out of order waits seconds for the one before it."""
+    found: dict[int, tuple[str, SessionLog]] = {}
+    seeds = iter([(number, random.getrandbits(30)) for number in range(count)])
+
+    async def some(server: OneServer) -> None:
+        for number, seed in seeds:
+            found[number] = await through_a_server(server, Random(seed))
 
     async def main() -> None:
-        async with one_server(load_span(folder, Span(0, NUM_BLOCKS))) as server:
-            for _ in range(count):
-                found.append(await through_a_server(server, random))
+        async with one_server(load_span(folder, Span(0, NUM_BLOCKS))) as server, trio.open_nursery() as nursery:
+            for _ in range(AT_ONCE):
+                nursery.start_soon(some, server)
 
     trio.run(main)
-    for move, log in found:
+    for number in range(count):
+        move, log = found[number]
         yield Probe("llama", move, "float32 none this one", log)
 
 
@@ -336,7 +360,10 @@ def of_processor(processor: str, scratch: Path, options: argparse.Namespace) -> 
     """
     made, found = scratch / f"{processor}.made", scratch / f"{processor}.found"
     for part, env in (
-        (("--serve", processor, str(made)), {} if processor == "this one" else as_processor(processor)),
+        (
+            ("--serve", processor, str(made)),
+            {} if processor == "this one" else as_processor(processor) | PROCESSORS[processor],
+        ),
         (("--judge", str(made), str(found)), {}),
     ):
         command = [sys.executable, __file__, "--scratch", str(scratch), *part, "--seed", str(options.seed)]

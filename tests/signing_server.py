@@ -13,8 +13,10 @@ import torch
 from petalnode.crypto.identity import Identity
 from petalnode.crypto.pledge import Pledge
 from petalnode.crypto.receipts import NO_RECEIPT, Receipt
+from petalnode.node.blocks.cache import SpanCache
 from petalnode.node.blocks.passes import Batch, SpanPasses, run_through
 from petalnode.node.blocks.span import BlockSpan, load_span
+from petalnode.node.models.quantisation import Kernels
 from petalnode.node.trust.receipt_log import LoggedBatch, SessionLog
 from petalnode.protocols import wire_pb2 as wire
 from petalnode.protocols.ids import BACKWARD, FORWARD, Span
@@ -39,7 +41,14 @@ class SigningServer:
     """Serves `span` of the model in `folder`, whose version is `version`."""
 
     def __init__(
-        self, folder: Path, version: bytes, span: Span, *, dtype: str = "float32", quant: str = "none"
+        self,
+        folder: Path,
+        version: bytes,
+        span: Span,
+        *,
+        dtype: str = "float32",
+        quant: str = "none",
+        kernels: Kernels = "torch",
     ) -> None:
         self.identity = Identity.generate()
         self.client = Identity.generate()
@@ -47,11 +56,17 @@ class SigningServer:
         self.span = span
         self.dtype = dtype
         self.quant = quant
-        self.blocks: BlockSpan = load_span(folder, span, device="cpu", dtype=dtype, quantisation=quant)
+        self.blocks: BlockSpan = load_span(folder, span, device="cpu", dtype=dtype, quantisation=quant, kernels=kernels)
         now = time.time_ns() // 1_000_000
         self.pledge = Pledge(
             self.identity.peer_id, version, (span.start, span.end), dtype, quant, 10, now - 1000, now + 100_000
         ).signed(self.identity)
+
+    def _computed(self, hidden: torch.Tensor, cache: SpanCache) -> torch.Tensor:
+        if hidden.shape[1] == 1 and self.blocks.step is not None:
+            (output,) = self.blocks.decode([(hidden, cache)])
+            return output
+        return self.blocks.forward(hidden, cache)
 
     def session(
         self,
@@ -91,7 +106,7 @@ class SigningServer:
                 cache.rollback(position)
             if reorder:
                 cache.reorder(reorder)
-            output = self.blocks.forward(decode(tensor, payload), cache)
+            output = self._computed(decode(tensor, payload), cache)
             last = sequence == len(steps)
             _, answer = encode(spoil(output) if last else output, codec)
             receipt = self.receipt(
