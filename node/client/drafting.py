@@ -213,6 +213,7 @@ class DraftPlan:
         speed: of the servers of a chain; None where steps are not under way side by side.
         budget: what wrong drafts may cost now, as so many tokens that are answered one after the other. It grows with
             each token and with what drafts gain, and bounds what a conversation loses by them, whatever its text.
+        sharing: answers, this one included, that keep the servers busy at once.
     """
 
     counts: DraftCounts = DraftCounts()
@@ -220,7 +221,12 @@ class DraftPlan:
     cost: StepCost = field(default_factory=StepCost)
     speed: PipelineSpeed | None = None
     budget: float = _FIRST_BUDGET
+    sharing: int = 1
     _chances: dict[int, _Chance] = field(default_factory=_first_chances)
+
+    def of_rows(self, rows: int) -> list[DraftPlan]:
+        """Of so many answers to be made at once: what one learns of the text is known to all, and to this plan."""
+        return [DraftPlan(sharing=rows, _chances=self._chances) for _ in range(rows)]
 
     def choose(self, drafts: Iterator[Draft], most: int) -> Draft:
         """What to ask about beside the next token: an empty draft where none is worth it."""
@@ -360,6 +366,7 @@ class PipelineSpeed:
         stage: the same at the server that takes longest.
         guess: seconds of a draft model for a token; 0: unknown.
         delay: seconds that the next step waits for those that were sent in vain.
+        sharing: answers that take turns at these servers, each with steps like these.
     """
 
     alone: float = 0.0
@@ -367,6 +374,7 @@ class PipelineSpeed:
     stage: StepCost = field(default_factory=StepCost)
     guess: float = 0.0
     delay: float = 0.0
+    sharing: int = 1
 
     @property
     def is_known(self) -> bool:
@@ -412,7 +420,8 @@ class PipelineSpeed:
         answered, and until the servers are done with the others."""
         size = min(size or self.step_tokens(tokens), tokens)
         first = self.work.of(size) - self.work.of(1)
-        return first + max(0.0, math.ceil(tokens / size) * self.stage.of(size) - self.alone - first)
+        busy = self.sharing * math.ceil(tokens / size) * self.stage.of(size)
+        return first + max(0.0, busy - self.alone - first)
 
     def seconds(self, tokens: int) -> float:
         """Until all of so many tokens are answered."""
@@ -424,9 +433,11 @@ class PipelineSpeed:
         return min((*sizes, tokens), key=lambda size: self._of_steps(tokens, size))
 
     def _of_steps(self, tokens: int, size: int) -> float:
-        """The first step passes all servers; each further one is done as long after it as the slowest server takes."""
-        first = self.alone + self.work.of(size) - self.work.of(1)
-        return first + (math.ceil(tokens / size) - 1) * self.stage.of(size)
+        """The first step passes all servers; each further one is done as long after it as the slowest server takes,
+        who is not done before it has had its turn with those of all answers."""
+        first, steps = self.alone + self.work.of(size) - self.work.of(1), math.ceil(tokens / size)
+        seconds = first + (steps - 1) * self.stage.of(size)
+        return seconds if self.sharing == 1 else max(seconds, self.sharing * steps * self.stage.of(size))
 
 
 def expected_tokens(share: float, depth: int) -> float:

@@ -316,7 +316,7 @@ class Drafter:
         if not isinstance(session, ClientSession) or not session.spec.push:
             plan.speed = None
             return
-        plan.speed = plan.speed or PipelineSpeed()
+        plan.speed = plan.speed or PipelineSpeed(sharing=plan.sharing)
         plan.speed.note_work(tokens, [timing.compute for timing in session.timings], head)
 
     def note_step(self, draft: Draft, accepted: int, seconds: float) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from petalnode.node.client.api.row_groups import are_independent, groups
+from petalnode.node.client.api.row_groups import FIRST_GAIN, are_independent, draft_apart, groups, lookup_gain
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,31 @@ def test_rows_that_depend_on_each_other_stay_together() -> None:
     assert not are_independent({}, SimpleNamespace(do_sample=True))
     assert are_independent({"do_sample": False}, SimpleNamespace(do_sample=True))
     assert not are_independent({}, SimpleNamespace(return_dict_in_generate=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "step_seconds", "trip_seconds", "gain", "expected"),
+    [
+        (4, [0.02, 0.02, 0.02], 0.2, FIRST_GAIN, True),  # far away
+        (4, [0.02, 0.02, 0.02], 0.2, 1.05, False),  # where drafts bring nothing
+        (4, [0.005], 0.0001, FIRST_GAIN, False),  # a server at hand has its batches
+        (4, [0.001, 0.001], 0.0001, 8.0, False),  # the client has the most to do
+        (4, [0.2], 0.02, 8.0, False),  # each row takes nearly as long as all
+        (4, [0.02], 0.2, FIRST_GAIN, True),
+        (1, [0.02], 0.2, 8.0, False),
+        (17, [0.001], 0.5, 8.0, False),  # as many threads and sessions
+        (4, [], 0.2, 8.0, False),  # no chain
+    ],
+)
+def test_whether_rows_take_drafts(
+    rows: int, step_seconds: list[float], trip_seconds: float, gain: float, expected: bool
+) -> None:
+    assert draft_apart(rows, step_seconds, trip_seconds, gain) == expected
+
+
+def test_what_drafts_would_have_brought_is_counted_in_the_text() -> None:
+    said = list(range(40))
+    assert lookup_gain([([*said, *said[:2]], said[2:32])]) == 30 / 2  # steps of 16 tokens
+    assert lookup_gain([(said, list(range(100, 140)))]) == 1.0
+    assert lookup_gain([([*said, *said[:2]], said[2:32]), (said, list(range(100, 130)))]) == 60 / 32
+    assert lookup_gain([]) == lookup_gain([(said, [])]) == 1.0

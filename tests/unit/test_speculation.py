@@ -17,6 +17,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
+from petalnode.node.client.api.row_groups import FIRST_GAIN, draft_apart
 from petalnode.node.client.draft_model import ModelDrafter
 from petalnode.node.client.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter, PipelineSpeed
 from petalnode.node.client.request import WireTensor
@@ -45,11 +46,11 @@ class Line:
 class SimulatedChain:
     """When the steps that are sent are answered."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, beside: SimulatedChain | None = None) -> None:
         self.line = line
         self.compute: list[float] = []
         self.most_under_way = 0
-        self._free = [0.0] * line.servers
+        self._free = [0.0] * line.servers if beside is None else beside._free  # the same servers
         self._out: list[float] = []
 
     def send(self, tokens: int) -> float:
@@ -157,47 +158,76 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("petalnode.node.client.speculation.time", SimpleNamespace(perf_counter=trio.current_time))
 
 
-def answer(text: Sequence[int], prompt: int, line: Line, drafts: bool, model: SimulatedModel | None = None) -> Outcome:
+async def answered(
+    text: Sequence[int],
+    prompt: int,
+    chain: SimulatedChain,
+    plan: DraftPlan,
+    drafts: bool,
+    model: SimulatedModel | None = None,
+) -> Outcome:
     """As `Conversation.answer` does it."""
+    lookup = LookupDrafter()
+    plan.speed = PipelineSpeed(sharing=plan.sharing)
+    sampler = cast(Sampler, Oracle(text))
+    said: list[int] = []
+    going = Answering(list(text[:prompt]), len(text), sampler, said.append, trio.Event(), frozenset())
 
+    async def embed(tokens: list[int], position: int) -> WireTensor:
+        assert tokens and position + len(tokens) < len(text)
+        return cast(WireTensor, Tokens(len(tokens)))
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, [[0] * cast(Tokens, hidden).tokens])
+
+    await chain.answered(chain.send(prompt), prompt)
+    plan.speed.note_work(prompt, chain.compute, 0.0)
+    going.take(text[prompt])
+    begun = trio.current_time()
+    while not going.is_over:
+        most = len(text) - len(going.tokens) - 1
+        draft = plan.choose(lookup.matches(going.tokens), most) if drafts else Draft()
+        if draft.tokens or (model is not None and plan.model_depth(most)):
+            flight = cast(Flight, SimulatedFlight(chain))
+            made, stages = len(going.tokens), lambda: chain.compute
+            guesses = cast("ModelDrafter | None", model)
+            await Speculation(going, flight, plan, lookup, embed, head, stages, MOST_STEP, guesses).run(draft)
+            if len(going.tokens) > made:
+                continue
+        sent = trio.current_time()
+        await chain.answered(chain.send(1), 1)
+        going.take(text[len(going.tokens)])
+        plan.speed.note_work(1, chain.compute, 0.0)
+        plan.note(Draft(), 0, trio.current_time() - sent)
+        plan.speed.note_alone(1, trio.current_time() - sent)
+    assert going.tokens[prompt:] == said
+    return Outcome(going.tokens, trio.current_time() - begun, plan.counts, chain.most_under_way)
+
+
+def answer(text: Sequence[int], prompt: int, line: Line, drafts: bool, model: SimulatedModel | None = None) -> Outcome:
     async def run() -> Outcome:
-        chain, plan, lookup = SimulatedChain(line), DraftPlan(speed=PipelineSpeed()), LookupDrafter()
-        assert plan.speed is not None
-        sampler = cast(Sampler, Oracle(text))
-        said: list[int] = []
-        going = Answering(list(text[:prompt]), len(text), sampler, said.append, trio.Event(), frozenset())
-
-        async def embed(tokens: list[int], position: int) -> WireTensor:
-            assert tokens and position + len(tokens) < len(text)
-            return cast(WireTensor, Tokens(len(tokens)))
-
-        def head(hidden: torch.Tensor) -> torch.Tensor:
-            return cast(torch.Tensor, [[0] * cast(Tokens, hidden).tokens])
-
-        await chain.answered(chain.send(prompt), prompt)
-        plan.speed.note_work(prompt, chain.compute, 0.0)
-        going.take(text[prompt])
-        begun = trio.current_time()
-        while not going.is_over:
-            most = len(text) - len(going.tokens) - 1
-            draft = plan.choose(lookup.matches(going.tokens), most) if drafts else Draft()
-            if draft.tokens or (model is not None and plan.model_depth(most)):
-                flight = cast(Flight, SimulatedFlight(chain))
-                made, stages = len(going.tokens), lambda: chain.compute
-                guesses = cast("ModelDrafter | None", model)
-                await Speculation(going, flight, plan, lookup, embed, head, stages, MOST_STEP, guesses).run(draft)
-                if len(going.tokens) > made:
-                    continue
-            sent = trio.current_time()
-            await chain.answered(chain.send(1), 1)
-            going.take(text[len(going.tokens)])
-            plan.speed.note_work(1, chain.compute, 0.0)
-            plan.note(Draft(), 0, trio.current_time() - sent)
-            plan.speed.note_alone(1, trio.current_time() - sent)
-        assert going.tokens[prompt:] == said
-        return Outcome(going.tokens, trio.current_time() - begun, plan.counts, chain.most_under_way)
+        return await answered(text, prompt, SimulatedChain(line), DraftPlan(), drafts, model)
 
     return trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+def seconds_of_rows(texts: Sequence[Sequence[int]], prompt: int, line: Line) -> float:
+    """From a row's first token to its last, each in a session of its own with drafts: of the row that takes longest."""
+    outcomes: list[Outcome] = []
+
+    async def run() -> None:
+        servers, plans = SimulatedChain(line), DraftPlan().of_rows(len(texts))
+
+        async def row(text: Sequence[int], plan: DraftPlan) -> None:
+            outcomes.append(await answered(text, prompt, SimulatedChain(line, servers), plan, True))
+            assert outcomes[-1].tokens == text
+
+        async with trio.open_nursery() as nursery:
+            for text, plan in zip(texts, plans, strict=True):
+                nursery.start_soon(row, text, plan)
+
+    trio.run(run, clock=MockClock(autojump_threshold=0))
+    return max(outcome.seconds for outcome in outcomes)
 
 
 def repeated(rng: random.Random) -> tuple[list[int], int]:
@@ -292,6 +322,22 @@ def test_wrong_guesses_of_a_draft_model_cost_less_than_3_percent(
         drafted = answer(text, prompt, line, drafts=True, model=SimulatedModel(text, seconds, wrong_in))
         assert drafted.tokens == plain.tokens == text
         assert plain.seconds / drafted.seconds > (1.5 if wrong_in > 1 and rtt >= 0.1 and servers > 2 else 0.97), line
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("step", [0.004, 0.02])
+def test_rows_that_take_drafts_are_as_quick_as_one_batch(no_threads: None, share: float, step: float) -> None:
+    """Where the decision lets them, by what it takes a step of several rows to cost."""
+    far = 0
+    for rtt, servers, rows in itertools.product((0.02, 0.1, 0.2), (1, 3), (2, 4, 8)):
+        line = Line(rtt / 2, servers, 0.8 * step + 0.0015, 0.2 * step)
+        if draft_apart(rows, [step] * servers, (servers + 1) * rtt / 2, FIRST_GAIN):
+            texts = [guessable(seed, share, 20)[0] for seed in range(rows)]
+            apart = seconds_of_rows(texts, 60, line)
+            batch = (len(texts[0]) - 61) * (servers * line.cost(rows) + (servers + 1) * line.one_way)
+            assert batch / apart > (1.3 if share > 0.5 and rtt > 0.05 else 0.97), (line, rows)
+            far += rtt >= 0.1
+    assert far
 
 
 def test_what_was_lost_by_wrong_drafts_is_not_lost_forever(no_threads: None) -> None:

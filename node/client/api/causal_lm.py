@@ -19,10 +19,11 @@ from ..drafting import DraftCounts
 from ..session.stream import SessionSpec
 from ..session_adapter import SessionAdapter
 from .drafted import DraftedDecoding, DraftOptions, drafted, take_draft_options
+from .drafted_rows import DraftedRows
 from .inference_session import InferenceSession
 from .model import DistributedModel, ModelOptions, OpenedModel, open_model, takes_model_options
 from .remote import forward_context
-from .row_groups import are_independent, generate_in_groups, groups
+from .row_groups import FIRST_GAIN, are_independent, draft_apart, generate_in_groups, groups, lookup_gain
 from .tuning import soft_prompt
 
 _OF_ONE_ANSWER: Final = frozenset(
@@ -63,7 +64,8 @@ class DistributedModelForCausalLM(DistributedModel):
     `generate` and calling it with `labels` behave as in transformers.
 
     Attributes:
-        drafts: what drafts brought in the last `generate`, as `InferenceSession.drafts`.
+        drafts: what drafts brought in the last `generate`, as `InferenceSession.drafts`; `rows` has the same for each
+            row of a batch that took drafts. Rows are made at once: the seconds of the batch are the least of theirs.
     """
 
     labels_are_tokens = True
@@ -73,6 +75,7 @@ class DistributedModelForCausalLM(DistributedModel):
         self.soft_prompt = soft_prompt(self, opened.adapter)
         self._active: list[InferenceSession] = []
         self.drafts: dict[str, Any] = DraftCounts().fields()
+        self._row_gain = FIRST_GAIN
 
     def inference_session(self, max_length: int) -> InferenceSession:
         """A session for up to `max_length` tokens per row, which `generate` uses until the session is closed."""
@@ -102,8 +105,8 @@ class DistributedModelForCausalLM(DistributedModel):
                 tokens that differ are rolled back.
             prompt_lookup_num_tokens, assistant_model: as in transformers, for tokens that are guessed from the text, or
                 by a smaller model on this machine as well, and checked several at once. The answer is the same, with
-                the same seed too. How many are guessed follows from measurements, not from the number given. A batch
-                of more than one row takes no drafts.
+                the same seed too. How many are guessed follows from measurements, not from the number given. Rows of
+                a batch take drafts each for itself where that is quicker than one batch without.
 
         Returns:
             What transformers returns: token ids [batch x returned sequences, tokens], or its output object.
@@ -136,17 +139,55 @@ class DistributedModelForCausalLM(DistributedModel):
         session = session or (None if self._local.is_prompted or adapter else self.active_session)
         if session is None:
             length = self._total_length(input_ids.shape[1], kwargs)
-            count = 1 if adapter or self._local.is_prompted else self._row_groups(input_ids, length, kwargs)
+            free = not adapter and not self._local.is_prompted
+            apart = free and drafts is not None and self._are_apart(input_ids, length, kwargs)
+            count = 1 if apart or not free else self._row_groups(input_ids, length, kwargs)
             if count > 1:
 
                 def opened() -> InferenceSession:
                     return self._blocks.inference_session(length)
 
                 part = partial(self._generate_in, drafts=None)
-                return generate_in_groups(part, opened, input_ids, kwargs, count, self._padding(input_ids, kwargs))
+                made = generate_in_groups(part, opened, input_ids, kwargs, count, self._padding(input_ids, kwargs))
+                self._learn_gain(input_ids, made, kwargs, drafts)
+                return made
             with self._blocks.inference_session(length, adapter=adapter) as own:
-                return self._generate_in(own, input_ids, kwargs, drafts)
+                return self._generate_in(own, input_ids, kwargs, drafts, apart)
         return self._generate_in(session, input_ids, kwargs, drafts)
+
+    def _are_apart(self, input_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> bool:
+        """Whether the rows take drafts, each in a session of its own."""
+        rows = input_ids.shape[0] * self._copies(kwargs)
+        if rows == 1:
+            return False
+        spec = SessionSpec(b"", self._blocks.span, rows, length)
+        step_seconds, trip_seconds = self._runtime.call(self._runtime.value.stages, spec)
+        return draft_apart(rows, step_seconds, trip_seconds, self._row_gain)
+
+    def _learn_gain(
+        self, input_ids: torch.Tensor, sequences: torch.Tensor, kwargs: dict[str, Any], drafts: DraftOptions | None
+    ) -> None:
+        """How much drafts have brought in a batch, or would have, for the next one."""
+        if drafts is None or len(sequences) < 2:
+            return
+        prompts = input_ids.repeat_interleave(len(sequences) // len(input_ids), 0).tolist()
+        padding, answers = self._padding(input_ids, kwargs), sequences[:, input_ids.shape[1] :].tolist()
+        for answer in answers:
+            while len(answer) > 1 and answer[-1] == padding:
+                answer.pop()
+        if (rows := self.drafts.get("rows")) is not None:
+            tokens = sum(map(len, answers))
+            gain = tokens / max(1, tokens - sum(row["accepted"] for row in rows))
+        elif drafts.assistant is not None:
+            gain = FIRST_GAIN  # what it would have guessed is not known
+        else:
+            gain = lookup_gain(list(zip(prompts, answers, strict=True)))
+        self._row_gain = (self._row_gain + gain) / 2
+
+    def _copies(self, kwargs: dict[str, Any]) -> int:
+        """Answers to each row."""
+        config = kwargs.get("generation_config") or self.transformers_model.generation_config
+        return int(kwargs.get("num_return_sequences") or getattr(config, "num_return_sequences", None) or 1)
 
     def _row_groups(self, input_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> int:
         """In how many groups the rows are generated."""
@@ -184,11 +225,20 @@ class DistributedModelForCausalLM(DistributedModel):
             raise BadInput(str(error)) from None
 
     def _generate_in(
-        self, session: InferenceSession, input_ids: torch.Tensor, kwargs: dict[str, Any], drafts: DraftOptions | None
+        self,
+        session: InferenceSession,
+        input_ids: torch.Tensor,
+        kwargs: dict[str, Any],
+        drafts: DraftOptions | None,
+        apart: bool = False,
     ) -> Any:
+        """`apart`: rows take drafts in sessions of their own, if nothing speaks against it."""
         config = kwargs.get("generation_config") or self.transformers_model.generation_config
-        copies = kwargs.get("num_return_sequences") or getattr(config, "num_return_sequences", None) or 1
-        if drafts is not None and input_ids.shape[0] * copies == 1:
+        rows: DraftedRows | None = None
+        if drafts is not None and apart:
+            rows = DraftedRows(self._local, self._blocks.inference_session, session.drafting, drafts)
+            kwargs = drafted(kwargs, config, rows)
+        elif drafts is not None and input_ids.shape[0] * self._copies(kwargs) == 1:
             kwargs = drafted(kwargs, config, DraftedDecoding(self._local, session, drafts))
         before = session.drafting.counts
         tokens = input_ids.tolist()
@@ -203,6 +253,9 @@ class DistributedModelForCausalLM(DistributedModel):
         result = self.transformers_model.generate(input_ids, past_key_values=cache, use_cache=True, **kwargs)
         self.drafts = (session.drafting.counts - before).fields()
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        if rows is not None and rows.counts:
+            self.drafts["rows"] = [counts.fields() for counts in rows.counts]
+        self._learn_gain(input_ids, sequences, kwargs, drafts)
         beams = kwargs.get("num_beams") or self.transformers_model.generation_config.num_beams or 1
         if beams == 1 and sequences.shape[0] == session.batch_size:
             session.tokens = sequences[:, : session.position].tolist()

@@ -7,7 +7,7 @@ tokens are those without drafts, sampled ones with the same seed too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from ..session.session import ClientSession
 from ..speculation import Answering, Drafter
 from .inference_session import InferenceSession
 
-_STATELESS: Final = tuple(
+STATELESS: Final = tuple(
     getattr(logits_process, name)
     for name in (
         "TemperatureLogitsWarper",
@@ -88,7 +88,7 @@ def take_draft_options(kwargs: dict[str, Any], model: Any) -> DraftOptions | Non
     return DraftOptions(assistant, kwargs.get("streamer"))
 
 
-def drafted(kwargs: dict[str, Any], config: Any, decoding: DraftedDecoding) -> dict[str, Any]:
+def drafted(kwargs: dict[str, Any], config: Any, decoding: Callable[..., Any]) -> dict[str, Any]:
     """The arguments of transformers' `generate` for which it decodes so."""
     strings, tokenizer = kwargs.get("stop_strings") or getattr(config, "stop_strings", None), kwargs.get("tokenizer")
     kwargs = {**kwargs, "custom_generate": decoding}
@@ -166,22 +166,33 @@ class ProcessorSampler:
     @torch.no_grad()
     def next(self, tokens: Sequence[int], logits: torch.Tensor) -> int:
         """The token after `tokens`, from logits [vocabulary]; shows it to the criteria and to the streamer."""
-        ids = torch.tensor([tokens], device=self._device)
+        ids = self._ids(tokens)
         raw = logits.to(copy=True, dtype=torch.float32, device=self._device).unsqueeze(0)
         scores = self._processors(ids, raw)
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (raw,)
-        chosen = torch.multinomial(scores.softmax(-1), 1)[0] if self._samples else scores.argmax(-1)
+        chosen = self._draw(tokens, scores.softmax(-1)) if self._samples else scores.argmax(-1)
         self.is_over = bool(self._criteria(torch.cat([ids, chosen[:, None]], dim=1), self.scores).all())
-        if self._streamer is not None:
-            self._streamer.put(chosen.cpu())
+        self._chosen(chosen)
         return int(chosen)
+
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The text as processors and criteria see it, [1, tokens]."""
+        return torch.tensor([tokens], device=self._device)
+
+    def _draw(self, tokens: Sequence[int], probabilities: torch.Tensor) -> torch.Tensor:
+        """The token after `tokens`, [1], of `probabilities` [1, vocabulary]."""
+        return torch.multinomial(probabilities, 1)[0]
+
+    def _chosen(self, token: torch.Tensor) -> None:
+        if self._streamer is not None:
+            self._streamer.put(token.cpu())
 
     def ahead(self) -> AheadSampler:
         """Draws the same random numbers, where those are the CPU's; knows no processor that keeps a state."""
-        return _Ahead([one for one in self._processors if type(one) in _STATELESS], self._samples, self._device)
+        return _Ahead([one for one in self._processors if type(one) in STATELESS], self._samples, self._device)
 
 
 class _Ahead:
@@ -225,28 +236,39 @@ class DraftedDecoding:
         **model_kwargs: Any,
     ) -> Any:
         """What transformers' own loop returns, for `input_ids` [1, tokens]."""
-        cache, streamer = model_kwargs["past_key_values"], self._options.streamer
-        new = input_ids.shape[1] - cache.get_seq_length()
-        inputs = model.prepare_inputs_for_generation(
-            input_ids, next_sequence_length=new, is_first_iteration=True, **model_kwargs
-        )
-        logits = model(**inputs, return_dict=True).logits[0, -1]
+        streamer = self._options.streamer
         sampler = ProcessorSampler(logits_processor, stopping_criteria, generation_config, streamer, input_ids.device)
-        tokens = input_ids[0].tolist()
-        tokens.append(sampler.next(tokens, logits))
-        if not sampler.is_over:
-            self._mask = model_kwargs.get("attention_mask")
-            skipped = self._local.prompted_tokens + (0 if self._mask is None else int((self._mask[0] == 0).sum()))
-            self._session.call(partial(self._decode, tokens, sampler, skipped, int(generation_config.max_length)))
-        cache.advance(self._session.position - cache.get_seq_length())
+        tokens = self.answer(model, input_ids, sampler, int(generation_config.max_length), model_kwargs)
         if streamer is not None:
             streamer.end()
         sequences = torch.tensor([tokens], device=input_ids.device)
         if not generation_config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(
-            sequences=sequences, scores=sampler.scores, logits=sampler.logits, past_key_values=cache
+            sequences=sequences,
+            scores=sampler.scores,
+            logits=sampler.logits,
+            past_key_values=model_kwargs["past_key_values"],
         )
+
+    def answer(
+        self, model: Any, input_ids: torch.Tensor, sampler: ProcessorSampler, max_length: int, given: dict[str, Any]
+    ) -> list[int]:
+        """The tokens of `input_ids` [1, tokens] and those that follow, up to `max_length`; `given`: for the model."""
+        cache = given["past_key_values"]
+        new = input_ids.shape[1] - cache.get_seq_length()
+        inputs = model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=new, is_first_iteration=True, **given
+        )
+        logits = model(**inputs, return_dict=True).logits[0, -1]
+        tokens: list[int] = input_ids[0].tolist()
+        tokens.append(sampler.next(tokens, logits))
+        if not sampler.is_over:
+            self._mask = given.get("attention_mask")
+            skipped = self._local.prompted_tokens + (0 if self._mask is None else int((self._mask[0] == 0).sum()))
+            self._session.call(partial(self._decode, tokens, sampler, skipped, max_length))
+        cache.advance(self._session.position - cache.get_seq_length())
+        return tokens
 
     async def _decode(
         self, tokens: list[int], sampler: ProcessorSampler, skipped: int, max_length: int, session: Session

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from ..drafting import Draft, LookupDrafter
 from .inference_session import InferenceSession
 
 _BASE: Final = 0.8
@@ -26,6 +27,14 @@ _CLIENT: Final = 0.005
 _WORTH: Final = 0.8
 """Of the time as one batch: less is not sure to be a gain."""
 _MOST: Final = 8
+_MOST_DRAFTED: Final = 16
+_LEAST: Final = 0.97
+"""Times as quick as in one batch that rows by themselves have to be where no draft is right."""
+_SPARE: Final = 1.15
+"""Times as much as they have to do then that servers can do: wrong drafts of a row take their time from the others."""
+FIRST_GAIN: Final = 2.0
+"""Tokens a step that drafts are taken to bring, before any were seen."""
+_LONGEST_STEP: Final = 16
 
 _INDEPENDENT: Final = frozenset(
     {
@@ -57,6 +66,40 @@ def _round_seconds(count: int, rows: int, step_seconds: Sequence[float], trip_se
     size = -(-rows // count)
     stages = [seconds * (_BASE + (1 - _BASE) * size) + _HANDLING for seconds in step_seconds]
     return max(count * max(stages), count * _CLIENT, sum(stages) + _CLIENT + trip_seconds)
+
+
+def draft_apart(rows: int, step_seconds: Sequence[float], trip_seconds: float, gain: float) -> bool:
+    """Whether `rows` are quicker each in a session of its own, with drafts, than in one batch without.
+
+    `gain`: tokens that a step with a draft brings on average. Where no draft is right it is to be 0.97 times as quick
+    at least, so that a wrong `gain` costs little; what wrong drafts may cost, `DraftPlan` bounds.
+    """
+    if not 1 < rows <= _MOST_DRAFTED or not step_seconds:
+        return False
+    together = _round_seconds(1, rows, step_seconds, trip_seconds)
+    busy = rows * (max(step_seconds) + _HANDLING)
+    if together < max(_LEAST * _round_seconds(rows, rows, step_seconds, trip_seconds), _SPARE * busy):
+        return False
+    stages = [seconds * (_BASE + (1 - _BASE) * gain) + _HANDLING for seconds in step_seconds]
+    drafted = max(rows * max(stages), rows * _CLIENT, sum(stages) + _CLIENT + trip_seconds)
+    return drafted / gain < _WORTH * together
+
+
+def lookup_gain(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
+    """Tokens a step that drafts from the text would have brought, for (prompt, answer) of each row."""
+    tokens = steps = 0
+    for prompt, answer in rows:
+        lookup, said, end = LookupDrafter(), list(prompt), len(prompt) + len(answer)
+        whole = [*prompt, *answer]
+        while len(said) < end:
+            draft = next(lookup.matches(said), Draft()).tokens[: _LONGEST_STEP - 1]
+            right = 0
+            while right < len(draft) and len(said) + right < end and draft[right] == whole[len(said) + right]:
+                right += 1
+            said = whole[: len(said) + right + 1]
+            steps += 1
+        tokens += len(answer)
+    return tokens / steps if steps else 1.0
 
 
 def are_independent(arguments: Mapping[str, Any], config: Any) -> bool:

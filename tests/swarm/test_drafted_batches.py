@@ -1,0 +1,228 @@
+"""Rows of a batch that take drafts, each in a session of its own, say what they say in one batch without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from petalnode.node.client.api import causal_lm
+from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM, DistributedModelForCausalLM
+from petalnode.node.client.drafting import Draft, DraftPlan, PipelineSpeed
+from petalnode.node.testing.memory_servers import MemoryServer, MemorySwarm, memory_swarm
+from tests.tiny_models import load_whole, save_tiny
+
+Model = DistributedModelForCausalLM
+LOOKUP = {"prompt_lookup_num_tokens": 10}
+SAID = [5, 6, 7, 8, 5]
+PADDING = 0
+PROMPTS = torch.tensor(
+    [[5, 6, 7, 8, 9, 5, 6, 7], [PADDING] * 3 + [8, 7, 6, 5, 8], [PADDING, 7, 7, 7, 5, 6, 7, 7]], dtype=torch.long
+)
+SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 3, "repetition_penalty": 1.1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_tiny("llama", tmp_path_factory.mktemp("batches"), max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def swarm() -> Iterator[MemorySwarm]:
+    with memory_swarm() as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def servers(swarm: MemorySwarm, folder: Path) -> dict[str, MemoryServer]:
+    started = [swarm.start(folder, blocks) for blocks in ("0:3", "3:6")]
+    return {server.ready["peer_id"]: server for server in started}
+
+
+@pytest.fixture(scope="module")
+def model(swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path) -> Iterator[Model]:
+    with swarm.open_model(AutoDistributedModelForCausalLM, folder) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows go apart with drafts of up to nine tokens whatever a step takes, so that no test depends on a clock; some of
+    the drafts are wrong."""
+
+    def choose(plan: object, drafts: Iterator[Draft], most: int) -> Draft:
+        draft = next(drafts, Draft())
+        tokens = list(draft.tokens[: min(most, 9)])
+        if len(tokens) % 4 == 3:
+            tokens[len(tokens) // 2] += 1
+        return Draft(tuple(tokens), draft.match)
+
+    monkeypatch.setattr(DraftPlan, "choose", choose)
+    monkeypatch.setattr(DraftPlan, "step_tokens", lambda plan, tokens: min(tokens, 3))
+    monkeypatch.setattr(causal_lm, "draft_apart", lambda *_: True)
+
+
+def generate(model: Any, prompt: torch.Tensor = PROMPTS, **options: Any) -> Any:
+    torch.manual_seed(3)
+    given = {"attention_mask": (prompt != PADDING).long(), "max_new_tokens": 32, "do_sample": False, **options}
+    vocabulary = model.transformers_model.config.vocab_size
+    # A random model repeats itself where it has few words.
+    others = [token for token in range(vocabulary) if token not in SAID]
+    return model.generate(prompt, pad_token_id=PADDING, suppress_tokens=others, **given)
+
+
+class Seen:
+    """A streamer."""
+
+    def __init__(self) -> None:
+        self.put_tokens: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.put_tokens.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": SAMPLED,
+    "samples of each row": {**SAMPLED, "num_return_sequences": 2},
+    "samples of one row": {**SAMPLED, "num_return_sequences": 3, "prompt": PROMPTS[:1]},
+    "ends": {**SAMPLED, "eos_token_id": 6},
+    "one token": {**SAMPLED, "max_new_tokens": 1},
+    "max_length": {"max_new_tokens": None, "max_length": 30},
+    "output object": {"return_dict_in_generate": True, "eos_token_id": 7, **SAMPLED},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_tokens_are_generated(model: Model, case: str) -> None:
+    outputs, states, streamed = [], [], []
+    for more in ({}, LOOKUP):
+        streamer = Seen()
+        made = generate(model, streamer=streamer, **CASES[case], **more)
+        outputs.append(made.sequences if case == "output object" else made)
+        states.append(torch.get_rng_state())
+        streamed.append((streamer.put_tokens, streamer.ended))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(states[0], states[1]) and streamed[0] == streamed[1]
+    rows = model.drafts["rows"]
+    assert len(rows) == len(outputs[0])
+    for name in ("drafted", "accepted", "steps"):
+        assert model.drafts[name] == sum(row[name] for row in rows)
+    if case in ("greedy", "max_length"):
+        assert all(row["drafted"] > row["accepted"] > 8 for row in rows)
+    if case == "ends":
+        lengths = {int((row != PADDING).sum()) for row in outputs[0][:, PROMPTS.shape[1] :]}
+        assert len(lengths) > 1, "all rows end at once: the case says nothing"
+
+
+def test_an_assistant_changes_no_token_of_a_batch(model: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftPlan, "choose", lambda *_: Draft())
+    monkeypatch.setattr(DraftPlan, "model_depth", lambda plan, most: min(most, 6) if plan.speed else 0)
+    monkeypatch.setattr(PipelineSpeed, "model_step", lambda speed: 2)
+    for options in ({}, {"do_sample": True, "top_k": 3}):
+        options = {"suppress_tokens": None, "max_new_tokens": 16, **options}
+        torch.manual_seed(3)
+        given = {"attention_mask": (PROMPTS != PADDING).long(), "pad_token_id": PADDING, **options}
+        plain = model.generate(PROMPTS, **given)
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(PROMPTS, assistant_model=load_whole(folder), **given), plain)
+        # It draws what the rows draw: only what is under way at the end is in vain.
+        assert all(row["drafted"] - row["accepted"] <= 6 for row in model.drafts["rows"])
+
+
+class Own:
+    """A processor of which nothing is known."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[0, 5] += 1.0
+        return scores
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"logits_processor": [Own()]},
+        {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
+    ],
+    ids=["scores", "a processor", "a criterion"],
+)
+def test_what_needs_the_batch_as_a_whole_takes_no_drafts(model: Model, options: dict[str, Any]) -> None:
+    made = [generate(model, **options, **more) for more in ({}, LOOKUP)]
+    if "return_dict_in_generate" in options:
+        assert len(made[0].scores) == len(made[1].scores) == 32
+        made = [one.sequences for one in made]
+    assert torch.equal(made[0], made[1])
+    assert model.drafts["drafted"] == 0 and "rows" not in model.drafts
+
+
+def test_a_session_that_is_given_stays_one_batch(model: Model) -> None:
+    plain = generate(model)
+    with model.inference_session(max_length=100) as session:
+        assert torch.equal(generate(model, session=session, **LOOKUP), plain)
+        assert session.batch_size == len(PROMPTS) and "rows" not in model.drafts
+
+
+def test_what_drafts_have_brought_is_known_for_the_next_batch(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    gains: list[float] = []
+
+    def seen(rows: int, step_seconds: object, trip_seconds: object, gain: float) -> bool:
+        gains.append(gain)
+        return len(gains) % 2 == 0
+
+    monkeypatch.setattr(causal_lm, "draft_apart", seen)
+    monkeypatch.setattr(model, "_row_gain", 1.0)
+    accepted = []
+    for _ in range(3):
+        generate(model, **LOOKUP)
+        accepted.append(model.drafts["accepted"])
+    assert accepted[0] == accepted[2] == 0 < accepted[1]
+    assert gains[0] == 1.0 < gains[1]  # by what would have been right in one batch
+    tokens = 32 * len(PROMPTS)
+    assert gains[2] == pytest.approx((gains[1] + tokens / (tokens - accepted[1])) / 2)
+
+
+class Acts(Seen):
+    """A streamer that does something in the middle of the answer."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self._act = act
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if len(self.put_tokens) == 12:
+            self._act()
+
+
+def test_an_error_of_one_row_ends_all_of_them(model: Model) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("by the streamer")
+
+    with pytest.raises(ZeroDivisionError, match="by the streamer"):
+        generate(model, streamer=Acts(fail), max_new_tokens=200, **LOOKUP)
+    assert torch.equal(generate(model, **LOOKUP), generate(model))
+
+
+def test_a_server_that_dies_is_replaced_in_every_row(
+    swarm: MemorySwarm, servers: dict[str, MemoryServer], folder: Path, model: Model
+) -> None:
+    plain = generate(model)
+    first = [server for server in servers.values() if server.span == (0, 3)]
+    assert all(swarm.start(folder, blocks).ready for blocks in ("0:3", "3:6"))
+
+    def kill() -> None:
+        for server in first:
+            server.kill()
+
+    assert torch.equal(generate(model, streamer=Acts(kill), **LOOKUP), plain)
+    assert len(model.drafts["rows"]) == len(PROMPTS)
