@@ -73,14 +73,14 @@ class _Clock:
         return [1000 * (after - before) for before, after in itertools.pairwise(self.times[1:])]
 
 
-def h512(folder: Path) -> Path:
-    """The 27.8M-parameter Llama of Petals' figures, with random weights."""
+def h512(folder: Path, blocks: int = 8) -> Path:
+    """The 27.8M-parameter Llama of Petals' figures, with random weights; or one with another number of blocks."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=2048,
         hidden_size=512,
         intermediate_size=1408,
-        num_hidden_layers=8,
+        num_hidden_layers=blocks,
         num_attention_heads=8,
         num_key_value_heads=8,
         max_position_embeddings=2048,

@@ -5,9 +5,15 @@ process that hands every frame on after the delay. Needs root and `ip`; the kern
         subprocess.run(network.command(0, ["ping", "-c3", network.address(1)]))
 
 The bridge process makes the namespaces and removes them when its standard input ends, so also when we are killed.
-A frame takes the delay and 0.1 ms; about 40 MB/s pass on one core. With a `rate`, each host's line carries so much
-each way: frames leave it one behind the other, and enter the other one's so; who would wait for longer than a second is
-dropped, as by a router. `delay_line` is a single line between two namespaces that there are already.
+A frame takes the delay and 0.1 ms. With a `rate`, each host's line carries so much each way: frames leave it one behind
+the other, and enter the other one's so; who would wait for longer than a second is dropped, as by a router. Lines of
+100 Mbit/s and more, and those without a limit, hand on up to 64 KiB of a TCP connection at once, as a network card does
+that cuts segments by itself (Linux sends no more than a millisecond's worth so). `delay_line` is a single line between
+two namespaces that there are already.
+
+    sudo python benchmarks/delay_bridge.py --measure [--rates 10 100 1000] [--rtt 4]
+
+sends over one connection between two hosts, then over three hosts' lines at once, and prints what arrived.
 """
 
 from __future__ import annotations
@@ -28,7 +34,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _TUNSETIFF = 0x400454CA
+_TUNSETOFFLOAD = 0x400454D0
 _TAP_NO_INFO = 0x0002 | 0x1000  # bare Ethernet frames
+_TAP_OFFLOADED = _TAP_NO_INFO | 0x4000  # each behind a virtio_net_hdr, which says where to cut it
+_SEGMENTS_OF_TCP = 1 | 2  # checksums, TCP over IPv4
+_VIRTIO = struct.Struct("=BBHHHH")
+_OFFLOADED = 100.0
 _BURST = 64  # frames taken from one host before the others have their turn
 _LONGEST_WAIT = 1.0  # seconds in the queue of a line
 
@@ -39,6 +50,11 @@ class DelayNetwork:
     def __init__(self, bridge: subprocess.Popen[str], name: str) -> None:
         self._bridge = bridge
         self._name = name
+
+    @property
+    def process_id(self) -> int:
+        """Of the bridge."""
+        return self._bridge.pid
 
     def address(self, host: int) -> str:
         return _address(host)
@@ -130,19 +146,22 @@ def _ip(*arguments: str) -> None:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
-def _add_tap(passing: str, namespace: str, device: str) -> int:
+def _add_tap(passing: str, namespace: str, device: str, *, offloaded: bool = False) -> int:
     """Makes a device in a namespace; the file descriptor of its other side. `passing` is its name on the way."""
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", passing.encode(), _TAP_NO_INFO))
+    kind = _TAP_OFFLOADED if offloaded else _TAP_NO_INFO
+    fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", passing.encode(), kind))
+    if offloaded:
+        fcntl.ioctl(tap, _TUNSETOFFLOAD, _SEGMENTS_OF_TCP)
     _ip("link", "set", passing, "netns", namespace, "name", device)
     return tap
 
 
-def _add_host(name: str, host: int) -> int:
+def _add_host(name: str, host: int, *, offloaded: bool) -> int:
     """Makes one namespace; the file descriptor of its device. A frame's last byte of the MAC address is the host."""
     namespace, device = f"{name}-{host}", f"{name}t{host}"
     _ip("netns", "add", namespace)
-    tap = _add_tap(device, namespace, device)
+    tap = _add_tap(device, namespace, device, offloaded=offloaded)
     inside = ("-n", namespace)
     _ip(*inside, "link", "set", device, "address", _mac(host), "txqueuelen", "10000")
     _ip(*inside, "address", "add", f"{_address(host)}/24", "dev", device)
@@ -159,7 +178,9 @@ def _introduce(name: str, hosts: int) -> None:
 
 
 class _Lines:
-    """When frames that leave a host now arrive. `rate` in bytes per second; 0 is without limit."""
+    """When frames that leave a host arrive: on the way out and on the way in, each waits for those before it.
+
+    `rate` in bytes per second; 0 is without limit."""
 
     def __init__(self, hosts: int, one_way: float, rate: float) -> None:
         self.one_way = one_way
@@ -167,30 +188,80 @@ class _Lines:
         self._out = [0.0] * hosts  # when the line from each host is free again
         self._in = [0.0] * hosts
 
-    def arrival(self, source: int, target: int, nbytes: int, now: float) -> float | None:
-        """None if it is dropped. A frame enters the target's line while it leaves the source's."""
+    def leave(self, source: int, nbytes: int, now: float) -> float | None:
+        """When a frame that comes to the line of `source` now has begun to come out at its end; None: it is dropped."""
+        begun = self._queued(self._out, source, nbytes, now)
+        return None if begun is None else begun + self.one_way
+
+    def enter(self, target: int, nbytes: int, now: float) -> float | None:
+        """When a frame that reaches the line of `target` now is there as a whole; None if it is dropped. It enters that
+        line while it leaves the source's."""
+        begun = self._queued(self._in, target, nbytes, now)
+        return None if begun is None else begun + (nbytes / self._rate if self._rate else 0.0)
+
+    def _queued(self, free: list[float], host: int, nbytes: int, now: float) -> float | None:
+        """When a frame's turn on a line comes, which it then takes."""
         if not self._rate:
-            return now + self.one_way
-        start = max(now, self._out[source], self._in[target] - self.one_way)
-        if start - now > _LONGEST_WAIT:
+            return now
+        begun = max(now, free[host])
+        if begun - now > _LONGEST_WAIT:
             return None
-        self._out[source] = start + nbytes / self._rate
-        self._in[target] = self._out[source] + self.one_way
-        return self._in[target]
+        free[host] = begun + nbytes / self._rate
+        return begun
 
 
-def _forward(taps: Sequence[int], lines: _Lines, *, to_all: bool = False) -> None:
+def _wire_bytes(frame: bytes, offloaded: bool) -> int:
+    """Bytes of the frames into which a line cuts what came at once: each has headers of its own."""
+    if not offloaded:
+        return len(frame)
+    _, kind, headers, segment, _, _ = _VIRTIO.unpack_from(frame)
+    nbytes = len(frame) - _VIRTIO.size
+    return nbytes + (-(-(nbytes - headers) // segment) - 1) * headers if kind and segment else nbytes
+
+
+class _Waiting:
+    """Frames under way to the lines of their targets, or on them."""
+
+    def __init__(self, taps: Sequence[int], lines: _Lines, offloaded: bool) -> None:
+        self._taps, self._lines, self._offloaded = taps, lines, offloaded
+        self._frames: list[tuple[float, int, int, bytes, bool]] = []
+        self._number = itertools.count()  # of equal times, first in is first out
+
+    def put(self, due: float, target: int, frame: bytes, *, enters: bool) -> None:
+        """At `due` the frame `enters` the target's line, or is there."""
+        heapq.heappush(self._frames, (due, next(self._number), target, frame, enters))
+
+    def pause(self, now: float) -> float | None:
+        """Seconds until one is due; None: there is none."""
+        return max(self._frames[0][0] - now, 0.0) if self._frames else None
+
+    def hand_over(self, now: float) -> None:
+        """Everything that is due."""
+        while self._frames and self._frames[0][0] <= now:
+            due, _, target, frame, enters = heapq.heappop(self._frames)
+            if enters:
+                there = self._lines.enter(target, _wire_bytes(frame, self._offloaded), due)
+                if there is None:
+                    continue
+                if there > now:
+                    self.put(there, target, frame, enters=False)
+                    continue
+            with contextlib.suppress(OSError):  # lost, as on any line: its buffer is full, or the host is gone
+                os.write(self._taps[target], frame)
+
+
+def _forward(taps: Sequence[int], lines: _Lines, *, to_all: bool = False, offloaded: bool = False) -> None:
     """Hands frames on until standard input ends; a line there, which may set the delay, is answered with the counts.
 
     A frame goes to the host that its MAC address names, or to all others.
     """
+    begin = _VIRTIO.size if offloaded else 0
     hosts = range(len(taps))
     counts = [[0] * len(taps) for _ in hosts]
-    number = itertools.count()  # of equal times, first in is first out
-    waiting: list[tuple[float, int, int, bytes]] = []
+    waiting = _Waiting(taps, lines, offloaded)
     hosts_of = {fd: host for host, fd in enumerate(taps)}
     while True:
-        pause = max(waiting[0][0] - time.monotonic(), 0.0) if waiting else None
+        pause = waiting.pause(time.monotonic())
         # Not epoll, which waits in whole milliseconds.
         for fd in select.select([*taps, sys.stdin.fileno()], (), (), pause)[0]:
             if fd not in hosts_of:
@@ -204,22 +275,83 @@ def _forward(taps: Sequence[int], lines: _Lines, *, to_all: bool = False) -> Non
             source, now = hosts_of[fd], time.monotonic()
             with contextlib.suppress(BlockingIOError):
                 for _ in range(_BURST):
-                    frame = os.read(fd, 65536)
-                    targets = hosts if to_all or frame[0] & 1 else (frame[5],)  # an odd first byte: to all
+                    frame = os.read(fd, 1 << 17)
+                    # An odd first byte: to all.
+                    targets = hosts if to_all or frame[begin] & 1 else (frame[begin + 5],)
+                    nbytes = _wire_bytes(frame, offloaded)
                     for target in targets:
                         if target != source and target < len(taps):
-                            counts[source][target] += len(frame)
-                            due = lines.arrival(source, target, len(frame), now)
+                            counts[source][target] += nbytes
+                            due = lines.leave(source, nbytes, now)
                             if due is not None:
-                                heapq.heappush(waiting, (due, next(number), target, frame))
-        now = time.monotonic()
-        while waiting and waiting[0][0] <= now:
-            _, _, target, frame = heapq.heappop(waiting)
-            with contextlib.suppress(OSError):  # lost, as on any line: its buffer is full, or the host is gone
-                os.write(taps[target], frame)
+                                waiting.put(due, target, frame, enters=True)
+        waiting.hand_over(time.monotonic())
+
+
+# --- what the lines carry
+
+_SECONDS = 3.0
+_RECEIVE = """
+import socket, time
+server = socket.create_server(("0.0.0.0", 5001))
+print("ready", flush=True)
+line, _ = server.accept()
+begun, nbytes, room = time.monotonic(), 0, bytearray(1 << 20)
+while count := line.recv_into(room):
+    nbytes += count
+print(8e-6 * nbytes / (time.monotonic() - begun))
+"""
+_SEND = """
+import socket, sys, time
+line, until = socket.create_connection((sys.argv[1], 5001)), time.monotonic() + float(sys.argv[2])
+while time.monotonic() < until:
+    line.sendall(bytes(1 << 16))
+"""
+
+
+def measure(rate: float, rtt: float, connections: int) -> tuple[float, float]:
+    """Mbit/s that TCP connections carry, all at once, each on a line of its own and on average; and how busy the bridge
+    keeps a core meanwhile. Lines of `rate` Mbit/s (0: no limit) and hosts `rtt` ms apart."""
+
+    def python(host: int, script: str, *arguments: str) -> subprocess.Popen[str]:
+        command = network.command(host, [sys.executable, "-c", script, *arguments])
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def processor() -> float:
+        fields = Path(f"/proc/{network.process_id}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    hosts = max(2, connections)
+    with delay_network(hosts, rtt / 2000, rate) as network:
+        receivers = [python(host, _RECEIVE) for host in range(connections)]
+        for receiver in receivers:
+            assert receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
+        used, begun = processor(), time.monotonic()
+        senders = [
+            python((host + 1) % hosts, _SEND, network.address(host), str(_SECONDS)) for host in range(connections)
+        ]
+        found = [float(receiver.communicate()[0]) for receiver in receivers]
+        busy = (processor() - used) / (time.monotonic() - begun)
+        for sender in senders:
+            sender.communicate()
+    return sum(found) / len(found), busy
+
+
+def _measured(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="what the lines carry")
+    parser.add_argument("--rates", nargs="+", type=float, default=[10, 100, 1000, 0], help="Mbit/s; 0: no limit")
+    parser.add_argument("--rtt", type=float, default=4, help="milliseconds between any two hosts")
+    options = parser.parse_args(arguments)
+    for rate, connections in itertools.product(options.rates, (1, 3)):
+        mbit, busy = measure(rate, options.rtt, connections)
+        print(f"{rate:g} Mbit/s, {connections} lines at once: {mbit:.0f} Mbit/s each, the bridge {busy:.0%} of a core")
 
 
 def main() -> None:
+    if "--measure" in sys.argv[1:] or "--help" in sys.argv[1:]:
+        _measured(sys.argv[1:])
+        return
     parser = argparse.ArgumentParser(description="The process of `delay_network`.")
     parser.add_argument("name")
     parser.add_argument("hosts", type=int)
@@ -232,14 +364,16 @@ def main() -> None:
         # The delay is the same for all only if the bridge need not wait for a core.
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     taps: list[int] = []
+    offloaded = not line and not 0 < options.rate < _OFFLOADED
     try:
         for index, (namespace, device) in enumerate(line):
             taps.append(_add_tap(f"{options.name}e{index}", namespace, device))
         for host in range(options.hosts):
-            taps.append(_add_host(options.name, host))
+            taps.append(_add_host(options.name, host, offloaded=offloaded))
         _introduce(options.name, options.hosts)
         print("ready", flush=True)
-        _forward(taps, _Lines(len(taps), options.one_way, options.rate * 1e6 / 8), to_all=bool(line))
+        lines = _Lines(len(taps), options.one_way, options.rate * 1e6 / 8)
+        _forward(taps, lines, to_all=bool(line), offloaded=offloaded)
     except OSError as error:
         sys.exit(str(error))
     finally:

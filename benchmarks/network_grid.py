@@ -1,19 +1,26 @@
 """The network grids of the Petals papers on a local swarm: bandwidth, round trip, sequence length, clients.
 
-    sudo python benchmarks/network_grid.py [--json] [--servers 3] [--model h512] [--steps 16] [--batch 16]
+    sudo python benchmarks/network_grid.py [--json] [--rows 0 1 2 3 4] [--model h512] [--steps 16] [--batch 16]
 
 Tables 2 and 3 of "Distributed Inference and Fine-tuning of LLMs Over The Internet" (NeurIPS 2023) and table 3 of
 "Petals" (ACL demo 2023) have steps/s of one session and tokens/s of forward passes, for each client, in networks of
 several bandwidths and round trips, and offloading as the baseline. Here servers and clients are processes on hosts of
 their own, whose lines have that bandwidth each way and that round trip between any two (`delay_bridge.py`, needs root).
-All share this machine's processor, so what can be compared are ratios to the first row: `ratio`, and `paper` beside it
-(table 2, three T4 with Llama 2; in brackets table 3, three A100 with BLOOM). Steps there took 0.44 and 0.58 s, so a
-round trip of 100 ms counts for less than here; the milliseconds that it adds to a step stand below the table.
+All share this machine's processor, so what can be compared are ratios to the first row of as many servers: `ratio`, and
+`paper` beside it (table 2, three T4 with Llama 2; in brackets table 3 with BLOOM: three A100, ten RTX 3090, twelve
+virtual servers). Steps there took 0.44 to 0.8 s, so a round trip of 100 ms counts for less than here; the milliseconds
+that it adds to a step stand below the table.
+
+Rows 0 to 4 are three servers, with the baselines behind them; 5 to 9 ten servers and up to ten clients; 10 to 14 twelve
+servers, of which 14 has the eight clients of the ACL paper's text ("each gets about a 20 % slowdown" of row 12). With
+more than eight servers `h512` has 12 blocks. A row takes one to two minutes, most of which processes start.
 
 `steps/s` are decode steps behind a prompt, up to a sequence of 128 and of 2,048 tokens; `tokens/s` forward passes of
 1 and `--batch` rows of 128 tokens (64 in the papers). Neither has the client's embeddings and head. `planned` is the
-cost model of `petalnode plan` and of the router, for the announced computing, these round trips and this bandwidth;
-other clients are waiting steps to it.
+cost model: of `petalnode plan` and the router for steps, of what cuts batches for forward passes, with these round
+trips, this bandwidth and what servers announce or have said in replies; other clients are waiting steps to it.
+`computed` is the same with what the servers say that these steps and passes took them, so what it is off by is not the
+announcement's fault. Servers measure their speed when they start (their cache is a new one), without other load.
 
 Offloading holds one block: the weights of each block are copied over it, from RAM or from the disk (whose cache is told
 to forget the file before each pass), for every step or forward pass. `local` is the whole model in one process. One
@@ -26,6 +33,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -46,9 +54,9 @@ from transformers.utils import logging
 from wan import ClientProcess, servers_of
 
 from petalnode import AutoDistributedModelForCausalLM
-from petalnode.node.client.batch.chains import seconds_of, stages_of
+from petalnode.node.client.batch.chains import pass_seconds, stages_of
 from petalnode.node.models import resolve
-from petalnode.node.swarm.routing import Hop, chain_seconds
+from petalnode.node.swarm.routing import Hop, RouteCandidate, chain_seconds
 from petalnode.protocols.ids import Span
 
 LENGTHS = (128, 2048)
@@ -59,25 +67,34 @@ COLUMNS = ("128", "2048", "1", "batch")
 
 @dataclass(frozen=True)
 class Network:
-    """`mbit` of each line, each way; `rtt_ms` between any two hosts; and how many clients work at once.
+    """`mbit` of each line, each way; `rtt_ms` between any two hosts; how many clients work at once, on which servers.
 
-    The ratios of the papers' rows to their first one, by `COLUMNS`: `llama` of table 2, `bloom` of table 3."""
+    The papers' figures by `COLUMNS`: `llama` of table 2, `bloom` of table 3."""
 
     mbit: float
     rtt_ms: float
     clients: int
     llama: tuple[float, ...] = ()
     bloom: tuple[float, ...] = ()
+    servers: int = 3
 
 
-T4 = (2.29, 2.02, 45.4, 155.1)
-A100 = (1.71, 1.54, 70.0, 253.6)
 GRID = (
-    Network(1000, 4, 1, T4, A100),
+    Network(1000, 4, 1, (2.29, 2.02, 45.4, 155.1), (1.71, 1.54, 70.0, 253.6)),
     Network(100, 4, 1, (2.29, 2.01, 37.5, 140.2), (1.66, 1.49, 56.4, 182.0)),
     Network(100, 100, 1, (1.57, 1.44, 23.7, 128.7), (1.23, 1.11, 19.7, 112.2)),
     Network(1000, 4, 3, (2.02, 1.74, 21.2, 124.2), (1.65, 1.49)),
     Network(100, 100, 3),
+    Network(1000, 4, 1, (), (1.65, 1.54, 59.1, 230.1), servers=10),
+    Network(1000, 4, 3, (), (1.65, 1.54, 54.7, 221.4), servers=10),
+    Network(1000, 4, 10, (), (1.17, 1.01, 31.0, 131.0), servers=10),
+    Network(100, 4, 10, (), (1.05, 0.99, 20.1, 28.1), servers=10),
+    Network(100, 100, 10, (), (0.34, 0.33, 6.5, 16.8), servers=10),
+    Network(1000, 4, 1, (), (1.24, 1.06, 37.9, 180.0), servers=12),
+    Network(100, 4, 1, (), (1.24, 1.05, 25.6, 66.0), servers=12),
+    Network(100, 100, 1, (), (0.57, 0.53, 5.8, 44.3), servers=12),
+    Network(1000, 4, 12, (), (0.90, 0.86), servers=12),
+    Network(100, 100, 8, (), (0.8 * 0.57, 0.8 * 0.53), servers=12),
 )
 BASELINES = {
     "offloading, RAM": ((0.139, 0.139, 18.0, 139.9), (0.0495, 0.0495, 2.5, 152.4)),
@@ -109,18 +126,19 @@ def _embedded(model: Any, rows: int, tokens: int) -> torch.Tensor:
     return hidden
 
 
-def _candidates(model: Any, wanted: dict[str, Any]) -> list[Any]:
+def _candidates(model: Any, wanted: dict[str, Any]) -> list[RouteCandidate]:
     """The servers as the cost model shall see them: announced computing, and the network that is asked for."""
+    servers = model._runtime.call(model._runtime.value.candidates)
     return [
         replace(
             server,
             penalty_seconds=0.0,
             rtt=wanted["rtt_ms"] / 1000,
-            rtts=dict.fromkeys(server.rtts, wanted["rtt_ms"] / 1000),
+            rtts=dict.fromkeys((other.peer_id for other in servers), wanted["rtt_ms"] / 1000),
             seconds_per_byte=8e-6 / wanted["mbit"],
             queue_depth=wanted["clients"] - 1,
         )
-        for server in model._runtime.call(model._runtime.value.candidates)
+        for server in servers
     ]
 
 
@@ -130,14 +148,29 @@ def _session(model: Any, wanted: dict[str, Any], steps: int) -> Iterator[Callabl
         token = session.step(_embedded(model, 1, wanted["length"] - steps))[:, -1:]
 
         def measure() -> dict[str, float]:
+            chain = [Hop(peer_id, Span(*blocks)) for peer_id, blocks in session.route]
+            candidates = _candidates(model, wanted)
             last, begun = token, time.perf_counter()
+            computed: dict[str, list[float]] = {hop.peer_id: [] for hop in chain}
             for _ in range(steps):
                 last = session.step(last)
+                for timing in session._session.timings:
+                    computed[timing.peer_id].append(timing.queue + timing.compute)
             seconds = (time.perf_counter() - begun) / steps
-            chain = [Hop(peer_id, Span(*blocks)) for peer_id, blocks in session.route]
-            token_bytes = 4 * last.shape[2]
-            planned = chain_seconds(chain, _candidates(model, wanted), token_bytes=token_bytes, pushed=True)
-            return {"measured": 1 / seconds, "planned": 1 / planned, "servers": len(chain)}
+
+            def expected(servers: Sequence[RouteCandidate]) -> float:
+                return 1 / chain_seconds(chain, servers, token_bytes=4 * last.shape[2], pushed=True)
+
+            said = [
+                replace(server, step_seconds=statistics.mean(computed[server.peer_id]), queue_depth=0)
+                for server in candidates
+            ]
+            return {
+                "measured": 1 / seconds,
+                "planned": expected(candidates),
+                "computed": expected(said),
+                "servers": len(chain),
+            }
 
         yield measure
 
@@ -149,11 +182,14 @@ def _forward(model: Any, wanted: dict[str, Any]) -> Iterator[Callable[[], dict[s
     model.remote_blocks(hidden[:1])
 
     def measure() -> dict[str, float]:
+        planned = _planned(model, hidden, wanted)
         begun = time.perf_counter()
         for _ in range(repeats):
             model.remote_blocks(hidden)
         seconds = (time.perf_counter() - begun) / repeats
-        return {"measured": hidden[..., 0].numel() / seconds, "planned": _planned(model, hidden, wanted)}
+        # Replies have the time in which others were computed, too.
+        computed = _planned(model, hidden, wanted | {"clients": 1})
+        return {"measured": hidden[..., 0].numel() / seconds, "planned": planned, "computed": computed}
 
     yield measure
 
@@ -162,22 +198,17 @@ def _planned(model: Any, hidden: torch.Tensor, wanted: dict[str, Any]) -> float:
     """Tokens/s of a forward pass: its micro-batches through the stages of their chains, each server one at a time."""
     rows, tokens, values = hidden.shape
     by_peer = {server.peer_id: server for server in _candidates(model, wanted)}
-    speeds = {peer_id: seconds_of(server) for peer_id, server in by_peer.items()}
     batches, span = model._runtime.value.batches, Span(0, model.num_blocks)
 
     async def plan() -> Any:
         return await batches.plan(span, rows, tokens, 4 * values, gradients=False, wait=False)
 
     planned = model._runtime.call(plan)
-    free: dict[str, float] = {}
-    done = 0.0
-    for part, chain in zip(planned.rows, planned.chains, strict=True):
-        now = 0.0
-        for stage in stages_of(chain, by_peer, speeds, tokens=part * tokens, token_bytes=4 * values):
-            now = max(now + stage.way, free.get(stage.peer_id, 0.0)) + stage.work
-            free[stage.peer_id] = now
-        done = max(done, now)
-    return rows * tokens / done
+    stages = [
+        stages_of(chain, by_peer, batches.speeds, tokens=part * tokens, token_bytes=4 * values)
+        for part, chain in zip(planned.rows, planned.chains, strict=True)
+    ]
+    return rows * tokens / pass_seconds(stages)
 
 
 # --- one network
@@ -185,18 +216,18 @@ def _planned(model: Any, hidden: torch.Tensor, wanted: dict[str, Any]) -> float:
 
 def cells(model: Path, num_blocks: int, wanted: Network, options: argparse.Namespace) -> dict[str, Any]:
     """The four cells of a row, each the mean of its clients, which begin together."""
-    hosts = options.servers + wanted.clients
+    hosts = wanted.servers + wanted.clients
     with (
         delay_network(hosts, wanted.rtt_ms / 2000, wanted.mbit) as network,
-        servers_of(network, model, options.servers, num_blocks) as servers,
+        servers_of(network, model, wanted.servers, num_blocks) as servers,
         contextlib.ExitStack() as stack,
     ):
-        places = [0, *range(options.servers + 1, hosts)]
+        places = [0, *range(wanted.servers + 1, hosts)]
         arguments = (network, model, servers[0].ready["addrs"][0], options.steps)
         clients = [ClientProcess(*arguments, script=__file__, host=place) for place in places]
         for process in clients:
             stack.callback(process.stop)
-        terms = {"mbit": wanted.mbit, "rtt_ms": wanted.rtt_ms, "clients": wanted.clients}
+        terms = {"mbit": wanted.mbit, "rtt_ms": wanted.rtt_ms, "clients": wanted.clients, "servers": wanted.servers}
         questions = [{"length": length} for length in LENGTHS]
         questions += [{"rows": 1, "repeats": 4}, {"rows": options.batch, "repeats": 1}]
         found: dict[str, Any] = {}
@@ -206,9 +237,10 @@ def cells(model: Path, num_blocks: int, wanted: Network, options: argparse.Names
             for process in clients:
                 process.tell("go")
             answers = [process.read() for process in clients]
-            assert all(answer.get("servers", options.servers) == options.servers for answer in answers)
+            assert all(answer.get("servers", wanted.servers) == wanted.servers for answer in answers)
             found[column] = {
-                name: statistics.mean(answer[name] for answer in answers) for name in ("measured", "planned")
+                name: statistics.mean(answer[name] for answer in answers)
+                for name in ("measured", "planned", "computed")
             }
     return {"network": terms, "cells": found}
 
@@ -273,11 +305,10 @@ def baseline(folder: Path, name: str, options: argparse.Namespace) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--model", default="h512", help="h512 (random weights), or any of Llama's shape in one file")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--batch", type=int, default=16, help="rows of the larger forward pass")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(range(len(GRID))), help="of the grid, from 0")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(range(5)), help="of the grid, from 0 to 14")
     parser.add_argument("--client", nargs=2, metavar=("MODEL", "PEER"), help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -290,40 +321,59 @@ def main() -> None:
     logging.disable_progress_bar()
     results = []
     with tempfile.TemporaryDirectory(prefix="petalnode-bench-") as scratch:
-        folder = h512(Path(scratch) / "h512") if options.model == "h512" else resolve(options.model, need="all").path
+        folder = Path(scratch) / "h512"
+        if options.model == "h512":
+            h512(folder, 12 if any(GRID[number].servers > 8 for number in options.rows) else 8)
+        else:
+            folder = resolve(options.model, need="all").path
         num_blocks = AutoConfig.from_pretrained(folder).num_hidden_layers
+        os.environ["PETALNODE_CACHE"] = str(Path(scratch) / "cache")  # speeds of other runs are of other loads
         for number in options.rows:
             wanted = GRID[number]
             begun = time.perf_counter()
+            shutil.rmtree(os.environ["PETALNODE_CACHE"], ignore_errors=True)
             results.append(cells(folder, num_blocks, wanted, options))
-            said = f"{wanted.mbit:g} Mbit/s, {wanted.rtt_ms:g} ms, {wanted.clients} clients"
+            said = f"{wanted.mbit:g} Mbit/s, {wanted.rtt_ms:g} ms, {wanted.clients} clients, {wanted.servers} servers"
             print(f"{said}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
-        results += [baseline(folder, name, options) for name in BASELINES]
+        if 0 in options.rows:
+            results += [baseline(folder, name, options) for name in BASELINES]
     if options.json:
-        print(json.dumps({"model": options.model, "servers": options.servers, "grid": results}))
+        print(json.dumps({"model": options.model, "grid": results}))
     else:
         show(results, options)
 
 
 def show(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
-    table = Table(title=f"{options.model}, {options.servers} servers: measured | planned | ratio | paper's ratio")
-    table.add_column("network")
+    table = Table(title=f"{options.model}: measured | planned (computed) | ratio | paper's ratio")
+    table.add_column("network, clients, servers")
     for column in ("steps/s at 128", "steps/s at 2,048", "tokens/s, 1 x 128", f"tokens/s, {options.batch} x 128"):
         table.add_column(column, justify="right")
-    first = results[0]["cells"]
-    papers = [(GRID[number].llama, GRID[number].bloom) for number in options.rows] + list(BASELINES.values())
-    for result, paper in zip(results, papers, strict=True):
-        network = result.get("network")
-        name = result.get("baseline") or f"{network['mbit']:g} Mbit/s, {network['rtt_ms']:g} ms, {network['clients']}"
+    papers = [((one.llama, one.bloom), _first(one.servers)) for one in (GRID[number] for number in options.rows)]
+    papers += [(found, GRID[0]) for found in BASELINES.values()]
+    firsts: dict[int, dict[str, Any]] = {}
+    for result, (paper, of) in zip(results, papers, strict=False):
+        first = firsts.setdefault(of.servers, result["cells"])
         texts = []
         for index, column in enumerate(COLUMNS):
             cell = result["cells"][column]
-            planned = f"{cell['planned']:.1f}" if "planned" in cell else "-"
+            planned = f"{cell['planned']:.1f} ({cell['computed']:.1f})" if "planned" in cell else "-"
             ratio = cell["measured"] / first[column]["measured"]
-            texts.append(f"{cell['measured']:.1f} | {planned} | {ratio:.2f} | {_paper(paper, index)}")
-        table.add_row(name, *texts)
-    Console(width=180).print(table)
+            texts.append(f"{cell['measured']:.1f} | {planned} | {ratio:.2f} | {_paper(paper, of, index)}")
+        table.add_row(_name(result), *texts)
+    Console(width=200).print(table)
     _show_added(dict(zip(options.rows, results, strict=False)))
+
+
+def _name(result: dict[str, Any]) -> str:
+    network = result.get("network")
+    if network is None:
+        return str(result["baseline"])
+    return f"{network['mbit']:g} Mbit/s, {network['rtt_ms']:g} ms, {network['clients']}, {network['servers']}"
+
+
+def _first(servers: int) -> Network:
+    """The row that those of as many servers are compared with."""
+    return next(network for network in GRID if network.servers == servers)
 
 
 def _show_added(rows: dict[int, dict[str, Any]]) -> None:
@@ -336,10 +386,10 @@ def _show_added(rows: dict[int, dict[str, Any]]) -> None:
     print(f"100 ms of round trip instead of 4 add {ours} ms to a step; in the papers {llama:.0f} and {bloom:.0f}")
 
 
-def _paper(found: tuple[tuple[float, ...], tuple[float, ...]], column: int) -> str:
+def _paper(found: tuple[tuple[float, ...], tuple[float, ...]], first: Network, column: int) -> str:
     ratios = [
         f"{one[column] / whole[column]:.2f}" if column < len(one) else "-"
-        for one, whole in zip(found, (T4, A100), strict=True)
+        for one, whole in zip(found, (first.llama, first.bloom), strict=True)
     ]
     return f"{ratios[0]} ({ratios[1]})"
 

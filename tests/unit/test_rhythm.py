@@ -19,7 +19,7 @@ from petalnode.node.client.deadlines import RTT_TIMEOUT
 from petalnode.node.client.server_selection import ServerSelection
 from petalnode.node.errors import SwarmError
 from petalnode.node.placement.observed import AT_ONCE, PlacedServer, pinged_at_once, sampling_noise
-from petalnode.node.server.lifecycle.other_servers import MOST, NEW_ONES, to_measure
+from petalnode.node.server.lifecycle.other_servers import MOST, NEW_ONES, keep_rtts, to_measure
 from petalnode.node.swarm.announcer import Announcer
 from petalnode.node.swarm.directory import Directory
 from petalnode.node.swarm.rhythm import ANSWER_BYTES, QUICK, WHOLE, rhythm
@@ -336,3 +336,33 @@ def test_servers_that_have_announced_themselves_long_ago_and_are_gone_cost_a_mom
             nursery.cancel_scope.cancel()
 
     run_autojumping(main)
+
+
+@pytest.mark.parametrize(("comes_at", "known_at"), [(0.0, 0.0), (5.0, 20.0), (300.0, 380.0)])
+def test_a_server_that_follows_is_measured_soon_after_the_start(comes_at: float, known_at: float) -> None:
+    own: Any = SimpleNamespace(model_version=b"v" * 32, span=Span(0, 3))
+    other = SimpleNamespace(peer_id="other", span=Span(3, 6))
+    rtts: dict[str, float] = {}
+    announced: list[float] = []
+
+    def servers(version: bytes, now: float) -> list[Any]:
+        return [own, other] if trio.current_time() >= begun + comes_at else [own]
+
+    async def measure_rtt(peer_id: str, timeout: float) -> float:
+        return 0.05
+
+    own.peer_id = "own"
+    swarm: Any = SimpleNamespace(peer_id="own", view=SimpleNamespace(servers=servers), measure_rtt=measure_rtt)
+    begun = 0.0
+
+    async def serve() -> None:
+        nonlocal begun
+        begun = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep_rtts, swarm, own, rtts, lambda: announced.append(trio.current_time() - begun))
+            await trio.sleep(known_at + 1)
+            nursery.cancel_scope.cancel()
+
+    run_autojumping(serve)
+    assert rtts == {"other": 0.05} and len(announced) <= 2
+    assert announced[0] >= comes_at  # there was nothing to announce before

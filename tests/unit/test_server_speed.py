@@ -1,12 +1,25 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import trio
 
-from petalnode.node.server.lifecycle.speed import BlockSpeed, LiveSpeed, SpeedKey, cpu_name, keep_speed, recall_speed
+from petalnode.node.server.lifecycle.speed import (
+    BlockSpeed,
+    LiveSpeed,
+    SpanSpeed,
+    SpeedKey,
+    cpu_name,
+    keep_speed,
+    recall_speed,
+)
 from petalnode.node.swarm.cost import LOAD_PER_WAITING
+from petalnode.node.testing.memory_network import run_autojumping
 
 KEY = SpeedKey(b"v" * 32, "auto", "none", "some processor", 4)
 SPEED = BlockSpeed(0.002, 0.0001, 1e-8)
@@ -114,3 +127,64 @@ def test_steps_of_many_rows_and_of_a_part_of_the_span_count_for_what_they_are() 
         live.note_decode(1, 0.25, 0.0025)
         live.note_decode(1, 0.0, 1.0)
     assert not live.correct()
+
+
+# --- when
+
+
+class Machine:
+    """Stands for the thread that computes a span of two blocks: what it is asked to measure is `found`."""
+
+    def __init__(self, found: BlockSpeed) -> None:
+        self.blocks = SimpleNamespace(span=range(2))
+        self.found = found
+        self.measured: list[float] = []
+
+    async def call(self, measure: Callable[[], BlockSpeed]) -> BlockSpeed:
+        self.measured.append(trio.current_time())
+        return self.found
+
+
+SLOW = BlockSpeed(0.02, 0.001, 1e-8)
+
+
+async def _known_network() -> float:
+    return 1e-8
+
+
+def announced_after(seconds: float, *, earlier: BlockSpeed | None, steps: int = 0) -> tuple[BlockSpeed, list[float]]:
+    """A block's speed as it is announced so long after the start of a server of `SPEED`, and when that was measured."""
+    machine: Any = Machine(SPEED)
+    if earlier is not None:
+        keep_speed(KEY, earlier)
+
+    async def serve() -> SpanSpeed:
+        speed = await SpanSpeed.measured(machine, KEY, None, _known_network)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(speed.keep_corrected, lambda: None)
+            nursery.start_soon(speed.measure_when_idle, lambda: True, lambda: None)
+            for _ in range(steps):
+                speed.live.note_decode(1, 1.0, 2 * SPEED.step_seconds)
+            await trio.sleep(seconds)
+            nursery.cancel_scope.cancel()
+        return speed
+
+    live = run_autojumping(serve).live
+    return BlockSpeed(live.step_seconds / 2, live.token_seconds / 2, 1e-8), machine.measured
+
+
+def test_a_speed_of_an_earlier_run_is_announced_at_once_and_measured_anew_soon() -> None:
+    assert announced_after(1, earlier=SLOW) == (SLOW, [])
+    found, measured = announced_after(10, earlier=SLOW)
+    assert found == SPEED and len(measured) == 1
+    assert recall_speed(KEY) == SPEED
+
+
+def test_a_speed_that_was_measured_just_now_is_not_measured_again_at_once() -> None:
+    found, measured = announced_after(10, earlier=None)
+    assert found == SPEED and len(measured) == 1
+
+
+def test_steps_correct_a_speed_of_an_earlier_run_within_seconds() -> None:
+    found, measured = announced_after(10, earlier=SLOW, steps=16)
+    assert found == replace(SLOW, step_seconds=SPEED.step_seconds) and not measured

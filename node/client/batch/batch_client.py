@@ -20,7 +20,7 @@ from ..deadlines import (
 )
 from ..request import ServerRefused, WireTensor, has_code, is_lost
 from ..router import ModelClient, ServerSearch, note_failure
-from .batch_stream import BatchInput, BatchOutput, BatchSpec, BatchStream, PendingBatch, StreamBroken
+from .batch_stream import BatchInput, BatchSpec, BatchStream, PendingBatch, StreamBroken
 from .chains import Chain, apportion, choose_chains, cut, rows_of_micro_batch, seconds_of, stages_of
 
 T = TypeVar("T")
@@ -81,7 +81,9 @@ class BatchClient:
         self._client = client
         self._slots: dict[tuple[str, Hop, BatchSpec], _Slot] = {}
         self._no_gradients: dict[str, ServerFailed] = {}
-        self._speeds: dict[str, float] = {}  # seconds of a token in a block, by peer
+        self.speeds: dict[str, float] = {}
+        """Seconds of a token in a block, by peer: as its replies say, before the first one as it announces."""
+        self._replied: set[str] = set()
 
     async def plan(
         self, span: Span, batch: int, tokens: int, token_bytes: int, *, gradients: bool, wait: bool
@@ -105,10 +107,10 @@ class BatchClient:
             )
             servers = {hop.peer_id for chain in chains for hop in chain}
             for peer_id in servers:
-                self._speeds.setdefault(peer_id, seconds_of(candidates[peer_id]))
+                self.speeds.setdefault(peer_id, seconds_of(candidates[peer_id]))
             most = rows_of_micro_batch(batch, tokens, len(servers))
             stages = [
-                stages_of(chain, candidates, self._speeds, tokens=most * tokens, token_bytes=token_bytes)
+                stages_of(chain, candidates, self.speeds, tokens=most * tokens, token_bytes=token_bytes)
                 for chain in chains
             ]
             rows = cut(batch, most)
@@ -204,6 +206,7 @@ class BatchClient:
         patience = timeout or self._patience(hop, request, protocol)
         try:
             while True:
+                sent = trio.current_time()
                 try:
                     if begun is not None:
                         reply = await begun.stream.finish(begun.sent, request, patience)
@@ -217,7 +220,7 @@ class BatchClient:
                         slot.whole_until = trio.current_time() + WHOLE_SECONDS
                     begun = None
                     continue
-                self._learn(protocol, hop, reply, request)
+                self._learn(protocol, hop, min(reply.compute, trio.current_time() - sent), request)
                 self._client.note_tokens(hop.peer_id, _block_tokens(hop, request) // len(hop.span))
                 return reply.tensors
         except ServerFailed as error:
@@ -253,12 +256,16 @@ class BatchClient:
 
     def _patience(self, hop: Hop, request: BatchInput, protocol: str) -> float:
         cost = BACKWARD_COST if protocol == BACKWARD else 1.0
-        return batch_patience(self._speeds.get(hop.peer_id, 0.0) * _block_tokens(hop, request) * cost)
+        return batch_patience(self.speeds.get(hop.peer_id, 0.0) * _block_tokens(hop, request) * cost)
 
-    def _learn(self, protocol: str, hop: Hop, reply: BatchOutput, request: BatchInput) -> None:
+    def _learn(self, protocol: str, hop: Hop, computed: float, request: BatchInput) -> None:
+        """`computed`: seconds as the server says, and no more than it took: its answers are waited for accordingly."""
         if protocol != BACKWARD:
-            seconds = reply.compute / _block_tokens(hop, request)
-            self._speeds[hop.peer_id] = 0.8 * self._speeds.get(hop.peer_id, seconds) + 0.2 * seconds
+            seconds = computed / _block_tokens(hop, request)
+            # What a server announces may have been measured under another load: the first reply knows better.
+            before = self.speeds[hop.peer_id] if hop.peer_id in self._replied else seconds
+            self.speeds[hop.peer_id] = 0.8 * before + 0.2 * seconds
+            self._replied.add(hop.peer_id)
 
 
 def _block_tokens(hop: Hop, request: BatchInput) -> int:

@@ -108,24 +108,29 @@ def apportion(count: int, chains: Sequence[Sequence[Stage]]) -> list[int]:
 
     Chains may share servers; a server does one micro-batch at a time.
     """
-    alone = [sum(stage.work + stage.way for stage in stages) for stages in chains]
+    alone = [_done(stages, {}) for stages in chains]
     usable = [number for number, seconds in enumerate(alone) if seconds <= _BEHIND * min(alone)]
     free: dict[str, float] = {}
     chosen = []
     for _ in range(count):
-        best = min(usable, key=lambda number: _done(chains[number], free))
+        best = min(usable, key=lambda number: _done(chains[number], dict(free)))
         chosen.append(best)
-        now = 0.0
-        for stage in chains[best]:
-            now = max(now + stage.way, free.get(stage.peer_id, 0.0)) + stage.work
-            free[stage.peer_id] = now
+        _done(chains[best], free)
     return chosen
 
 
-def _done(stages: Sequence[Stage], free: Mapping[str, float]) -> float:
+def pass_seconds(micro_batches: Sequence[Sequence[Stage]]) -> float:
+    """Until all micro-batches, which set out in this order at once, are through the stages of their chains; a server
+    does one at a time."""
+    free: dict[str, float] = {}
+    return max(_done(stages, free) for stages in micro_batches)
+
+
+def _done(stages: Sequence[Stage], free: dict[str, float]) -> float:
+    """When a micro-batch is through, with servers that are `free` from then on, which is brought up to date."""
     now = 0.0
     for stage in stages:
-        now = max(now + stage.way, free.get(stage.peer_id, 0.0)) + stage.work
+        now = free[stage.peer_id] = max(now + stage.way, free.get(stage.peer_id, 0.0)) + stage.work
     return now
 
 

@@ -23,7 +23,8 @@ from ...swarm.swarm import Swarm
 _REFRESH_TIMEOUT: Final = 5.0
 _PUSH_OPEN_TIMEOUT: Final = 5.0
 _RTT_TIMEOUT: Final = 3.0
-RTT_INTERVAL: Final = 60.0
+FIRST_RTT_INTERVAL, RTT_INTERVAL = 4.0, 60.0
+"""Seconds between two measurements of round trips; longer each time, as long as there is nobody to measure."""
 MOST: Final = 16
 """Servers whose round trips are known, and"""
 NEW_ONES: Final = 2
@@ -69,7 +70,9 @@ async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], on_
         except PeerError:
             rtts.pop(peer_id, None)
 
+    pause = FIRST_RTT_INTERVAL / 2
     while True:
+        known_before = bool(rtts)
         servers = swarm.view.servers(own.model_version, now=time.time())
         following = [
             server.peer_id
@@ -81,8 +84,10 @@ async def keep_rtts(swarm: Swarm, own: Announcement, rtts: dict[str, float], on_
         async with trio.open_nursery() as nursery:
             for peer_id in to_measure(following, rtts):
                 nursery.start_soon(measure, peer_id)
-        on_change()
-        await trio.sleep(RTT_INTERVAL * random.uniform(0.8, 1.2))
+        if rtts or known_before:
+            on_change()
+        pause = RTT_INTERVAL if rtts else min(2 * pause, RTT_INTERVAL)
+        await trio.sleep(pause * random.uniform(0.8, 1.2))
 
 
 INTERVAL: Final = 600.0

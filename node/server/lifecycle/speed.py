@@ -47,9 +47,11 @@ _LONG: Final = 32
 """Tokens at once from which a pass says how fast a long prefill is."""
 _NOTABLE: Final = 0.1
 """Smaller differences are noise, and not announced."""
-_CORRECT_INTERVAL: Final = 30.0
-_FIRST_IDLE, _NEXT_IDLE = 60.0, 600.0
-"""Seconds in which nobody has used a server, after which it measures itself anew: nobody will use one that says that it
+_FIRST_CORRECTION, _CORRECT_INTERVAL = 5.0, 30.0
+"""Seconds after which steps correct what is announced: soon at first, when nobody knows better than an earlier run."""
+_RECALLED_IDLE, _FIRST_IDLE, _NEXT_IDLE = 5.0, 60.0, 600.0
+"""Of a speed that an earlier run has left, perhaps beside other work, or that was measured just now; and from then on:
+seconds in which nobody has used a server, after which it measures itself anew: nobody will use one that says that it
 is slow. Steps of real sessions know better what they take than the best of some that it makes by itself."""
 
 
@@ -226,9 +228,13 @@ class SpanSpeed:
         byte_seconds: what a byte takes into this machine and out of it; 0 if that is not known, or not to be announced.
     """
 
-    def __init__(self, compute: ComputeThread, key: SpeedKey, speed: BlockSpeed, throughput: float | None) -> None:
-        """`throughput`: what the owner wants announced, in decode steps per second; then nothing is corrected."""
+    def __init__(
+        self, compute: ComputeThread, key: SpeedKey, speed: BlockSpeed, throughput: float | None, *, recalled: bool
+    ) -> None:
+        """`throughput`: what the owner wants announced, in decode steps per second; then nothing is corrected.
+        `recalled`: `speed` is of an earlier run."""
         self._compute = compute
+        self._recalled = recalled
         self._key = key
         self._count = len(compute.blocks.span)
         self.byte_seconds = 0.0 if throughput else speed.byte_seconds
@@ -250,18 +256,20 @@ class SpanSpeed:
             speed = replace(speed, byte_seconds=await measure_network())
         if speed != known:
             await trio.to_thread.run_sync(keep_speed, key, speed)
-        return cls(compute, key, speed, throughput)
+        return cls(compute, key, speed, throughput, recalled=known is not None)
 
     async def keep_corrected(self, on_change: Callable[[], None]) -> None:
         """Takes over what steps really take, now and then; `on_change` is called when that is worth announcing."""
+        pause = _FIRST_CORRECTION
         while True:
-            await trio.sleep(_CORRECT_INTERVAL)
+            await trio.sleep(pause)
+            pause = min(2 * pause, _CORRECT_INTERVAL)
             if self.live.correct():
                 await self._keep(on_change)
 
     async def measure_when_idle(self, is_idle: Callable[[], bool], on_change: Callable[[], None]) -> None:
         """Measures anew when nobody has used the server for a while."""
-        pause = _FIRST_IDLE
+        pause = _RECALLED_IDLE if self._recalled else _FIRST_IDLE
         while True:
             await trio.sleep(pause * random.uniform(0.8, 1.2))
             pause = _NEXT_IDLE
