@@ -187,17 +187,17 @@ def _forward(model: Any, wanted: dict[str, Any]) -> Iterator[Callable[[], dict[s
         for _ in range(repeats):
             model.remote_blocks(hidden)
         seconds = (time.perf_counter() - begun) / repeats
-        # Replies have the time in which others were computed, too.
-        computed = _planned(model, hidden, wanted | {"clients": 1})
+        computed = _planned(model, hidden, wanted)  # by what these replies said
         return {"measured": hidden[..., 0].numel() / seconds, "planned": planned, "computed": computed}
 
     yield measure
 
 
 def _planned(model: Any, hidden: torch.Tensor, wanted: dict[str, Any]) -> float:
-    """Tokens/s of a forward pass: its micro-batches through the stages of their chains, each server one at a time."""
+    """Tokens/s of a forward pass: its micro-batches through the stages of their chains, each server one at a time; all
+    clients' take turns."""
     rows, tokens, values = hidden.shape
-    by_peer = {server.peer_id: server for server in _candidates(model, wanted)}
+    by_peer = {server.peer_id: server for server in _candidates(model, wanted | {"clients": 1})}
     batches, span = model._runtime.value.batches, Span(0, model.num_blocks)
 
     async def plan() -> Any:
@@ -207,6 +207,7 @@ def _planned(model: Any, hidden: torch.Tensor, wanted: dict[str, Any]) -> float:
     stages = [
         stages_of(chain, by_peer, batches.speeds, tokens=part * tokens, token_bytes=4 * values)
         for part, chain in zip(planned.rows, planned.chains, strict=True)
+        for _ in range(wanted["clients"])
     ]
     return rows * tokens / pass_seconds(stages)
 
