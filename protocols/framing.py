@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Final, Generic, Protocol, TypeVar
 
 import trio
@@ -67,6 +68,10 @@ class RawStream(Protocol):
     @property
     def direct(self) -> bool:
         """Whether no relay is on the way to the peer."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the stream was reset or its connection is gone; what came before that may still be read."""
 
     async def read(self, n: int) -> bytes:
         """1 to `n` bytes, or none at the end. May be cancelled without loss. Raises OSError when reset."""
@@ -259,23 +264,16 @@ class MessageStream(Generic[F]):
             await self._fill_to(total)
         header, self._header = self._header, None
         self._patience = PATIENCE
-        payloads = []
-        if sizes:
-            with memoryview(self._buffer) as view:
-                start = 0
-                for size in sizes:
-                    payloads.append(bytes(view[start : start + size]))
-                    start += size
-            del self._buffer[:total]
+        with memoryview(self._buffer) as view:
+            payloads = [bytes(view[start:end]) for start, end in pairwise(accumulate(sizes, initial=0))]
+        del self._buffer[:total]
         if not self._keeps_room:
             self._leave_room()
         return header, payloads
 
     async def _fill_to(self, total: int) -> None:
-        """Reads until so many bytes are in the buffer, for which there is room.
-
-        Only the time that is waited here counts: a peer does not answer for what its own reader leaves lying.
-        """
+        """Reads until so many bytes are in the buffer, for which there is room. Only the time that is waited here
+        counts: a peer does not answer for what its own reader leaves lying."""
         if self._room is not None and total > max(self._room_taken, _UNCOUNTED):
             self._leave_room()
             if not self._room.take_nowait(self.peer_id, total):
@@ -372,6 +370,11 @@ class MessageStream(Generic[F]):
         with contextlib.suppress(OSError):
             await self._raw.reset()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the stream was reset or its connection is gone; messages that came before that can be received."""
+        return self._raw.is_lost
+
     async def wait_lost(self) -> None:
         """Returns once the stream was reset or its connection is gone, for who waits for something else."""
         await self._raw.wait_lost()
@@ -395,13 +398,10 @@ def _pieces(views: Sequence[memoryview]) -> Iterator[bytes]:
     """The concatenation of `views`, cut into full pieces."""
     gathered: list[memoryview] = []
     room = _PIECE
-    for view in views:
-        start = 0
-        while start < len(view):
-            part = view[start : start + room]
-            gathered.append(part)
-            start += len(part)
-            room -= len(part)
+    for rest in views:
+        while rest:
+            gathered.append(rest[:room])
+            rest, room = rest[room:], room - len(gathered[-1])
             if room == 0:
                 yield b"".join(gathered)
                 gathered, room = [], _PIECE

@@ -86,14 +86,14 @@ class Link:
 
     def live(self, protocol: str | None = None) -> Iterator[MemoryStream]:
         for name, stream in self.streams:
-            if not stream.is_cut and protocol in (None, name):
+            if not stream.is_lost and protocol in (None, name):
                 yield stream
 
     def cut(self, protocol: str | None = None) -> None:
         """Breaks the streams that there are, of one protocol or all; others can be opened."""
         for stream in list(self.live(protocol)):
             stream.cut()
-        self.streams = [(name, stream) for name, stream in self.streams if not stream.is_cut]
+        self.streams = [(name, stream) for name, stream in self.streams if not stream.is_lost]
 
     def take_down(self) -> None:
         self.down = True
@@ -234,7 +234,7 @@ class _MemoryHost:
         ours.delay = theirs.delay = link.delay
         if link.frozen:
             ours.freeze()
-        link.streams = [*((name, stream) for name, stream in link.streams if not stream.is_cut), (protocol, ours)]
+        link.streams = [*((name, stream) for name, stream in link.streams if not stream.is_lost), (protocol, ours)]
         handler = cast(_MemoryHost, other.host)._handlers.get(protocol)
         if handler is None:
             ours.cut()  # the first read tells of it

@@ -60,7 +60,7 @@ class MemoryStream:
             end._wake()
 
     @property
-    def is_cut(self) -> bool:
+    def is_lost(self) -> bool:
         return self._lost.is_set()
 
     @property

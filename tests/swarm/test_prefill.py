@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trio
 
 from petalnode.node.client.api.causal_lm import AutoDistributedModelForCausalLM
 from petalnode.node.client.session.flight import Stage
 from petalnode.node.client.session.link import ServerLink
+from petalnode.node.client.session.step import StepRun
+from petalnode.node.server.steps import Step, StepRunner
 from petalnode.node.testing.inspection import session_of
+from petalnode.node.testing.memory_servers import MemoryServer
 from tests.swarm.fleet import Tap
 from tests.swarm.memory_pool import MemoryPool, memory_pool
 from tests.swarm.processes import until
@@ -216,3 +221,57 @@ def test_a_prompt_that_is_given_up_leaves_the_session_as_it_was(
         again(session)
         assert torch.equal(generate(model, ids), generate(whole, ids))
         assert torch.equal(first, generate(whole, ids[:, :9]))
+
+
+@pytest.mark.parametrize("then", ["closed", "used"])
+def test_what_was_sent_of_a_prompt_that_is_given_up_is_not_computed(
+    then: str, pool: MemoryPool, model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first server computes the first step until the client, which has sent it four more, has gone on."""
+    send_ahead, prefill, begun, go = StepRun.send_ahead, StepRunner._prefill, threading.Event(), threading.Event()
+    computed: dict[int, list[int]] = {0: [], 2: [], 4: []}
+    sent: list[StepRun] = []
+
+    class GivenUp(Exception):
+        pass
+
+    async def sending(run: StepRun) -> bool:
+        if len(sent) == 5 and not go.is_set():
+            await trio.to_thread.run_sync(begun.wait)
+            raise GivenUp
+        sent.append(run)
+        return await send_ahead(run)
+
+    def computing(runner: StepRunner, step: Step, chunk: int) -> bool:
+        first = runner._blocks.span.start
+        computed[first].append(step.input.position)
+        if not first:
+            begun.set()
+            go.wait()
+        return prefill(runner, step, chunk)
+
+    ids = prompt()
+    try:
+        with model.inference_session(max_length=LONG + 8) as session:
+            generate(model, ids[:, :9])
+            again(session)
+            monkeypatch.setattr(StepRun, "send_ahead", sending)
+            monkeypatch.setattr(StepRunner, "_prefill", computing)
+            with pytest.raises((GivenUp, ExceptionGroup)):
+                generate(model, ids)
+            if then == "used":
+                go.set()
+                again(session)
+                assert torch.equal(generate(model, ids), generate(whole, ids))
+                assert session.recoveries == 0
+    finally:
+        go.set()
+    until(lambda: not any(sessions_at(server) for server in pool.alive), "all sessions are over")
+    assert computed[0] == ([0] if then == "closed" else [0, *range(0, LONG, CHUNK)])
+    if then == "closed":
+        assert computed[2] == computed[4] == []
+
+
+def sessions_at(server: MemoryServer) -> int:
+    serving = server.tallies.serving
+    return 0 if serving is None else serving().sessions

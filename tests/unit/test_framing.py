@@ -48,6 +48,10 @@ class MemoryEnd:
         with trio.CancelScope(shield=True):
             await trio.aclose_forcefully(self._stream)
 
+    @property
+    def is_lost(self) -> bool:
+        return self.was_reset
+
     async def wait_lost(self) -> None:
         await trio.sleep_forever()
 

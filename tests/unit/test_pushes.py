@@ -14,18 +14,16 @@ import trio.testing
 
 from petalnode.crypto.identity import Identity, peer_id_to_bytes
 from petalnode.node.server.requests.pushes import (
-    BYTES_IN_FLIGHT,
     FIRST_PAUSE,
-    INLINE_BYTES,
     LONGEST_PAUSE,
     MAX_TARGETS,
     PUSH_TIMEOUT,
     Pushes,
     PushStream,
-    SendQueue,
     Upstream,
     check_upstream,
 )
+from petalnode.node.server.requests.replies import BYTES_IN_FLIGHT, INLINE_BYTES, SendQueue
 from petalnode.node.server.steps import StepOutput
 from petalnode.node.testing import MemoryStream, message_streams, run_autojumping, stream_pair
 from petalnode.protocols import wire_pb2 as wire
@@ -150,7 +148,7 @@ def test_who_does_not_want_pushes_gets_none_for_a_while(end: str) -> None:
             else:
                 await (theirs.reset() if end == "cut" else theirs.close())
             await settled()
-            assert network.streams[number][0].is_cut
+            assert network.streams[number][0].is_lost
             assert not await send(pushes)
             await trio.sleep(0.9 * 2**number)
             assert not await send(pushes)

@@ -168,6 +168,13 @@ class Chain:
             self.router.start_soon(link.reconnector.run)
         return link.reconnector
 
+    async def abandon(self, link: ServerLink) -> None:
+        """Has the server drop the steps that it was sent and has not begun; the session goes on by another stream.
+        Never waits, never raises."""
+        if link.server.is_behind and link.server.kept:
+            await link.server.abandon()
+            self.reconnector(link).report_lost()
+
     async def end(self) -> None:
         """Gives the servers their caches back, or leaves them there for as long as `spec.keep` says. Never raises."""
         links, self.links = self.links, []

@@ -140,7 +140,7 @@ class Prefill:
             before = link
 
     async def run(self) -> list[WireTensor]:
-        """What leaves the last server for each step.
+        """What leaves the last server for each step. If cancelled, servers drop the steps that they have not begun.
 
         Raises:
             NoChainError: servers failed, and no others hold their blocks.
@@ -148,6 +148,7 @@ class Prefill:
             SwarmError: several servers in a row failed at one step.
         """
         out: list[WireTensor] = []
+        given_up = True
         try:
             with unwrapped(SwarmError):
                 async with trio.open_nursery() as nursery:
@@ -162,9 +163,15 @@ class Prefill:
                         receive = following
                     async for _, left in receive:
                         out.append(left.chunk)
+            given_up = False
+        except SwarmError:
+            given_up = False
+            raise
         finally:
             # Also after a failure: servers that took another's place must be closed some day, and can be used again.
             self._chain.links = [link for stage in self.stages for link in stage.links]
+            for link in self._chain.links if given_up else ():
+                await self._chain.abandon(link)
         return out
 
     def pushed_from(self, stage: Stage) -> Iterable[Stage]:

@@ -120,6 +120,9 @@ async def close_links(links: Sequence[ServerLink], leave: bool = False) -> None:
     """Ends the sessions of `links`, side by side, or leaves them at their servers. Never raises."""
     async with trio.open_nursery() as nursery:
         for link in links:
+            end = link.server.leave if leave else link.server.close
             if link.reconnector is not None:
                 link.reconnector.cancel()
-            nursery.start_soon(link.server.leave if leave else link.server.close)
+                if link.server.abandoned and not leave:
+                    end = link.reconnector.close_session
+            nursery.start_soon(end)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import trio
 
 from ...errors import ServerFailed
-from ..deadlines import KEEP_GRACE, MOVE_RETRY, MOVE_TIMEOUT
+from ..deadlines import CLOSE_TIMEOUT, KEEP_GRACE, MOVE_RETRY, MOVE_TIMEOUT
 from ..request import StreamLost
 from ..router import Router
 from .recovery import (
@@ -62,6 +63,11 @@ class SessionReconnector:
         """Lets go of the server."""
         self._take(PathSignal.DISMISSED)
         self._scope.cancel()
+
+    async def close_session(self) -> None:
+        """Ends the session of a stream that was abandoned, by another one. Never raises."""
+        with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT), suppress(ServerFailed):
+            await self._server.close_on(await self._router.connect(self._server.hop))
 
     def report_lost(self) -> None:
         """Says that a step has found the stream at its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -17,7 +18,7 @@ from ....protocols.inference import MAX_SEQUENCE, STEP_TOKENS, root_of
 from ...errors import ServerFailed
 from ...swarm.routing import Hop
 from ...trust.receipt_log import SessionLog
-from ..deadlines import PATH_KEEP, SEND_TIMEOUT
+from ..deadlines import CLOSE_TIMEOUT, PATH_KEEP, SEND_TIMEOUT
 from ..request import OutstandingReplies, ServerClaims, StreamLost, WireTensor, close_stream
 from .answers import Answer, AnswerChecks, Early, HopTiming, InferenceStream, SessionSpec
 
@@ -34,6 +35,7 @@ class SessionStream(AnswerChecks):
         generation: grows with every stream that takes the place of another.
         held: the sequence number of the last step that the server had done when the stream was changed.
         prefix_tokens: of a row, that the server held from the start.
+        abandoned: the stream was ended by `abandon`, and no other one has taken its place.
         bytes_sent, bytes_received: tensor bytes between this client and the server.
 
     `claims` are what the server has announced, to which it is held; `log` keeps its receipts.
@@ -57,6 +59,7 @@ class SessionStream(AnswerChecks):
         self.round_trip = float("inf")
         self.generation = 0
         self.held = 0
+        self.abandoned = False
         self._due = OutstandingReplies()
         self._sent: tuple[int, InferenceStream] | None = None  # the last step that was sent, and on what
         self._attempt = 0
@@ -199,6 +202,7 @@ class SessionStream(AnswerChecks):
         before, self._stream = self._stream, stream
         self.held = granted.sequence
         self.generation += 1
+        self.abandoned = False
         self._due.ask_again(answered)
         await before.reset()
 
@@ -291,6 +295,25 @@ class SessionStream(AnswerChecks):
         return self._failed(f"it did not answer for {seconds:.0f} s")
 
     # --- leaving
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the server has been sent a step on the present stream that it has not answered."""
+        return self._sent is not None and self._sent[0] > self._answered and self.uses(self._sent[1])
+
+    async def abandon(self) -> None:
+        """Ends the stream, so that the server drops the parts of a prompt which it has been sent and has not begun. It
+        keeps the session, to be taken up on another stream. Never waits, never raises."""
+        self.abandoned = True
+        await self.leave()
+
+    async def close_on(self, stream: InferenceStream) -> None:
+        """Ends the session by another stream than the one that was left. Never raises."""
+        self._attempt += 1
+        resume = wire.Resume(nonce=self.nonce, session_epoch=self.epoch, attempt=self._attempt)
+        with contextlib.suppress(PeerError):
+            await stream.send(wire.InferenceFrame(resume=resume), timeout=CLOSE_TIMEOUT)
+        await close_stream(stream, wire.InferenceFrame(close=wire.Close()))
 
     async def close(self) -> None:
         """Ends the session, so that the cache is free at once. Never raises."""

@@ -167,6 +167,11 @@ def check_step_tensors(tensors: Sequence[wire.Tensor], terms: SessionTerms, host
     return shape[1]
 
 
+def is_prompt(tensors: Sequence[wire.Tensor]) -> bool:
+    """Whether a checked step has several tokens of a row, so that computing it for nobody would cost something."""
+    return bool(tensors) and tensors[0].shape[1] > 1
+
+
 def step_tokens(batch: int) -> int:
     """Tokens of a row that one step may carry."""
     return max(1, STEP_TOKENS // batch)

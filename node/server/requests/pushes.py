@@ -1,10 +1,9 @@
 """Pushes between servers: the streams on which a session sends its outputs to the servers that come after it, and which
-server before it may push steps into it. And the queue of what leaves a session while it computes on."""
+server before it may push steps into it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -31,10 +30,6 @@ PUSH_BYTES_PER_SECOND: Final = 1 << 20
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 60.0
 """Between two attempts to open a stream that is wanted; the pause doubles."""
-BYTES_IN_FLIGHT: Final = 16 << 20
-"""Of outputs that wait until they are sent; also what a client is granted, and so no more than it has asked for."""
-INLINE_BYTES: Final = 1 << 16
-"""Outputs up to this size are sent at once: that takes less than waking another task."""
 MAX_TARGETS: Final = 8
 """Servers to which one session may push: more than a client that changes its chain ever needs at once."""
 
@@ -165,48 +160,6 @@ class Pushes:
             except PeerError:
                 await trio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-
-
-@dataclass(frozen=True)
-class SentReply:
-    """A reply to a client, kept for when it asks again."""
-
-    sequence: int
-    request_hash: bytes
-    frame: wire.InferenceFrame
-    payload: bytes
-
-
-class SendQueue:
-    """Sends the outputs of one session in their order. Large ones are sent while the next step is computed."""
-
-    def __init__(self, nursery: trio.Nursery) -> None:
-        self._nursery = nursery
-        self._waiting: deque[tuple[int, Callable[[], Awaitable[None]]]] = deque()
-        self._sent = trio.Event()
-
-    async def put(self, nbytes: int, send: Callable[[], Awaitable[None]]) -> None:
-        """Calls `send` once those before it are done. Returns before that, but not while too many bytes wait."""
-        if nbytes <= INLINE_BYTES and not self._waiting:
-            await send()
-            return
-        while self._waiting and sum(size for size, _ in self._waiting) + nbytes > BYTES_IN_FLIGHT:
-            await self._sent.wait()
-        self._waiting.append((nbytes, send))
-        if len(self._waiting) == 1:
-            self._nursery.start_soon(self._send_all)
-
-    async def empty(self) -> None:
-        """Returns when nothing waits."""
-        while self._waiting:
-            await self._sent.wait()
-
-    async def _send_all(self) -> None:
-        while self._waiting:
-            await self._waiting[0][1]()
-            self._waiting.popleft()
-            self._sent.set()
-            self._sent = trio.Event()
 
 
 class Upstream:

@@ -225,3 +225,8 @@ class ReceiptChain:
         ).signed(self._identity)
         self.last = receipt.hash()
         return receipt
+
+
+def not_held() -> Refusal:
+    """What is answered about a session that is over, or never was."""
+    return Refusal(wire.ERROR_NOT_FOUND, "this session is not held here (any more)")

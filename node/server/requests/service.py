@@ -27,8 +27,8 @@ from .adapters import Adapters
 from .admission import PriorityPayments, prefix_scope
 from .batch_requests import BatchMemory, BatchRequests
 from .pushes import PushConnector, PushStream, Upstream
-from .request import SEND_TIMEOUT, OpenCount, RequestContext, reserve, serve_stream
-from .session import IDLE_TIMEOUT, InferenceStream, ServerSession, not_held
+from .request import SEND_TIMEOUT, OpenCount, RequestContext, not_held, reserve, serve_stream
+from .session import IDLE_TIMEOUT, InferenceStream, ServerSession
 
 log = logging.getLogger(__name__)
 

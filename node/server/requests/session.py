@@ -4,7 +4,6 @@ answers with receipts, and pushes the output on. It may outlive the stream that 
 from __future__ import annotations
 
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,19 +27,15 @@ from ....protocols.inference import (
 from ..budget import Lease
 from ..steps import ComputeSession, StepInput, StepOutput
 from ..tallies import ServedSession
-from .admission import check_step, check_step_tensors, step_tokens
-from .pushes import BYTES_IN_FLIGHT, PushConnector, Pushes, SendQueue, SentReply, Upstream, check_upstream
-from .request import SEND_TIMEOUT, ReceiptChain, RequestContext
+from .admission import check_step, check_step_tensors, is_prompt, step_tokens
+from .pushes import PushConnector, Pushes, Upstream, check_upstream
+from .replies import BYTES_IN_FLIGHT, CREDITS, SendQueue, SentReplies, SentReply
+from .request import SEND_TIMEOUT, ReceiptChain, RequestContext, not_held
 
 InferenceStream = MessageStream[wire.InferenceFrame]
 
 IDLE_TIMEOUT: Final = 1800.0
 """A session that asks nothing for this long gives its cache back; a dead connection is noticed far sooner."""
-CREDITS: Final = 8
-"""Steps that may be under way at once, so that drafts are checked without waiting for those before them."""
-KEPT_REPLIES: Final = 4
-"""Replies are kept for a client that comes back: so many, and up to `CREDITS` of them as long as all take no more than
-`BYTES_IN_FLIGHT`. A client has no more under way, so that each reply which it may still need is kept."""
 TURN_TIMEOUT: Final = 5.0
 """For which a push waits for the steps before it, which the client may be sending."""
 
@@ -73,7 +68,7 @@ class ServerSession:
         self._position = self._begun_at = self._compute.begun
         self._route_epoch = self._terms.route_epoch
         self._receipts = ReceiptChain(self._context, self._client, self._terms, self._begun_at)
-        self._replies: deque[SentReply] = deque(maxlen=CREDITS)
+        self._replies = SentReplies()
         self._sent_again = 0  # up to this sequence number, the stream got its replies when it was attached
         self._attempt = 0
         self._resuming = self._early_pushes = 0
@@ -190,7 +185,7 @@ class ServerSession:
                 if before is not None:
                     await before.reset()
                 # A step may be computing: its reply waits for us, and comes behind these.
-                missing = [sent for sent in self._replies if answered is not None and sent.sequence > answered]
+                missing = self._replies.after(answered)
                 self._sent_again = missing[-1].sequence if missing else 0
                 await stream.send(wire.InferenceFrame(granted=self._granted()), timeout=SEND_TIMEOUT)
                 for sent in missing:
@@ -256,9 +251,9 @@ class ServerSession:
         """Takes steps from `stream` until the client closes the session there."""
         while True:
             frame, payloads = await stream.receive(timeout=IDLE_TIMEOUT, admit=partial(self._admit, stream))
-            if self._stream is not stream:
-                raise StreamClosed("the client has gone on with another stream", stream.peer_id)
             body = frame.WhichOneof("body")
+            if self._stream is not stream or (stream.is_lost and body == "step" and is_prompt(frame.tensors)):
+                raise StreamClosed("the client has left, or gone on with another stream", stream.peer_id)
             if body == "close":
                 return
             if body != "step" or len(payloads) != 1:
@@ -286,7 +281,8 @@ class ServerSession:
 
     async def take_push(self, push: wire.Push, tensor: wire.Tensor, payload: bytes, pusher: str) -> None:
         """A step that `pusher`, the server before this one, sent on. Steps before it may still be on their way from the
-        client, where they could not be pushed: it waits for its turn.
+        client, where they could not be pushed: it waits for its turn. A part of a prompt whose client is away waits for
+        that client, so that nothing is computed of a prompt that was given up.
 
         What is refused leaves the session as it was: checks come before tokens of the cache are forgotten, and what
         was added meanwhile is forgotten again. If the blocks fail at a step that passed them, nobody knows what the
@@ -295,19 +291,27 @@ class ServerSession:
         Raises:
             Refusal: the step does not fit the session, or the receipt is not the pusher's for these bytes.
         """
-        if self._is_early(push.step):
+        prompt = is_prompt([tensor])
+        if self._is_early(push.step) or (prompt and self._is_alone):
             self._early_pushes += 1
             try:
                 with trio.move_on_after(TURN_TIMEOUT):
-                    while self._is_early(push.step):
+                    while self._is_early(push.step) or (prompt and self._is_alone):
                         await self._changed.wait()
             finally:
                 self._early_pushes -= 1
+        if prompt and self._is_alone:
+            raise Refusal(wire.ERROR_NOT_FOUND, "the client of this session is away, and nobody waits for the step")
         await self._take(push.step, tensor, payload, (push.receipt, pusher))
 
     def _is_early(self, step: wire.Step) -> bool:
         """Whether steps before it may still come."""
         return self._sequence + 1 < step.sequence <= self._sequence + CREDITS and not self._over
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the client is away. It may come back, and then sends again what was not taken."""
+        return self._stream is None and not self._over
 
     async def _take(
         self, step: wire.Step, tensor: wire.Tensor, payload: bytes, upstream: tuple[wire.Receipt, str] | None
@@ -416,9 +420,7 @@ class ServerSession:
             reply.handed_on = await self._pushes.send(step.targets[0].peer_id, push, output)
         frame = wire.InferenceFrame(reply=reply, tensors=[output.tensor])
         sent = SentReply(step.sequence, request_hash, frame, output.payload)
-        self._replies.append(sent)
-        while len(self._replies) > KEPT_REPLIES and sum(len(kept.payload) for kept in self._replies) > BYTES_IN_FLIGHT:
-            self._replies.popleft()
+        self._replies.add(sent)
         await self._reply(sent)
 
     async def _reply(self, sent: SentReply, *, asked_again: bool = False) -> None:
@@ -437,12 +439,7 @@ class ServerSession:
         request = hash_of_step(step, tensor, await trio.to_thread.run_sync(sha256, payload))
         if self._leaving is not None:
             await self._leaving.empty()
-        for sent in self._replies:
-            if sent.sequence == step.sequence and sent.request_hash == request:
-                await self._reply(sent, asked_again=True)
-                return
-        raise bad_request(f"step {step.sequence} is over, and was another request or is too old to be repeated")
-
-
-def not_held() -> Refusal:
-    return Refusal(wire.ERROR_NOT_FOUND, "this session is not held here (any more)")
+        sent = self._replies.find(step.sequence, request)
+        if sent is None:
+            raise bad_request(f"step {step.sequence} is over, and was another request or is too old to be repeated")
+        await self._reply(sent, asked_again=True)

@@ -1,0 +1,86 @@
+"""What leaves a session: the queue of its outputs while it computes on, and the replies that are kept for a client that
+comes back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from ....protocols import wire_pb2 as wire
+
+CREDITS: Final = 8
+"""Steps that may be under way at once, so that drafts are checked without waiting for those before them."""
+KEPT_REPLIES: Final = 4
+"""Replies are kept for a client that comes back: so many, and up to `CREDITS` of them as long as all take no more than
+`BYTES_IN_FLIGHT`. A client has no more under way, so that each reply which it may still need is kept."""
+BYTES_IN_FLIGHT: Final = 16 << 20
+"""Of outputs that wait until they are sent; also what a client is granted, and so no more than it has asked for."""
+INLINE_BYTES: Final = 1 << 16
+"""Outputs up to this size are sent at once: that takes less than waking another task."""
+
+
+@dataclass(frozen=True)
+class SentReply:
+    """A reply to a client, kept for when it asks again."""
+
+    sequence: int
+    request_hash: bytes
+    frame: wire.InferenceFrame
+    payload: bytes
+
+
+class SentReplies:
+    """The last replies of a session, in order."""
+
+    def __init__(self) -> None:
+        self._kept: deque[SentReply] = deque(maxlen=CREDITS)
+
+    def add(self, sent: SentReply) -> None:
+        self._kept.append(sent)
+        while len(self._kept) > KEPT_REPLIES and sum(len(kept.payload) for kept in self._kept) > BYTES_IN_FLIGHT:
+            self._kept.popleft()
+
+    def after(self, answered: int | None) -> list[SentReply]:
+        """Those behind the sequence number `answered`; none if that is None."""
+        return [sent for sent in self._kept if answered is not None and sent.sequence > answered]
+
+    def find(self, sequence: int, request_hash: bytes) -> SentReply | None:
+        """The reply to this very request, if it is kept."""
+        same = (sent for sent in self._kept if (sent.sequence, sent.request_hash) == (sequence, request_hash))
+        return next(same, None)
+
+
+class SendQueue:
+    """Sends the outputs of one session in their order. Large ones are sent while the next step is computed."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self._waiting: deque[tuple[int, Callable[[], Awaitable[None]]]] = deque()
+        self._sent = trio.Event()
+
+    async def put(self, nbytes: int, send: Callable[[], Awaitable[None]]) -> None:
+        """Calls `send` once those before it are done. Returns before that, but not while too many bytes wait."""
+        if nbytes <= INLINE_BYTES and not self._waiting:
+            await send()
+            return
+        while self._waiting and sum(size for size, _ in self._waiting) + nbytes > BYTES_IN_FLIGHT:
+            await self._sent.wait()
+        self._waiting.append((nbytes, send))
+        if len(self._waiting) == 1:
+            self._nursery.start_soon(self._send_all)
+
+    async def empty(self) -> None:
+        """Returns when nothing waits."""
+        while self._waiting:
+            await self._sent.wait()
+
+    async def _send_all(self) -> None:
+        while self._waiting:
+            await self._waiting[0][1]()
+            self._waiting.popleft()
+            self._sent.set()
+            self._sent = trio.Event()

@@ -1,0 +1,184 @@
+"""Many parts of a prompt are sent, by the client or by the server before, and nobody waits for what comes of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from petalnode.crypto.identity import Identity, peer_id_to_bytes
+from petalnode.node.blocks.span import BlockSpan
+from petalnode.node.server.steps import Step, StepRunner
+from petalnode.protocols import wire_pb2 as wire
+from petalnode.protocols.framing import PeerError
+from tests.attacks.one_server import OneServer, one_server, pushed
+from tests.swarm.raw import TIMEOUT, RawSession, values
+
+CLIENT, PUSHER = Identity.generate(), Identity.generate()
+TOKENS = 8
+KEEP = 60_000
+TURN_TIMEOUT = "petalnode.node.server.requests.session.TURN_TIMEOUT"
+NEVER = 1e6
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The position of each part of a prompt that was computed."""
+    found: list[int] = []
+    prefill = StepRunner._prefill
+
+    def noting(runner: StepRunner, step: Step, chunk: int) -> bool:
+        found.append(step.input.position)
+        return prefill(runner, step, chunk)
+
+    monkeypatch.setattr(StepRunner, "_prefill", noting)
+    return found
+
+
+def with_server(blocks: BlockSpan, main: Callable[[OneServer], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with one_server(blocks) as server:
+            await main(server)
+
+    trio.run(run)
+
+
+@asynccontextmanager
+async def held_up(server: OneServer) -> AsyncIterator[None]:
+    """Nothing is computed within this block. It ends when what has come to the compute thread is done, and the sessions
+    have had the time to bring more."""
+    compute, go = server.service.context.compute, threading.Event()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(compute.call, go.wait)
+        try:
+            yield
+        finally:
+            go.set()
+    for _ in range(10):
+        while compute.depth:
+            await wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()
+
+
+async def begins(server: OneServer) -> None:
+    """Returns once one step, and no more, has come to the compute thread, which is held up."""
+    while server.service.context.compute.depth < 2:
+        await wait_all_tasks_blocked()
+    await wait_all_tasks_blocked()
+    assert server.service.context.compute.depth == 2
+
+
+@pytest.mark.parametrize("keep", [0, KEEP])
+def test_what_a_client_sent_before_it_broke_off_is_not_computed(
+    keep: int, blocks: BlockSpan, computed: list[int]
+) -> None:
+    async def main(server: OneServer) -> None:
+        session = server.session(CLIENT)
+        assert (await session.open(keep_ms=keep)).HasField("granted")
+        async with held_up(server):
+            for number in range(6):
+                await session.send_step(1 + number, number * TOKENS, values(TOKENS))
+            await begins(server)
+            await session.stream.reset()
+
+    with_server(blocks, main)
+    assert computed == [0]
+
+
+async def opened(server: OneServer) -> RawSession:
+    session = server.session(CLIENT)
+    granted = await session.open(upstream=peer_id_to_bytes(PUSHER.peer_id), keep_ms=KEEP)
+    assert granted.HasField("granted")
+    return session
+
+
+async def push(server: OneServer, session: RawSession, count: int) -> None:
+    """`PUSHER` hands on so many parts of a prompt, and hears nothing."""
+    stream = server.pusher(PUSHER)
+    for number in range(count):
+        payload = values(TOKENS)
+        frame = pushed(session, CLIENT, PUSHER, 1 + number, number * TOKENS, payload)
+        await stream.send(frame, [payload], timeout=NEVER)
+
+
+def test_what_was_pushed_into_a_closed_session_is_not_computed(blocks: BlockSpan, computed: list[int]) -> None:
+    async def main(server: OneServer) -> None:
+        session = await opened(server)
+        async with held_up(server):
+            await push(server, session, 4)
+            await begins(server)
+            await session.close()
+            await wait_all_tasks_blocked()
+
+    with_server(blocks, main)
+    assert computed == []
+
+
+@pytest.mark.parametrize("patience", [0.0, NEVER], ids=["comes too late", "comes back"])
+def test_what_is_pushed_for_a_client_that_is_away_waits_for_it(
+    patience: float, blocks: BlockSpan, computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TURN_TIMEOUT, patience)
+
+    async def main(server: OneServer) -> None:
+        session = await opened(server)
+        async with held_up(server):
+            await push(server, session, 4)
+            await begins(server)
+            await session.stream.reset()
+        assert computed == [0]
+        again = server.session(CLIENT)
+        resume = wire.Resume(nonce=session.nonce, session_epoch=session.granted.session_epoch, answered=0)
+        await again.stream.send(wire.InferenceFrame(resume=resume), timeout=NEVER)
+        assert (await again.receive())[0].granted.sequence == 1
+        if patience:
+            for number in range(4):
+                assert (await again.receive())[0].reply.sequence == 1 + number
+
+    with_server(blocks, main)
+    assert computed == ([TOKENS * number for number in range(4)] if patience else [0])
+
+
+def test_one_token_is_computed_for_a_client_that_is_away(blocks: BlockSpan) -> None:
+    """It costs little, and a generation goes on the sooner when the connection is back."""
+
+    async def main(server: OneServer) -> None:
+        session = await opened(server)
+        await session.stream.reset()
+        await wait_all_tasks_blocked()
+        stream, payload = server.pusher(PUSHER), values(1)
+        await stream.send(pushed(session, CLIENT, PUSHER, 1, 0, payload), [payload], timeout=NEVER)
+        again = server.session(CLIENT)
+        compute = server.service.context.compute
+        await wait_all_tasks_blocked()
+        while compute.depth:
+            await wait_all_tasks_blocked()
+        resume = wire.Resume(nonce=session.nonce, session_epoch=session.granted.session_epoch, answered=0)
+        await again.stream.send(wire.InferenceFrame(resume=resume), timeout=NEVER)
+        assert (await again.receive())[0].granted.sequence == 1
+
+    with_server(blocks, main)
+
+
+def test_a_pusher_learns_that_nobody_waits(
+    blocks: BlockSpan, computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TURN_TIMEOUT, 0.0)
+
+    async def main(server: OneServer) -> None:
+        session = await opened(server)
+        await session.stream.reset()
+        await wait_all_tasks_blocked()
+        stream, payload = server.pusher(PUSHER), values(TOKENS)
+        await stream.send(pushed(session, CLIENT, PUSHER, 1, 0, payload), [payload], timeout=NEVER)
+        frame, _ = await stream.receive(timeout=TIMEOUT)
+        assert frame.error.code == wire.ERROR_NOT_FOUND
+        with pytest.raises(PeerError):
+            await stream.receive(timeout=TIMEOUT)
+
+    with_server(blocks, main)
+    assert computed == []
