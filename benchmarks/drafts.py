@@ -1,7 +1,7 @@
 """Milliseconds a token over a wide area with and without drafts, on three kinds of text.
 
     sudo python benchmarks/drafts.py [--json] [--model smollm2] [--rtts 20 50 100 200] [--servers 2 3 4] [--tokens 40]
-        [--draft MODEL] [--minutes 14]
+        [--draft MODEL] [--texts ordinary ...] [--minutes 14]
 
 Every server and the client is a process on a host of its own (`delay_bridge.py`), with the same round trip between
 any two. The texts: `re-emitted`, a file of the prompt that is to be written once more with a small edit; `ordinary`, an
@@ -120,7 +120,7 @@ async def _client(model: str, addr: str, draft: str | None) -> None:
 
 
 def run(
-    model: str, rtts: Sequence[float], count: int, tokens: int, draft: str | None, end: float
+    model: str, rtts: Sequence[float], count: int, tokens: int, draft: str | None, texts: Sequence[str], end: float
 ) -> Iterator[dict[str, Any]]:
     """The figures of each text at each of the round trips, in seconds; until the time is `end`."""
     with delay_network(count + 1, rtts[0] / 2) as network, servers_of(network, model, count, 30) as servers:
@@ -128,7 +128,7 @@ def run(
         process = ClientProcess(network, model, servers[0].ready["addrs"][0], tokens, *more, script=__file__)
         try:
             process.read()
-            for rtt, kind in itertools.product(rtts, TEXTS):
+            for rtt, kind in itertools.product(rtts, texts):
                 if time.monotonic() > end:
                     print(f"no time for {count} servers, {1000 * rtt:g} ms, {kind}", file=sys.stderr, flush=True)
                     continue
@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--draft", metavar="MODEL", help="guesses tokens at the client, too")
+    parser.add_argument("--texts", nargs="+", choices=[*TEXTS], default=[*TEXTS])
     parser.add_argument("--minutes", type=float, default=14, help="after which no further cell is begun")
     parser.add_argument("--client", nargs=2, metavar=("MODEL", "PEER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -176,7 +177,7 @@ def main() -> None:
     rtts = sorted(rtt / 1000 for rtt in options.rtts)
     results: list[dict[str, Any]] = []
     for servers in options.servers:
-        results += run(options.model, rtts, servers, options.tokens, options.draft, end)
+        results += run(options.model, rtts, servers, options.tokens, options.draft, options.texts, end)
     results.sort(key=lambda row: (row["rtt_ms"], row["servers"]))
     if options.json:
         print(json.dumps({"drafts": results}))

@@ -1,9 +1,10 @@
-"""A whole model on this machine that guesses tokens: a smaller one with the tokenizer of the model of the swarm."""
+"""What guesses tokens: a look into the text, or a whole model on this machine, a smaller one with the tokenizer of the
+model of the swarm."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -17,8 +18,68 @@ from ..models.folder import ModelFolder
 from .chat import Text, same_tokens
 from .sampling import AheadSampler, TokenSampler
 
+MOST_DRAFTED: Final = 96
+"""Tokens of one draft: more gains little where they are right, and costs the servers much where they are not."""
+SHORTEST_MATCH: Final = 2
+LONGEST_MATCH: Final = 48
+"""Tokens that have to stand elsewhere, too, for a draft; more are not counted."""
+_KEY: Final = 6
+"""Tokens by which a place is found; longer matches are counted from there."""
 PREFILL_TOKENS: Final = 64
 """Of a prompt that are read at once: whoever ends the answer waits for no more."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may come next; `match`: how many tokens before them stood elsewhere, before `place` in the text."""
+
+    tokens: tuple[int, ...] = ()
+    match: int = 0
+    place: int = 0
+
+
+class LookupDrafter:
+    """Finds what followed the last tokens of a text where they stood before in it ("prompt lookup decoding", Saxena
+    2023; suffix matching as in REST, arXiv 2311.08252, section 3.2)."""
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}
+        self._known: list[int] = []
+
+    def matches(self, tokens: Sequence[int]) -> Iterator[Draft]:
+        """What may come after `tokens`, the longest match first, each up to `MOST_DRAFTED` tokens."""
+        self._learn(tokens)
+        for length in range(min(_KEY, len(tokens) - 1), SHORTEST_MATCH - 1, -1):
+            place = self._after.get(tuple(tokens[-length:]))
+            if place is not None:
+                yield self.follow(tokens, place, _whole_match(tokens, place) if length == _KEY else length)
+
+    def follow(self, tokens: Sequence[int], place: int, match: int) -> Draft:
+        """What comes after `tokens` if it is what stands there from `place` on."""
+        return Draft(tuple(_repeated(tokens, place)), match, place)
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Notes the newest place of every few tokens but the last ones, which nothing follows yet."""
+        if list(tokens[: len(self._known)]) != self._known:
+            self._after, self._known = {}, []
+        for end in range(max(SHORTEST_MATCH, len(self._known)), len(tokens)):
+            for length in range(SHORTEST_MATCH, min(_KEY, end) + 1):
+                self._after[tuple(tokens[end - length : end])] = end
+        self._known = list(tokens)
+
+
+def _whole_match(tokens: Sequence[int], place: int) -> int:
+    """How many of the last tokens stand before `place`, too."""
+    length = _KEY
+    while length < min(LONGEST_MATCH, place) and tokens[place - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+def _repeated(tokens: Sequence[int], place: int) -> list[int]:
+    """What stands from `place` on; a text that ends there goes on as if it repeated itself."""
+    period = len(tokens) - place
+    return [tokens[place + index % period] for index in range(MOST_DRAFTED)]
 
 
 class DraftModel:

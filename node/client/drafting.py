@@ -5,9 +5,9 @@ after it; the chain answers for all of them at once, and the draft is kept as fa
 draft is a single guess for each place, so that comparing it with the token that the sampler chooses there *is* the
 rejection rule of section 2.3, whatever the sampling: the answer is the same as without drafts, with the same seed.
 
-Drafts come from the text itself: what followed the last few tokens where they stood before ("prompt lookup decoding",
-Saxena 2023; suffix matching as in REST, arXiv 2311.08252, section 3.2). Where the servers push to each other a draft is
-cut into several steps that are under way at once, so that all servers work and the way is waited for once.
+Where the servers push to each other a draft is cut into several steps that are under way at once, so that all servers
+work and the way is waited for once. Whether a text or a draft model is asked for a draft follows from what each has
+shown, and each has a budget of its own for being wrong.
 Pure: no clock, no network.
 """
 
@@ -19,17 +19,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-MOST_DRAFTED: Final = 96
-"""Tokens of one draft: more gains little where they are right, and costs the servers much where they are not."""
+from .draft_model import MOST_DRAFTED as MOST_DRAFTED
+from .draft_model import Draft as Draft
+from .draft_model import LookupDrafter as LookupDrafter
+
 BY_MODEL: Final = 0
 """The match of what a draft model guesses."""
 REALIGNED: Final = 1
 """The match of a draft that goes on behind its only wrong token."""
-SHORTEST_MATCH: Final = 2
-LONGEST_MATCH: Final = 48
-"""Tokens that have to stand elsewhere, too, for a draft; more are not counted."""
-_KEY: Final = 6
-"""Tokens by which a place is found; longer matches are counted from there."""
 _LONG_MATCH: Final = 4
 """From so many tokens on, a match is no coincidence: its first draft may be twice as long as itself."""
 _SURE_MATCH: Final = 9
@@ -45,10 +42,16 @@ _FORGETS: Final = 0.97
 """What an observation still counts for after one more."""
 _LEAST_USED: Final = 0.15
 """Chance that a draft model's guess is used, from which on it guesses no further until those before are checked."""
+_LEAST_LIKELY: Final = 0.01
+"""Chance that a token that was looked up is right, up to which it is drafted: servers shall not compute for nothing."""
 _MODEL_STEPS: Final = 4
 """Steps with guesses of a draft model that are under way: fewer than the servers take, who have wrong ones to do."""
+_READING: Final = 0.25
+"""Of the time that a draft model takes for a guess, that each further token takes which it reads with the last one."""
+_FIRST_BREAK: Final = 16
+_FIRST_MODEL_BREAK: Final = 2
 _LONGEST_BREAK: Final = 256
-"""Steps after which a kind of draft that has gained nothing is tried again."""
+"""Steps after which a kind of draft that has gained nothing is tried again; the first break is of a few steps."""
 _STEP_SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Of which a draft may be cut into steps."""
 _LEAST_GAIN: Final = 1.05
@@ -96,58 +99,6 @@ class DraftCounts:
         }
 
 
-@dataclass(frozen=True)
-class Draft:
-    """Tokens that may come next; `match`: how many tokens before them stood elsewhere, before `place` in the text."""
-
-    tokens: tuple[int, ...] = ()
-    match: int = 0
-    place: int = 0
-
-
-class LookupDrafter:
-    """Finds what followed the last tokens of a text where they stood before in it."""
-
-    def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], int] = {}
-        self._known: list[int] = []
-
-    def matches(self, tokens: Sequence[int]) -> Iterator[Draft]:
-        """What may come after `tokens`, the longest match first, each up to `MOST_DRAFTED` tokens."""
-        self._learn(tokens)
-        for length in range(min(_KEY, len(tokens) - 1), SHORTEST_MATCH - 1, -1):
-            place = self._after.get(tuple(tokens[-length:]))
-            if place is not None:
-                yield self.follow(tokens, place, _whole_match(tokens, place) if length == _KEY else length)
-
-    def follow(self, tokens: Sequence[int], place: int, match: int) -> Draft:
-        """What comes after `tokens` if it is what stands there from `place` on."""
-        return Draft(tuple(_repeated(tokens, place)), match, place)
-
-    def _learn(self, tokens: Sequence[int]) -> None:
-        """Notes the newest place of every few tokens but the last ones, which nothing follows yet."""
-        if list(tokens[: len(self._known)]) != self._known:
-            self._after, self._known = {}, []
-        for end in range(max(SHORTEST_MATCH, len(self._known)), len(tokens)):
-            for length in range(SHORTEST_MATCH, min(_KEY, end) + 1):
-                self._after[tuple(tokens[end - length : end])] = end
-        self._known = list(tokens)
-
-
-def _whole_match(tokens: Sequence[int], place: int) -> int:
-    """How many of the last tokens stand before `place`, too."""
-    length = _KEY
-    while length < min(LONGEST_MATCH, place) and tokens[place - 1 - length] == tokens[-1 - length]:
-        length += 1
-    return length
-
-
-def _repeated(tokens: Sequence[int], place: int) -> list[int]:
-    """What stands from `place` on; a text that ends there goes on as if it repeated itself."""
-    period = len(tokens) - place
-    return [tokens[place + index % period] for index in range(MOST_DRAFTED)]
-
-
 class StepCost:
     """Seconds of a step by its tokens: a line through the last observations, weighted by age."""
 
@@ -181,16 +132,30 @@ class StepCost:
 
 @dataclass
 class _Chance:
-    """How often drafted tokens were right. `rest`: steps until they are tried again, after so many `breaks`."""
+    """How often drafted tokens were right: a first guess, and what `seen` tokens have shown. `rest`: steps until they
+    are tried again, after so many `breaks`; `due`: they are to be tried once, whatever is known of them."""
 
     right: float
     tried: float = _SURE
+    seen: int = 0
     rest: int = 0
     breaks: int = 0
+    due: bool = False
 
     @property
     def share(self) -> float:
         return self.right / self.tried
+
+    def note(self, is_right: bool) -> None:
+        """Of one more token."""
+        self.right = _FORGETS * self.right + is_right
+        self.tried = _FORGETS * self.tried + 1
+        self.seen += 1
+
+    def pause(self, first: int) -> None:
+        """For `first` steps, and twice as long each time."""
+        self.breaks += 1
+        self.rest = min(_LONGEST_BREAK, first << min(self.breaks - 1, 8))
 
 
 def _first_chances() -> dict[int, _Chance]:
@@ -211,8 +176,11 @@ class DraftPlan:
         deepest: of the drafts that were right so far; the next may be twice as deep.
         cost: of a step that is under way alone, from when it is sent until its tokens are chosen.
         speed: of the servers of a chain; None where steps are not under way side by side.
-        budget: what wrong drafts may cost now, as so many tokens that are answered one after the other. It grows with
-            each token and with what drafts gain, and bounds what a conversation loses by them, whatever its text.
+        budget: what wrong drafts that were looked up may cost now, as so many tokens that are answered one after the
+            other. It grows with each token and with what they gain, and bounds what a conversation loses by them,
+            whatever its text.
+        model_budget: the same for guesses of a draft model, so that neither pays for what the other one has lost. Once
+            there is a draft model, each has a half of what may be lost without a gain.
         sharing: answers, this one included, that keep the servers busy at once.
     """
 
@@ -221,6 +189,7 @@ class DraftPlan:
     cost: StepCost = field(default_factory=StepCost)
     speed: PipelineSpeed | None = None
     budget: float = _FIRST_BUDGET
+    model_budget: float | None = None
     sharing: int = 1
     _chances: dict[int, _Chance] = field(default_factory=_first_chances)
 
@@ -261,6 +230,8 @@ class DraftPlan:
         tokens, likely = 1.0, 1.0
         for depth in range(1, most + 1):
             likely *= self._chances[kind_of(match + depth - 1 if match > REALIGNED else match)].share
+            if likely < _LEAST_LIKELY:
+                break
             tokens += likely
             rate = tokens / self._seconds(1 + depth)
             if rate > best:
@@ -274,15 +245,20 @@ class DraftPlan:
 
         It guesses while the steps are under way, so that an answer takes the way once for each wrong guess.
         """
+        if self.model_budget is None:
+            self.model_budget = _FIRST_BUDGET / 2
+            self.budget -= self.model_budget
         chance, speed = self._chances[BY_MODEL], self.speed
         if speed is None or not speed.is_known or chance.rest or most < 1:
             return 0
         depth, rate = self._model_rate(most)
-        while depth and not self._affords(1 + depth, speed.model_step()):
+        while depth and not self._affords(1 + depth, speed.model_step(), by_model=True):
             depth, rate = self._model_rate(depth // 2) if depth > 1 else (0, rate)
         if depth and rate * speed.alone < _LEAST_GAIN:
-            chance.breaks += 1
-            chance.rest = min(_LONGEST_BREAK, 8 << min(chance.breaks, 5))
+            if chance.due:
+                return 1
+            chance.pause(_FIRST_MODEL_BREAK)
+            chance.due, speed.guess = True, 0.0  # it may have been something else that kept it
             return 0
         return depth
 
@@ -299,10 +275,13 @@ class DraftPlan:
 
     def beats_model(self, draft: Draft) -> bool:
         """Whether checking it brings more tokens a second than a draft model's guesses, or as good as none is wrong: it
-        takes no time of this machine."""
-        sure = draft.match >= _SURE_MATCH and self._chances[kind_of(draft.match)].share >= _SURE_SHARE
+        takes no time of this machine. A short match has to have shown that: most texts have some that mean nothing."""
+        chance = self._chances[kind_of(draft.match)]
+        sure = draft.match >= _SURE_MATCH and chance.share >= _SURE_SHARE
         if sure or self.speed is None or not self.speed.is_known:
             return True
+        if chance.seen < _SURE:
+            return False
         most = len(draft.tokens)
         return self._best(draft.match, most)[1] >= self._model_rate(most)[1]
 
@@ -310,17 +289,22 @@ class DraftPlan:
         """How many of so many tokens to send in the next step."""
         return tokens if self.speed is None else self.speed.step_tokens(tokens)
 
-    def _affords(self, tokens: int, size: int | None = None) -> bool:
+    def _affords(self, tokens: int, size: int | None = None, *, by_model: bool = False) -> bool:
         """Whether the budget bears that of so many tokens, in steps of this size, none that was drafted is right."""
+        budget = self.model_budget if by_model and self.model_budget is not None else self.budget
         if self.speed is not None:
-            return self.speed.risk(tokens, size) <= self.budget * self.speed.alone
-        return self.cost.of(tokens) - self.cost.of(1) <= self.budget * self.cost.of(1)
+            return self.speed.risk(tokens, size) <= budget * self.speed.alone
+        return self.cost.of(tokens) - self.cost.of(1) <= budget * self.cost.of(1)
 
-    def settle(self, tokens: int, gained: float = 0.0) -> None:
-        """So many tokens were answered, so many seconds sooner than one after the other. Only once a step was noted."""
+    def settle(self, tokens: int, gained: float = 0.0, *, by_model: bool = False) -> None:
+        """So many tokens were answered, so many seconds sooner than one after the other, by drafts of the text or of a
+        draft model. Only once a step was noted."""
         alone = self._seconds(1)
-        budget = self.budget + _ALLOWED_LOSS * tokens + (gained / alone if alone > 0 else 0.0)
-        self.budget = min(max(budget, -_DEEPEST_DEBT), _LARGEST_BUDGET)
+        allowed, won = _ALLOWED_LOSS * tokens, gained / alone if alone > 0 else 0.0
+        if self.model_budget is not None:
+            allowed /= 2
+            self.model_budget = _within(self.model_budget + allowed + by_model * won)
+        self.budget = _within(self.budget + allowed + (not by_model) * won)
 
     def _seconds(self, tokens: int) -> float:
         """Until so many tokens are answered that are sent now."""
@@ -343,17 +327,28 @@ class DraftPlan:
         self.counts = self.counts.plus(accepted=accepted)
         if accepted == drafted:
             self.deepest = max(self.deepest, min(MOST_DRAFTED, drafted))
-        # The first wrong token ends the draft: those after it say nothing.
-        for index in range(min(drafted, accepted + 1)):
-            chance = self._chances[kind_of(match + index if match > REALIGNED else match)]
-            chance.right = _FORGETS * chance.right + (index < accepted)
-            chance.tried = _FORGETS * chance.tried + 1
+        self.note_seen(match, drafted, accepted)
         first = self._chances[kind_of(match)]
         if accepted:
             first.breaks = 0
         elif match != BY_MODEL and self.cost.is_known and not self.depth(match, drafted):
-            first.breaks += 1
-            first.rest = min(_LONGEST_BREAK, 8 << min(first.breaks, 5))
+            first.pause(_FIRST_BREAK)
+
+    def note_seen(self, match: int, drafted: int, accepted: int) -> None:
+        """The same of tokens that nobody was asked about, but that have been answered."""
+        # The first wrong token ends the draft: those after it say nothing.
+        for index in range(min(drafted, accepted + 1)):
+            self._chances[kind_of(match + index if match > REALIGNED else match)].note(index < accepted)
+
+    def note_guess(self, seconds: float, read: int = 1) -> None:
+        """A draft model has read so many tokens and guessed the next one."""
+        self._chances[BY_MODEL].due = False
+        if self.speed is not None:
+            self.speed.note_guess(seconds, read)
+
+
+def _within(budget: float) -> float:
+    return min(max(budget, -_DEEPEST_DEBT), _LARGEST_BUDGET)
 
 
 @dataclass
@@ -395,14 +390,19 @@ class PipelineSpeed:
             seconds = 0.8 * self.alone + 0.2 * min(seconds, _OUTLIER * self.alone)
         self.alone = seconds
 
-    def note_guess(self, seconds: float) -> None:
-        """A draft model took so long for a token."""
+    def note_guess(self, seconds: float, read: int) -> None:
+        """A draft model took so long to read so many tokens and to guess the next one."""
+        seconds /= 1 + _READING * (read - 1)
         self.guess = 0.8 * self.guess + 0.2 * min(seconds, _OUTLIER * self.guess) if self.guess else seconds
 
     def model_step(self) -> int:
         """Guesses of a draft model that are sent together: no more steps than the servers can do meanwhile."""
         size = 1
-        while size < _STEP_SIZES[-1] and size * self.guess < max(self.alone / _MODEL_STEPS, self.stage.of(size)):
+        while (
+            self.guess
+            and size < _STEP_SIZES[-1]
+            and size * self.guess < max(self.alone / _MODEL_STEPS, self.stage.of(size))
+        ):
             size += 1
         return size
 

@@ -20,6 +20,7 @@ from .request import WireTensor
 from .sampling import TokenSampler
 from .session.compared_session import Session
 from .session.flight import Flight
+from .session.prefixes import common_prefix
 from .session.session import ClientSession
 
 _LONG: Final = 4
@@ -108,8 +109,9 @@ class Speculation:
     _sent: int = 0  # of `line`
     _asked: deque[_Asked] = field(default_factory=deque)
     _draft: Draft = field(default_factory=Draft)  # where what is drafted in `line` was found
+    _found: Draft = field(default_factory=Draft)  # that nobody is asked about, as the draft model guesses
     _checked: float = 0.0  # when
-    _by_model: bool = False  # the draft model guesses what comes behind `line`
+    _by_model: bool = False  # what is drafted in `line` are guesses of the draft model, which may go on
     _ahead: Ahead | None = None  # chooses its guesses, until one is wrong
     _longest: int = 0  # how far it guesses now
     _changing: trio.Lock = field(default_factory=trio.Lock)  # `line` is sent, or given up
@@ -152,6 +154,7 @@ class Speculation:
 
     async def _guess_on(self, model: ModelDrafter) -> None:
         """Has the draft model guess behind `line`, as far as that pays."""
+        held: list[int] | None = None  # what it has read; None: nobody knows
         while True:
             line, ahead = list(self.line), self._ahead
             tokens = len(self.answer.tokens)
@@ -164,10 +167,12 @@ class Speculation:
                 continue
             begun = trio.current_time()
             guess = await trio.to_thread.run_sync(model.guess, line, ahead)
+            unread = len(line) - min(common_prefix(held or (), line), len(line) - 1)
+            if guess is not None and held is not None:
+                self.plan.note_guess(trio.current_time() - begun, unread)
+            held = line if guess is not None else None
             if guess is None or ahead is not self._ahead or len(line) != len(self.line):
                 continue
-            if self.plan.speed is not None:
-                self.plan.speed.note_guess(trio.current_time() - begun)
             self.line.append(guess)
             await self._send()
 
@@ -218,19 +223,21 @@ class Speculation:
                 speed.note_alone(asked.end - asked.start, now - asked.sent + computed[0])
             gained = (len(answer.tokens) - made) * speed.alone - (trio.current_time() - self._checked)
             self.plan.counts = self.plan.counts.plus(gained=gained)
-            self.plan.settle(len(answer.tokens) - made, gained)
+            self.plan.settle(len(answer.tokens) - made, gained, by_model=self._by_model)
         self._checked = trio.current_time()
         guessed = self.line[made : asked.end + 1]
         right = sum(1 for token, guess in zip(chosen, guessed, strict=False) if token == guess)
         # A guess may be right before it is sent.
         self.plan.counts = self.plan.counts.plus(drafted=max(0, made + right - self._sent))
         self._note(guessed, right)
+        self._note_found(chosen)
         if right < len(chosen) and not answer.is_over:
             async with self._changing:
                 self.flight.drop()
                 if speed is not None and self._asked:
                     sent = [(step.end - step.start, step.sent) for step in (asked, *self._asked)]
-                    self.plan.settle(0, -speed.note_vain(sent, trio.current_time()))
+                    vain = speed.note_vain(sent, trio.current_time())
+                    self.plan.settle(0, -vain, by_model=self._by_model)
                 self._asked.clear()
                 self.line, self._sent = list(answer.tokens), len(answer.tokens) - 1
                 self._ahead = self.model.ahead(len(answer.tokens)) if self.model is not None else None
@@ -250,6 +257,13 @@ class Speculation:
             match, place = REALIGNED if match >= _LONG else 0, place + 1
         self._draft = Draft((), match, place)
 
+    def _note_found(self, chosen: Sequence[int]) -> None:
+        """Learns how good what was looked up would have been where the draft model has guessed."""
+        found, self._found = self._found, Draft()
+        if found.tokens and chosen:
+            right = common_prefix(found.tokens, chosen)
+            self.plan.note_seen(found.match, min(right + 1, len(chosen)), right)
+
     def _draft_on(self) -> None:
         """Drafts behind what is drafted already: what stands behind it there, else what is found anew, or is guessed by
         the draft model from now on."""
@@ -263,7 +277,8 @@ class Speculation:
         self.line += draft.tokens[under_way:]
         if draft.tokens:
             self._draft = draft
-        self._by_model = guesses and not draft.tokens and (self._by_model or not under_way)
+        self._by_model = not draft.tokens and (self._by_model if under_way else guesses)
+        self._found = next(self.lookup.matches(tokens), Draft()) if self._by_model else Draft()
 
     def _drafts(self, goes_on: bool, guesses: bool) -> Iterator[Draft]:
         """`goes_on`: behind some that are not checked. `guesses`: only those that are better than a draft model's."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,11 +18,12 @@ import trio
 from trio.testing import MockClock
 
 from petalnode.node.client.api.row_groups import FIRST_GAIN, draft_apart
-from petalnode.node.client.draft_model import ModelDrafter
-from petalnode.node.client.drafting import Draft, DraftCounts, DraftPlan, LookupDrafter, PipelineSpeed
+from petalnode.node.client.draft_model import Draft, LookupDrafter, ModelDrafter
+from petalnode.node.client.drafting import BY_MODEL, DraftCounts, DraftPlan, PipelineSpeed
 from petalnode.node.client.request import WireTensor
 from petalnode.node.client.sampling import Sampler
 from petalnode.node.client.session.flight import Flight
+from petalnode.node.client.session.prefixes import common_prefix
 from petalnode.node.client.session.recovery import Receive, Send, begin_step
 from petalnode.node.client.speculation import Answering, Speculation
 
@@ -121,14 +122,24 @@ class Oracle:
 
 
 class SimulatedModel:
-    """In the place of a `ModelDrafter`: guesses what the text says, but for one token in so many."""
+    """In the place of a `ModelDrafter`: guesses what the text says, but for one token in so many. A guess takes so many
+    seconds, a quarter of that more for each further token that has to be read, and ten times as long at the places
+    `slow`."""
 
     max_length = 1 << 20
 
-    def __init__(self, text: Sequence[int], seconds: float, wrong_in: int) -> None:
-        self.seconds = seconds
+    def __init__(self, text: Sequence[int], seconds: float, wrong_in: int, slow: Collection[int] = ()) -> None:
+        self._seconds = seconds
         self._text = text
         self._wrong_in = wrong_in
+        self._slow = slow
+        self._held: list[int] = []
+
+    def seconds(self, line: Sequence[int], ahead: object) -> float:
+        """Of a guess."""
+        unread = len(line) - min(common_prefix(self._held, line), len(line) - 1)
+        self._held = list(line)
+        return self._seconds * (1 + 0.25 * (unread - 1)) * (10 if len(line) in self._slow else 1)
 
     def ahead(self, length: int) -> object:
         return object()
@@ -150,7 +161,8 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual time does not wait for threads."""
 
     async def direct(function: Callable[..., Any], *arguments: Any) -> Any:
-        await trio.sleep(getattr(getattr(function, "__self__", None), "seconds", 0.0))
+        owner = getattr(function, "__self__", None)
+        await trio.sleep(owner.seconds(*arguments) if isinstance(owner, SimulatedModel) else 0.0)
         return function(*arguments)
 
     monkeypatch.setattr("petalnode.node.client.speculation.trio.to_thread.run_sync", direct)
@@ -372,6 +384,86 @@ def test_a_draft_model_guesses_while_its_guesses_are_checked(no_threads: None, w
     assert drafted.tokens == plain.tokens == text
     assert plain.seconds / drafted.seconds > times
     assert drafted.most_under_way >= 3
+
+
+def never_twice(tokens: int) -> tuple[list[int], int]:
+    """No two of so many tokens are the same: nothing can be looked up."""
+    return list(range(0, 2 * tokens, 2)), 60
+
+
+def test_the_time_to_read_the_prompt_is_not_that_of_a_guess(no_threads: None) -> None:
+    """The first guess comes after 60 tokens that the model has to read, and takes nearly as long as the chain does."""
+    text, prompt = never_twice(140)
+    plain = answer(text, prompt, WIDE, drafts=False)
+    drafted = answer(text, prompt, WIDE, drafts=True, model=SimulatedModel(text, 0.0135, 1000))
+    assert drafted.tokens == plain.tokens == text
+    assert plain.seconds / drafted.seconds > 6
+
+
+def test_a_draft_model_that_was_kept_from_guessing_for_a_while_goes_on(no_threads: None) -> None:
+    text, prompt = never_twice(160)
+    slow = SimulatedModel(text, 0.04, 1000, slow=range(80, 90))
+    plain = answer(text, prompt, WIDE, drafts=False)
+    drafted = answer(text, prompt, WIDE, drafts=True, model=slow)
+    assert drafted.tokens == plain.tokens == text
+    assert plain.seconds / drafted.seconds > 2.5
+    assert drafted.counts.accepted == drafted.counts.drafted  # and nothing was taken for what stands in the text
+
+
+def test_matches_that_mean_nothing_do_not_keep_a_good_draft_model_from_guessing(no_threads: None) -> None:
+    text, prompt = guessable(1, 0.1, 6)
+    plain = answer(text, prompt, WIDE, drafts=False)
+    for seconds, times in ((0.03, 5), (0.06, 3)):
+        drafted = answer(text, prompt, WIDE, drafts=True, model=SimulatedModel(text, seconds, 1000))
+        assert drafted.tokens == plain.tokens == text
+        assert plain.seconds / drafted.seconds > times
+
+
+def measured() -> DraftPlan:
+    """A plan for three servers and 100 ms of round trip that has seen a few steps without drafts."""
+    plan = DraftPlan(speed=PipelineSpeed())
+    assert plan.speed is not None
+    for tokens in (1, 9, 1):
+        plan.speed.note_work(tokens, [0.008 + 0.001 * tokens] * 3, 0.0)
+        plan.speed.note_alone(tokens, 0.227 + 0.003 * tokens)
+    plan.note(Draft(), 0, 0.23)
+    return plan
+
+
+def test_a_short_match_is_preferred_to_a_draft_model_only_after_it_was_right() -> None:
+    plan = measured()
+    for _ in range(20):
+        plan.note_guess(0.06)
+        plan.note_seen(BY_MODEL, 1, 1)
+    short, long = (Draft((1,) * 40, match) for match in (3, 20))
+    assert plan.beats_model(long) and not plan.beats_model(short)
+    for _ in range(20):
+        plan.note_seen(3, 5, 5)  # nobody was asked about them
+    assert plan.beats_model(short) and plan.counts == DraftCounts()
+    for _ in range(60):
+        plan.note_seen(3, 1, 0)
+        plan.note_seen(20, 1, 0)
+    assert not plan.beats_model(short) and not plan.beats_model(long)
+
+
+def test_what_one_source_of_drafts_loses_the_other_does_not_pay() -> None:
+    plan, text = measured(), [Draft((1,) * 8, 9)]
+    assert plan.model_depth(20) > 1 and plan.choose(iter(text), 20).tokens
+    plan.settle(1, -10.0)
+    assert plan.model_depth(20) > 1 and not plan.choose(iter(text), 20).tokens
+    plan = measured()
+    assert plan.model_depth(20) > 1
+    plan.settle(1, -10.0, by_model=True)
+    assert not plan.model_depth(20) and plan.choose(iter(text), 20).tokens
+
+
+def test_a_second_source_of_drafts_does_not_make_more_losses_possible() -> None:
+    alone, both = measured(), measured()
+    assert both.model_depth(20) and both.model_budget is not None
+    for plan in (alone, both):
+        plan.settle(30)
+    assert both.budget == pytest.approx(both.model_budget, abs=0.02)
+    assert both.budget + both.model_budget == pytest.approx(alone.budget)
 
 
 def test_what_stands_in_the_text_needs_no_draft_model(no_threads: None) -> None:
