@@ -18,7 +18,8 @@ more than eight servers `h512` has 12 blocks. A row takes one to two minutes, mo
 `steps/s` are decode steps behind a prompt, up to a sequence of 128 and of 2,048 tokens; `tokens/s` forward passes of
 1 and `--batch` rows of 128 tokens (64 in the papers). Neither has the client's embeddings and head. `planned` is the
 cost model: of `petalnode plan` and the router for steps, of what cuts batches for forward passes, with these round
-trips, this bandwidth and what servers announce or have said in replies; other clients are waiting steps to it.
+trips, this bandwidth and what servers announce or have said in replies; the other clients are
+waiting steps, and passes that take turns with its own.
 `computed` is the same with what the servers say that these steps and passes took them, so what it is off by is not the
 announcement's fault. Servers measure their speed when they start (their cache is a new one), without other load.
 

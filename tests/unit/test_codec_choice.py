@@ -98,6 +98,20 @@ def test_massive_activations_bear_it_until_it_has_no_room_for_eight_times_as_muc
     assert measured(one)["float16"] > 1 > measured(one)["bfloat16"]
 
 
+@pytest.mark.parametrize(("largest", "codec"), [(4000.0, "float16"), (20_000.0, "none")])
+@pytest.mark.parametrize("width", [576, 100])  # 100: blocks go on from token to token
+def test_outliers_in_every_token_hide_nothing_of_what_int8_does_to_the_others(
+    width: int, largest: float, codec: str
+) -> None:
+    """As GPT-2 has them: by the norm alone, of which they are most, int8 would be as good as float16."""
+    one = torch.randn(1, 20, width, generator=torch.Generator().manual_seed(1))
+    one[:, :, 5] = largest
+    by_norm = float((decode(*encode(one, "int8-block64")) - one).norm() / one.norm())
+    errors = measured(one)
+    assert by_norm < 10 / largest and errors["int8-block64"] > 0.1
+    assert choose_codec([replace(SERVER, per_byte=100 * MBIT)] * 3, "float32", width, errors) == codec
+
+
 def test_values_that_are_too_small_for_it_do_not_bear_it() -> None:
     assert measured(1e-6 * usual())["float16"] > AUTO_ERROR
 
