@@ -45,7 +45,8 @@ from petalnode.node.client.api import causal_lm
 PERIOD_US = 10_000
 PROMPT = 8
 CGROUPS = Path("/sys/fs/cgroup")
-BLOCKS = {"nanogpt": 12, "nanollama": 6, "tinyllama": 3}
+BLOCKS = {"nanogpt": 12, "nanollama": 12, "tinyllama": 22}
+TOKENS = {"nanogpt": 64, "nanollama": 16, "tinyllama": 8}
 
 
 def config_of(name: str, blocks: int) -> PreTrainedConfig:
@@ -61,6 +62,7 @@ def config_of(name: str, blocks: int) -> PreTrainedConfig:
         num_attention_heads=heads,
         num_key_value_heads=4 if name == "tinyllama" else heads,
         max_position_embeddings=2048,
+        dtype=torch.bfloat16 if name == "tinyllama" else torch.float32,
     )
 
 
@@ -85,8 +87,11 @@ class Share:
                 f"{self.folder}: {error}; run it as root, where control groups have the cpu controller"
             ) from None
 
-    def add(self, pid: int) -> None:
-        """This process with its threads, and those that they start."""
+    def add(self, pid: int, core: int) -> None:
+        """This process with its threads, and those that they start, on one core: what is left of a period's quota is
+        lent to a core, so a thread on another one, to which a step is handed over, would wait for the next period."""
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), {core})
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     def remove(self) -> None:
@@ -112,7 +117,8 @@ def nodes_of(folder: Path, blocks: int, count: int, share: float) -> Iterator[li
                 servers.append(ServerProcess(arguments, Path(scratch) / str(index)))
                 peer = ("--peer", servers[-1].wait_ready()["addrs"][0])
                 shares.append(Share(f"petalnode-bench-{os.getpid()}-{index}", share))
-                shares[-1].add(servers[-1].process.pid)
+                cores = sorted(os.sched_getaffinity(0))
+                shares[-1].add(servers[-1].process.pid, cores[index % len(cores)])
             yield servers
         finally:
             for server in servers:
@@ -151,7 +157,8 @@ def measure(
 def run(name: str, blocks: int, options: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     folder = scratch / name
-    AutoModelForCausalLM.from_config(config_of(name, blocks)).save_pretrained(folder)
+    config = config_of(name, blocks)
+    AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(folder)
     alone: dict[int, float] = {}
     for nodes in options.nodes:
         with nodes_of(folder, blocks, nodes, options.share) as servers:
@@ -165,7 +172,7 @@ def run(name: str, blocks: int, options: argparse.Namespace, scratch: Path) -> I
                     if forced > 1:
                         ways |= {"one_batch": 1, "groups": forced}
                     found = {
-                        way: measure(model, servers, options.share, samples, options.tokens, count)
+                        way: measure(model, servers, options.share, samples, options.tokens or TOKENS[name], count)
                         for way, count in ways.items()
                     }
                     best = found["own"][0]["tokens_per_s"]
@@ -196,7 +203,7 @@ def main() -> None:
     )
     parser.add_argument("--samples", nargs="+", type=int, default=[1, 2, 3, 6])
     parser.add_argument("--share", type=float, default=0.2, help="of a core, for each server")
-    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--tokens", type=int, help="of each sample, instead of the model's own number")
     parser.add_argument("--blocks", type=int, help="of every model, instead of its own number")
     options = parser.parse_args()
     logging.set_verbosity_error()
